@@ -74,7 +74,7 @@ chaos: $(TESTING)
 	@$(VENV_PYTHON) -m tests.elastic.chaos --dir=chaos_job --report docs/elastic_report.md $(CHAOS_ARGS)
 
 check-defects: $(TESTING)
-	@$(VENV_PYTHON) -m tests.tools.testing.defects --report docs/check_defects.md $(DEFECTS_ARGS)
+	@$(VENV_PYTHON) -m tests.tools.check.defects --report docs/check_defects.md $(DEFECTS_ARGS)
 
 lint: $(TESTING)
 	@$(VENV_PYTHON) -m ruff check .

@@ -45,7 +45,7 @@ DIGITS = ["scikit-learn>=1.9.1,<2"]
 LM_EVAL = [*TEXT, "lm_eval>=0.4.13,<0.5"]
 # --mode=sweep: the searches, the pruners, and the journal of its trials.
 SWEEP = ["optuna>=5,<6"]
-# praxis_lite.interop.export: jax.export reads and writes with it, and does not bring it.
+# praxis_tools.export: jax.export reads and writes with it, and does not bring it.
 EXPORT = ["flatbuffers>=25.12.19"]
 # --mode=serve: the routes and answers of HTTP, and its connections.
 SERVE = ["starlette>=1.10,<2", "uvicorn>=0.54,<1"]
@@ -59,7 +59,7 @@ setup(
     python_requires=">=3.11,<3.15",
     # tasks/ and experiments/ are at the top of a checkout, and installed inside the package.
     packages=[
-        *find_packages(include=["praxis_lite", "praxis_lite.*"]),
+        *find_packages(include=["praxis_lite", "praxis_lite.*", "praxis_tools", "praxis_tools.*"]),
         "praxis_lite.tasks", "praxis_lite.experiments",
     ],
     package_dir={"praxis_lite.tasks": "tasks", "praxis_lite.experiments": "experiments"},
@@ -67,12 +67,20 @@ setup(
         # Its types, for type checkers of code that imports it: stubs say where names are defined.
         "": ["*.pyi"],
         "praxis_lite": ["py.typed"],
+        "praxis_tools": ["py.typed"],
         # The page of --mode=explain --html.
-        "praxis_lite.tools.explain": ["explain_page.html"],
+        "praxis_tools.explain": ["explain_page.html"],
         # The page of --mode=report --html.
-        "praxis_lite.tools.report": ["report_page.html"],
+        "praxis_tools.report": ["report_page.html"],
         # What is what in the models of Hugging Face, a table per family.
-        "praxis_lite.tools.huggingface": ["families/*.toml"],
+        "praxis_lite.huggingface": ["families/*.toml"],
+    },
+    entry_points={
+        "praxis_lite.modes": [
+            f"{mode.lower()} = praxis_tools.modes.{mode.lower()}:{mode}"
+            for mode in ("Explain", "Plan", "Check", "Sweep", "Profile", "Report", "Certify")
+        ] + ["serve = praxis_tools.serve.mode:Serve"],
+        "praxis_lite.job_tools": ["praxis_tools = praxis_tools.job_tools:TOOLS"],
     },
     install_requires=[
         # Everything that is computed. pip takes 0.10 on Python 3.11, and 0.12 on newer ones.
@@ -92,6 +100,8 @@ setup(
         "xxhash>=4.1,<5",
         # Metrics of long jobs as columns: json.loads takes three times as long.
         "orjson>=3.11.5,<4",
+        # Progress of long commands on a terminal; flax brings it too.
+        "rich>=13,<16",
         # The newest metrics of a run for Prometheus; Orbax brings it too.
         "prometheus-client>=0.26,<1",
         # Datasets whose examples are found by their number, and ArrayRecord files of them.

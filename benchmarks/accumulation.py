@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+from praxis_lite.core.collectives import ExplicitCollectives
 
 simulate_devices(8)
 

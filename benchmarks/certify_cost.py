@@ -21,13 +21,14 @@ simulate_devices(8)
 
 import jax  # noqa: E402
 
+from praxis_lite.config.build import build  # noqa: E402
 from praxis_lite.core.sharding.mesh import make_mesh  # noqa: E402
+from praxis_lite.experiment.registry import get_experiment  # noqa: E402
 from praxis_lite.inputs.base import TRAIN  # noqa: E402
-from praxis_lite.run.config.build import build  # noqa: E402
-from praxis_lite.run.experiment.registry import get_experiment  # noqa: E402
-from praxis_lite.run.trainer.job_on_mesh import partitioner_on, use_compilation_cache  # noqa: E402
-from praxis_lite.tools.testing.in_flight.certifier import Certifier  # noqa: E402
-from praxis_lite.tools.testing.in_flight.state_digests import StateDigests  # noqa: E402
+from praxis_lite.trainer.compilation import use_compilation_cache  # noqa: E402
+from praxis_lite.trainer.job_on_mesh import partitioner_on  # noqa: E402
+from praxis_tools.certificates.certifier import Certifier  # noqa: E402
+from praxis_tools.certificates.state_digests import StateDigests  # noqa: E402
 
 EVERY, GOAL = 500, 0.01
 

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps import step_dirs, step_files
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.models import FunctionModel
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.steps import step_dirs, step_files
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.tasks.loss import LossTask
 
 DIMS, BATCH = 1024, 64

@@ -31,11 +31,11 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.whole_model.sharding_presets import SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.plan.job_on_topology import PLANNING_OPTIONS
-from praxis_lite.tools.plan.plan_text import decoding_table, plan_text
-from praxis_lite.tools.plan.predict import plan_step
-from praxis_lite.tools.plan.step_plan import StepPlan
-from praxis_lite.tools.plan.topology import Topology, topology_of
+from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
+from praxis_tools.plan.plan_text import decoding_table, plan_text
+from praxis_tools.plan.predict import plan_step
+from praxis_tools.plan.step_plan import StepPlan
+from praxis_tools.plan.topology import Topology, topology_of
 
 
 def partitioner_of(options: argparse.Namespace, topology: Topology) -> Partitioner:

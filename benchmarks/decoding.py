@@ -97,8 +97,8 @@ def ours(directory: str, setup: Setup) -> tuple[Generate, float]:
     import jax
     import jax.numpy as jnp
 
+    from praxis_lite import huggingface
     from praxis_lite.core import MeshConfig, make_mesh
-    from praxis_lite.tools import huggingface
 
     settings = [f"task.model.fprop_dtype={setup.dtype}"]
     settings.append(f"task.decoder.weights_outputs_first={setup.outputs_first}")

@@ -18,7 +18,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CHECKOUT))
 
-from praxis_lite.run.job.local_directory import local_directory  # noqa: E402
+from praxis_lite.job.local_directory import local_directory  # noqa: E402
 
 EXPERIMENT = "--exp=lm.Synthetic"
 SETTINGS = ["--set", "run.num_train_steps=40", "run.checkpoints.every_steps=20"]

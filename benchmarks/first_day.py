@@ -80,7 +80,7 @@ ROWS = [
     Row("evaluate a checkpoint", "$P --mode=eval --job_log_dir=a", found="heldout: accuracy"),
     Row("evaluate beside a training, to its end", "$P --mode=eval --job_log_dir=a --follow",
         found="heldout"),
-    Row("look at the checkpoints", "python -m praxis_lite.run.checkpoints ls a", found="50"),
+    Row("look at the checkpoints", "python -m praxis_lite.checkpoints ls a", found="50"),
     Row("train on your own text",
         "$P --exp=lm.PyDocs --job_log_dir=text --set 'corpus.files=texts/*.txt' "
         "run.num_train_steps=20 task.model.num_layers=2", found="trained to step 20"),
@@ -132,14 +132,14 @@ ROWS = [
         '$P --mode=decode --job_log_dir=chat --chat --prompt "What comes after 4?"',
         "safetensors", found="comes"),
     Row("export it",
-        "python -m praxis_lite.tools.huggingface export chat merged --adapters merge",
+        "python -m praxis_lite.huggingface export chat merged --adapters merge",
         "safetensors", found="wrote merged"),
     Row("ask it the tasks of lm-evaluation-harness",
-        "python -m praxis_lite.tools.lm_eval --model praxis_lite --model_args pretrained=merged "
+        "python -m praxis_tools.lm_eval --model praxis_lite --model_args pretrained=merged "
         "--include_path tasks --tasks what_comes_after", "lm_eval", found="what_comes_after"),
     Row("begin with the weights of a Pax job",
-        "python -m praxis_lite.tools.pax.job --packages=paxmodel --exp=paxmodel.FromPax --pax=pax "
-        "--job_log_dir=from_pax", found="began"),
+        "python -m praxis_lite.pax.job --packages=paxmodel --exp=paxmodel.FromPax --pax=pax "
+        "--job_log_dir=from_pax", found="created"),
 ]
 
 

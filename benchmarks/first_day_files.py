@@ -93,7 +93,7 @@ def _task(folder: Path) -> None:
 
 def _pax_job(folder: Path) -> None:
     """Writes a checkpoint that Pax has made, and an experiment of its model."""
-    from tests.tools.pax.test_job import EXPERIMENTS
+    from tests.pax.test_job import EXPERIMENTS
 
     goldens = ROOT / "tests/goldens/pax_checkpoints/scanned_gda"
     with zipfile.ZipFile(goldens.with_suffix(".zip")) as file:

@@ -33,17 +33,17 @@ import optax  # noqa: E402
 
 from benchmarks.growth import report  # noqa: E402
 from praxis_lite import Experiment, Hook, RunConfig, SaveSettings  # noqa: E402
+from praxis_lite.config.build import build  # noqa: E402
 from praxis_lite.core import Learner, Partitioner, make_mesh  # noqa: E402
+from praxis_lite.experiment.launched_config import LaunchedConfig  # noqa: E402
 from praxis_lite.inputs.numpy_data import InMemory  # noqa: E402
+from praxis_lite.job.job_dir import JobDir  # noqa: E402
 from praxis_lite.models import FunctionModel  # noqa: E402
-from praxis_lite.run.config.build import build  # noqa: E402
-from praxis_lite.run.experiment.launched_config import LaunchedConfig  # noqa: E402
-from praxis_lite.run.job.job_dir import JobDir  # noqa: E402
-from praxis_lite.run.trainer import launch  # noqa: E402
-from praxis_lite.run.trainer.evaluation import Evaluator  # noqa: E402
-from praxis_lite.run.trainer.job_on_mesh import JobOnMesh  # noqa: E402
 from praxis_lite.tasks.loss import LossTask  # noqa: E402
-from praxis_lite.tools_of_jobs import TOOLS, hooks_of_tools  # noqa: E402
+from praxis_lite.trainer import launch  # noqa: E402
+from praxis_lite.trainer.evaluation import Evaluator  # noqa: E402
+from praxis_lite.trainer.job_on_mesh import JobOnMesh  # noqa: E402
+from praxis_tools.job_tools import TOOLS, hooks_of_tools  # noqa: E402
 
 DIMS, ROWS, PER_TURN, NUM_TURNS, GOAL_MS = 8, 8, 20, 15, 1.0
 

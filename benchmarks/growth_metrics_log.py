@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.growth import report
-from praxis_lite.run.experiment.run_config import RunConfig
-from praxis_lite.run.experiment.run_settings import LossSpikeSettings
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.job_history import losses_before
-from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
-from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
+from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.experiment.run_settings import LossSpikeSettings
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.job_history import losses_before
+from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.trainer.metrics.loss_curve import plot_loss_curve
 
 SIZES = (50_000, 100_000, 200_000, 400_000)
 NUM_MADE_AGAIN = 3

@@ -30,14 +30,14 @@ import optax  # noqa: E402
 from flax import linen, nnx  # noqa: E402
 
 from benchmarks.growth import report  # noqa: E402
+from praxis_lite.checkpoints.checkpoints import Checkpoints  # noqa: E402
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings  # noqa: E402
 from praxis_lite.core import Learner, Partitioner, Task  # noqa: E402
 from praxis_lite.layers import Repeat, rotary_lm  # noqa: E402
 from praxis_lite.models import FunctionModel, LinenModel  # noqa: E402
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints  # noqa: E402
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings  # noqa: E402
-from praxis_lite.run.trainer.layout_table import layout_json, layout_table  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
 from praxis_lite.tasks.loss import LossTask  # noqa: E402
+from praxis_lite.trainer.layout_table import layout_json, layout_table  # noqa: E402
 
 DIMS, ROWS = 4, 8
 XY = {name: jax.ShapeDtypeStruct((ROWS, DIMS), jnp.float32) for name in ("x", "y")}

@@ -24,8 +24,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from praxis_lite import huggingface
 from praxis_lite.core import MeshConfig, make_mesh
-from praxis_lite.tools import huggingface
 
 MB, GOAL = 1e6, 1.1
 

@@ -35,7 +35,7 @@ from praxis_lite.layers import (  # noqa: E402
     TransformerFeedForwardMoe,
     intermediates,
 )
-from praxis_lite.tools.explain import hlo, hlo_matmuls  # noqa: E402
+from praxis_tools.explain import hlo, hlo_matmuls  # noqa: E402
 
 BATCH, TIME, MODEL, HIDDEN, EXPERTS = 16, 128, 128, 512, 4
 TOKENS = (("data", "expert"), None, None)

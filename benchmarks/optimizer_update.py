@@ -25,7 +25,7 @@ from praxis_lite.core import (  # noqa: E402
     WeightSpec,
 )
 from praxis_lite.core.sharding.weight_spec import spec_items  # noqa: E402
-from praxis_lite.tools.explain import hlo  # noqa: E402
+from praxis_tools.explain import hlo  # noqa: E402
 
 VOCAB, MODEL, HIDDEN, HEADS, LAYERS = 8_192, 384, 1_536, 6, 6  # 13.8 M weights
 GOAL = 1.0

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.core import MeshConfig, StateLayout, TrainState, make_mesh
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.peers.newest_state import NewestState
-from praxis_lite.run.checkpoints.peers.peer_saver import PeerSaver, stores_of
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.run.job.elastic.order import Order
-from praxis_lite.run.job.elastic.peer_store import PeerStore
+from praxis_tools.elastic.order import Order
+from praxis_tools.elastic.peer_saves.newest_state import NewestState
+from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, stores_of
+from praxis_tools.elastic.peer_store import PeerStore
 
 KEY, LAYERS, DIM = b"of a benchmark", 25, 2000
 
@@ -64,7 +64,7 @@ def main() -> None:
         hosts.append((pipe, pipe.recv()))
     order = Order(
         generation=1, member=0, members=(0, 1), stores=tuple(address for _, address in hosts),
-        store_key=KEY, coordinator="",
+        key=KEY, coordinator="", num_slots=2,
     )
     stores = stores_of(order)
     with tempfile.TemporaryDirectory() as folder:

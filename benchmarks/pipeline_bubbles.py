@@ -43,7 +43,7 @@ from praxis_lite.layers.stacking.pipelining.schedules import (  # noqa: E402
     Schedule,
 )
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
-from praxis_lite.tools.explain import hlo, hlo_runs, hlo_text  # noqa: E402
+from praxis_tools.explain import hlo, hlo_runs, hlo_text  # noqa: E402
 
 NUM_STAGES, BATCH, TIME = 4, 256, 32
 SIZES = dict(vocab_size=64, model_dims=64, hidden_dims=256, num_heads=4, num_layers=8)

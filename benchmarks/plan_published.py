@@ -28,12 +28,12 @@ import numpy as np
 from published_runs import Run, batch_of, compiler_options, mesh_of, partitioner_of, why_not
 from scipy.optimize import least_squares
 
-from praxis_lite.run.trainer.layout_table import layout_warnings
-from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.plan.costs import FITTED, Efficiencies
-from praxis_lite.tools.plan.memory import out_of_memory
-from praxis_lite.tools.plan.predict import compiled_readably, predicted_fields
-from praxis_lite.tools.plan.topology import Topology, physical_mesh, topology_of
+from praxis_lite.trainer.layout_table import layout_warnings
+from praxis_tools.explain import hlo
+from praxis_tools.plan.costs import FITTED, Efficiencies
+from praxis_tools.plan.memory import out_of_memory
+from praxis_tools.plan.predict import compiled_readably, predicted_fields
+from praxis_tools.plan.topology import Topology, physical_mesh, topology_of
 
 # Families whose runs the efficiencies are fitted on; all others are held out.
 FITTED_FAMILIES = (

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import fiddle as fdl
 import jax.numpy as jnp
 
+from praxis_lite.huggingface.decoder import lm_config
+from praxis_lite.huggingface.family import family_of
 from praxis_lite.layers import (
     Embedding,
     FullSoftmax,
@@ -15,8 +17,6 @@ from praxis_lite.layers import (
     TransformerFeedForwardMoe,
     rotary_lm,
 )
-from praxis_lite.tools.huggingface.decoder import lm_config
-from praxis_lite.tools.huggingface.family import family_of
 
 # Model dims, layers, heads, dims of a head, hidden dims, vocabulary.
 MODELS = {

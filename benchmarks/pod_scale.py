@@ -8,7 +8,7 @@
     python benchmarks/pod_scale.py --row G9 --preset fsdp --chunk-size 1024
 
 A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
-expects, the seconds that its schedule takes (praxis_lite/tools/plan/schedule/), and their ratios
+expects, the seconds that its schedule takes (praxis_tools/plan/schedule/), and their ratios
 to MaxText's step and to the best one written by hand in plain JAX, both compiled in the same way.
 `--top` shows where the cycles go.
 """
@@ -30,19 +30,19 @@ import optax
 from jax.experimental import topologies
 from pod_rows import EXPERT_MESHES, PEERS, ROWS, WITH_EXPERTS, model_of
 
-from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.core.collectives import ExplicitCollectives
+from praxis_lite.core.sharding.mesh_config import merged_options
 from praxis_lite.layers import set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
-from praxis_lite.run.experiment.compiler_options import merged_options
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo_matmuls
-from praxis_lite.tools.explain.hlo_text import op_name_of, parse
-from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.plan.costs import Efficiencies
-from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.schedule.timeline import Timeline
-from praxis_lite.tools.plan.topology import PhysicalMesh, topology_of
+from praxis_tools.explain import hlo_matmuls
+from praxis_tools.explain.hlo_text import op_name_of, parse
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.plan.costs import Efficiencies
+from praxis_tools.plan.schedule.schedule import schedule
+from praxis_tools.plan.schedule.timeline import Timeline
+from praxis_tools.plan.topology import PhysicalMesh, topology_of
 
 # The peers' seconds are of the compiler's own cycles, whole links and no latency; kernels of
 # Pallas, of which it says none, take no time.

@@ -29,7 +29,7 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, WeightSharding, m
 from praxis_lite.layers import TransformerFeedForwardMoe, set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.plan.job_on_topology import PLANNING_OPTIONS
+from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
 
 # Their quantization, by its first word, as a recipe of ours. MaxText's int8 (AQT) has a scale for
 # each channel, its fp8_full one for each tensor; both round the backward pass too.

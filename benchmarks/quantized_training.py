@@ -21,8 +21,8 @@ from pathlib import Path
 os.environ["JAX_NUM_CPU_DEVICES"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from praxis_lite.api import train  # noqa: E402
 from praxis_lite.layers import QUANTIZATION_RECIPES, QuantizationRule  # noqa: E402
-from praxis_lite.python_calls import train  # noqa: E402
 
 LIMIT = 0.01
 FEW_TOKENS = [

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.metrics.json_lines import json_line
-from praxis_lite.tools.report.job_reader import named_jobs
-from praxis_lite.tools.report.report import ReportReader
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics.json_lines import json_line
+from praxis_tools.report.job_reader import named_jobs
+from praxis_tools.report.report import ReportReader
 
 SECONDS_GOAL, BYTES_GOAL = 3.0, 5_000_000
 

@@ -35,15 +35,15 @@ import jax  # noqa: E402
 from benchmarks.matmul_job import Matmuls  # noqa: E402
 from benchmarks.tracker_overhead import all_trackers  # noqa: E402
 from praxis_lite import Hook, RunConfig, SaveSettings  # noqa: E402
+from praxis_lite.config.build import build  # noqa: E402
 from praxis_lite.core import Partitioner, make_mesh  # noqa: E402
-from praxis_lite.run.config.build import build  # noqa: E402
-from praxis_lite.run.experiment.launched_config import LaunchedConfig  # noqa: E402
-from praxis_lite.run.job.job_dir import JobDir  # noqa: E402
-from praxis_lite.run.trainer import launch  # noqa: E402
-from praxis_lite.run.trainer.job_on_mesh import JobOnMesh  # noqa: E402
-from praxis_lite.tools.plan.chips import CHIPS  # noqa: E402
-from praxis_lite.tools.utilization.utilization_hook import Utilization  # noqa: E402
-from praxis_lite.tools_of_jobs import TOOLS, hooks_of_tools  # noqa: E402
+from praxis_lite.experiment.launched_config import LaunchedConfig  # noqa: E402
+from praxis_lite.job.job_dir import JobDir  # noqa: E402
+from praxis_lite.trainer import launch  # noqa: E402
+from praxis_lite.trainer.job_on_mesh import JobOnMesh  # noqa: E402
+from praxis_tools.job_tools import TOOLS, hooks_of_tools  # noqa: E402
+from praxis_tools.plan.chips import CHIPS  # noqa: E402
+from praxis_tools.utilization.utilization_hook import Utilization  # noqa: E402
 
 STEP_SECONDS, GOAL = 0.01, 1.01
 PER_TURN = 20

@@ -23,14 +23,14 @@ IMPORTS = {
     "import praxis_lite": "import praxis_lite",
     "all that a training job imports": (
         "import praxis_lite.main, praxis_lite.core.partitioner.partitioner, "
-        "praxis_lite.run.checkpoints.checkpoints, praxis_lite.run.trainer.trainer, "
-        "praxis_lite.run.config.text, praxis_lite.experiments.lm"
+        "praxis_lite.checkpoints.checkpoints, praxis_lite.trainer.trainer, "
+        "praxis_lite.config.text, praxis_lite.experiments.lm"
     ),
 }
 # Stops the job when its first step's metrics have reached the host.
 UNTIL_FIRST_STEP = """
 import os, sys
-from praxis_lite.run.trainer.metrics.progress import ProgressLine
+from praxis_lite.trainer.metrics.progress import ProgressLine
 ProgressLine.update = lambda *args, **kwargs: os._exit(0)
 from praxis_lite.main import main
 main(["--exp=lm.Synthetic", "--job_log_dir=" + sys.argv[1]])

@@ -38,7 +38,7 @@ from praxis_lite.layers import (  # noqa: E402
     set_sharding_params,
 )
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
-from praxis_lite.tools.explain import hlo, hlo_matmuls  # noqa: E402
+from praxis_tools.explain import hlo, hlo_matmuls  # noqa: E402
 
 EVEN = plain_jax_lm.Config(256, 128, 512, num_heads=4, dims_per_head=32, num_layers=4)
 UNEVEN = plain_jax_lm.Config(251, 127, 509, num_heads=3, dims_per_head=32, num_layers=4)

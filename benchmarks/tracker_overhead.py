@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 
 from praxis_lite import MLflow, PrometheusTextfile, TensorBoard, WeightsAndBiases
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trackers.metrics_endpoint import MetricsEndpoint
-from praxis_lite.run.trackers.tracker import TrackedRun, Tracker
-from praxis_lite.run.trackers.tracker_thread import TrackerThread
-from praxis_lite.run.trainer.hooks.tracking import Trackers
-from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trackers.metrics_endpoint import MetricsEndpoint
+from praxis_lite.trackers.tracker import TrackedRun, Tracker
+from praxis_lite.trackers.tracker_thread import TrackerThread
+from praxis_lite.trainer.hooks.tracking import Trackers
+from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter
 
 STEP_SECONDS = 0.010
 NAMES = ("loss", "accuracy", "grad_norm", "learning_rate", "step_time", "input_time", "a", "b", "c")
@@ -51,7 +51,7 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
         folder = Path(name)
         job = JobDir(folder)
         with (
-            JsonLinesWriter(job.metrics_jsonl, None) as writer,
+            JsonLinesWriter(job.metrics_jsonl, -1) as writer,
             Trackers(threads_in(job, every), job, print) as trackers,
         ):
             trackers.go_on_from(0)

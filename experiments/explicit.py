@@ -8,8 +8,8 @@ import optax
 from flax import linen as nn
 
 from praxis_lite import EvaluationSettings, Experiment, MeshConfig, RunConfig, register
-from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Learner, Partitioner, WeightSharding
+from praxis_lite.core.collectives import ExplicitCollectives
 from praxis_lite.experiments.lm import PyDocs as LayersPyDocs
 from praxis_lite.experiments.vision import Digits
 from praxis_lite.inputs import InMemory
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Classifier(nn.Module):
-    """Two dense layers, as the notebook has them; not a word on devices."""
+    """Two dense layers, as in the notebook, without any sharding."""
 
     hidden_size: int = 512
     dropout_rate: float = 0.1

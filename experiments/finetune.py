@@ -1,4 +1,4 @@
-"""Language models that start from another job's checkpoint and go on with other text."""
+"""Language models that start from another job's checkpoint and train on other text."""
 
 import sysconfig
 

@@ -16,7 +16,7 @@ from praxis_lite.tasks.loss import LossTask
 __all__ = ["DigitsMlp", "DigitsMlpFsdp", "init", "loss", "predict"]
 
 SIZES = (64, 131, 67, 10)  # Pixels, hidden dims that no mesh divides, digits.
-# In the form of the params; None declares nothing of a weight, or of a whole layer.
+# With the structure of the params; None: the weight, or all of the layer, has no spec.
 SPECS = [{"w": ("data", "mdl"), "b": ("mdl",)}, {"w": ("mdl", "data"), "b": None}, None]
 
 

@@ -13,6 +13,7 @@ from praxis_lite.core import Learner
 from praxis_lite.decode import Sample
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
+from praxis_lite.huggingface import DecoderSettings, lm_config, settings_in
 from praxis_lite.inputs import Documents, JsonLines, PackedText, PreferenceData, about_python
 from praxis_lite.inputs.tokenizers import has_tokenizer
 from praxis_lite.layers import (
@@ -24,14 +25,13 @@ from praxis_lite.layers import (
 )
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.preference import DpoTask
-from praxis_lite.tools.huggingface import DecoderSettings, lm_config, settings_in
 
 __all__ = [
     "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora",
     "questions",
 ]
 
-# Where there is no HF_DIR.
+# The settings without HF_DIR.
 TINY = DecoderSettings(
     vocab_size=257, model_dims=48, hidden_dims=109, num_layers=3, num_heads=6, num_kv_heads=2,
     dim_per_head=12, use_gated_activation=True,

@@ -1,4 +1,4 @@
-"""Plain Flax Linen models: a ViT that says nothing of sharding, and an LM with logical names."""
+"""Plain Flax Linen models: a ViT without sharding annotations, and an LM with logical names."""
 
 import fiddle as fdl
 import jax
@@ -54,7 +54,7 @@ def next_token_loss(model, inputs, key):
 
 
 def continued(model, inputs, key, *, num_tokens):
-    """Returns prompts [B, T] with the likeliest tokens after them: a whole pass for each token."""
+    """Returns prompts [B, T] with the likeliest tokens after them, a full pass for each token."""
     ids, lengths = inputs["ids"], inputs["prefix_lengths"]
     ids = jnp.pad(ids, ((0, 0), (0, num_tokens)))
 

@@ -30,7 +30,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 
 __all__ = ["BATCH_OVER_DATA", "Llama", "PyDocs", "Synthetic"]
 
-# Batches over the data axes; a batch's other dims stay whole.
+# Batches are split over the data axes; their other dims are replicated.
 BATCH_OVER_DATA = {
     "map_1d": (("replica", "data"),),
     "map_2d": (("replica", "data"), None),
@@ -43,7 +43,7 @@ class PyDocs(Experiment):
 
     Vocabulary 257, hidden 435 and 5 heads over two model-parallel devices, model dims 145 over
     four data-parallel ones, 47 held-out windows a batch over all eight, the last batch with fewer
-    true rows than there are devices. To train on other text:
+    real rows than there are devices. To train on other text:
     --set datasets.train.corpus.files=GLOB (the held-out text and the prompts come from the same).
     Of other tokens than bytes: --set corpus.tokenizer=DIRECTORY, of any tokenizer of transformers.
     """

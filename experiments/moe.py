@@ -1,4 +1,4 @@
-"""Language models every second layer of which is a mixture of experts, on an axis of their own."""
+"""Language models with a mixture of experts, on a separate mesh axis, in every second layer."""
 
 import fiddle as fdl
 
@@ -12,14 +12,8 @@ __all__ = ["PyDocs", "Synthetic"]
 BATCH = SHARDING_PRESETS["expert"]["batch"]
 
 
-def mesh():
-    """Returns the config of two data-parallel, two expert-parallel, two model-parallel devices."""
-    axis_names = ("data", "expert", "mdl")
-    return fdl.Config(MeshConfig, ici_mesh_shape=(2, 2, 2), axis_names=axis_names)
-
-
 def with_experts(task, **settings):
-    """Returns a language model's task config with experts in every second layer, split for `mesh`.
+    """Returns a language model's task config with experts in every second layer, for `PyDocs.mesh`.
 
     The losses' weights are ST-MoE's (arXiv:2202.08906).
     """
@@ -46,7 +40,8 @@ class PyDocs(lm.PyDocs):
     """
 
     def mesh(self):
-        return mesh()
+        axis_names = ("data", "expert", "mdl")
+        return fdl.Config(MeshConfig, ici_mesh_shape=(2, 2, 2), axis_names=axis_names)
 
     def task(self):
         task = super().task()
@@ -65,8 +60,7 @@ class PyDocs(lm.PyDocs):
 class Synthetic(lm.Synthetic):
     """lm.Synthetic with experts without a capacity: starts fast, learns in seconds."""
 
-    def mesh(self):
-        return mesh()
+    mesh = PyDocs.mesh
 
     def task(self):
         return with_experts(super().task(), num_experts=4, dropless=True)

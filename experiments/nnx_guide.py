@@ -72,7 +72,7 @@ def noise(depth: int) -> dict[str, jax.Array]:
 
 
 def squared_error(model: nnx.Module, inputs: dict[str, jax.Array], key: jax.Array | None):
-    """Returns the mean of (model(x) - y) ** 2 of each row [B], so that rows of filler count not."""
+    """Returns the mean of (model(x) - y) ** 2 of each row [B]; padding rows then have no weight."""
     return jnp.mean((model(inputs["x"]) - inputs["y"]) ** 2, axis=1)
 
 

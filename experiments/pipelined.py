@@ -1,4 +1,4 @@
-"""Language models whose layers lie on stages of the mesh and are trained as a pipeline."""
+"""Language models whose layers are placed on stages of the mesh and trained as a pipeline."""
 
 import fiddle as fdl
 
@@ -18,17 +18,11 @@ __all__ = ["PyDocs", "SplitBackward", "Synthetic", "ZeroBubble"]
 BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
 
 
-def mesh():
-    """Returns the config of two stages of two data-parallel, two model-parallel devices."""
-    axis_names = ("stage", "data", "mdl")
-    return fdl.Config(MeshConfig, ici_mesh_shape=(2, 2, 2), axis_names=axis_names)
-
-
 def pipelined(task, **settings):
-    """Returns a language model's task config with a Pipeline for its stack, split for `mesh`."""
+    """Returns a language model's task config with a Pipeline for its stack, for `PyDocs.mesh`."""
     model = task.model
     model.stacked_transformer_tpl = fdl.Partial(Pipeline, num_stages=2, **settings)
-    # Weights are whole along "data": split there, each tick would gather them again.
+    # Weights are replicated along "data": if split there, each tick would gather them again.
     set_sharding_params(model, {**SHARDING_PRESETS["megatron"], "batch": BATCH_OF_STAGE})
     model.softmax_tpl.activation_split_dims_mapping = (BATCH, None, "mdl")
     model.softmax_tpl.lookup_split_dims_mapping = (BATCH, None, None)
@@ -45,7 +39,8 @@ class PyDocs(lm.PyDocs):
     """
 
     def mesh(self):
-        return mesh()
+        axis_names = ("stage", "data", "mdl")
+        return fdl.Config(MeshConfig, ici_mesh_shape=(2, 2, 2), axis_names=axis_names)
 
     def task(self):
         task = super().task()
@@ -69,8 +64,7 @@ class PyDocs(lm.PyDocs):
 class Synthetic(lm.Synthetic):
     """lm.Synthetic on two stages (GPipe): starts fast, learns in seconds."""
 
-    def mesh(self):
-        return mesh()
+    mesh = PyDocs.mesh
 
     def task(self):
         return pipelined(super().task(), num_microbatches=4)

@@ -32,7 +32,7 @@ from praxis_lite.tasks.image_classification import ClassificationTask
 __all__ = ["BATCH", "Digits", "DigitsResNet", "DigitsViT", "digits"]
 
 NUM_HELDOUT = 359  # Of 1797, the same ones always.
-# The mesh axes that the rows of a batch lie along.
+# The mesh axes that the rows of a batch are split over.
 BATCH = ("replica", "data")
 
 

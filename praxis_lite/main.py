@@ -1,45 +1,39 @@
-"""From a command line to its mode: the table of all modes, of the run and of the tools."""
+"""Runs a command line in its mode: one of the library, or of an installed package."""
 
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import require
-from praxis_lite.files.whole_files import TRAINING_CONTINUES, launched_again
-from praxis_lite.interop.serving.mode import Serve
-from praxis_lite.run.command import run
-from praxis_lite.run.events import process_start
-from praxis_lite.run.experiment import registry
-from praxis_lite.run.goodput.goodput import time_section
-from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes.standard_output import print_log
-from praxis_lite.run.job.processes.start import start
-from praxis_lite.run.job.processes.stuck.beats import StuckBeats
-from praxis_lite.run.modes.decode import Decode
-from praxis_lite.run.modes.evaluate import Evaluate
-from praxis_lite.run.modes.mode import CommandLine, Mode
-from praxis_lite.run.modes.options import parsed
-from praxis_lite.run.modes.summary import Summary
-from praxis_lite.run.modes.train import Train
-from praxis_lite.tools.modes.certify import Certify
-from praxis_lite.tools.modes.check import Check
-from praxis_lite.tools.modes.elastic import begin_elastic
-from praxis_lite.tools.modes.explain import Explain
-from praxis_lite.tools.modes.plan import Plan
-from praxis_lite.tools.modes.profile import Profile
-from praxis_lite.tools.modes.report import Report
-from praxis_lite.tools.modes.sweep import Sweep
-from praxis_lite.tools_of_jobs import TOOLS
+from praxis_lite.experiment import registry
+from praxis_lite.installed_tools import installed_job_tools
+from praxis_lite.job import processes
+from praxis_lite.job.command import run
+from praxis_lite.job.events import process_start
+from praxis_lite.job.processes.standard_output import print_log
+from praxis_lite.job.processes.start import start
+from praxis_lite.modes.decode import Decode
+from praxis_lite.modes.evaluate import Evaluate
+from praxis_lite.modes.mode import CommandLine, Mode
+from praxis_lite.modes.options import parsed
+from praxis_lite.modes.summary import Summary
+from praxis_lite.modes.train import Train
 
-MODES: Mapping[str, Mode] = {
-    mode.name: mode for mode in (
-        Train(TOOLS), Evaluate(), Decode(), Explain(), Plan(), Check(), Sweep(),
-        Summary(time_section), Profile(), Report(), Certify(), Serve(),
-    )
-}
+TOOLS = installed_job_tools()
+
+
+def _modes() -> dict[str, Mode]:
+    """Returns all modes: a package adds one by an entry point in the group `praxis_lite.modes`."""
+    installed = importlib.metadata.entry_points(group="praxis_lite.modes")
+    modes = [Train(TOOLS), Evaluate(), Decode(), Summary(TOOLS.summary_section)]
+    return {mode.name: mode for mode in (*modes, *(point.load()() for point in installed))}
+
+
+MODES: Mapping[str, Mode] = _modes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line; exits 2, with a paragraph, for errors that the user can mend.
+    """Runs the command line; exits 2, with a paragraph, for errors that the user can fix.
 
     It exits 3 if training has ended, and is saved, but its last step was skipped, and 1 if
     --mode=check found a difference.
@@ -56,24 +50,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             _list_experiments(command.packages)
             return None
         if command.elastic:
-            status = begin_elastic(command, argv, options["health_dir"])
+            require(
+                TOOLS.begin_elastic is not None, "--elastic", True,
+                "a job with praxis_tools, which supervises it", "Install praxis_tools.",
+            )
+            status = TOOLS.begin_elastic(command, argv, options["health_dir"])
             if status is not None:
                 return status
         else:
             start(
                 command.coordinator, command.num_processes, command.process_id,
-                command.start_seconds, command.job_log_dir, StuckBeats,
+                command.start_seconds, command.job_log_dir, TOOLS.beats,
             )
         require(
             mode.is_of_many_processes or processes.count() == 1,
             f"The number of processes of --mode={command.mode}", processes.count(), "1",
             "Start it once, without --coordinator.",
         )
-        with launched_again(then()):
-            return mode.run(command, **options)
-
-    def then() -> str:
-        return TRAINING_CONTINUES if mode is not None and command.mode == "train" else ""
+        return mode.run(command, **options)
 
     def traceback_txt() -> Path | None:
         is_open = command.job_dir is not None and processes.is_first()
@@ -84,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         goes_on=lambda: mode is not None and mode.goes_on and not command.list,
         traceback_txt=traceback_txt,
         wraps=True,
-        then=then,
     )
 
 

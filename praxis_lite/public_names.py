@@ -1,6 +1,6 @@
-"""The names that a user may import, by package: docs/api.md shows them. All else may move.
+"""The names that a user may import, by package: docs/api.md lists them. Others may move.
 
-A package's `__init__.pyi` says where each of its names is defined, and its `__init__.py`
+A package's `__init__.pyi` names the module of each of its names, and its `__init__.py`
 
     __getattr__, __dir__, __all__ = public_names(__name__)
 
@@ -14,21 +14,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+__all__ = ("public_names",)
+
 PACKAGES = (
     "praxis_lite",
     "praxis_lite.core",
-    "praxis_lite.lowered",
-    "praxis_lite.collectives",
+    "praxis_lite.core.xla_workarounds",
+    "praxis_lite.core.collectives",
     "praxis_lite.layers",
     "praxis_lite.optimizers",
-    "praxis_lite.schedules",
+    "praxis_lite.optimizers.schedules",
     "praxis_lite.models",
     "praxis_lite.decode",
     "praxis_lite.inputs",
     "praxis_lite.inputs.numpy_data",
     "praxis_lite.inputs.tf_data",
     "praxis_lite.inputs.tokenizers",
-    "praxis_lite.run",
+    "praxis_lite.modes",
     "praxis_lite.tasks.image_classification",
     "praxis_lite.tasks.language_model",
     "praxis_lite.tasks.loss",
@@ -48,11 +50,11 @@ PACKAGES = (
     "praxis_lite.experiments.python_texts",
     "praxis_lite.experiments.seq2seq",
     "praxis_lite.experiments.vision",
-    "praxis_lite.tools.huggingface",
-    "praxis_lite.tools.lm_eval",
-    "praxis_lite.tools.nnx",
-    "praxis_lite.tools.pax",
-    "praxis_lite.tools.testing",
+    "praxis_lite.huggingface",
+    "praxis_lite.checkpoints.nnx",
+    "praxis_lite.pax",
+    "praxis_tools.check",
+    "praxis_tools.lm_eval",
 )
 
 

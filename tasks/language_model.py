@@ -38,15 +38,15 @@ __all__ = [
 ]
 
 # B batch, T time, P longest prompt.
-# What a batch may have besides, and what models call it.
+# Optional leaves of a batch, and the arguments of models that they are.
 OPTIONAL_INPUTS = {
     "segment_ids": "segment_ids",
     "segment_pos": "positions",
     "paddings": "paddings",
     "inputs_indicator": "inputs_indicator",
 }
-# The decoder of a task that names none; with a temperature it draws.
-LIKELIEST_TOKENS = Sample(temperature=0.0)
+# A decoder whose temperature can be set.
+_GREEDY = Sample(temperature=0.0)
 PER_ROW_SETTINGS = ("temperature", "per_example_max_decode_steps")
 
 
@@ -56,13 +56,13 @@ class LanguageModelTask(Task):
     Reads `ids`, `labels` int32 [B, T] and `weights` float32 [B, T], and, for models with a
     `compute_loss`, optional `segment_ids`, `segment_pos` int32 [B, T] (packed rows, which other
     models refuse), `paddings` float32 [B, T] and `inputs_indicator` (prefix models). To decode:
-    `ids` int32 [B, P], `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a filler row).
+    `ids` int32 [B, P], `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a padding row).
 
     Args:
       model, learner, weight_sharding, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics
         are given what the model's `compute_loss` returns, or logits if it has none.
-      quantization: a word of QUANTIZATION_RECIPES: "int8", "float8" and their like round products
-        of dense layers, "nf4" and "int4" keep frozen weights in 4 bits; None: neither.
+      quantization: a name in QUANTIZATION_RECIPES: "int8", "float8" and similar ones round products
+        of dense layers, "nf4" and "int4" store frozen weights in 4 bits; None: neither.
       tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
         `token_unit` names the metric bits_per_..., and it is the one of the datasets.
       decoder: how prompts are continued; by default with the likeliest tokens, or with draws once
@@ -83,7 +83,7 @@ class LanguageModelTask(Task):
         fprop_dtype: jnp.dtype | None = None,
         quantization: str | None = None,
         tokenizer: Tokenizer | str | None = None,
-        decoder: Decoder = LIKELIEST_TOKENS,
+        decoder: Decoder = _GREEDY,
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
@@ -108,12 +108,12 @@ class LanguageModelTask(Task):
             self.decoder.check_model(model)
 
     def _token_unit(self, model: nnx.Module) -> str:
-        # Bytes are the default; ids beyond them are of other tokens, which nobody has named.
+        # Bytes are the default tokenizer; a larger vocabulary has other, unknown tokens.
         num_ids = 0 if self._is_named else getattr(model, "vocab_size", 0)
         return "token" if num_ids > ByteTokenizer.vocab_size else self.tokenizer.token_unit
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Returns functions by path that make weights smaller, as `Decoder.weights_dtype` says."""
+        """Returns functions by path that make weights smaller, see `Decoder.weights_dtype`."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
@@ -163,13 +163,13 @@ class LanguageModelTask(Task):
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(num_rows))
 
     def per_row_settings(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what a batch of prompts sets for each row apart."""
+        """Returns the settings that a batch of prompts has for each row."""
         return {name: inputs[name] for name in PER_ROW_SETTINGS if name in inputs}
 
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per true row and hypothesis: prompt, continuation and how it came.
+        """Returns a record per real row and hypothesis: prompt, continuation and its statistics.
 
         Of several hypotheses of a prompt the best comes first; each has its place, "sample", and
         its score. With speculation a record has "model_steps", the calls of the model that gave its
@@ -205,19 +205,19 @@ class LanguageModelTask(Task):
 
 
 def reports_of_batches(model: Any) -> bool:
-    """Returns True if layers of a model report on a batch, as experts do on their load."""
+    """Returns True if layers of a model summarize a batch, as experts do with their load."""
     return isinstance(model, nnx.Module) and bool(intermediates(model, Summary))
 
 
 def paddings_with_filler(
     weights: jax.Array, paddings: jax.Array | None, segment_ids: jax.Array | None
 ) -> jax.Array:
-    """Returns float32 paddings of the shape [B, T] in which rows without any weight are padding.
+    """Returns float32 paddings [B, T] in which rows without any weight are padding.
 
-    For experts: filler rows must not enter their load and loss, nor take places.
+    For experts: padding rows must not count in their load and loss, nor use their capacity.
 
     Args:
-      weights: [B, any], of the tokens of a row; all 0 in a filler row.
+      weights: [B, any], of the tokens of a row; all 0 in a padding row.
       paddings, segment_ids: [B, T], of the batch; at least one of them.
     """
     is_padding = (segment_ids == 0) if paddings is None else (paddings >= 0.5)
@@ -244,13 +244,13 @@ def _outputs_of(
 
 
 def require_unpacked(inputs: Mapping[str, Any], why: str) -> None:
-    """Checks that a batch is not packed, where segments would be read by nobody.
+    """Checks that a batch is not packed, for a model that does not read segments.
 
     Args:
-      why: whose fault it is, the beginning of the message.
+      why: The beginning of the message: which model does not take segments.
 
     Raises:
-      ConfigError: it has `segment_ids`.
+      ConfigError: It has `segment_ids`.
     """
     if "segment_ids" in inputs:
         raise ConfigError(
@@ -278,7 +278,7 @@ def outputs_of_logits(
 
 
 def _mean_summaries(model: nnx.Module) -> dict[str, jax.Array]:
-    """Returns, by the last part of their path, the means of what layers report."""
+    """Returns the means of the layers' summaries, by the last part of their path."""
     by_name: dict[str, list[jax.Array]] = {}
     for path, value in intermediates(model, Summary).items():
         by_name.setdefault(path.rsplit("/", 1)[-1], []).append(jnp.ravel(value))

@@ -43,10 +43,10 @@ class LossTask(Task):
 
     A loss returns the loss, or (loss, {name: metric}). Each of them is one of
       - an array of the shape of inputs["weights"] (a value per row, or per token): its mean is
-        taken with those weights, so that filler rows (weight 0) count for nothing; --mode=eval
+        taken with those weights, so that padding rows (weight 0) do not count; --mode=eval
         also writes it, a line per row;
       - a scalar: a mean that the loss has taken itself, which weighs sum(inputs["weights"]). If
-        a batch may have filler rows, take sum(x * weights) / sum(weights);
+        a batch may have padding rows, take sum(x * weights) / sum(weights);
       - a pair of scalars (value, weight): a mean over something else than rows.
     A batch without "weights" has weight 1 for each row.
 
@@ -129,7 +129,7 @@ class LossTask(Task):
             scalars[name] = None if is_mistaken else weighted_mean(pair, weights)
             if scalars[name] is None:
                 raise ConfigError(
-                    f"{function_name(function)} returns {_described(found)} as {name!r}; wanted is "
+                    f"{function_name(function)} returns {_described(found)} as {name!r}; expected "
                     f"a scalar, a value for each of the weights {weights.shape}, or a pair of "
                     "scalars (value, weight). Take the mean over other dims. Metrics come second, "
                     "in a dict: (loss, {name: metric})."
@@ -140,7 +140,7 @@ class LossTask(Task):
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             raise ConfigError(
                 f"{function_name(function)} returns {_described(value)} as the loss, which has no "
-                "gradient; wanted are floats. Counts can be metrics."
+                "gradient; expected floats. Counts can be metrics."
             )
         return scalars, examples
 
@@ -157,7 +157,7 @@ class LossTask(Task):
         for name, x in outputs.items():
             if not hasattr(x, "shape") or x.shape[:1] != (num_rows,):
                 raise ConfigError(
-                    f"{function_name(self.predict)} returns {_described(x)} as {name!r}; wanted is "
+                    f"{function_name(self.predict)} returns {_described(x)} as {name!r}; expected "
                     f"an array with the {num_rows} rows of the batch first, or a dict of them."
                 )
         return dict(outputs)
@@ -165,7 +165,7 @@ class LossTask(Task):
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per true row, what was predicted by name: numbers, or lists of them."""
+        """Returns a record per real row with the predictions by name: numbers, or lists of them."""
         return records_of(outputs, is_true_row(inputs))
 
 

@@ -20,8 +20,8 @@ class DpoTask(LanguageModelTask):
 
     Reads `ids`, `labels` int32 [B, 2, T], `answers` float32 [B, 2, T], 1 for the labels of the
     answer, and `weights` float32 [B]. The reference is the model without its adapters, or the
-    frozen copy that `with_reference` makes. What layers report besides, such as the balance of
-    experts, is not part of the loss. Decodes as `LanguageModelTask`.
+    frozen copy that `with_reference` makes. Auxiliary losses of layers, such as the balance of
+    experts, are not part of the loss. Decodes as `LanguageModelTask`.
 
     Both models run as in evaluation, without dropout: each with its own draws would count as a
     difference in what they learned. TRL does the same (`disable_dropout=True`).

@@ -1,4 +1,4 @@
-"""Targets from inputs: translation and the like, with an encoder-decoder."""
+"""Sequence to sequence tasks, such as translation, with an encoder-decoder."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,15 +20,16 @@ from praxis_lite.core import (
 from praxis_lite.decode import Decoder, Sample, cache_length, for_tokenizer, stored_forms
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
-from praxis_lite.tasks.language_model import paddings_with_filler, reports_of_batches
+from praxis_lite.tasks.language_model import (
+    paddings_with_filler,
+    reports_of_batches,
+)
 
 __all__ = ["SequenceToSequenceTask"]
 
 # B batch, S time of the source, T time of the target, P longest prompt of a target.
 
-# The decoder of a task that names none.
-LIKELIEST_TOKENS = Sample(temperature=0.0)
-# What a batch may have besides, and what the model calls it.
+# Optional leaves of a batch, and the arguments of the model that they are.
 OPTIONAL_INPUTS = {
     "src_segment_ids": "input_segment_ids",
     "src_segment_pos": "input_segment_pos",
@@ -36,6 +37,8 @@ OPTIONAL_INPUTS = {
     "segment_ids": "target_segment_ids",
     "segment_pos": "target_segment_pos",
 }
+# A decoder whose temperature can be set.
+_GREEDY = Sample(temperature=0.0)
 
 
 class SequenceToSequenceTask(Task):
@@ -45,7 +48,7 @@ class SequenceToSequenceTask(Task):
     `labels` int32 [B, T] and `weights` float32 [B, T] of the targets; optional `paddings` and, of
     packed rows, `segment_ids`, `segment_pos`, `src_segment_ids`, `src_segment_pos`. To decode: the
     source; `ids` int32 [B, P] and `prefix_lengths` int32 [B], how the targets begin; `weights`
-    float32 [B] (0 for a filler row); optional `labels` int32 [B, T], the targets, 0 after the end.
+    float32 [B] (0 for a padding row); optional `labels` int32 [B, T], the targets, 0 after the end.
 
     Args:
       model, learner, weight_sharding, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics
@@ -72,7 +75,7 @@ class SequenceToSequenceTask(Task):
         inputs_split_mapping: Mapping[str, Any] | None = None,
         fprop_dtype: jnp.dtype | None = None,
         tokenizer: Tokenizer | str | None = None,
-        decoder: Decoder = LIKELIEST_TOKENS,
+        decoder: Decoder = _GREEDY,
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
@@ -84,7 +87,7 @@ class SequenceToSequenceTask(Task):
             actual = getattr(decoder, name, 0)
             require(
                 not actual, f"SequenceToSequenceTask.decoder.{name}", actual,
-                "0, for the rows of a batch have sources of their own",
+                "0, because each row of a batch has its own source",
             )
         self.decoder = decoder
         if self.tokenizer is not None:
@@ -99,7 +102,7 @@ class SequenceToSequenceTask(Task):
             jax.eval_shape(lambda: model.init_cache(1, length, encoded_length=encoded_length))
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Returns functions by path that make weights smaller, as `Decoder.weights_dtype` says."""
+        """Returns functions by path that make weights smaller, see `Decoder.weights_dtype`."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
@@ -154,7 +157,7 @@ class SequenceToSequenceTask(Task):
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per true row and hypothesis, the best first.
+        """Returns a record per real row and hypothesis, the best first.
 
         Fields: source_ids and output_ids (with the end of text), and with a tokenizer source and
         output; log_prob; with labels target_ids and is_match; of several hypotheses of a source

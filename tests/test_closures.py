@@ -1,4 +1,4 @@
-"""How much an import brings: the core closes, layers and decoders need no run, run no tools.
+"""How much an import brings: the core closes, and layers and decoders need no job.
 
 A closure is all that modules import when they are imported, and what that imports in turn; imports
 of functions and under TYPE_CHECKING are not in it.
@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "praxis_lite"
 OUTSIDE_OF_CORE = {"jax", "flax", "optax", "numpy"}
+OF_A_JOB = ("config", "job", "checkpoints", "experiment", "trainer", "modes")
 # What `import praxis_lite` itself brings.
 AT_THE_TOP = {"praxis_lite", "praxis_lite.public_names"}
 
@@ -112,14 +113,10 @@ def test_an_import_of_all_of_the_core_loads_nothing_else_of_the_library():
 
 
 @pytest.mark.parametrize("module", modules_in("layers"))
-def test_a_layer_needs_no_run_no_data_and_no_optimizer(module):
-    assert of_parts(closure(module), "run", "inputs", "optimizers", "tools") == []
+def test_a_layer_needs_no_job_no_data_and_no_optimizer(module):
+    assert of_parts(closure(module), *OF_A_JOB, "inputs", "optimizers") == []
 
 
 @pytest.mark.parametrize("module", modules_in("decode"))
-def test_a_decoder_needs_no_run_and_no_optimizer(module):
-    assert of_parts(closure(module), "run", "optimizers", "tools") == []
-
-
-def test_run_brings_no_tools():
-    assert of_parts(closure(*modules_in("run")), "tools") == []
+def test_a_decoder_needs_no_job_and_no_optimizer(module):
+    assert of_parts(closure(module), *OF_A_JOB, "optimizers") == []

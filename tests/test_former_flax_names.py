@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("praxis_lite", "experiments", "tasks", "examples", "benchmarks")
+FOLDERS = ("praxis_lite", "praxis_tools", "experiments", "tasks", "examples", "benchmarks")
 # By flax 0.12.12: lifted transforms' prefixes, hooks of variables, names with a warning.
 GONE = {
     "StateAxes", "StateSharding",

@@ -8,10 +8,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from praxis_lite.run.config.overrides import apply_overrides
-from praxis_lite.run.config.text import config_lines, dump_config
-from praxis_lite.run.experiment import registry
-from praxis_lite.run.job.job_dir import open_for_training
+from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.config.text import config_lines, dump_config
+from praxis_lite.core.callables import callable_name
+from praxis_lite.experiment import registry
+from praxis_lite.job.job_dir import open_for_training
 from tests.support.job_runs import CHECKOUT, home, launch, start_process
 
 TINY = "--exp=jobzoo.experiments.Tiny"
@@ -203,7 +204,7 @@ def test_a_mesh_smaller_than_the_accelerators_is_refused_unless_asked_for(tmp_pa
     assert "mesh.ici_mesh_shape" in message and "mesh.allow_unused_devices=true" in message
     # The words given are a setting that is taken: the next obstacle is that these are no devices.
     monkeypatch.setattr(
-        "praxis_lite.core.sharding.devices.grid.mesh_utils.create_device_mesh",
+        "praxis_lite.core.sharding.devices.device_order.mesh_utils.create_device_mesh",
         lambda *_, **__: sys.exit(77),
     )
     assert launch(*argv, "mesh.allow_unused_devices=true").code == 77
@@ -236,7 +237,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 def begun_job(folder: Path):
     """Returns the directory of a job of Tiny that has no checkpoint yet."""
     experiment = registry.get_experiment("jobzoo.experiments.Tiny", ["jobzoo"])
-    config, name = experiment().config(), registry.full_name(experiment)
+    config, name = experiment().config(), callable_name(experiment)
     job = open_for_training(folder, name)
     job.write_config(dump_config(config, name), config_lines(config))
     return job

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path for name in ("praxis_lite", "tasks", "experiments")
+FILES = sorted(path for name in ("praxis_lite", "praxis_tools", "tasks", "experiments")
                for path in (ROOT / name).rglob("*.py"))  # fmt: skip
 
 # Modules that load objects, or that compile or run text.
@@ -24,10 +24,10 @@ ALLOWED = {
     ("praxis_lite/inputs/processes/worker_process.py", "multiprocessing"): "to its own children",
     ("praxis_lite/inputs/processes/all_cores.py", "multiprocessing"): "to its own children",
     ("praxis_lite/core/callables.py", "import_module"): "of experiments, modes and configs",
-    ("praxis_lite/run/experiment/registry.py", "import_module"): "of experiments, if allowed",
+    ("praxis_lite/experiment/registry.py", "import_module"): "of experiments, if allowed",
     ("praxis_lite/public_names.py", "import_module"): "a package's own names, from its stub",
     ("praxis_lite/host/optional_packages.py", "import_module"): "of packages in its table",
-    ("praxis_lite/run/config/paths.py", "get_type_hints"): "annotations of code that is imported",
+    ("praxis_lite/config/paths.py", "get_type_hints"): "annotations of code that is imported",
 }
 
 

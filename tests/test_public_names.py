@@ -24,11 +24,12 @@ def blocks(page):
     """Returns the Python of a page: what stands between fences, and lines that import."""
     text = page.read_text(encoding="utf-8")
     fenced = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return fenced + re.findall(r"^    ((?:from|import) praxis_lite.*)$", text, re.MULTILINE)
+    indented = re.findall(r"^    ((?:from|import) praxis_(?:lite|tools).*)$", text, re.MULTILINE)
+    return fenced + indented
 
 
 def imports(source):
-    """Yields (module, name) of what a source imports of praxis_lite; the name of a module is ""."""
+    """Yields (module, name) of what a source imports; the name of a module is ""."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -37,8 +38,9 @@ def imports(source):
 
 
 def private(source):
-    """Returns the names of praxis_lite that a source imports though they are not public."""
-    of_ours = {pair for pair in imports(source) if pair[0].partition(".")[0] == "praxis_lite"}
+    """Returns the names of our packages that a source imports though they are not public."""
+    ours = ("praxis_lite", "praxis_tools")
+    of_ours = {pair for pair in imports(source) if pair[0].startswith(ours)}
     return sorted(
         (module, name) for module, name in of_ours
         if f"{module}.{name}".removesuffix(".") not in PACKAGES
@@ -55,8 +57,34 @@ def test_our_own_experiments_tasks_and_examples_import_public_names_alone(path):
 def test_pages_import_public_names_alone(page):
     assert [pair for block in blocks(page) for pair in private(block)] == []
     if page.name not in ABOUT_THE_LIBRARY:
-        modules = re.findall(r"python -m (praxis_lite[\w.]*\w)", page.read_text(encoding="utf-8"))
+        text = page.read_text(encoding="utf-8")
+        modules = re.findall(r"python -m (praxis_(?:lite|tools)[\w.]*\w)", text)
         assert set(modules) <= set(api_page.COMMANDS)
+
+
+def test_tools_import_public_names_and_names_for_tools_alone():
+    names = api_page.names_for_tools()
+    homes = {(home, name) for package in PACKAGES for name, home in homes_of(package).items()}
+    for path in sorted((ROOT / "praxis_tools").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        used = {(module, name) for module, name in private(source) if module.startswith("praxis_l")}
+        modules = {name: f"{module}.{name}" for module, name in used if is_module(module, name)}
+        attributes = {
+            (modules[node.value.id], node.attr) for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            and node.value.id in modules and not node.attr.startswith("__")
+        }
+        of_modules = {(module, name) for module, name in used if name not in modules}
+        unknown = {
+            (module, name) for module, name in (of_modules | attributes) - homes
+            if name not in names.get(module, ())
+        }
+        assert not unknown, path
+
+
+def is_module(package, name):
+    path = ROOT.joinpath(*package.split("."), name)
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def test_pages_have_imports_to_look_at():

@@ -20,8 +20,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import praxis_lite as pl
 from praxis_lite import ConfigError
-from praxis_lite.run.config.text import load_config_file
-from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.config.text import load_config_file
+from praxis_lite.job.job_dir import JobDir
 from tests.support import line_jobs
 from tests.support.job_runs import (
     CHECKOUT,
@@ -199,8 +199,8 @@ def test_an_exception_of_the_users_comes_through_and_nothing_stays_locked(
 
 @pytest.mark.parametrize("arguments, words", [
     ({"settings": {"run.num_train_stepz": 7}}, "run.num_train_steps"),
-    ({"settings": {"run.num_train_steps": "many"}}, "num_train_steps: found 'many', wanted int"),
-    ({"settings": {"run.num_train_steps": 1.5}}, "found '1.5', wanted int"),
+    ({"settings": {"run.num_train_steps": "many"}}, "num_train_steps: found 'many', expected int"),
+    ({"settings": {"run.num_train_steps": 1.5}}, "found '1.5', expected int"),
     ({"settings": "run.seed=1"}, "settings is 'run.seed=1'"),
     ({"hooks": [print]}, r"hooks\[0\] is <built-in function print>; wanted is a Hook"),
     ({"packages": "jobzoo"}, "packages is 'jobzoo'; wanted is a list"),
@@ -213,7 +213,7 @@ def test_what_is_wrong_is_a_config_error_at_once(tmp_path, arguments, words):
 
 @pytest.mark.parametrize("experiment, words", [
     ("lm.PyDoc", "lm.PyDocs"),
-    (pl.Experiment(), "the class itself"),
+    (pl.Experiment(), "the class, not an instance"),
     (int, "not a subclass of Experiment"),
     (type("Local", (pl.Experiment,), {"__qualname__": "test.<locals>.Local"}), "top of a module"),
 ])
@@ -407,7 +407,7 @@ def test_classes_of_a_notebook_survive_in_it_and_elsewhere_it_is_said_what_to_do
     elsewhere = start_process("--mode=eval", f"--job_log_dir={tmp_path}", cwd=tmp_path)
     err = " ".join(elsewhere.communicate()[1].split())
     assert elsewhere.returncode == 2 and "__main__.Net" in err
-    assert "in a module of a package of yours" in err
+    assert "in a module of your package" in err
     assert shlex.split(JobDir(tmp_path).config_txt.read_text())  # Its names are written, too.
 
 

@@ -32,23 +32,23 @@ STAND_FOR = {
     "every way to say how weights are split":
         "core/sharding/test_five_ways.py::test_each_way_has_the_same_losses",
     "the partitioner by shard_map":
-        "collectives/test_explicit_collectives.py::test_the_notebooks_losses_and_accuracies",
+        "core/collectives/test_explicit_collectives.py::test_the_notebooks_losses_and_accuracies",
     "gradients by shard_map": (
-        "collectives/test_shard_map_layers.py"
+        "core/collectives/test_shard_map_layers.py"
         "::test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows"
     ),
     "an experiment's gradients": (
         "core/partitioner/test_experiment_gradients.py"
         "::test_the_gradient_of_each_weight_is_that_on_one_device"
     ),
-    "a resume": "run/trainer/test_resume.py::test_the_job_carries_on_all_that_a_step_can_carry_on",
-    "a signal": "run/job/test_stopping.py::test_a_signal_is_answered_and_the_running_step_ends",
+    "a resume": "trainer/test_resume.py::test_the_job_carries_on_all_that_a_step_can_carry_on",
+    "a signal": "job/test_stopping.py::test_a_signal_is_answered_and_the_running_step_ends",
     "a kill, and a pair of processes": (
-        "run/job/test_multiprocess.py"
+        "job/test_multiprocess.py"
         "::test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed"
     ),
     "a fault on disk": (
-        "run/checkpoints/test_damage.py::test_damage_is_told_in_a_line_and_the_step_before_is_used"
+        "checkpoints/test_damage.py::test_damage_is_told_in_a_line_and_the_step_before_is_used"
     ),
 }
 

@@ -1,7 +1,7 @@
 """The framework: a model, its Task, and a Partitioner that computes it on any mesh.
 
-Needs jax, flax, optax and numpy alone. What is added to it lies beside this package, and it never
-imports any of that: layers, optimizers, data, experiments, checkpoints.
+It needs only jax, flax, optax and numpy, and never imports the packages built on it: layers,
+optimizers, data, experiments, checkpoints.
 """
 
 from praxis_lite.public_names import public_names

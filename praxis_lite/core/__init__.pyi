@@ -31,7 +31,6 @@ from praxis_lite.core.sharding.mesh import filled_mesh as filled_mesh
 from praxis_lite.core.sharding.mesh import make_mesh as make_mesh
 from praxis_lite.core.sharding.mesh import simulate_devices as simulate_devices
 from praxis_lite.core.sharding.mesh_config import MeshConfig as MeshConfig
-from praxis_lite.core.sharding.named_shardings import infer_sharding as infer_sharding
 from praxis_lite.core.sharding.padding import pad_tree as pad_tree
 from praxis_lite.core.sharding.padding import padded_shape as padded_shape
 from praxis_lite.core.sharding.padding import unpad_tree as unpad_tree
@@ -46,6 +45,7 @@ from praxis_lite.core.sharding.rules import ShardDim as ShardDim
 from praxis_lite.core.sharding.split_dims import SplitDims as SplitDims
 from praxis_lite.core.sharding.split_dims import constrain as constrain
 from praxis_lite.core.sharding.split_dims import to_partition_spec as to_partition_spec
+from praxis_lite.core.sharding.strategies import infer_sharding as infer_sharding
 from praxis_lite.core.sharding.strategies import rule_shardings as rule_shardings
 from praxis_lite.core.sharding.weight_sharding import WeightSharding as WeightSharding
 from praxis_lite.core.sharding.weight_sharding import decide_shardings as decide_shardings

@@ -8,6 +8,8 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
 
+__all__ = ("callable_name", "check_takes", "function_name")
+
 
 def callable_name(function: Callable[..., Any]) -> str:
     """Returns `module.name` of a function, a class, or an instance that can be called."""

@@ -1,4 +1,4 @@
-"""The exception for a user's mistakes, and the words that go with it."""
+"""ConfigError, the exception for a user's mistakes, and helpers for its messages."""
 
 import difflib
 import functools
@@ -6,12 +6,17 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+__all__ = (
+    "ConfigError", "OutOfMemory", "did_you_mean", "few", "format_bytes", "is_number", "is_whole",
+    "printable", "require", "require_choice", "shown",
+)
+
 
 class ConfigError(ValueError):
-    """A setting, an input or a file that a user can mend.
+    """A setting, an input or a file that a user can fix.
 
-    Its message is one paragraph: what was found, what was wanted, what to change. `main` prints
-    just that paragraph and exits with `exit_status`; every other exception keeps its traceback.
+    Its message is one paragraph: what was found, what was expected, what to change. `main` prints
+    only that paragraph and exits with `exit_status`; other exceptions keep their traceback.
     """
 
     exit_status = 2

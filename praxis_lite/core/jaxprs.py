@@ -1,7 +1,7 @@
 """Programs as JAX writes them (jaxprs): walked, rewritten and followed, from jax 0.10 to 0.12.
 
-Each use says only what it does with an operation; how programs lie within programs, in loops,
-branches and calls, is said here.
+Callers specify what to do with an operation; this file knows how programs are nested in loops,
+branches and calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,6 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+
+__all__ = (
+    "FURTHER_TURNS", "RECOMPUTED", "followed", "of_loop", "opened", "plain", "widens", "with_inner",
+)
 
 # The scope, in names of operations, of what is computed again: by jax.checkpoint, and by our own
 # backward passes.
@@ -89,7 +93,7 @@ def followed(
     jaxpr: Any, arguments: Iterable[Any], rule: Callable[[core.JaxprEqn, list[Any]], Iterable[Any]],
     constant: Callable[[Any, Any], Any] = lambda value, aval: None,
 ) -> list[Any]:
-    """Returns a program's results, in whatever values its arguments are and `rule` makes of them.
+    """Evaluates a program on custom values: those of its arguments, and those that `rule` returns.
 
     Args:
       rule: returns the results of an operation, given the values of its operands.

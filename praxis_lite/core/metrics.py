@@ -101,7 +101,7 @@ def values_of(
 
 
 class _Named(dict):
-    """A dict that says, where a key is missing, who reads it."""
+    """A dict whose error for a missing key names the metric that reads it."""
 
     def __init__(self, reads: str, has: str, values: Mapping[str, Any]):
         super().__init__(values)

@@ -44,13 +44,13 @@ class Task(abc.ABC):
       inputs_split_mapping: how batches are resharded by rank inside every step: `map_1d`,
         `map_2d`, ... to split dims. None: they stay split over the whole mesh.
       fprop_dtype: float32 weights and float32 arrays of a batch, but for its `weights`, are cast to
-        it for each pass, for a model that has no such setting itself; what is stored stays float32.
+        it for each pass, for a model without such a setting; stored weights stay float32.
         None: nothing is cast.
       metrics: by name, functions of (outputs, inputs) that are reported in training and evaluation
-        beside the task's own: `outputs` is what `compute_loss` shares (`share_outputs`), `inputs`
-        the batch. Each returns a value for each of `inputs["weights"]`, [B] or [B, T], or a pair
-        (values, weights) of arrays of one shape with the batch's rows, or of scalars. Rows of
-        padding count for nothing; but a pair of scalars is taken as it is.
+        in addition to the task's own: `outputs` is what `compute_loss` shares (`share_outputs`),
+        `inputs` the batch. Each returns a value for each of `inputs["weights"]`, [B] or [B, T], or
+        a pair (values, weights) of arrays of one shape with the rows of the batch, or of scalars.
+        Rows of padding count for nothing; but a pair of scalars is taken as it is.
 
     Raises:
       ConfigError: `fprop_dtype` is not a float, or a metric is no function of two arguments; while
@@ -148,13 +148,13 @@ class Task(abc.ABC):
         """Returns metrics, among them "loss": what training minimises, and its weight.
 
         A pair (metrics, per-example outputs) may be returned as well: `--mode=eval` writes the
-        outputs, arrays [B, ...] by name, a line for each row that is not filler. Training drops
-        them.
+        outputs, arrays [B, ...] by name, a line for each row that is not padding. Training
+        drops them.
 
         Args:
           model: the module with its weights: of `Model.module`.
           inputs: a batch without rows of padding.
-          key: for dropout and the like; None in evaluation.
+          key: for dropout and other random draws; None in evaluation.
         """
 
     def compute_eval_loss(
@@ -166,7 +166,7 @@ class Task(abc.ABC):
 
         Args:
           key: of the run's seed, the step of the weights and the batch, so that evaluating the
-            same weights again draws the same numbers. Dropout is off in spite of it.
+            same weights again draws the same numbers. Dropout is off nevertheless.
         """
         return self.compute_loss(model, inputs, None)
 
@@ -225,7 +225,7 @@ class Task(abc.ABC):
     def decode_to_records(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        """Returns a JSON-able record for each example of a decoded batch, without filler."""
+        """Returns a JSON-able record for each example of a decoded batch, without padding rows."""
         raise ConfigError(f"{type(self).__name__} has no method `decode_to_records`.")
 
     def num_ids(self) -> Mapping[str, int]:
@@ -251,7 +251,7 @@ class Task(abc.ABC):
 
 
 def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:
-    """Returns a record for each row that is no padding: its numbers, or lists of them, by name.
+    """Returns a record for each row that is not padding: its numbers, or lists of them, by name.
 
     `outputs` are arrays [B, ...] of any number type, `is_true_row` bool [B].
     """

@@ -6,9 +6,14 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+__all__ = ("LIBRARY_FOLDERS",)
+
 _PACKAGE = Path(__file__).parents[1]
 # Where the library's own files are; experiments in a checkout belong to its owner.
-LIBRARY_FOLDERS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'tasks'}{os.sep}")
+LIBRARY_FOLDERS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (_PACKAGE, _PACKAGE.parent / "praxis_tools", _PACKAGE.parent / "tasks")
+)
 # The library, the program next to it in its checkout, and Python.
 _NOT_OF_THE_USER = (
     *LIBRARY_FOLDERS, f"{_PACKAGE.parent / 'main.py'}",

@@ -1,4 +1,4 @@
-"""Beam search as Pax's: hypotheses that go on, and beside them the best that have ended."""
+"""Beam search as in Pax: open hypotheses, and separately the best that have ended."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import on_any_device, varying_alike
+from praxis_lite.core.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows, take_hyps
 from praxis_lite.decode.decoder import Decoder, Outputs, Prompts
 from praxis_lite.decode.prefill import prefill
@@ -16,7 +16,7 @@ from praxis_lite.layers.base.variables import rebuilt
 
 # B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
 
-# Pax's score of a place without a hypothesis; any sum of log-probs below half of it is none either.
+# Pax's score of a place without a hypothesis; a sum of log-probs below half of it means the same.
 NEVER = -1e9
 
 
@@ -24,8 +24,8 @@ NEVER = -1e9
 class BeamSearch(Decoder):
     """Finds the likely continuations among those that end in an end of text.
 
-    At each step every hypothesis is also ended, and the beam_size best ended ones are kept: what
-    comes back all ends in an end of text, within max_decode_steps. Scores are sums of log-probs
+    At each step every open hypothesis is also ended, and the beam_size best ended ones are kept, so
+    every result ends in an end of text, within max_decode_steps. Scores are sums of log-probs
     divided by ((5 + new tokens) / 5) ** alpha, the length normalization of Wu et al. 2016
     (arXiv:1609.08144) except that they divide by 6.
 
@@ -33,11 +33,11 @@ class BeamSearch(Decoder):
       beam_size: K. A place without a hypothesis has length 0 and a score of -1e8 or less.
       tokens_per_beam: N; None: beam_size.
       length_norm_alpha: 0 leaves the scores sums of log-probs.
-      early_exit: Pax's: an end of text also takes a place among the hypotheses that go on, and
-        the search ends when it has one in all of them.
-      ends_when_decided: the search ends when no hypothesis that goes on can become better than
-        those that have ended: log-probs only lower its score. What comes back is the same, but
-        done and hyp_ids, which are those of the last step.
+      early_exit: Pax's: an end of text also takes a place among the open hypotheses, and the search
+        ends when all of them have one.
+      ends_when_decided: the search ends when no open hypothesis can become better than those that
+        have ended, because log-probs only lower its score. The results are the same except done
+        and hyp_ids, which are those of the last step.
     """
 
     beam_size: int = 1
@@ -65,10 +65,10 @@ class BeamSearch(Decoder):
         return self.beam_size
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Returns the result of `__call__`. Nothing is drawn: keys and temperature do nothing.
+        """Returns the result of `__call__`. Keys and temperature are ignored; nothing is drawn.
 
-        Also, of the hypotheses that went on to the last step, done bool [B, K], those that have an
-        end of text, and hyp_ids int32 [B, K], the places that they had a step before.
+        Also done bool [B, K], True for hypotheses still open at the last step that have an end of
+        text, and hyp_ids int32 [B, K], the places of those hypotheses one step earlier.
         """
         prefix, ids = prefill(self, model, prompts), prompts.ids
         self.check_vocabulary(prefix.logits.shape[-1])
@@ -83,7 +83,7 @@ class BeamSearch(Decoder):
             "step": jnp.zeros((), jnp.int32),
             "cache": repeat_rows(prefix.cache, dims, num_hyps),
             "logits": jnp.repeat(prefix.logits[:, None], num_hyps, axis=1),
-            # All hypotheses are the prompt; only the first may go on.
+            # All hypotheses are the prompt; only the first may be continued.
             "scores": jnp.broadcast_to(NEVER * jnp.arange(num_hyps, dtype=jnp.float32), shape),
             "done": jnp.zeros(shape, bool),
             "hyp_ids": jnp.zeros(shape, jnp.int32),
@@ -163,7 +163,7 @@ class BeamSearch(Decoder):
     def _with_ended(
         self, carry: dict[str, Any], logprobs_BKV: jax.Array, is_open_B: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the best ended hypotheses, after each that goes on was ended here too."""
+        """Returns the best ended hypotheses, after each open one was ended here too."""
         t, going = carry["step"], carry["going"]
         num_classes = logprobs_BKV.shape[-1]
         eos_ids = jnp.asarray([i for i in self.eos_ids if i < num_classes], jnp.int32)
@@ -189,7 +189,7 @@ class BeamSearch(Decoder):
     def _best(
         self, scores_BK: jax.Array, logprobs_BKV: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the scores of the K best hypotheses that go on, whose they are, and new ids."""
+        """Returns the scores, parents and new ids of the K best open hypotheses."""
         num_classes = logprobs_BKV.shape[-1]
         num_tokens = min(self.tokens_per_beam or self.beam_size, num_classes)
         logprobs_BKN, ids_BKN = jax.lax.top_k(logprobs_BKV, num_tokens)

@@ -1,4 +1,4 @@
-"""Rows of a cache, whatever its layout: repeated, reordered, kept, and put into another cache."""
+"""Repeats, reorders, keeps and inserts the rows of a cache of any layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ def batch_dims(init_cache: Callable[[int, int], PyTree]) -> PyTree:
     """Returns the batch dim of each leaf of a cache; -1 for a leaf that all rows share.
 
     Found by asking for caches of two batch sizes: a scanned stack has its layers first, a
-    recurrent state no time, and no layer has to say so.
+    recurrent state no time, and no layer has to declare it.
     """
     two, three = (jax.eval_shape(lambda num=num: init_cache(num, 1)) for num in (2, 3))
 
@@ -48,7 +48,7 @@ def keep_rows(old: PyTree, new: PyTree, dims: PyTree, is_kept_B: jax.Array) -> P
     def keep(path: tuple, before: jax.Array, after: jax.Array, dim: int) -> jax.Array:
         if dim < 0:
             raise ConfigError(
-                f"The cache's {path_of(path)} has the shape {after.shape}, whatever the number of "
+                f"The cache's {path_of(path)} has the shape {after.shape} for any number of "
                 "rows; expected a dim of the batch, because prompts differ in length. Give each "
                 "row its own value in init_cache, such as jnp.zeros((batch_size,), jnp.int32)."
             )
@@ -77,25 +77,16 @@ def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
     return jax.tree.map(take, cache, dims)
 
 
-def put_row(cache: PyTree, dims: PyTree, new: PyTree, row: jax.Array) -> PyTree:
-    """Returns the cache with the row of `new` at `row`, and shared leaves from `new`."""
-
-    def put(x: jax.Array, array: jax.Array, dim: int) -> jax.Array:
-        if dim < 0:
-            return array
-        return jax.lax.dynamic_update_slice_in_dim(x, array.astype(x.dtype), row, axis=dim)
-
-    return jax.tree.map(put, cache, new, dims)
-
-
 def put_rows(cache: PyTree, dims: PyTree, new: PyTree, rows: jax.Array) -> PyTree:
     """Returns the cache with the rows of `new` at `rows`, and shared leaves from `new`."""
 
-    def put(i: jax.Array, cache: PyTree) -> PyTree:
-        row = jax.tree.map(
-            lambda x, dim: x if dim < 0 else jax.lax.dynamic_slice_in_dim(x, i, 1, axis=dim),
-            new, dims,
-        )
-        return put_row(cache, dims, row, rows[i])
+    def put_row(i: jax.Array, cache: PyTree) -> PyTree:
+        def put(x: jax.Array, array: jax.Array, dim: int) -> jax.Array:
+            if dim < 0:
+                return array
+            row = jax.lax.dynamic_slice_in_dim(array, i, 1, axis=dim).astype(x.dtype)
+            return jax.lax.dynamic_update_slice_in_dim(x, row, rows[i], axis=dim)
 
-    return jax.lax.fori_loop(0, rows.shape[0], put, cache)
+        return jax.tree.map(put, cache, new, dims)
+
+    return jax.lax.fori_loop(0, rows.shape[0], put_row, cache)

@@ -1,4 +1,4 @@
-"""What every way to decode has in common: its limits, its ends, and its call."""
+"""The base class of decoders: limits, ends of text, and the call."""
 
 import abc
 import dataclasses
@@ -12,6 +12,8 @@ import numpy as np
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.decode.padding import check_has_rows
 from praxis_lite.decode.speculation import check_takes_back
+
+__all__ = ("Decoder", "Prompts")
 
 # B prompts, P longest prompt, S = num_hyps continuations of each, M = max_decode_steps new tokens.
 
@@ -48,11 +50,11 @@ class Decoder(abc.ABC):
         heeds it.
       eos_id: token, or tokens, of which each ends a row; None: the tokenizer's; (): none. (Pax: 2.)
       weights_dtype: of the weights while decoding. None: as they are. "activations": those that the
-        model casts to a narrower dtype are kept in it, and every number stays. "int8": the weights
-        of dense layers are rounded too, with a scale per output channel; the log names them. On TPU
-        a step then reads a byte of each. On CPU and GPU, where XLA writes the cast out, it saves
-        memory, and a step takes longer (on an H200 1.7 times, of a row).
-      weights_outputs_first: weights of dense layers are kept with their outputs first, and come
+        model casts to a narrower dtype are stored in it, which changes no number. "int8": the
+        weights of dense layers are rounded too, with a scale per output channel; the log names
+        them. On TPU a step then reads a byte of each. On CPU and GPU, where XLA writes the cast
+        out, it saves memory, and a step takes longer (on an H200 1.7 times, of a row).
+      weights_outputs_first: weights of dense layers are stored with their outputs first, and come
         first in their products. On CPU that is a third faster from some rows on; sums are taken in
         another order, so that the last bits of a float32 differ.
       fprop_for_prefix: the prompt goes through the model in one forward pass; else a token at a
@@ -83,14 +85,10 @@ class Decoder(abc.ABC):
         most = 2**31 - 1  # Steps are counted in int32.
         self._require("max_decode_steps", 1 <= self.max_decode_steps <= most, "1 or more")
         self._require("seqlen", self.seqlen is None or self.seqlen >= 1, "None, or 1 or more")
-        has_chunks = self.prefill_chunk_size is not None
+        size = self.prefill_chunk_size
         self._require(
-            "prefill_chunk_size", not has_chunks or self.prefill_chunk_size >= 1,
-            "None, or 1 or more",
-        )
-        self._require(
-            "prefill_chunk_size", not has_chunks or self.fprop_for_prefix,
-            "None with fprop_for_prefix=False, which takes a token at a time",
+            "prefill_chunk_size", size is None or (size >= 1 and self.fprop_for_prefix),
+            "None, or 1 or more; None with fprop_for_prefix=False, which reads a token at a time",
         )
         self._require(
             "min_decode_steps", 0 <= self.min_decode_steps < self.max_decode_steps,
@@ -106,7 +104,7 @@ class Decoder(abc.ABC):
 
     @property
     def weights_form(self) -> dict[str, Any]:
-        """The settings by which a weight has its form while decoding."""
+        """The settings that decide the form of a weight while decoding."""
         names = ("weights_dtype", "weights_outputs_first")
         return {name: getattr(self, name) for name in names}
 
@@ -128,7 +126,7 @@ class Decoder(abc.ABC):
         self._require(name, all(i < size for i in ids), expected)
 
     def check_model(self, model: Any) -> None:
-        """Checks that a model can be decoded as the settings say.
+        """Checks that a model can be decoded with these settings.
 
         Raises:
           ConfigError: it cannot.
@@ -185,9 +183,9 @@ class Decoder(abc.ABC):
 
         Args:
           model: has `init_cache(batch_size, length)` and
-            `(ids, positions=, paddings=, cache=) -> logits, cache`. An nnx.Module says by
-            `cache_skips_padding` of its layers which caches leave padding out, see `BaseLayer`;
-            any other object leaves it out of all.
+            `(ids, positions=, paddings=, cache=) -> logits, cache`. The layers of an nnx.Module
+            declare with `cache_skips_padding` whether their caches leave padding out, see
+            `BaseLayer`; any other object leaves it out of all.
           ids: int32 [B, P], padded on the right with anything.
           prefix_lengths: int32 [B], the length of each prompt without padding; 0 marks a row to
             leave empty.

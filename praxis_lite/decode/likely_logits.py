@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.core.collectives.varying import varying_alike
 
 # R rows, V classes.
 
@@ -42,8 +42,9 @@ def _least(logits_RV: jax.Array, stays: Callable[[jax.Array], jax.Array]) -> jax
       stays: from bool [R, V], which logits are above a number, to bool [R]: True if that number
         stays. If one does, all larger ones do; the largest logit does.
     """
-    places_RV = _places(logits_RV.astype(jnp.float32))
-    least = _places(jnp.float32(-jnp.inf))
+    # int32 numbers in the order of the floats.
+    places_RV = _turned(logits_RV.astype(jnp.float32), jnp.int32)
+    least = _turned(jnp.float32(-jnp.inf), jnp.int32)
 
     def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out_R, in_R = ends
@@ -55,11 +56,6 @@ def _least(logits_RV: jax.Array, stays: Callable[[jax.Array], jax.Array]) -> jax
     ends = varying_alike((jnp.full_like(in_R, least - 1), in_R))
     in_R = jnp.maximum(jax.lax.fori_loop(0, 32, halve, ends)[1], least)
     return _turned(in_R, jnp.float32)[:, None]
-
-
-def _places(x: jax.Array) -> jax.Array:
-    """Returns int32 numbers in the order of floats."""
-    return _turned(x, jnp.int32)
 
 
 def _turned(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The loop: rows that start from prompts, and go on a token at a time until each has ended."""
+"""The loop: rows start from prompts and get a token at a time until each has ended."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import on_any_device, varying_alike
+from praxis_lite.core.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prefill import Prefix, cache_length, prefill
@@ -22,7 +22,7 @@ from praxis_lite.layers.base.variables import rebuilt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The state of R sequences, each at a step of its own.
+    """The state of R sequences, each at its own step.
 
     A row's tokens depend on nothing but its own entries, so rows can leave, come and change
     places between steps.
@@ -45,7 +45,7 @@ class DecodeState:
     # Of speculation, otherwise None: int32 [R, S], the tokens of prompt and output; anything after.
     history: jax.Array | None
     num_model_steps: jax.Array | None  # int32 [R], calls of the model that gave the new tokens.
-    num_shared: jax.Array | None  # int32 [R], as of `Prefix`; None without shared beginnings.
+    num_shared: jax.Array | None  # int32 [R], as of `Prefix`; None without shared prefixes.
     likeliest: Any = None  # Of the newest steps, where the decoder keeps them.
 
 

@@ -15,6 +15,8 @@ from flax import nnx
 from praxis_lite.decode.cache_rows import batch_dims, keep_rows
 from praxis_lite.layers.base.variables import rebuilt
 
+__all__ = ("check_has_rows",)
+
 # B batch, T time, V classes.
 PyTree = Any
 
@@ -45,12 +47,19 @@ def layers_that_keep_padding(model: Any) -> list[str]:
     `BaseLayer`. A model that is not an nnx.Module itself leaves padding out, as `Decoder.__call__`
     asks of it.
     """
-    names = {
-        type(layer).__name__ for module in _modules(model)
-        for _, layer in nnx.compat.iter_modules(module)
-        if hasattr(type(layer), "init_cache") and not _declares(type(layer))
-    }
-    return sorted(names)
+    classes = {type(layer) for _, layer in layers_of(model)}
+    return sorted(x.__name__ for x in classes if hasattr(x, "init_cache") and not _declares(x))
+
+
+def layers_of(model: Any) -> Iterator[tuple[tuple, nnx.Module]]:
+    """Yields the path and the layer of each layer of a model, or of the models of an adapter.
+
+    An adapter, such as a ConditionedDecoder, is an object with an nnx.Module as an attribute.
+    """
+    is_module = isinstance(model, nnx.Module)
+    for module in [model] if is_module else getattr(model, "__dict__", {}).values():
+        if isinstance(module, nnx.Module):
+            yield from nnx.compat.iter_modules(module)
 
 
 def check_has_rows(model: Any) -> None:
@@ -63,13 +72,6 @@ def check_has_rows(model: Any) -> None:
         dims = batch_dims(model.init_cache)
         cache = jax.eval_shape(lambda: model.init_cache(2, 1))
         jax.eval_shape(lambda x: keep_rows(x, x, dims, jnp.zeros((2,), bool)), cache)
-
-
-def _modules(model: Any) -> Iterator[nnx.Module]:
-    if isinstance(model, nnx.Module):
-        yield model
-    else:  # An adapter, such as a ConditionedDecoder.
-        yield from (x for x in getattr(model, "__dict__", {}).values() if isinstance(x, nnx.Module))
 
 
 def _declares(layer_class: type) -> bool:

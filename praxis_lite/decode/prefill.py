@@ -1,17 +1,22 @@
-"""The prompt's way into the cache: a single forward pass, or a pass for each chunk or token."""
+"""Reads prompts into the cache: in a single forward pass, or in a pass per chunk or token."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from praxis_lite.collectives.varying import on_any_device, varying_alike
+from praxis_lite.core.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.decoder import Decoder, Prompts
-from praxis_lite.decode.padding import layers_that_keep_padding, read, tell_of_slow_prompts
+from praxis_lite.decode.padding import (
+    layers_of,
+    layers_that_keep_padding,
+    read,
+    tell_of_slow_prompts,
+)
 from praxis_lite.layers.base.variables import rebuilt
 from praxis_lite.layers.embedding.rotary_scaling import DynamicRotary
+
+__all__ = ("cache_length", "prefill")
 
 # B batch, P longest prompt, V classes.
 
@@ -49,7 +54,7 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     cache = varying_alike(cache, ids)  # A layer may carry it through a loop.
     if decoder.fprop_for_prefix and (names := layers_that_keep_padding(model)):
         tell_of_slow_prompts(tuple(names))
-        logits, cache = read_blocks(model, ids, lengths, cache, jnp.zeros((), jnp.int32), 1)
+        logits, cache, _ = read_blocks(model, ids, lengths, cache, 0, 1)
         return Prefix(logits, cache, None, max_steps(decoder, prompts))
     is_padding = jnp.arange(prompt_length)[None, :] >= lengths[:, None]
     paddings = is_padding.astype(jnp.float32)
@@ -57,24 +62,25 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     size = decoder.prefill_chunk_size if decoder.fprop_for_prefix else 1
     if size is None or (decoder.fprop_for_prefix and size >= prompt_length):
         positions = {}
-        if reads_length(model):  # Of the text, which padding does not make longer.
+        # These angles depend on the length of the text, which padding does not make longer.
+        if any(isinstance(layer, DynamicRotary) for _, layer in layers_of(model)):
             true = jnp.minimum(jnp.arange(prompt_length, dtype=jnp.int32), jnp.max(last))
             positions = {"positions": true[None, :]}
         logits, cache = model(ids, paddings=paddings, cache=cache, **positions)
         logits, logprobs = logits[jnp.arange(num_rows), last].astype(jnp.float32), None
     else:
-        logits, cache, logprobs = _in_chunks(
-            model, ids, paddings, last, cache, size, has_logprobs=not decoder.fprop_for_prefix
+        rest = prompt_length % size
+        logits, cache, logprobs = read_blocks(
+            model, ids[:, : prompt_length - rest], lengths, cache, 0, size,
+            has_logprobs=not decoder.fprop_for_prefix,
         )
+        if rest:  # Not padded to a complete chunk, which might not fit into the cache.
+            first = prompt_length - rest
+            positions = jnp.arange(first, prompt_length, dtype=jnp.int32)[None, :]
+            new, cache = read(model, ids[:, first:], positions, paddings[:, first:], cache)
+            newest = new[jnp.arange(num_rows), jnp.maximum(last - first, 0)].astype(jnp.float32)
+            logits = jnp.where((last >= first)[:, None], newest, logits)
     return Prefix(logits, cache, logprobs, max_steps(decoder, prompts))
-
-
-def reads_length(model: Any) -> bool:
-    """Returns True if a layer of the model has angles that depend on the length of the text."""
-    module = getattr(model, "model", model)  # Of a ConditionedDecoder.
-    return isinstance(module, nnx.Module) and any(
-        isinstance(layer, DynamicRotary) for _, layer in nnx.compat.iter_modules(module)
-    )
 
 
 def max_steps(decoder: Decoder, prompts: Prompts) -> jax.Array:
@@ -89,9 +95,13 @@ def max_steps(decoder: Decoder, prompts: Prompts) -> jax.Array:
 
 
 def read_blocks(
-    model: Any, ids: jax.Array, lengths: jax.Array, cache: Any, start: jax.Array, size: int
-) -> tuple[jax.Array, Any]:
+    model: Any, ids: jax.Array, lengths: jax.Array, cache: Any, start: jax.Array | int, size: int,
+    *, has_logprobs: bool = False,
+) -> tuple[jax.Array, Any, jax.Array | None]:
     """Returns float32 logits [B, V] after each prompt, and the cache with its tokens in it.
+
+    The third result is None or, with `has_logprobs`, the log-probs of the prompts' tokens, float32
+    [B, P], 0 for the first and for padding.
 
     Args:
       ids: int32 [B, P].
@@ -99,68 +109,36 @@ def read_blocks(
       cache: with the first `start` tokens of the prompts in it.
       start: int32 [], a multiple of `size`, less than each length.
       size: tokens of a block; single tokens are read instead if a cache may keep padding.
+      has_logprobs: needs blocks of a single token.
     """
     size = 1 if layers_that_keep_padding(model) else size
     num_rows, length = ids.shape
     ids = jnp.pad(ids, ((0, 0), (0, -length % size)))
-    end, rows = jnp.max(lengths), jnp.arange(num_rows)
+    end, rows = jnp.minimum(jnp.max(lengths), ids.shape[1]), jnp.arange(num_rows)
 
-    def goes_on(carry: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
+    def goes_on(carry: tuple) -> jax.Array:
         return on_any_device(carry[0] < end)
 
-    def read_block(carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
-        first, logits, cache = carry
+    def read_block(carry: tuple) -> tuple:
+        first, logits, cache, logprobs = carry
         positions = first + jnp.arange(size, dtype=jnp.int32)[None, :]
         new, cache = read(
             model, jax.lax.dynamic_slice_in_dim(ids, first, size, axis=1), positions,
             (positions >= lengths[:, None]).astype(jnp.float32), cache,
         )
+        if logprobs is not None:
+            new_logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, ids[:, first]]
+            new_logprobs = jnp.where((first > 0) & (first < lengths), new_logprobs, 0.0)
+            logprobs = logprobs.at[:, first].set(new_logprobs)
+        # A row whose prompt has ended keeps the logits of its last token.
         place = lengths - 1 - first
-        is_last = (place >= 0) & (place < size)
         newest = new[rows, jnp.clip(place, 0, size - 1)].astype(jnp.float32)
-        return first + size, jnp.where(is_last[:, None], newest, logits), cache
+        logits = jnp.where((place >= 0)[:, None], newest, logits)
+        return first + size, logits, cache, logprobs
 
     item = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
     logits = jnp.zeros((num_rows, item.shape[-1]), jnp.float32)
-    carry = varying_alike((jnp.asarray(start, jnp.int32), logits, cache), (ids, lengths))
-    _, logits, cache = jax.lax.while_loop(goes_on, read_block, carry)
-    return logits, cache
-
-
-def _in_chunks(
-    model: Any, ids: jax.Array, paddings: jax.Array, last: jax.Array, cache: Any, size: int,
-    has_logprobs: bool,
-) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Returns logits after each row's last token, the cache, and the prompts' log-probs or None."""
-    (num_rows, length), rows = ids.shape, jnp.arange(ids.shape[0])
-
-    def read_chunk(carry: tuple, start: jax.Array, size: int) -> tuple[tuple, jax.Array | None]:
-        logits, cache = carry
-        chunk, hidden = (
-            jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (ids, paddings)
-        )
-        positions = start + jnp.arange(size, dtype=jnp.int32)[None, :]
-        new, cache = read(model, chunk, positions, hidden, cache)
-        new, logprobs = new.astype(jnp.float32), None
-        if has_logprobs:
-            before = jnp.concatenate([logits[:, None], new[:, :-1]], axis=1)
-            before = jax.nn.log_softmax(before, axis=-1)
-            logprobs = jnp.take_along_axis(before, chunk[:, :, None], axis=2)[:, :, 0]
-        # A row whose prompt is over keeps the logits of its last token.
-        place = last - start
-        newest = new[rows, jnp.clip(place, 0, size - 1)]
-        return (jnp.where((place >= 0)[:, None], newest, logits), cache), logprobs
-
-    item = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
-    logits = jnp.zeros((item.shape[0], item.shape[-1]), jnp.float32)
-    carry, num_chunks = varying_alike((logits, cache), ids), length // size
-    starts = size * jnp.arange(num_chunks, dtype=jnp.int32)
-    carry, logprobs = jax.lax.scan(functools.partial(read_chunk, size=size), carry, starts)
-    if length % size:  # Not padded to a whole chunk, which might not fit into the cache.
-        carry, _ = read_chunk(carry, jnp.asarray(size * num_chunks, jnp.int32), length % size)
-    if not has_logprobs:
-        return *carry, None
-    # Of single tokens.
-    logprobs = jnp.swapaxes(logprobs, 0, 1).reshape(num_rows, length)
-    has_logprob = (paddings == 0) & (jnp.arange(length) > 0)[None, :]
-    return *carry, jnp.where(has_logprob, logprobs, 0.0)
+    logprobs = jnp.zeros(ids.shape, jnp.float32) if has_logprobs else None
+    start = jnp.asarray(start, jnp.int32)
+    carry = varying_alike((start, logits, cache, logprobs), (ids, lengths))
+    return jax.lax.while_loop(goes_on, read_block, carry)[1:]

@@ -1,4 +1,4 @@
-"""Rows of a continuous batch: prompts that enter, are decoded together, and leave by themselves."""
+"""Rows of a continuous batch: prompts enter, are decoded together, and leave separately."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from praxis_lite.core.errors import require
+
 if TYPE_CHECKING:
     from praxis_lite.decode.continuous_batching import ContinuousBatching
+
+__all__ = ("NewTokens", "Prompt", "Rows")
 
 # P longest prompt, N likeliest tokens.
 PyTree = Any
@@ -49,7 +53,7 @@ class Rows:
       num_prefills: prompts so far.
       num_passes: how often the model has read prompts.
       num_prompt_tokens, num_read_tokens: of these prompts, and how many of them the model has read:
-        not those of a shared beginning.
+        not those of a shared prefix.
       num_row_tokens, num_row_steps: new tokens of the prompts that have ended, and with speculation
         the model steps that gave them.
     """
@@ -62,7 +66,7 @@ class Rows:
         self._begin()
 
     def _begin(self) -> None:
-        self._beginnings = self._batching.beginnings(self._mdl_vars)
+        self._prefixes = self._batching.prefix_cache(self._mdl_vars)
         self.num_steps = self.num_prefills = self.num_passes = 0
         self.num_prompt_tokens = self.num_read_tokens = 0
         self.num_row_tokens = self.num_row_steps = 0
@@ -72,7 +76,7 @@ class Rows:
         for length in self._batching.prompt_lengths:
             ids = np.zeros(length, np.int32)
             prompt = Prompt(ids, length, key, per_example_max_decode_steps=0)
-            # Once more, since a beginning is read for the second prompt that has it.
+            # Once more, because a prefix is read for the second prompt that has it.
             for size in (*self._batching.sizes(length), 1):
                 self._insert(dict.fromkeys(range(size), prompt))
         self.advance(1)
@@ -92,9 +96,14 @@ class Rows:
         """Puts a prompt into a free row; returns its index, counted from 0.
 
         Raises:
-          ConfigError: it is not padded.
+          ConfigError: it is not padded to one of the batch's `prompt_lengths`.
         """
-        self._batching.check_prompt(prompt)
+        shape = np.shape(prompt.ids)
+        expected = [(length,) for length in self._batching.prompt_lengths]
+        require(
+            shape in expected, "The shape of a prompt's ids", shape,
+            " or ".join(map(str, expected)), "Pad it.",
+        )
         row = next(row for row in range(self._batching.num_rows) if row not in self._taken)
         self._entering[row] = prompt
         self._taken[row] = (self.num_prefills, 0)
@@ -102,19 +111,19 @@ class Rows:
         return self.num_prefills - 1
 
     def summary(self, what: str) -> str:
-        """Returns a line: how many prompts took how many steps, and what of that was saved.
+        """Returns a line: how many prompts took how many steps, and how many tokens were saved.
 
         Args:
-          what: the prompts are: "rows of prompts".
+          what: The name of the prompts: "rows of prompts".
         """
         line = (
             f"{self.num_prefills} {what} took {self.num_steps} model steps, "
             f"{self._batching.num_rows} rows at a time"
         )
-        if self._beginnings is not None:
+        if self._prefixes is not None:
             line += (
                 f"; {self.num_read_tokens} of {self.num_prompt_tokens} tokens of prompts were "
-                "read, the others were in shared beginnings"
+                "read, the others were in shared prefixes"
             )
         if self.num_row_steps:
             line += f"; {self.num_row_tokens / self.num_row_steps:.2f} tokens of a row in a step"
@@ -126,7 +135,7 @@ class Rows:
         self._entering = {row: item for row, item in self._entering.items() if row in self._taken}
 
     def advance(self, num_steps: int, *, until_one_ends: bool = False) -> list[NewTokens]:
-        """Makes at most so many steps; returns new tokens, and the prompts that have ended.
+        """Makes at most `num_steps` steps; returns new tokens, and the prompts that have ended.
 
         Args:
           num_steps: no more than the decoder's num_kept_steps, if it keeps the likeliest tokens.
@@ -156,19 +165,17 @@ class Rows:
         return result
 
     def _insert(self, prompts: Mapping[int, Prompt]) -> None:
-        """Puts prompts of equal length into rows, as many at a time as may be."""
+        """Puts prompts of equal length into rows, as many at a time as `sizes` allows."""
         rows, length = list(prompts), len(next(iter(prompts.values())).ids)
         while rows:
             size = next(n for n in self._batching.sizes(length) if n <= len(rows))
             now, rows = rows[:size], rows[size:]
-            given, beginning = [prompts[row] for row in now], None
-            if self._beginnings is not None:
-                num_read = self._beginnings.num_read
-                beginning = self._beginnings.of(given[0].ids, int(given[0].length))
-                self.num_read_tokens += self._beginnings.num_read - num_read - beginning[1]
-            self._state = self._batching.insert(
-                self._mdl_vars, self._state, now, given, beginning
-            )
+            given, prefix = [prompts[row] for row in now], None
+            if self._prefixes is not None:
+                num_read = self._prefixes.num_read
+                prefix = self._prefixes.longest(given[0].ids, int(given[0].length))
+                self.num_read_tokens += self._prefixes.num_read - num_read - prefix[1]
+            self._state = self._batching.insert(self._mdl_vars, self._state, now, given, prefix)
             self.num_passes += 1
             num_tokens = sum(int(prompt.length) for prompt in given)
             self.num_prompt_tokens += num_tokens

@@ -32,17 +32,18 @@ class Greedy(Decoder):
       num_cache_slots: Pax's name. More than 0: a dataset of prompts is decoded by continuous
         batching in that many rows, each taken by the next prompt as soon as it is free; 0: batch
         by batch, each of which takes as long as its longest row.
-      num_speculative_tokens: drafts that each call of the model checks beside a row's next token:
-        what followed the row's last tokens where they occurred before, in its prompt or after it
-        (prompt lookup, vLLM's "ngram"). Those that the decoder would have chosen itself are kept,
-        so the tokens are the same, but for the rounding of a product of several tokens beside that
-        of one. It pays where texts repeat themselves; outputs then have `num_model_steps`. 0: none.
+      num_speculative_tokens: drafts that each call of the model checks in addition to a row's next
+        token: the tokens that followed the row's last tokens where they occurred before, in its
+        prompt or after it (prompt lookup, vLLM's "ngram"). Those that the decoder would have chosen
+        itself are kept, so the tokens are the same, except for the rounding of a product of several
+        tokens instead of one. It pays where texts repeat themselves; outputs then have
+        `num_model_steps`. 0: none.
       prompt_lookup_max: most last tokens that are looked for; fewer, if these did not occur.
-      num_cached_prefixes: more than 0: what prompts begin with in common, such as a system prompt,
-        goes through the model once, in blocks of prefill_chunk_size tokens (None: 64), of which
-        whole ones are shared. In a batch that is what all prompts begin with; outputs then have
-        `num_shared`, its tokens. Continuous batching keeps the caches of so many beginnings, each
-        of a row's memory, and the least recently used goes.
+      num_cached_prefixes: more than 0: a prefix that prompts have in common, such as a system
+        prompt, goes through the model once, in blocks of prefill_chunk_size tokens (None: 64), of
+        which complete ones are shared. In a batch it is the prefix of all prompts; outputs then
+        have `num_shared`, its tokens. Continuous batching caches so many prefixes, each of which
+        takes a row's memory, and drops the least recently used.
     """
 
     repetition_penalty: float = 1.0
@@ -73,10 +74,10 @@ class Greedy(Decoder):
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
         self._require("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
         self._require("prompt_lookup_max", self.prompt_lookup_max >= 1, "1 or more")
-        self._require("num_cached_prefixes", self.num_cached_prefixes >= 0, "0 or more")
+        num = self.num_cached_prefixes
         self._require(
-            "num_cached_prefixes", self.fprop_for_prefix or not self.num_cached_prefixes,
-            "0 with fprop_for_prefix=False, which reads a token at a time",
+            "num_cached_prefixes", num == 0 or (num > 0 and self.fprop_for_prefix),
+            "0 or more; 0 with fprop_for_prefix=False, which reads a token at a time",
         )
 
     def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
@@ -90,27 +91,20 @@ class Greedy(Decoder):
         return 1
 
     @property
-    def names_of_outputs(self) -> tuple[str, ...]:
-        """The fields of a `DecodeState` that `outputs_of` is given."""
-        names = ["output_ids", "decode_lengths", "logprobs"]
-        names += ["num_model_steps"] if self.num_speculative_tokens else []
-        return (*names, "num_shared") if self.num_cached_prefixes else tuple(names)
-
-    @property
     def penalizes(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
 
     def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
-        """Returns a token per row, [R], from logits [R, V] that `penalized` has dealt with."""
+        """Returns a token per row, [R], from logits [R, V] of `penalized`."""
         del state
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def no_likeliest(self, prompts: Prompts) -> Any:
-        """Returns the place for the likeliest tokens of rows, of `DecodeState.likeliest`."""
+        """Returns the initial `DecodeState.likeliest`; None unless a decoder stores them."""
         del prompts
 
     def with_likeliest(self, state: DecodeState) -> Any:
-        """Returns it with those of the state's next step, whichever token that takes."""
+        """Returns `DecodeState.likeliest` with the likeliest tokens of the next step."""
         return state.likeliest
 
     def penalized(self, state: DecodeState) -> jax.Array:
@@ -141,12 +135,15 @@ class Greedy(Decoder):
         """Returns the result of `__call__`: a sample per hypothesis, scored by its log-probs.
 
         With speculation also num_model_steps int32 [B, S], the calls of the model that gave the
-        new tokens; with shared beginnings num_shared int32 [B, S], their tokens.
+        new tokens; with shared prefixes num_shared int32 [B, S], their tokens.
         """
         prompts = prompts._replace(keys=sample_keys(prompts.keys, self.num_hyps))
         state, prefix_logprobs = start(self, model, prompts)
         state, _ = advance(self, model, state, self.max_decode_steps)
-        outputs = self.outputs_of({name: getattr(state, name) for name in self.names_of_outputs})
+        names = ["output_ids", "decode_lengths", "logprobs"]
+        names += ["num_model_steps"] if self.num_speculative_tokens else []
+        names += ["num_shared"] if self.num_cached_prefixes else []
+        outputs = self.outputs_of({name: getattr(state, name) for name in names})
         if prefix_logprobs is not None:
             outputs["prefix_logprobs"] = prefix_logprobs
         return outputs

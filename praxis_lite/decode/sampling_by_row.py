@@ -1,4 +1,4 @@
-"""Rows that are decoded together, each with a temperature, top_k and top_p of its own."""
+"""Decodes rows together, each with its own temperature, top_k and top_p."""
 
 import dataclasses
 import math
@@ -7,11 +7,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import on_any_device
+from praxis_lite.core.collectives.varying import on_any_device
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.likely_logits import kth_logit, nucleus_end
 from praxis_lite.decode.loop import DecodeState
 from praxis_lite.decode.sampling import Greedy
+
+__all__ = ("SampleByRow",)
 
 # R rows, V classes, N likeliest tokens, C newest steps.
 
@@ -28,14 +30,14 @@ class Likeliest(NamedTuple):
 class SampleByRow(Greedy):
     """Decodes each row by its own settings, greedy or drawn, in a single program.
 
-    A row's tokens are those of Greedy, or of Sample with k=0 and its temperature and p. What no
-    row asks for is not computed: noise, limits, or the likeliest tokens.
+    A row's tokens are those of Greedy, or of Sample with k=0 and its temperature and p. Noise,
+    limits and the likeliest tokens are computed only if a row needs them.
 
     Attributes:
-      temperature: of a row that says nothing else; 0: the most likely token.
+      temperature: of rows without a setting; 0: the most likely token.
       top_k: the same; only the k most likely tokens, and those as likely, can be drawn; 0: all.
       top_p: the same; as `Sample.p`, among those that top_k leaves.
-      num_likeliest: N; of rows that want them the likeliest tokens of each step are kept.
+      num_likeliest: N; the likeliest tokens of each step are stored for rows that ask for them.
       num_kept_steps: C.
     """
 

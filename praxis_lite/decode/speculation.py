@@ -5,15 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.decode.cache_rows import batch_dims
-from praxis_lite.decode.padding import layers_that_keep_padding
+from praxis_lite.decode.padding import layers_of, layers_that_keep_padding
 from praxis_lite.layers.attention.attentions import DotProductAttention
-from praxis_lite.layers.attention.cache import SPARE_PLACES
+from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from praxis_lite.layers.base.base_layer import BaseLayer
-from praxis_lite.layers.transformer.conditioned_decoders import ConditionedDecoder
 
 # R rows, S places of a row, N longest n-gram, K drafts.
 
@@ -74,8 +72,7 @@ def check_takes_back(model: Any, setting: str, num_drafts: int) -> None:
             f"not declare cache_skips_padding. Set {setting} to 0, or declare it "
             "(docs/how_to_add.md)."
         )
-    module = model.model if isinstance(model, ConditionedDecoder) else model
-    for path, layer in nnx.compat.iter_modules(module) if isinstance(module, nnx.Module) else ():
+    for path, layer in layers_of(model):
         if isinstance(layer, DotProductAttention) and layer.left_context is not None:
             require(
                 num_drafts <= SPARE_PLACES, setting, num_drafts,

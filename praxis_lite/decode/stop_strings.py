@@ -9,6 +9,8 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.streaming import StreamingDecoder
 
+__all__ = ("ContinuationText", "continuation_text", "for_tokenizer")
+
 # After these texts a stop string is tokenized as within a text.
 _TEXTS_BEFORE = ("", "a", ".", "\n")
 
@@ -17,7 +19,7 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
     """Returns the decoder with its end of text and stop strings as this tokenizer's tokens.
 
     Args:
-      tokenizer: its `eos_ids` are what an eos_id of None stands for.
+      tokenizer: Its `eos_ids` replace an eos_id of None.
     """
     if decoder.eos_id is None and tokenizer.eos_ids:
         decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
@@ -39,10 +41,10 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
         ids = tokenizer.encode(before + spaced, False).tolist()
         first = tokenizer.encode(before, False).tolist()
         ids, is_split = TokenizerIds(ids[len(first) :]), ids[: len(first)] == first
-        # Not where a token has some of both, or the text has characters that have no token.
+        # Not if a token belongs to both texts, or the text has characters without a token.
         if ids and is_split and _without_spaces(tokenizer.decode(ids)) == _without_spaces(text):
             found[ids] = None
-    return [  # Those that end in another one are found by it.
+    return [  # A spelling that ends in another one is found by that.
         ids for ids in found
         if not any(ids != other and ids[-len(other) :] == other for other in found)
     ]
@@ -51,7 +53,7 @@ def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
 class ContinuationText:
     """The text of a continuation while its tokens come, up to the first stop string.
 
-    Special tokens are not part of the text, but of what stop strings are compared with.
+    Special tokens are not part of the text, but stop strings are compared with them included.
 
     Args:
       tokenizer: Decodes the tokens.
@@ -76,7 +78,7 @@ class ContinuationText:
         self._longest = max(map(len, self._stop_strings), default=0)
         self.text, self.num_final, self.is_stopped = "", 0, False
         self._num_taken = 0
-        # The text with special tokens, and where these are in it.
+        # The text with special tokens, and their places in it.
         self._compared, self._special = "", list[tuple[int, int]]()
 
     def push(self, token: int) -> str:
@@ -93,18 +95,18 @@ class ContinuationText:
         return new
 
     def end(self) -> str:
-        """Adds the text that was held back, for no token follows; returns it."""
+        """Adds the text that was held back, because no token follows; returns it."""
         new = "" if self.is_stopped else self._add(self._decoder.flush())
         self.num_final = len(self.text)
         return new
 
     def replace(self, text: str) -> None:
-        """Takes a complete text in place of tokens."""
+        """Sets the complete text, which replaces that of the tokens."""
         self.text, self.num_final = text, len(text)
 
     @property
     def waiting(self) -> str:
-        """The text that is final, and not taken."""
+        """The final text that was not taken yet."""
         return self.text[self._num_taken : self.num_final]
 
     def take(self) -> str:
@@ -113,7 +115,7 @@ class ContinuationText:
         return taken
 
     def text_of(self, token: int) -> str:
-        """Returns the text that a token has in the next place; of a special token its name."""
+        """Returns the text that a token would add next; the name of a special token."""
         is_special = token in self._tokenizer.special_ids
         return self._tokenizer.decode([token]) if is_special else self._decoder.text_of(token)
 
@@ -135,7 +137,7 @@ class ContinuationText:
             self.text = self.text[: self._num_in_text(min(places))]
             self.num_final = len(self.text)
         else:
-            # What may be the beginning of a stop string waits for the next tokens.
+            # Text that may begin a stop string waits for the next tokens.
             num_held = max((
                 n for stop in self._stop_strings for n in range(len(stop))
                 if self._compared.endswith(stop[:n])

@@ -1,4 +1,4 @@
-"""What decoding keeps of weights: in a narrower dtype, in int8, or with their outputs first."""
+"""Forms in which decoding stores weights: a narrower dtype, int8, or their outputs first."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ _VIEWS = frozenset((
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """Keeps a weight in another dtype."""
+    """Stores a weight in another dtype."""
 
     dtype: Any
 
@@ -56,7 +56,7 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Keeps a weight in int8; its dims are counted from the end, so that those of a stack go."""
+    """Stores a weight in int8; dims count from the end, so a stack's leading dims do not matter."""
 
     summed_dims: tuple[int, ...]
 
@@ -66,7 +66,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """Keeps a weight with its outputs first, in the dtype that another form gives it, if any."""
+    """Stores a weight with its outputs first, in the dtype that another form gives it, if any."""
 
     summed_dims: tuple[int, ...]
     cast: Cast | None
@@ -79,12 +79,12 @@ def stored_forms(task: Task) -> dict[str, Stored]:
     """Returns functions by path, of weights that decoding keeps in another form.
 
     weights_dtype "activations": a weight that the task's decoding reads by casts to a single,
-    narrower dtype is kept in that one: no number changes. "int8": so is the rest, and the weights
+    narrower dtype is stored in that dtype: no number changes. "int8": the same, and the weights
     of dense layers are rounded, with a scale per output channel. weights_outputs_first: those of
     dense layers that are not rounded are turned.
 
     Args:
-      task: with a Decoder, whose settings say which; it decodes rows of tokens.
+      task: decodes rows of tokens; the settings of its Decoder choose the forms.
 
     Raises:
       ConfigError: the model has no dense layer for one of them.
@@ -111,7 +111,7 @@ def _casts(task: Task) -> dict[str, Cast]:
         if name not in _ROW:
             raise ConfigError(
                 f"{type(task.decoder).__name__}.weights_dtype is {task.decoder.weights_dtype!r}: "
-                f"which weights are cast is read off the decoding of {', '.join(_ROW)}, but "
+                f"the casts of weights are found by tracing the decoding of {', '.join(_ROW)}, but "
                 f"{type(task).__name__} decodes {name!r} too. Leave weights_dtype out, or override "
                 "the task's stored_for_decoding."
             )

@@ -1,4 +1,4 @@
-"""WHAT surrounds the library: memory for simulated devices, installed packages, the user's code.
+"""The environment of the library: host memory, optional packages, files, the user's code.
 
-Knows errors of the core, and no array.
+Knows the core's errors, and no arrays.
 """

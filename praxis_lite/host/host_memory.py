@@ -1,6 +1,6 @@
-"""How much memory the machine, the container and its own limit still allow this process.
+"""The memory that the machine, the container and ulimit still allow this process.
 
-And whether a compiled program can be run with it.
+Checks whether a compiled program can run with it.
 """
 
 import math
@@ -17,6 +17,8 @@ from praxis_lite.core.errors import OutOfMemory, format_bytes
 if TYPE_CHECKING:
     import jax
 
+__all__ = ("FirstRuns", "available_bytes", "check_program_fits", "check_room_for_devices")
+
 # The kernel's figures are estimates: what is refused lacks more than that.
 _SLACK = 1.05
 
@@ -28,23 +30,23 @@ _FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> float:
-    """Returns how many bytes this process might still get.
+    """Returns the number of bytes that this process might still get.
 
-    In a container psutil reports the whole machine, so control groups are read as well, from /proc
-    and /sys below `root`.
+    In a container psutil reports the complete machine, so control groups are read as well, from
+    /proc and /sys below `root`.
     """
     left = [psutil.virtual_memory().available, *_left_in_groups(root)]
     return min(min(left) + psutil.swap_memory().free, _left_of_own_limit())
 
 
 def check_room_for_devices(num_simulated: int) -> None:
-    """Checks that the limit of this process's address space allows JAX's own threads.
+    """Checks that the limit of this process's address space suffices for JAX's threads.
 
-    JAX aborts where it does not. Measured on two cores are 1.3 GiB for one simulated device and a
-    tiny model, 1.8 GiB for eight; refused is what cannot be enough.
+    Otherwise JAX aborts. It needs 1.3 GiB for one simulated device and a tiny model, 1.8 GiB for
+    eight, measured on two cores; only clearly smaller limits are refused.
 
     Raises:
-      OutOfMemory: it does not.
+      OutOfMemory: It does not.
     """
     least, left = 2**30 + num_simulated * 2**26, _left_of_own_limit()
     if left < least:
@@ -61,18 +63,18 @@ def check_program_fits(
 ) -> None:
     """Checks that this host has memory for the buffers of a program of simulated devices.
 
-    Its arguments are there already. To be called after it is compiled, before it runs: the kernel
-    grants more memory than there is, and kills the process when that is written to.
+    Its arguments are in memory already. Call it after compiling and before running the program: the
+    kernel grants more memory than there is, and kills the process when that is written to.
 
     Args:
-      devices: of this process. Each has buffers of its own. Devices that are not simulated refuse
-        by themselves what they cannot hold.
-      program: as the subject of a sentence: "A step of train with datasets.train".
-      advice: what to change, in whole sentences.
-      num_processes: how many of this host are about to run it.
+      devices: Of this process. Each has separate buffers. Devices that are not simulated raise
+        errors themselves.
+      program: As the subject of a sentence: "A step of train with datasets.train".
+      advice: What to change, in complete sentences.
+      num_processes: How many processes of this host are about to run it.
 
     Raises:
-      OutOfMemory: it cannot.
+      OutOfMemory: The host has too little memory.
     """
     stats = compiled.memory_analysis()
     if stats is None or any(device.platform != "cpu" for device in devices):
@@ -85,7 +87,7 @@ def check_program_fits(
         return
     devices = f"{num_buffers} simulated devices" if num_buffers > 1 else "a simulated device"
     raise OutOfMemory(
-        f"{program} takes {format_bytes(needed)} of this host beside its arguments, and "
+        f"{program} takes {format_bytes(needed)} of this host in addition to its arguments, and "
         f"{format_bytes(int(available))} are available here: {devices}, with "
         f"{format_bytes(stats.temp_size_in_bytes)} of temporaries, {format_bytes(outputs)} of "
         f"outputs and {format_bytes(stats.argument_size_in_bytes)} of arguments each. {advice}"
@@ -95,10 +97,10 @@ def check_program_fits(
 class FirstRuns:
     """Runs programs; before each runs for the first time, checks that this host has memory for it.
 
-    Products that XLA may permute in it are mended.
+    Also works around products that XLA may permute.
 
     Args:
-      program, advice: as of `check_program_fits`, of all of them.
+      program, advice: As for `check_program_fits`, for all programs.
     """
 
     def __init__(self, program: str, advice: str):
@@ -109,18 +111,18 @@ class FirstRuns:
         """Returns `function(*args)`.
 
         Args:
-          function: as `jax.jit` returns it, or a step of a Partitioner.
-          args: arrays among them on the devices that it runs on.
-          key: for each other program that other arguments make of the function.
+          function: A result of `jax.jit`, or a step of a Partitioner.
+          args: Its arrays are on the devices that it runs on.
+          key: Identifies the program, if other arguments make other programs of the function.
 
         Raises:
-          OutOfMemory: this host cannot hold what the program makes.
+          OutOfMemory: This host has too little memory for the program's buffers.
         """
         if (function, key) not in self._fitting:
             import jax
             from jax.sharding import NamedSharding
 
-            from praxis_lite.lowered.mended_products import mended
+            from praxis_lite.core.xla_workarounds.mended_products import mended
 
             arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
             shardings = [x.sharding for x in arrays if isinstance(x.sharding, NamedSharding)]
@@ -146,8 +148,8 @@ def _left_in_groups(root: Path) -> Iterator[float]:
             version, base = 1, root / "sys/fs/cgroup/memory"
         else:
             continue
-        # Parents' limits hold as well. If the path is one of the host's tree, which is not mounted
-        # in the container, the base is the container's own group.
+        # Limits of parents apply as well. If the path is in the host's tree, which is not mounted
+        # in the container, the base is the container's group.
         folder = base / path.strip("/")
         for group in (folder, *folder.parents):
             yield _left_in_group(group, *_FILES[version])

@@ -1,12 +1,15 @@
 """Names of this machine, and the check of the Host header of a request.
 
-A page of a foreign site can point its own name at this machine (DNS rebinding) and let a browser
-here ask: the browser then sends that name as Host, so a server answers to its own names alone.
+A web page can point its domain at this machine (DNS rebinding) and let a browser here send
+requests. The browser then sends that domain as Host, so a server answers only to names of this
+machine.
 """
 
 import ipaddress
 import re
 from collections.abc import Sequence, Set
+
+__all__ = ("LOOPBACK_HOSTS", "asks_for", "is_loopback")
 
 # Names of this machine for itself.
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -25,9 +28,9 @@ def asks_for(host_headers: Sequence[str], names: Set[str]) -> bool:
     """Returns True if a request has exactly one Host header, and that is one of these names.
 
     Args:
-      host_headers: the values of all Host headers of the request. A missing one, or one that is not
-        NAME, ADDRESS or [IPV6] with or without a port, is no host.
-      names: in lower case; IPv6 addresses without brackets, in their shortest form.
+      host_headers: The values of all Host headers of the request. One that is not NAME, ADDRESS or
+        [IPV6], with or without a port, does not match.
+      names: In lower case; IPv6 addresses without brackets, in their shortest form.
     """
     if len(host_headers) != 1:
         return False

@@ -1,4 +1,4 @@
-"""An exception that says that memory ended, and the error that a command makes of it."""
+"""Recognizes exceptions about too little memory, and makes errors for commands of them."""
 
 import errno
 import re
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from praxis_lite.core.errors import OutOfMemory, shown
 
-# What XLA, TensorStore, C++ and Python say where memory ends; not gRPC of a message too large.
+# Messages of XLA, TensorStore, C++ and Python; not those of gRPC about too large a message.
 _NO_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED(?!.*larger than max)|\bbad_alloc\b|can't start new thread"
 )
 
 
 def lack_of_memory(error: BaseException) -> str | None:
-    """Returns in a line what an exception, or its cause, lacked memory for, or None."""
+    """Returns a line on what an exception, or its cause, lacked memory for, or None."""
     for cause in causes(error):
         words, name = str(cause), type(cause).__name__
         if (

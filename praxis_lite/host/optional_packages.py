@@ -1,4 +1,4 @@
-"""Packages that only some features need: imported late, and where they are missing, asked for."""
+"""Optional packages: imported late, with an error that says how to install a missing one."""
 
 import importlib
 import importlib.util
@@ -7,8 +7,10 @@ from types import ModuleType
 
 from praxis_lite.core.errors import ConfigError
 
-# By the name under which it is imported: pip's name, and the extra of setup.py that brings it; None
-# where the plain installation does, as far as the package exists for this Python.
+__all__ = ("optional_module", "require_package")
+
+# By import name: the name for pip, and the extra of setup.py that installs it; None: the plain
+# installation does, if the package exists for this Python version.
 PACKAGES: dict[str, tuple[str, str | None]] = {
     "tensorflow": ("tensorflow", None),
     "grain": ("grain", None),
@@ -48,6 +50,21 @@ class MissingPackage(ConfigError):
     package: str
 
 
+class NeedsPackage:
+    """A class whose instances may need an optional package; errors name all that a config needs.
+
+    Attributes:
+      needed_package: the name under which it is imported; None: the class needs none.
+    """
+
+    needed_package: str | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError if the package is not installed."""
+        if self.needed_package is not None:
+            require_package(self.needed_package, type(self).__name__)
+
+
 def optional_module(name: str, needed_by: str) -> ModuleType:
     """Imports and returns a module of the PACKAGES.
 
@@ -67,7 +84,7 @@ def optional_module(name: str, needed_by: str) -> ModuleType:
             raise _missing(package, needed_by) from None
         raise ConfigError(
             f"{needed_by} needs {package}, which is installed, but its import fails: "
-            f"{type(error).__name__}: {error}. Mend the installation: pip install "
+            f"{type(error).__name__}: {error}. Repair the installation: pip install "
             f"--force-reinstall {PACKAGES[package][0]}."
         ) from error
 

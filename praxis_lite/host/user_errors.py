@@ -1,4 +1,4 @@
-"""Words for an exception of the user's own code: their line, and where the traceback is."""
+"""Messages for exceptions of the user's code: the line, and the file with the traceback."""
 
 import contextlib
 import re
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.core.user_lines import user_line
-from praxis_lite.files.whole_files import write_whole
+from praxis_lite.host.whole_files import write_whole
 
 
 class ElsewhereError(RuntimeError):
     """An exception of another process, whose traceback is the message.
 
     Attributes:
-        in_short: what `described` returned for it there.
+        in_short: The result of `described` for it there.
     """
 
     def __init__(self, message: str, in_short: str | None):
@@ -25,7 +25,7 @@ class ElsewhereError(RuntimeError):
 
 
 class Explained(NamedTuple):
-    """Words for an exception, and the status to exit with: 1 for the user's code."""
+    """A message for an exception, and the exit status: 1 for the user's code."""
 
     words: str
     status: int
@@ -38,13 +38,12 @@ def own_words(error: BaseException) -> str:
 
 
 def explained(error: BaseException, path: Path | None) -> Explained | None:
-    """Returns words for an exception of the user's code or of a file, or None.
+    """Returns a message for an exception of the user's code or of a file, or None.
 
-    None if only the traceback explains it, or if it cannot be written.
+    None if only the traceback explains it, or if the traceback cannot be written.
 
     Args:
-        path: of the file for the whole traceback. None, or if it cannot be written: a new
-            temporary one.
+        path: The file for the traceback. None, or if it cannot be written: a new temporary file.
     """
     words, status = described(error), 1
     if words is None:

@@ -1,7 +1,7 @@
 """Input pipelines, sources of examples, and text.
 
-`tf_data.TextWindows` and `numpy_data.TextWindows` have the same arguments and batches; the former
-prefetches with tf.data.
+`tf_data.TextWindows` and `numpy_data.TextWindows` have the same arguments and batches;
+`tf_data.TextWindows` prefetches with tf.data.
 """
 
 from praxis_lite.public_names import public_names

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from praxis_lite.core.errors import ConfigError, did_you_mean, printable
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.processes.stream_digest import stream_digest
-from praxis_lite.run.command import Parser, status_of
+from praxis_lite.job.command import Parser, status_of
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -96,9 +96,9 @@ def _digest(args: argparse.Namespace) -> int | None:
 
 def _prove(args: argparse.Namespace) -> int:
     """Prints the proof of a job's examples; returns 1 if something is wrong."""
-    from praxis_lite.run.experiment.recorded_examples import proof_of_examples
-    from praxis_lite.run.goodput.goodput import num_lost_steps
-    from praxis_lite.run.job.job_dir import open_for_reading
+    from praxis_lite.experiment.recorded_examples import proof_of_examples
+    from praxis_lite.installed_tools import installed_job_tools
+    from praxis_lite.job.job_dir import open_for_reading
 
     last = time.monotonic()
 
@@ -112,7 +112,7 @@ def _prove(args: argparse.Namespace) -> int:
     job_dir = open_for_reading(args.job, writes=False)
     proof = proof_of_examples(
         job_dir, packages=args.packages, settings=args.settings, recorded_only=args.recorded_only,
-        progress=progress, num_lost_steps=num_lost_steps(job_dir),
+        progress=progress, num_lost_steps=installed_job_tools().num_lost_steps(job_dir),
     )
     for line in proof.lines():
         print(printable(line))
@@ -132,8 +132,8 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _pipelines(args: argparse.Namespace) -> dict[str, InputPipeline]:
-    from praxis_lite.run.config.build import build
-    from praxis_lite.run.experiment.launched_config import config_of_experiment
+    from praxis_lite.config.build import build
+    from praxis_lite.experiment.launched_config import config_of_experiment
 
     if args.exp is None:
         raise ConfigError("--exp=NAME is missing. For a job use digest --job=DIR.")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to impo
 
     from praxis_lite.inputs.tokenizers.base import Tokenizer
 
+__all__ = ("IndexedPipeline", "InputPipeline", "TRAIN", "spec_of")
+
 # The name of the training dataset; all others are for evaluation.
 TRAIN = "train"
 

@@ -15,6 +15,8 @@ from praxis_lite.inputs.leaves import narrow_dtype
 from praxis_lite.inputs.sources.base import Source
 from praxis_lite.inputs.sources.faults import BadExample
 
+__all__ = ("checked_spec",)
+
 
 def checked_batches(
     pipeline: InputPipeline, name: str, start: int = 0, rows: slice | None = None

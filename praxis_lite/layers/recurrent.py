@@ -9,7 +9,7 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.attention.cache import Cache
+from praxis_lite.layers.attention.kv_cache import Cache
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
 from praxis_lite.layers.base.calls import require_positive

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from praxis_lite.main import MODES
-from praxis_lite.run.modes.mode import CommandLine
-from praxis_lite.run.modes.options import parsed
+from praxis_lite.modes.mode import CommandLine
+from praxis_lite.modes.options import parsed
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ROOT / "clusters"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.run.job.health_files import HealthFiles
+from praxis_lite.job.health_files import HealthFiles
 from tests.clusters.recipes import CLUSTERS, ROOT, our_options, tool
 from tests.clusters.test_jobset import CONTAINER, POD
 from tests.test_requirements import arguments

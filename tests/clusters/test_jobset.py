@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from praxis_lite.run.job.health_files import HealthFiles
-from praxis_lite.run.job.processes.addresses import own_address
-from praxis_lite.run.job.processes.start import find_others, own_number
+from praxis_lite.job.health_files import HealthFiles
+from praxis_lite.job.processes.addresses import own_address
+from praxis_lite.job.processes.start import find_others, own_number
 from tests.clusters.recipes import CLUSTERS, our_options
 
 JOBSET = yaml.safe_load((CLUSTERS / "jobset.yaml").read_text())
@@ -153,7 +153,7 @@ def test_a_pod_whose_first_pod_is_gone_gives_its_own_address(monkeypatch):
             return "10.4.0.7", 0
 
     assert own_address("127.0.0.1:8476") == "127.0.0.1"
-    monkeypatch.setattr("praxis_lite.run.job.processes.addresses.socket.socket", Socket)
+    monkeypatch.setattr("praxis_lite.job.processes.addresses.socket.socket", Socket)
     command, _, _ = pod_options(3)
     assert own_address(command.coordinator) == "10.4.0.7"
 

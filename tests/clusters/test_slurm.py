@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.run.job.processes.start import find_others
-from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.job.processes.start import find_others
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.clusters.recipes import (
     CLUSTERS,
     ROOT,

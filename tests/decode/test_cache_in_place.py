@@ -19,7 +19,7 @@ from praxis_lite.layers import (
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.layers.attention.cache import SPARE_PLACES
+from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 V, D, H, N, K, B, P, M = 17, 12, 20, 6, 8, 5, 4, 33

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.decode.cache_rows import batch_dims, put_row, repeat_rows, take_hyps
+from praxis_lite.decode.cache_rows import batch_dims, put_rows, repeat_rows, take_hyps
 
 L, S, D = 3, 5, 7
 
@@ -52,13 +52,12 @@ def test_hypotheses_are_taken_within_their_row():
     assert_rows(actual, filled(6), (hyps + np.asarray([[0], [3]])).reshape(-1))
 
 
-def test_a_row_is_put_and_the_others_stay():
-    cache, new = filled(4), filled(1, seed=1)
-    actual = put_row(cache, DIMS, new, jnp.asarray(2))
-    rows = np.asarray([0, 1, 3])
+def test_rows_are_put_and_the_others_stay():
+    cache, new = filled(4), filled(2, seed=1)
+    actual = put_rows(cache, DIMS, new, jnp.asarray([2, 0]))
     for name in ("scanned", "plain", "last"):
-        np.testing.assert_array_equal(ROWS[name](actual[name], rows), ROWS[name](cache[name], rows))
-        np.testing.assert_array_equal(
-            ROWS[name](actual[name], np.asarray([2])), ROWS[name](new[name], np.asarray([0]))
-        )
+        for row, (source, number) in enumerate([(new, 1), (cache, 1), (new, 0), (cache, 3)]):
+            np.testing.assert_array_equal(
+                ROWS[name](actual[name], row), ROWS[name](source[name], number)
+            )
     np.testing.assert_array_equal(actual["shared"], new["shared"])

@@ -10,8 +10,8 @@ from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.inputs.text.pairs import pair_of, prompted
 from praxis_lite.inputs.tokenizers import ByteTokenizer, load_tokenizer
 from praxis_lite.inputs.tokenizers.streaming import UNKNOWN
-from praxis_lite.interop.serving.choice_text import ChoiceText
-from praxis_lite.interop.serving.engine import Piece
+from praxis_tools.serve.choice_text import ChoiceText
+from praxis_tools.serve.engine import Piece
 
 LINES = [f"the cat number {i} sat on the mat:\n yes, it said hello world" for i in range(200)]
 # Characters that no line has are bytes, or unknown.

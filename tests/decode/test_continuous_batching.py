@@ -113,19 +113,6 @@ def test_prompts_that_enter_at_once_go_through_the_model_together():
     assert [many.sizes(length) for length in (4, 256, 2048)] == [[64, 16, 4, 1], [4, 1], [1]]
 
 
-def test_warm_rows_compile_nothing_more():
-    batching = ContinuousBatching(DECODERS["greedy"], lambda mdl_vars: RECURRENT, NUM_ROWS, P)
-    prompts = list(queue(DECODERS["greedy"]))
-    rows = batching.rows(None)
-    rows.warm_up(prompts[0].key)
-    assert rows.num_free == NUM_ROWS and rows.num_passes == rows.num_steps == 0
-    before = num_compiled()
-    for prompt in prompts[:NUM_ROWS]:
-        rows.submit(prompt)
-    assert len(rows.advance(M)) == NUM_ROWS
-    assert num_compiled() == before
-
-
 def test_the_state_is_donated():
     batching = batching_of(RECURRENT, DECODERS["greedy"])
     state = batching.empty(None)

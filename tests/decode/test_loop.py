@@ -134,25 +134,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sample", "beam"])
-def test_prompts_step_by_step_go_on_as_after_a_forward_pass(name):
-    decoder = OTHERS[name]
-    stepwise = dataclasses.replace(decoder, fprop_for_prefix=False)
-    actual = decoding("learned", stepwise)(PROMPTS, LENGTHS)
-    expected = decoding("learned", decoder)(PROMPTS, LENGTHS)
-    for output in ("output_ids", "decode_lengths"):
-        np.testing.assert_array_equal(actual[output], expected[output])
-    for output in ("logprobs", "scores"):
-        np.testing.assert_allclose(actual[output], expected[output], rtol=1e-4, atol=1e-5)
-    for row in np.flatnonzero(LENGTHS):
-        logits = uncached("learned")(np.pad(PROMPTS, ((0, 0), (0, M))))[row].astype(np.float64)
-        logprobs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
-        for t in range(1, LENGTHS[row]):
-            wanted_one = logprobs[t - 1, PROMPTS[row, t]]
-            assert actual["prefix_logprobs"][row, t] == pytest.approx(wanted_one, abs=1e-4)
-
-
 class Counter:
     """A model whose next token is the last plus one; it counts how often it was asked."""
 

@@ -19,8 +19,6 @@ from tests.decode.cached_layers import (
     GatedConv,
     Mean,
     Memory,
-    MovingAverage,
-    Positions,
     SharedCounter,
     ShiftedFeedForward,
     StateSpace,
@@ -63,7 +61,7 @@ def lm(layer, slot="tr_atten_tpl", **settings):
 
 MODELS = {
     **{layer.__name__: functools.partial(lm, layer)
-       for layer in (GatedConv, MovingAverage, StateSpace, Mean, Memory, Positions)},
+       for layer in (GatedConv, StateSpace, Mean, Memory)},
     "feed-forward": functools.partial(lm, ShiftedFeedForward, "tr_fflayer_tpl"),
     "block": functools.partial(lm, Block, "block"),
     "model": functools.partial(WholeModel, rngs=nnx.Rngs(0)),

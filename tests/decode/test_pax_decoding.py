@@ -14,7 +14,7 @@ import pytest
 from praxis_lite import layers
 from praxis_lite.core import NnxModel
 from praxis_lite.decode import BeamSearch, Decoder, Greedy, Sample, pax_outputs
-from praxis_lite.tools.pax.weights import mdl_vars_from_pax
+from praxis_lite.pax.weights import mdl_vars_from_pax
 from tests.support.goldens import Arrays, by_kind, golden_arrays, pax_arrays, pax_cases
 from tests.support.marks import slow_but
 

@@ -16,7 +16,7 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.prefill import prefill
 from praxis_lite.layers import DotProductAttention, RgLruBlock, Transformer, TransformerLm
-from praxis_lite.layers.attention.cache import SPARE_PLACES
+from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from tests.decode.toy_models import row_keys
 from tests.support.marks import slow_but
 
@@ -98,18 +98,6 @@ def test_continuations_have_the_log_probs_of_the_whole_sequence_without_a_cache(
 
 
 @pytest.mark.slow
-def test_continuous_batching_with_rings_gives_what_a_batch_gives():
-    model, mdl_vars = model_and_vars()
-    batching = ContinuousBatching(DECODERS["chunks"], model.module, 2, P)
-    rows = np.flatnonzero(LENGTHS)
-    prompts = [Prompt(PROMPTS[i], LENGTHS[i], jax.random.key(0)) for i in rows]
-    actual = [[] for _ in rows]
-    for new in batching.stream(mdl_vars, iter(prompts)):
-        actual[new.index].extend(new.ids)
-    np.testing.assert_array_equal(actual, decoded("chunks")["output_ids"][rows, 0])
-
-
-@pytest.mark.slow
 def test_shared_beginnings_that_are_longer_than_a_ring_change_no_token():
     model, mdl_vars = model_and_vars()
     ids = np.where(np.arange(P) < R + 4, PROMPTS[0], PROMPTS[::-1])
@@ -148,9 +136,6 @@ def test_chunks_take_less_memory_than_the_whole_prompt():
     assert temporary_bytes(chunks) < 4 * logits * size / length
 
 
-@pytest.mark.parametrize("settings", [
-    {"prefill_chunk_size": 0}, {"prefill_chunk_size": 4, "fprop_for_prefix": False},
-])
-def test_wrong_chunks_are_refused(settings):
+def test_chunks_of_prompts_that_are_read_by_tokens_are_refused():
     with pytest.raises(ConfigError, match="Greedy.prefill_chunk_size.*None"):
-        Greedy(**settings)
+        Greedy(prefill_chunk_size=4, fprop_for_prefix=False)

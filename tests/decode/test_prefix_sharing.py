@@ -14,7 +14,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
-from praxis_lite.decode.prefix_sharing import Beginnings, block_size, num_common
+from praxis_lite.decode.prefix_sharing import PrefixCache, block_size, num_common
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import Recurrent, Summing, num_compiled, row_keys
 from tests.support.marks import slow_but
@@ -128,7 +128,7 @@ def test_transformers_with_windows_or_states_share_on_a_mesh_too(name):
     assert batching.latest.num_read_tokens == (17 + 23 + 9 + 4) + (7 + 13 + 9 + 4)
 
 
-def test_beginnings_are_kept_from_the_second_prompt_on_and_the_least_recent_goes():
+def test_prefixes_are_cached_at_the_second_prompt_and_the_least_recently_used_is_dropped():
     reads = []
 
     def read(cache, ids, start, end):
@@ -136,23 +136,24 @@ def test_beginnings_are_kept_from_the_second_prompt_on_and_the_least_recent_goes
         reads.append((start, end))
         return tuple(ids[:end].tolist())
 
-    def of(text):
+    def longest(text):
         ids = np.asarray([*map(ord, text), *[9] * (12 - len(text))], np.int32)
-        cache, start = beginnings.of(ids, len(text))
+        cache, start = prefixes.longest(ids, len(text))
         assert cache == tuple(ids[:start].tolist()), "the tokens in the cache are not the prompt's"
         return text[:start]
 
-    beginnings = Beginnings(2, 3, (), read)
-    assert of("abcdefgh") == ""
-    assert of("abcdexgh") == "abc"  # Five tokens are equal, in blocks of three.
-    assert of("abcdefxy") == "abcdef"
-    assert of("abcdef") == "abc"  # One token is left to read.
+    prefixes = PrefixCache(2, 3, (), read)
+    assert longest("abcdefgh") == ""
+    assert longest("abcdexgh") == "abc"  # Five tokens are equal, in blocks of three.
+    assert longest("abcdefxy") == "abcdef"
+    assert longest("abcdef") == "abc"  # One token is left to read.
     assert reads == [(0, 3), (3, 6)]
-    assert of("uvwxyz") == "" and of("uvwx") == "uvw"  # Drops "abcdef": "abc" was asked for last.
+    assert longest("uvwxyz") == ""
+    assert longest("uvwx") == "uvw"  # Drops "abcdef", because "abc" was used later.
     assert reads == [(0, 3), (3, 6), (0, 3)]
-    assert of("abcd") == "abc" and of("uvwabc") == "uvw" and len(reads) == 3
-    assert of("abcdefgh") == "abcdef" and reads[3:] == [(3, 6)]
-    assert beginnings.num_read == 3 + 3 + 3 + 3
+    assert longest("abcd") == "abc" and longest("uvwabc") == "uvw" and len(reads) == 3
+    assert longest("abcdefgh") == "abcdef" and reads[3:] == [(3, 6)]
+    assert prefixes.num_read == 3 + 3 + 3 + 3
 
 
 @pytest.mark.parametrize("max_decode_steps, chunk, expected", [
@@ -169,8 +170,6 @@ def test_settings_that_do_not_go_together_are_refused():
         block_size(Greedy(seqlen=131, num_cached_prefixes=2), 131)
     with pytest.raises(ConfigError, match="num_cached_prefixes.*2.*fprop_for_prefix=False"):
         Greedy(num_cached_prefixes=2, fprop_for_prefix=False)
-    with pytest.raises(ConfigError, match="num_cached_prefixes.*-1"):
-        Greedy(num_cached_prefixes=-1)
 
 
 def test_what_a_batch_begins_with_leaves_each_prompt_a_token():

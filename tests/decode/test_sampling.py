@@ -32,17 +32,13 @@ def probabilities(logits, temperature=1.0, k=0, p=None, min_p=0.0):
         total += probs[token]
     kept = [token for token in kept if probs[token] >= min_p * probs.max()]
     result = np.zeros(V)
-    if temperature == 0.0:
-        result[kept[0]] = 1.0
-    else:
-        result[kept] = probs[kept] ** (1.0 / temperature)
+    result[kept] = probs[kept] ** (1.0 / temperature)
     return result / result.sum()
 
 
 SETTINGS = {
     "temperature": {"temperature": 0.7, "k": 0},
     "hot": {"temperature": 2.5, "k": 0},
-    "greedy": {"temperature": 0.0, "k": 0},
     "k": {"k": 3},
     "k of all": {"k": 99},
     "p": {"p": 0.8, "k": 0},
@@ -59,8 +55,6 @@ def test_the_candidates_have_the_probabilities_that_numpy_gives(name):
     sample = Sample(**SETTINGS[name])
     logits, ids = sample.candidates(jnp.asarray(TABLE))
     expected = np.stack([probabilities(row, **SETTINGS[name]) for row in TABLE])
-    if sample.temperature == 0.0:
-        return
     actual = np.asarray(jax.nn.softmax(logits / sample.temperature, axis=-1))
     if ids is not None:
         scattered = np.zeros((V, V))
@@ -297,7 +291,8 @@ def test_stop_strings_become_tokens():
         ("presence_penalty", float("inf")), ("stop_sequences", ((),)), ("stop_strings", ("",)),
         ("stop_strings", "stop"), ("num_cache_slots", -1), ("max_decode_steps", 0),
         ("min_decode_steps", -1), ("min_decode_steps", 128), ("seqlen", 0), ("eos_id", -1),
-        ("eos_id", "eos"),
+        ("eos_id", "eos"), ("num_cached_prefixes", -1), ("num_speculative_tokens", -1),
+        ("prompt_lookup_max", 0), ("prefill_chunk_size", 0),
     ],
 )
 def test_a_value_out_of_range_names_the_setting(name, value):
@@ -308,10 +303,9 @@ def test_a_value_out_of_range_names_the_setting(name, value):
 BEYOND = {
     "greedy": Greedy(eos_id=V),
     "one of several": Sample(eos_id=(2, V)),
-    "beams": BeamSearch(eos_id=V),
-    "one of several, beams": BeamSearch(eos_id=(2, 10**6)),
+    "beams": BeamSearch(eos_id=(2, 10**6)),
     "drafts": Greedy(eos_id=V, num_speculative_tokens=2),
-    "shared beginnings": Greedy(eos_id=V, num_cached_prefixes=2, prefill_chunk_size=2),
+    "shared prefixes": Greedy(eos_id=V, num_cached_prefixes=2, prefill_chunk_size=2),
     "rows with their own settings": SampleByRow(eos_id=V),
     "a stop sequence": Greedy(eos_id=(), stop_sequences=((1,), (2, V))),
     # A tokenizer's tokens need not be the model's; but a beam must end somewhere.
@@ -320,15 +314,13 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("name", BEYOND)
-@pytest.mark.parametrize("is_continuous", [False, True], ids=["batch", "continuous"])
-def test_a_token_that_the_model_lacks_is_refused(name, is_continuous):
+def test_a_token_that_the_model_lacks_is_refused(name):
     decoder, model = BEYOND[name], Summing(V)
     setting = "stop_sequences" if name == "a stop sequence" else "eos_id"
     words = rf"{type(decoder).__name__}\.{setting}.*0 to {V - 1}"
-    if not is_continuous:
-        with pytest.raises(ConfigError, match=words):
-            decoded(decoder, model=model)
-    elif isinstance(decoder, Greedy):
+    with pytest.raises(ConfigError, match=words):
+        decoded(decoder, model=model)
+    if isinstance(decoder, Greedy):
         batching = ContinuousBatching(decoder, lambda _: model, 2, 4)
         with pytest.raises(ConfigError, match=words):
             batching.rows(np.zeros(()))

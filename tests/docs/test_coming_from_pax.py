@@ -19,31 +19,31 @@ from praxis_lite import (
     main,
     models,
     optimizers,
-    schedules,
 )
-from praxis_lite.collectives import explicit_collectives, mapped_weights
+from praxis_lite.checkpoints import checkpoints
+from praxis_lite.checkpoints.init import loading_rules
+from praxis_lite.config.class_attributes import configured
 from praxis_lite.core import make_mesh, sharding, task
+from praxis_lite.core.collectives import explicit_collectives, mapped_weights
 from praxis_lite.core.learner import learner, optimizer_groups
 from praxis_lite.core.partitioner import partitioner, steps, train_state
 from praxis_lite.core.sharding import inputs as sharding_inputs
 from praxis_lite.core.sharding import rules, weight_sharding
+from praxis_lite.experiment import early_stopping, experiment, registry
 from praxis_lite.inputs import numpy_data
 from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.base import base_layer as weights
-from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES
-from praxis_lite.run import trained_model
-from praxis_lite.run.checkpoints import checkpoints
-from praxis_lite.run.checkpoints.init import loading_rules
-from praxis_lite.run.config.class_attributes import configured
-from praxis_lite.run.experiment import early_stopping, experiment, registry
-from praxis_lite.run.modes.options import parser_of
-from praxis_lite.run.trainer import decoding, evaluation, metrics, trainer
-from praxis_lite.run.trainer.decoding.user_prompts import prompt_batch
+from praxis_lite.layers.stacking.remat_policies import CHECKPOINT_POLICIES
+from praxis_lite.modes.options import parser_of
+from praxis_lite.optimizers import schedules
+from praxis_lite.pax import job as pax_job
 from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
-from praxis_lite.tools.pax import job as pax_job
+from praxis_lite.trained_model import trained_model
+from praxis_lite.trainer import decoding, evaluation, metrics, trainer
+from praxis_lite.trainer.decoding.user_prompts import prompt_batch
+from tests.pax.test_checkpoints import MADE_BY_PAX, lm
 from tests.support.every_case import assert_each
 from tests.support.goldens import golden
-from tests.tools.pax.test_checkpoints import MADE_BY_PAX, lm
 
 PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
 PLACES = (
@@ -177,11 +177,11 @@ def test_the_words_of_paxs_experiments_and_functions_are_found():
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--exp=tasks.lm.params.c4.C4Spmd", "--job_log_dir=x"], "a name of Pax's"),
+        (["--exp=tasks.lm.params.c4.C4Spmd", "--job_log_dir=x"], "a name in Pax"),
         (["--fdl_config=C4", "--job_log_dir=x"], "option of Pax's; here it is --exp=NAME"),
         (["--mode=decode_once", "--job_log_dir=x"], "mode of Pax's; here it is decode"),
         (["--exp=lm.Synthetic", "--job_log_dir=x", "--set", "PERCORE_BATCH_SIZE=4"],
-         "that is Pax's. Here it is BATCH_SIZE, of all devices together"),
+         "Here it is BATCH_SIZE, for all devices together"),
     ],
 )
 def test_names_of_pax_are_said_as_that(argv, words, tmp_path, monkeypatch, capsys):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.tools.huggingface.__main__ import main as convert
+from praxis_lite.huggingface.__main__ import main as convert
+from tests.huggingface.test_finetuning import started  # noqa: F401
 from tests.support.job_runs import succeed
-from tests.tools.huggingface.test_finetuning import started  # noqa: F401
 
 PAGE = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text("utf-8")
 

@@ -38,10 +38,10 @@ from praxis_lite.core import (
     rule_shardings,
     share_outputs,
 )
+from praxis_lite.huggingface import family
+from praxis_lite.huggingface.weights import map_tensors, weights_of
 from praxis_lite.layers import Linear, set_sharding_params
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.tools.huggingface import family
-from praxis_lite.tools.huggingface.weights import map_tensors, weights_of
 from tests.support.job_runs import launch, lines_of, succeed
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to_add.md").read_text(encoding="utf-8")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.tools.huggingface import family
+from praxis_lite.huggingface import family
+from tests.huggingface.test_finetuning import with_vocabulary
 from tests.support.goldens import GOLDENS
 from tests.support.job_runs import succeed
-from tests.tools.huggingface.test_finetuning import with_vocabulary
 
 PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text("utf-8")
 

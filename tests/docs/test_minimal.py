@@ -70,8 +70,10 @@ def test_it_is_short_and_needs_the_core_and_checkpoints_alone():
     code = f"import runpy, sys; runpy.run_path({str(MINIMAL)!r}); print(*sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
     loaded = set(ran.stdout.decode().split())
-    assert {"praxis_lite.core.partitioner.partitioner", "praxis_lite.run.checkpoints"} <= loaded
-    of_an_experiment = ("experiment", "trainer", "command", "config.build", "config.configurable")
-    assert not loaded & {"fiddle", "tensorflow", "grain", "praxis_lite.tools",
-                         *(f"praxis_lite.run.{name}" for name in of_an_experiment)}
+    assert {"praxis_lite.core.partitioner.partitioner", "praxis_lite.checkpoints"} <= loaded
+    of_an_experiment = (
+        "experiment", "trainer", "job.command", "config.build", "config.configurable"
+    )
+    assert not loaded & {"fiddle", "tensorflow", "grain", "praxis_tools",
+                         *(f"praxis_lite.{name}" for name in of_an_experiment)}
     assert "examples/minimal.py" in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -95,14 +95,3 @@ def test_no_row_needs_a_later_one():
             needed = next((one for one in (name, name.rpartition(".")[0]) if one in row_of), None)
             if needed is not None:
                 assert row_of[needed] <= row_of[module_of(path)], f"{path} imports {needed}"
-
-
-def test_it_says_how_much_there_is_to_read():
-    first = {CORE / name for read, _ in ROWS for name in read}
-    for actual, pattern in (
-        (num_lines(set().union(*FILES)), r"about ([\d,]+) lines, which"),
-        (num_lines(first), r"first ones are about\s([\d,]+) lines"),
-    ):
-        message = int(re.search(pattern, SECTION)[1].replace(",", ""))
-        assert abs(message - actual) < 0.1 * actual, f"README.md: they are {actual} lines"
-    assert f"The {len(first)} first ones" in SECTION and len(ROWS) == len(first)

@@ -8,13 +8,13 @@ from pathlib import Path
 import openai
 import pytest
 
+from praxis_lite.huggingface.__main__ import main as huggingface
 from praxis_lite.inputs.text.length_classes import SHORTEST
-from praxis_lite.interop.serving import endpoints, engine, requests, served_model
-from praxis_lite.interop.serving.mode import Serve
-from praxis_lite.tools.huggingface.__main__ import main as huggingface
-from tests.interop.serving.test_serve_mode import server
+from praxis_tools.serve import endpoints, engine, requests, served_model
+from praxis_tools.serve.mode import Serve
 from tests.support.job_runs import succeed
 from tests.support.lm_eval_tasks import model_directory
+from tests.tools.serve.test_serve_mode import server
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
 COMMANDS = [
@@ -53,7 +53,7 @@ def test_the_commands_run_and_the_exported_model_answers_as_the_job(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     Path("HF_DIR").mkdir()
     model_directory(Path("HF_DIR"), "llama")
-    program = "python -m praxis_lite.tools.huggingface"
+    program = "python -m praxis_lite.huggingface"
     huggingface(words_of(f"{program} import")[3:])
     trained = words_of("python main.py --exp=")[2:]
     succeed(*trained, "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1")

@@ -11,8 +11,8 @@ import fiddle as fdl
 import pytest
 
 from praxis_lite import ConfigError, RunConfig, TensorBoard, WeightsAndBiases
-from praxis_lite.run.config.overrides import apply_overrides
-from praxis_lite.run.trackers.tracker_thread import TrackerThread
+from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.trackers.tracker_thread import TrackerThread
 from tests.support.tracked_runs import run_in
 
 DOCS = Path(__file__).parents[2] / "docs"

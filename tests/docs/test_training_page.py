@@ -18,7 +18,6 @@ from praxis_lite import (
     SaveSettings,
     StopSettings,
     optimizers,
-    schedules,
 )
 from praxis_lite.core import (
     AuxiliaryOptimizer,
@@ -27,7 +26,7 @@ from praxis_lite.core import (
 )
 from praxis_lite.experiments import lm
 from praxis_lite.layers import QuantizationRule, quantized
-from praxis_lite.optimizers import DynamicLossScale, VariationalNoise
+from praxis_lite.optimizers import DynamicLossScale, VariationalNoise, schedules
 
 PAGE = (Path(__file__).parents[2] / "docs/training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.json_lines import lines_if_any
 from tests.support.process_pairs import free_port
 
 CHECKOUT = Path(__file__).parents[2]

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.run.checkpoints.stored_arrays import stored_arrays
-from praxis_lite.run.checkpoints.tools import manifest_of
-from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.checkpoints.stored_arrays import stored_arrays
+from praxis_lite.checkpoints.tools import manifest_of
+from praxis_lite.trainer.metrics.json_lines import lines_if_any
 from tests.faults.outcome import Row, steps_of
 
 # Absolute; the losses are between 1 and 7, so it is stricter than a relative one.

@@ -81,7 +81,7 @@ def fill_disk(path: Path) -> None:
 
 
 def _retry_soon() -> None:
-    from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+    from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 
     init = SaveSettings.__init__
     SaveSettings.__init__ = lambda self, **given: init(self, **{**given, "retry_seconds": 1.0})
@@ -116,7 +116,7 @@ def _paths(args: tuple[Any, ...]) -> str:
 
 
 def _at_step(fault: Mapping[str, Any]) -> None:
-    from praxis_lite.run.job.processes.stopping import StopRequest
+    from praxis_lite.job.processes.stopping import StopRequest
 
     step_ended, result = StopRequest.step_ended, []
 
@@ -143,8 +143,8 @@ def _at_batch(fault: Mapping[str, Any]) -> None:
 
 
 def _in_metrics_line(fault: Mapping[str, Any]) -> None:
-    from praxis_lite.run.trainer.metrics import json_lines
-    from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+    from praxis_lite.trainer.metrics import json_lines
+    from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter
 
     write, written = JsonLinesWriter.write, []
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.run.checkpoints.steps.step_files import verify
+from praxis_lite.checkpoints.steps.step_files import verify
 from tests.faults.damage import files_of, flip_bit
 from tests.faults.kill_points import CURVE, END, STEP, Kill, plan
 from tests.faults.outcome import (

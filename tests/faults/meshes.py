@@ -5,10 +5,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.digest import digest_of
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.core import MeshConfig, Partitioner, make_mesh
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.digest import digest_of
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from tests.faults.outcome import Row
 from tests.faults.zoo import home
 

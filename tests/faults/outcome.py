@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.run.checkpoints.digest import digest_of
-from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
-from praxis_lite.run.trainer.metrics.step_times import TIMES
+from praxis_lite.checkpoints.digest import digest_of
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.trainer.metrics.step_times import TIMES
 from tests.faults.zygote import Launch
 
 CLOCKS = {*TIMES, "examples_per_second"}

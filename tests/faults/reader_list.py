@@ -105,7 +105,7 @@ def _prompts(folder: Path) -> None:
 
 
 def _read_prompts(folder: Path) -> None:
-    from praxis_lite.run.trainer.decoding.user_prompts import prompt_ids, read_prompts
+    from praxis_lite.trainer.decoding.user_prompts import prompt_ids, read_prompts
 
     for name in ("a.txt", "b.jsonl"):
         for prompt in read_prompts(folder / name):
@@ -204,12 +204,12 @@ def _checkpoint(folder: Path) -> None:
 
 
 def _read_job(folder: Path) -> None:
-    from praxis_lite.run.checkpoints import tools
-    from praxis_lite.run.config.build import build
-    from praxis_lite.run.config.text import load_config_file
-    from praxis_lite.run.goodput import goodput_of
-    from praxis_lite.run.job.job_dir import JobDir
-    from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+    from praxis_lite.checkpoints import tools
+    from praxis_lite.config.build import build
+    from praxis_lite.config.text import load_config_file
+    from praxis_lite.job.job_dir import JobDir
+    from praxis_lite.trainer.metrics.json_lines import read_json_lines
+    from praxis_tools.goodput.goodput import goodput_of
 
     loaded = load_config_file(folder / "job/config.json", packages=("faultzoo",))
     build(loaded.config)
@@ -221,8 +221,8 @@ def _read_job(folder: Path) -> None:
 
 
 def _read_checkpoint(folder: Path) -> None:
-    from praxis_lite.run.checkpoints import tools
-    from praxis_lite.run.checkpoints.digest import digest_of
+    from praxis_lite.checkpoints import tools
+    from praxis_lite.checkpoints.digest import digest_of
 
     directory = tools.steps_directory(str(folder / "job"))
     step_dir = tools.step_dir_of(directory, None)

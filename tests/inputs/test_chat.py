@@ -5,13 +5,13 @@ import json
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.config.build import build
+from praxis_lite.config.class_attributes import configured
 from praxis_lite.experiments import huggingface
 from praxis_lite.inputs import ByteTokenizer, Documents, JsonLines, PackedText, PreferenceData
 from praxis_lite.inputs.text.conversations import tokens_of
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
-from praxis_lite.run.config.build import build
-from praxis_lite.run.config.class_attributes import configured
 from tests.support.goldens import GOLDENS
 
 LLAMA = load_tokenizer(GOLDENS / "tokenizers" / "llama3")

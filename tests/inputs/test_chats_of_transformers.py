@@ -12,7 +12,7 @@ from praxis_lite import ConfigError
 from praxis_lite.inputs.text.encoding import encoded
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
-from praxis_lite.run.trainer.decoding.user_prompts import prompt_ids
+from praxis_lite.trainer.decoding.user_prompts import prompt_ids
 from tests.support.chat_templates import TEMPLATES
 from tests.support.goldens import GOLDENS
 

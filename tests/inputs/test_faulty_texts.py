@@ -17,7 +17,7 @@ from praxis_lite.inputs import (
     TextFiles,
 )
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
-from praxis_lite.run.trainer.decoding.user_prompts import read_prompts
+from praxis_lite.trainer.decoding.user_prompts import read_prompts
 
 USER, ANSWER = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
 OTHER = {"role": "assistant", "content": "z"}

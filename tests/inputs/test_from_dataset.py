@@ -175,23 +175,11 @@ def test_the_fingerprint_follows_settings_arguments_and_data():
     assert described == {"function": f"{__name__}.windows_of", "0": corpus.fingerprint()}
 
 
-def test_a_resume_says_that_it_reads_again():
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    log = logging.getLogger("praxis_lite.inputs.base")
-    log.addHandler(handler)
-    level = log.level
-    log.setLevel(logging.INFO)
-    try:
+def test_a_resume_logs_that_it_reads_again(caplog):
+    with caplog.at_level(logging.INFO, "praxis_lite.inputs.base"):
         next(one_pass().batches(2))
         next(one_pass().batches())
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-    assert [record.getMessage() for record in records] == [
-        "reading the first 2 batches again (FromDataset)"
-    ]
+    assert caplog.messages == ["reading the first 2 batches again (FromDataset)"]
 
 
 def wrong(kind):

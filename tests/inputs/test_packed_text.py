@@ -18,7 +18,7 @@ from praxis_lite.inputs.processes.stream_digest import stream_digest
 from praxis_lite.inputs.sources import base as sources_base
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.text import packed_text
-from praxis_lite.run.trainer.checks.job_checks import check_tokens
+from praxis_lite.trainer.checks.job_checks import check_tokens
 
 T = 37
 EOS = 256

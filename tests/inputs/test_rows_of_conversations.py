@@ -10,11 +10,11 @@ from praxis_lite import ConfigError
 from praxis_lite.inputs import ByteTokenizer, Documents, JsonLines, Parquet, PreferenceData
 from praxis_lite.inputs.text.encoding import encoded
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
-from praxis_lite.interop.serving.api_error import ApiError
-from praxis_lite.interop.serving.requests import chat
-from praxis_lite.interop.serving.served_model import ServedModel
-from praxis_lite.run.trainer.decoding.user_prompts import prompt_ids, read_prompts
-from praxis_lite.tools.lm_eval.chat_text import chat_text
+from praxis_lite.trainer.decoding.user_prompts import prompt_ids, read_prompts
+from praxis_tools.lm_eval.chat_text import chat_text
+from praxis_tools.serve.api_error import ApiError
+from praxis_tools.serve.requests import chat
+from praxis_tools.serve.served_model import ServedModel
 
 
 class ReadsAll(ByteTokenizer):

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, huggingface
 from praxis_lite.inputs import TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.inputs.text.encoding import encoded
@@ -19,7 +19,6 @@ from praxis_lite.inputs.tokenizers import (
     load_tokenizer,
 )
 from praxis_lite.inputs.tokenizers.__main__ import main as command
-from praxis_lite.tools import huggingface
 from tests.support.goldens import GOLDENS, golden
 
 LLAMA = GOLDENS / "tokenizers" / "llama3"

@@ -11,10 +11,10 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.core import NnxModel
 from praxis_lite.layers import WeightInit
 from praxis_lite.layers.initializers import fans
-from praxis_lite.run.config.text import dump_config, load_config
 from tests.support.goldens import golden_arrays, pax_cases
 
 TRUNCATED = 0.87962566  # Standard deviation of a normal cut at +-2.

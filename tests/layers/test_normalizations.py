@@ -15,7 +15,7 @@ from praxis_lite.core import Learner, NnxModel, Partitioner
 from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.layers import BaseLayer
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_lite.tools.testing.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
 from tests.support.goldens import pax_options
 from tests.support.pax_options import assert_equals_pax
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from praxis_lite import layers
 from praxis_lite.core import NnxModel
-from praxis_lite.tools.pax.weights import mdl_vars_from_pax
+from praxis_lite.pax.weights import mdl_vars_from_pax
 from tests.support.goldens import Arrays, pax_arrays, pax_cases
 from tests.support.marks import every, slow_but
 

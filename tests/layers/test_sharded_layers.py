@@ -12,8 +12,8 @@ import pytest
 from praxis_lite import layers
 from praxis_lite.core import MeshConfig, NnxModel, constrain, make_mesh
 from praxis_lite.core.models.model import spec_leaves
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
-from praxis_lite.tools.testing.asserts.layers import revealing
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
+from praxis_tools.check.asserts.layers import revealing
 
 BATCH = ("replica", "data")
 T = 5

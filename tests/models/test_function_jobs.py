@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.config.text import load_config
 from praxis_lite.core import Partitioner, make_mesh
-from praxis_lite.experiments.functions import SIZES, DigitsMlpFsdp
 from praxis_lite.experiments.vision import digits
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.config.text import load_config
-from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from tests.support.job_runs import home, launch, lines_of, loaded, succeed
 
 pytestmark = pytest.mark.slow
@@ -81,26 +80,6 @@ def test_decoding_without_predict_is_refused_before_anything_compiles(job):
     )
     assert done.code == 2 and "LossTask.predict" in done.err
     assert done.num_compiled == 0
-
-
-def test_the_specs_and_the_rule_say_how_the_weights_split(job):
-    _, layout = state_of(job)
-    leaves = {leaf.path.removeprefix("mdl_vars/params/"): leaf for leaf in layout.leaves()}
-    found = {path: (tuple(leaves[path].spec), leaves[path].padded_shape) for path in ("0/w", "1/w")}
-    assert found == {
-        "0/w": (("data", "mdl"), (64, 132)), "1/w": (("mdl", "data"), (132, 68))
-    }
-    assert tuple(leaves["2/w"].spec) == (None, None)
-
-    built = fdl.build(DigitsMlpFsdp().config())
-    partitioner = Partitioner(built.task, make_mesh(built.mesh))
-    leaves = {leaf.path: leaf for leaf in partitioner.layout.leaves()}
-    # The largest dim that 8 devices divide, 64; where none does the largest, padded.
-    for layer, num_rows in enumerate((64, 136, 72)):
-        leaf = leaves[f"mdl_vars/params/{layer}/w"]
-        assert tuple(leaf.spec) == (("data", "mdl"), None)
-        assert leaf.padded_shape == (num_rows, SIZES[layer + 1])
-        assert "fsdp" in leaf.declared_by
 
 
 def test_a_loaded_model_predicts_as_the_task_and_as_numpy_do(job):

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner
 from praxis_lite.core.models.model import ShardedWeight, spec_leaves
 from praxis_lite.core.partitioner.train_state import layout_and_learner
+from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
 
@@ -154,6 +156,11 @@ def test_the_layout_has_the_specs_the_padding_and_who_declared_them():
         ({"mlp/~/linear": None, "layers": [None] * 3, "norm": None}, "names 'layers/2'"),
         ({"mlp/~/linear": "mdl", "layers": None, "norm": None}, "'w'.*tree"),
         (7, "specs.* 7 .*dict"),
+        (
+            {"mlp/~/linear": None, "layers": None,
+             "norm": NamedSharding(abstract_mesh_of((1,), ("data",)), P("data"))},
+            "NamedSharding.*'norm'.*PartitionSpec",
+        ),
     ],
 )
 def test_specs_that_do_not_match_the_params_are_refused_by_path(specs, message):

@@ -74,17 +74,6 @@ def test_what_is_wrong_is_said_before_anything_compiles(wrong):
         assert word in str(refused.value), str(refused.value)
 
 
-def test_more_names_than_dims_are_refused_with_the_weights_path():
-    class Long(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            bias = nn.with_partitioning(nn.initializers.zeros, ("data", "mdl"))
-            return nn.Dense(3, bias_init=bias, name="out")(x)
-
-    with pytest.raises(ConfigError, match=r"params/out/bias.*2.*1.*\(3,\)"):
-        LinenModel(Long(), [(1, 5)]).weight_specs()
-
-
 def test_a_call_with_other_shapes_is_refused_while_it_is_traced():
     model = LinenModel(Two(), [ids, (1, 4)])
     mdl_vars = {"params": {"embed": {"embedding": jnp.ones((11, 5))},

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.config.text import load_config_file
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiments import linen
 from praxis_lite.experiments.linen_models import CausalLm
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.config.text import load_config_file
-from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from tests.support.job_runs import as_it_died, home, lines_of, succeed
 
 pytestmark = pytest.mark.slow
@@ -144,13 +144,3 @@ def test_one_rule_splits_all_weights_of_layers_that_declare_nothing():
     assert all(leaf.num_shards == 4 for leaf in params.values())
     [cls] = [leaf for path, leaf in params.items() if path == "cls"]
     assert cls.padded_shape == (1, 1, 4 * -(-cls.shape[2] // 4))  # It has no other dim.
-
-
-def test_names_split_as_the_rules_of_the_job_say():
-    whole, _ = jobs()
-    leaves = {leaf.path: leaf for leaf in state_of(whole.path)[1].layout.leaves()}
-    query = leaves["mdl_vars/params/blocks/MultiHeadDotProductAttention_0/query/kernel"]
-    assert tuple(query.spec) == (None, "data", "mdl", None)
-    assert query.padded_shape == (2, 16, 4, 5)
-    assert "nn.with_logical_partitioning" in query.declared_by
-    assert any("slots/stack_2" in path for path in leaves)  # The optimizer sees one layer.

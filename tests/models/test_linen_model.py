@@ -196,24 +196,3 @@ def test_bare_weights_behave_as_boxed_ones(transform):
     assert spec.stack_split_dims_mapping == (() if transform == "remat" else ("layers",))
     bound = model.module(model.init(KEY))
     np.testing.assert_array_equal(bound(x), stack.apply(boxed, x))
-
-
-def test_names_of_a_weight_are_declared():
-    class Named(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            rules = (("mlp", "mdl"),)
-            short = nn.with_logical_partitioning(lecun, ("embed",), rules=rules)
-            tuples = nn.with_partitioning(lecun, (("replica", "data"), None))
-            x = nn.Dense(3, kernel_init=short)(x)
-            return nn.Dense(3, kernel_init=tuples)(x)
-
-    specs = LinenModel(Named(), [(1, 5)]).weight_specs()["params"]
-    short = specs["Dense_0"]["kernel"]
-    assert short.logical_axes == ("embed", None) and short.split_dims_mapping is None
-    assert short.logical_axis_rules == (("mlp", "mdl"),)
-    assert short.declared_by == "nn.with_logical_partitioning ('embed',)"
-    tuples = specs["Dense_1"]["kernel"]
-    assert tuples.split_dims_mapping == (("replica", "data"), None)
-    assert tuples.logical_axes is None
-    assert specs["Dense_0"]["bias"].declared_by == ""

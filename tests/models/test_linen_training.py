@@ -172,50 +172,6 @@ def test_padding_is_there_and_the_names_are_resolved(mesh_of):
     assert "nn.with_partitioning (None, 'mdl')" in head.declared_by
 
 
-@pytest.mark.slow
-def test_an_optimizer_of_whole_tensors_sees_one_layer_of_a_scan(mesh_of):
-    class Body(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return jnp.tanh(nn.Dense(5)(x)), None
-
-    class Stack(nn.Module):
-        @nn.compact
-        def __call__(self, x: jax.Array) -> jax.Array:
-            lifted = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-            return nn.scan(Body, length=3, **lifted)(name="body")(x, None)[0]
-
-    adafactor = functools.partial(optax.adafactor, min_dim_size_to_factor=2)
-    model, x = LinenModel(Stack(), [(1, 5)]), jax.random.normal(KEY, (7, 5))
-    task = LossTask(model, lambda m, x, key: jnp.mean(m(x["x"]) ** 2), Learner(adafactor, 0.1),
-                    inputs_split_mapping={"map_2d": (("replica", "data"), None)})
-    partitioner = Partitioner(task, mesh_of(1, 4, 2))
-    state, batch = partitioner.init(KEY), partitioner.global_batch({"x": np.asarray(x)})
-    stacked = model.init(KEY)["params"]["body"]["Dense_0"]
-    layers = [{name: w[n] for name, w in stacked.items()} for n in range(3)]
-
-    def loss_fn(layers):
-        y = x
-        for layer in layers:
-            y = jnp.tanh(y @ layer["kernel"] + layer["bias"][None])
-        return jnp.mean(y**2)
-
-    transform = adafactor(0.1)
-
-    @jax.jit
-    def step(layers, slots):
-        loss, grads = jax.value_and_grad(loss_fn)(layers)
-        updates, slots = transform.update(grads, slots, layers)
-        return optax.apply_updates(layers, updates), slots, loss
-
-    slots = jax.jit(transform.init)(layers)
-    for _ in range(3):
-        state, outputs = partitioner.train_step(state, batch, KEY)
-        layers, slots, expected = step(layers, slots)
-        assert float(outputs["metrics"]["loss"][0]) == pytest.approx(float(expected), abs=1e-6)
-    assert expected < 0.9 * loss_fn([{n: w[i] for n, w in stacked.items()} for i in range(3)])
-
-
 def test_activations_find_the_rules_and_the_mesh(mesh_of):
     seen = []
 

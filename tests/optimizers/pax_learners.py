@@ -12,7 +12,7 @@ import optax
 
 from praxis_lite import optimizers
 from praxis_lite.core import AuxiliaryOptimizer, Learner, WeightSpec
-from praxis_lite.schedules import linear_rampup_exponential_decay, scaled
+from praxis_lite.optimizers.schedules import linear_rampup_exponential_decay, scaled
 
 Flat = dict[str, np.ndarray]
 

@@ -10,8 +10,8 @@ import optax
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import Embedding, FullSoftmax, rotary_lm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_tools.explain import hlo
+from praxis_tools.plan.topology import topology_of
 
 ROWS, LENGTH = 64, 64
 

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 _MEMBERS = types.FunctionType | classmethod | property | functools.cached_property
 PAGE = ROOT / "docs/api.md"
 COMMANDS = (
-    "praxis_lite.main", "praxis_lite.run.checkpoints", "praxis_lite.inputs",
-    "praxis_lite.inputs.tokenizers", "praxis_lite.tools.huggingface", "praxis_lite.tools.lm_eval",
-    "praxis_lite.tools.pax.job", "praxis_lite.interop.export",
+    "praxis_lite.main", "praxis_lite.checkpoints", "praxis_lite.inputs",
+    "praxis_lite.inputs.tokenizers", "praxis_lite.huggingface", "praxis_tools.lm_eval",
+    "praxis_lite.pax.job", "praxis_tools.export",
 )
 HEAD = """\
 # Public names
@@ -40,6 +40,25 @@ may name the classes here and the functions that compute, but not what reads fil
 or changes what is global.
 """
 
+TOOLS_HEAD = """\
+## Names for tools
+
+For programs about jobs, such as praxis_tools, which imports nothing else of praxis_lite: the names
+in `__all__` of these modules.
+"""
+
+
+def names_for_tools() -> dict[str, tuple[str, ...]]:
+    """Returns the names in `__all__` of each module of praxis_lite that is not listed above."""
+    names = {}
+    for path in sorted((ROOT / "praxis_lite").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            is_literal = isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            if module not in PACKAGES and is_literal and ast.unparse(node.targets[0]) == "__all__":
+                names[module] = ast.literal_eval(node.value)
+    return names
+
 
 def page() -> str:
     """Returns docs/api.md as it should be."""
@@ -50,7 +69,10 @@ def page() -> str:
             lines.append(f"- `{name}{signature(value)}`: {said_of(package, name, value)}")
             lines += [f"  - `{shown}`: {first_line(member)}" for shown, member in methods_of(value)]
         lines.append("")
-    lines += ["## Commands", ""]
+    lines += [TOOLS_HEAD]
+    for module, names in sorted(names_for_tools().items()):
+        lines.append(f"- `{module}`: {', '.join(f'`{name}`' for name in names)}")
+    lines += ["", "## Commands", ""]
     for module in COMMANDS:
         lines.append(f"- `python -m {module}`: {first_line(importlib.import_module(module))}")
     return "\n".join(lines) + "\n"

@@ -20,12 +20,12 @@ import optax
 from jax.sharding import AxisType, Mesh
 from orbax.checkpoint._src.serialization import serialization
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.core import Learner, Partitioner, simulate_devices
+from praxis_lite.job import processes
+from praxis_lite.job.processes.start import start
 from praxis_lite.models import FunctionModel
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes.start import start
 from praxis_lite.tasks.loss import LossTask
 
 WRITE = serialization.async_serialize_from_host

@@ -7,8 +7,8 @@ A change of a default, anywhere below an experiment, is then seen in the diff.
 
 import sysconfig
 
-from praxis_lite.run.config.text import config_lines
-from praxis_lite.run.experiment.registry import HOME, list_experiments, registered
+from praxis_lite.config.text import config_lines
+from praxis_lite.experiment.registry import HOME, list_experiments, registered
 from tests.support.goldens import GOLDENS
 
 CONFIGS = GOLDENS / "configs"

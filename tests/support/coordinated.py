@@ -10,9 +10,9 @@ import sys
 
 from jax._src.lib import _jax
 
-from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic.order import Order
-from praxis_lite.run.job.processes.start import connect_member, start
+from praxis_lite.job import processes
+from praxis_lite.job.processes.start import connect_member, start
+from praxis_tools.elastic.order import Order
 
 NAME = "praxis_lite/newest"
 
@@ -42,8 +42,8 @@ def main() -> None:
     if kind == "elastic":
         connect_member(Order(
             generation=1, member=int(index), members=(0, 1), stores=("", ""),
-            store_key=b"the key of the job", coordinator=coordinator, num_slots=2,
-        ).membership, 30)
+            key=b"the key of the job", coordinator=coordinator, num_slots=2,
+        ), 30)
     else:
         start(coordinator, 2, int(index), 30, *folder)
     if index == "0":

@@ -18,7 +18,7 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_tools.plan.topology import topology_of
 
 PRESET = "fsdp+expert"
 

@@ -1,7 +1,7 @@
 """A Partitioner whose gradients are summed by explicit collectives."""
 
-from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Partitioner
+from praxis_lite.core.collectives import ExplicitCollectives
 
 
 def explicit_partitioner(task, mesh, data_axes=("data",), **settings):

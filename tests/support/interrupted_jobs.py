@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from tests.support import line_jobs  # noqa: F401 (writes jobzoo.lines)
 from tests.support import process_pairs as pairs
 from tests.support.job_runs import CHECKOUT, home, lines_of
@@ -30,10 +30,10 @@ from orbax.checkpoint._src.serialization import serialization
 
 from jobzoo.lines import Line, Lines
 from praxis_lite import EvaluationSettings, Hook, MeshConfig, RunConfig, SaveSettings, register
-from praxis_lite.run.checkpoints import checkpoints
-from praxis_lite.run.checkpoints.background_save import BackgroundSave
-from praxis_lite.run.checkpoints.orbax_write import OrbaxWrite
-from praxis_lite.run.checkpoints.steps import step_files
+from praxis_lite.checkpoints import checkpoints
+from praxis_lite.checkpoints.background_save import BackgroundSave
+from praxis_lite.checkpoints.orbax_write import OrbaxWrite
+from praxis_lite.checkpoints.steps import step_files
 
 LIBC = ctypes.CDLL(None)
 

@@ -24,9 +24,9 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 import praxis_lite
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
-from praxis_lite.run.trainer.metrics.step_times import TIMES
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.trainer.metrics.step_times import TIMES
 
 # What lines of metrics.jsonl have that depends on clocks.
 CLOCKS = {*TIMES, "examples_per_second", "tokens_per_second"}
@@ -46,9 +46,9 @@ from praxis_lite.layers import rotary_lm
 from praxis_lite import (
     EvaluationSettings, Experiment, MeshConfig, RunConfig, SaveSettings, StopSettings, register,
 )
-from praxis_lite.run.checkpoints.steps.save_settings import BestCheckpoints
+from praxis_lite.checkpoints.steps.retention import BestCheckpoints
 from praxis_lite.decode import Sample
-from praxis_lite.run.experiment.early_stopping import EarlyStopping
+from praxis_lite.experiment.early_stopping import EarlyStopping
 from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
 from praxis_lite.layers import set_sharding_params

@@ -21,7 +21,7 @@ from unittest import mock
 
 import setuptools
 
-from praxis_lite.run.text_table import table_lines
+from praxis_lite.host.text_table import table_lines
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")

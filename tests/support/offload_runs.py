@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import optax
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import Repeat, rotary_lm, set_sharding_params
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 NUM_LAYERS, ROWS, LENGTH, VOCAB = 3, 11, 7, 37
@@ -98,9 +98,9 @@ def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:
 
     Beside them those that a plan counts on the link between the two.
     """
-    from praxis_lite.tools.plan.costs import FITTED
-    from praxis_lite.tools.plan.schedule.schedule import schedule
-    from praxis_lite.tools.plan.topology import PhysicalMesh, topology_of
+    from praxis_tools.plan.costs import FITTED
+    from praxis_tools.plan.schedule.schedule import schedule
+    from praxis_tools.plan.topology import PhysicalMesh, topology_of
 
     topology = topology_of("v5e:2x4", 1)
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)), topology.devices)

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from praxis_lite import Task
 from praxis_lite.core import constrain
 from praxis_lite.core.models.model import spec_leaves
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
-from praxis_lite.tools.testing.asserts.layers import drawn
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
+from praxis_tools.check.asserts.layers import drawn
 
 PADDING = -1
 NatsAndGradients = tuple[float, Any]

@@ -10,8 +10,8 @@ import numpy as np
 from praxis_lite.core import NnxModel
 from praxis_lite.core.models.model import MdlVars
 from praxis_lite.core.models.nnx_model import mdl_vars_of
-from praxis_lite.tools.pax.weights import mdl_vars_from_pax
-from praxis_lite.tools.testing.asserts.layers import assert_near
+from praxis_lite.pax.weights import mdl_vars_from_pax
+from praxis_tools.check.asserts.layers import assert_near
 from tests.support.goldens import Arrays, pax_options
 
 

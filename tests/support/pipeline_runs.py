@@ -19,8 +19,8 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_tools.explain import hlo
+from praxis_tools.plan.topology import topology_of
 
 STAGES, DATA, LAYERS, VOCABULARY, DIMS, HIDDEN = 2, 4, 4, 256, 128, 256
 ROWS, LENGTH = 8, 64  # Of a microbatch.

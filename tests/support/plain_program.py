@@ -43,6 +43,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from flax import nnx
 
     from praxis_lite.experiments import vision
+    from praxis_lite.huggingface.model import load
     from praxis_lite.inputs import (
         FromDataset,
         ImageFiles,
@@ -52,15 +53,14 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from praxis_lite.inputs.tokenizers.__main__ import train
     from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
     from praxis_lite.inputs.tokenizers.loading import load_tokenizer
-    from praxis_lite.interop.serving.mode import Serve
     from praxis_lite.layers.whole_model.quantization import quantized
-    from praxis_lite.run.modes.mode import CommandLine
-    from praxis_lite.tools.huggingface.model import load
-    from praxis_lite.tools.lm_eval import harness_model
-    from praxis_lite.tools.lm_eval.__main__ import evaluate
-    from praxis_lite.tools.plan.search.search_report import picture
-    from praxis_lite.tools.plan.topology import topology_of
-    from praxis_lite.tools.sweep.study import Study
+    from praxis_lite.modes.mode import CommandLine
+    from praxis_tools.lm_eval import harness_model
+    from praxis_tools.lm_eval.__main__ import evaluate
+    from praxis_tools.plan.search.search_report import picture
+    from praxis_tools.plan.topology import topology_of
+    from praxis_tools.serve.mode import Serve
+    from praxis_tools.sweep.study import Study
 
     def file(name: str, content: bytes = b"\0" * 64) -> str:
         path = folder / "files" / name

@@ -13,8 +13,8 @@ def main() -> None:
     from praxis_lite.core.partitioner.compiler_options import ACCUMULATING, DECODING, step_options
     from praxis_lite.core.sharding.devices.axis_types import mesh_of
     from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS
-    from praxis_lite.tools.plan.job_on_topology import PLANNING_OPTIONS
-    from praxis_lite.tools.plan.topology import topology_of
+    from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
+    from praxis_tools.plan.topology import topology_of
 
     left_out, given = [], set()
     logging.getLogger("praxis_lite").addHandler(handler := logging.Handler())

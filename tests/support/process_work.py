@@ -19,14 +19,14 @@ from praxis_lite import ConfigError
 from praxis_lite.core import Learner, Partitioner, global_batch, simulate_devices
 from praxis_lite.core.sharding.inputs import process_rows
 from praxis_lite.inputs import InMemory
+from praxis_lite.job import processes
+from praxis_lite.job.processes import peers
+from praxis_lite.job.processes.standard_output import print_log
+from praxis_lite.job.processes.start import start
+from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.models import FunctionModel
-from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes import peers
-from praxis_lite.run.job.processes.standard_output import print_log
-from praxis_lite.run.job.processes.start import start
-from praxis_lite.run.job.processes.stop_consensus import StopConsensus
-from praxis_lite.run.trainer.evaluation import Evaluator
 from praxis_lite.tasks.loss import LossTask
+from praxis_lite.trainer.evaluation import Evaluator
 
 
 def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:

@@ -10,9 +10,9 @@ from praxis_lite.layers.attention.kernels.choice import attend
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.moe.grouped_matmul import grouped_matmul
-from praxis_lite.tools.explain.hlo_text import parse
-from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops, tiles_of_experts
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_tools.explain.hlo_text import parse
+from praxis_tools.explain.kernels import is_kernel, kernel_flops, tiles_of_experts
+from praxis_tools.plan.topology import topology_of
 
 B, T, N, G, K = 1, 3072, 4, 2, 128  # Rows, tokens, heads, heads of keys, dims of a head.
 ROWS, EXPERTS, INPUTS, OUTPUTS = 1024, 4, 1408, 256

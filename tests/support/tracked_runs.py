@@ -3,7 +3,7 @@
 import threading
 from pathlib import Path
 
-from praxis_lite.run.trackers.tracker import TrackedRun, Tracker
+from praxis_lite.trackers.tracker import TrackedRun, Tracker
 
 CONFIG = {"task.rate": 0.5, "run.on": True, "run.num_train_steps": 13, "task.name": "a 'b'"}
 

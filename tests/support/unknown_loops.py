@@ -2,8 +2,8 @@
 
 import jax
 
-from praxis_lite.tools.explain.hlo_runs import executed, trip_count
-from praxis_lite.tools.explain.hlo_text import op_name_of, parse
+from praxis_tools.explain.hlo_runs import executed, trip_count
+from praxis_tools.explain.hlo_text import op_name_of, parse
 
 
 def unknown_loops(compiled: jax.stages.Compiled | str) -> list[str]:

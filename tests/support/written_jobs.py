@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.metrics.json_lines import json_line
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics.json_lines import json_line
 
 LAYOUT = {
     "totals": "2 weights with 104 parameters; each device of the mesh (data 4) holds 1 KiB.",

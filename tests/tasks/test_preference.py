@@ -22,8 +22,8 @@ from praxis_lite.layers import (
     with_reference,
 )
 from praxis_lite.optimizers import VariationalNoise
-from praxis_lite.run.trainer.forward_pass import forward_pass
 from praxis_lite.tasks.preference import DpoTask
+from praxis_lite.trainer.forward_pass import forward_pass
 from tests.support.marks import slow_but
 
 BETA, SMOOTHING = 0.3, 0.1

@@ -13,7 +13,7 @@ from praxis_lite.core import Learner, NnxModel
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.experiments.seq2seq import END, ReversedWords
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
-from praxis_lite.tools.testing.asserts.layers import drawn
+from praxis_tools.check.asserts.layers import drawn
 
 BATCH = {
     "src_ids": np.zeros((3, 2), np.int32), "src_paddings": np.zeros((3, 2), np.float32),

@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 
 from praxis_lite import CheckpointLoadingRules, ConfigError, RunConfig
+from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL
+from praxis_lite.checkpoints.init.planning import plan_init
+from praxis_lite.checkpoints.nnx import mdl_vars_from_nnx
 from praxis_lite.core import Learner, NnxModel, Partitioner, infer_sharding
 from praxis_lite.experiments.nnx_guide import DotReluDotModel
-from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL
-from praxis_lite.run.checkpoints.init.planning import plan_init
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.tools.nnx import mdl_vars_from_nnx
-from tests.run.checkpoints.test_init_from_checkpoint import init
+from tests.checkpoints.test_init_from_checkpoint import init
 
 LOAD = {"load_rules": [LOAD_ALL]}
 

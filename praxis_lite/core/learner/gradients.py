@@ -1,4 +1,4 @@
-"""Treatment of gradients before an optimizer sees them: norms, clipping, steps to skip."""
+"""Gradient norms, gradient clipping, and the norm from which on a step is skipped."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ class GradientLimits:
     """How large gradients may be; 0: no limit. The names and rules of Pax's learner.
 
     Attributes:
-      clip_gradient_norm_to_value: the most that the norm of all gradients together may be.
-      clip_gradient_single_norm_to_value: the most that the norm of each weight's gradient may be,
-        of each layer's in a stack.
-      clip_gradient_to_value: the most that an element of a gradient may be, in magnitude.
+      clip_gradient_norm_to_value: the largest norm of all gradients together.
+      clip_gradient_single_norm_to_value: the largest norm of each weight's gradient, of each layer
+        in a stack.
+      clip_gradient_to_value: the largest magnitude of an element of a gradient.
       skip_step_gradient_norm_value: a step whose norm before clipping is this or more is skipped.
       owner: the class that has these settings, for errors.
 
@@ -49,7 +49,7 @@ class GradientLimits:
             )
 
     def keeps(self, grad_norm: jax.Array) -> jax.Array:
-        """Returns True if a step with this finite norm is made."""
+        """Returns True if a step with this finite norm is not skipped."""
         limit = self.skip_step_gradient_norm_value
         return grad_norm < limit if limit else jnp.ones((), bool)
 
@@ -80,8 +80,8 @@ def limits_by_optimizer(
       auxiliary: AuxiliaryOptimizers.
 
     Raises:
-      ConfigError: a limit of an auxiliary optimizer is wrong or would not be heeded, or gradients
-        are to be scaled separately without auxiliary optimizers.
+      ConfigError: a limit of an auxiliary optimizer is wrong or would be ignored, or gradients are
+        to be scaled separately without auxiliary optimizers.
     """
     if apply_separate_scaling and not auxiliary:
         raise ConfigError(

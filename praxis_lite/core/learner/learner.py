@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import jax
 
 from praxis_lite.core.errors import ConfigError, is_whole, require
-from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimizer
 from praxis_lite.core.learner.optimizer_factories import (
     OptimizerFactory,
@@ -24,6 +23,7 @@ from praxis_lite.core.learner.optimizer_groups import (
 from praxis_lite.core.learner.path_masks import compiled_patterns
 from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
 from praxis_lite.core.learner.whole_trees import looks_beyond
 from praxis_lite.core.sharding.weight_spec import knows_weights, spec_items
@@ -62,8 +62,8 @@ class Learner:
         `fdl.Partial(optax.adamw, b2=0.98)` for instance.
       learning_rate: a number, or a schedule of the number of updates made.
       auxiliary_optimizers: other optimizers and rates for the weights that match their patterns.
-      apply_separate_scaling: clip, and skip steps, by the norm of each optimizer's own gradients,
-        which an auxiliary one clips by limits of its own. False: by that of all together.
+      apply_separate_scaling: clip, and skip steps, by the norm of each optimizer's gradients; an
+        auxiliary one then has its own limits. False: by the norm of all gradients together.
       vectorize_on_repeat_prefix: False: an optimizer, and clip_gradient_single_norm_to_value, sees
         a whole stack as one array.
       bprop_variable_exclusion: a pattern of whole paths (`re.fullmatch`, as in Pax), or several,
@@ -71,14 +71,14 @@ class Learner:
       bprop_variable_inclusion: such patterns of the weights to train; the rest is frozen.
       clip_gradient_norm_to_value, clip_gradient_single_norm_to_value, clip_gradient_to_value,
         skip_step_gradient_norm_value: see `GradientLimits`; 0: off.
-      ema_decay: of an average of the trained weights that the state keeps; 0: there is no average.
-      gradient_accumulation_steps: micro-batches that a step's batch is worked on in.
+      ema_decay: decay of the moving average (EMA) of the trained weights; 0: there is no average.
+      gradient_accumulation_steps: the number of micro-batches that a step's batch is cut into.
       loss_scale: for float16, a DynamicLossScale; None: no scaling.
-      variational_noise: added to weights while gradients are taken, a VariationalNoise; None:
-        nothing.
-      slot_mesh_axes: mesh axes that slots are split over besides those of their weights (ZeRO-1).
-      host_slots: a pattern of whole paths, or several, of weights whose slots and averages lie in
-        the host's memory, and on the device in an update only; ".*": of all.
+      variational_noise: a VariationalNoise, added to weights while gradients are computed; None: no
+        noise.
+      slot_mesh_axes: mesh axes that slots are split over, in addition to their weights' (ZeRO-1).
+      host_slots: a pattern of complete paths, or several, of weights whose slots and averages are
+        kept in the host's memory, and on the device only during an update; ".*": of all.
 
     Raises:
       ConfigError: a setting is out of range, or two of them exclude each other.

@@ -1,4 +1,4 @@
-"""An optimizer is made by calling its factory with a learning rate, and both are checked."""
+"""Calls an optimizer's factory with a learning rate, and checks both."""
 
 import inspect
 import re
@@ -15,21 +15,20 @@ from praxis_lite.core.user_lines import user_line
 
 Schedule = Callable[[jax.Array], jax.Array]
 OptimizerFactory = Callable[..., optax.GradientTransformation]
-# No loss is learnt at a larger rate: its own scale would have to be below 1e-6.
+# At a larger rate nothing is learnt, unless the loss is scaled to below 1e-6.
 MAX_LEARNING_RATE = 1e6
 
 
 def made(
     optimizer: OptimizerFactory, learning_rate: float | Schedule, owner: str
 ) -> optax.GradientTransformation:
-    """Returns the transformation that an optimizer makes with a learning rate.
+    """Returns the transformation that an optimizer's factory makes with a learning rate.
 
     Raises:
       ConfigError: it is not a function of a learning rate, lacks another argument, or makes
-        something else; or as `checked_rate`. Names the owner.
+        something else; names the owner.
     """
     setting, example = f"{owner}.optimizer", "fdl.Partial(optax.adamw, b2=0.98)"
-    checked_rate(f"{owner}.learning_rate", learning_rate)
     if isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"{setting} is an optimizer that is built already. It has to be a function that builds "
@@ -42,12 +41,12 @@ def made(
     try:
         inspect.signature(optimizer).bind(learning_rate=learning_rate)
     except TypeError as error:
-        mend = "Take another, or a function of yours that calls it"
+        change = "Take another, or a function of yours that calls it"
         lacking = re.search(r"missing a required .*argument: '(\w+)'", str(error))
         if lacking:
-            mend = f"Give it in the config: fdl.Partial({_last(name)}, {lacking[1]}=...)"
+            change = f"Give it in the config: fdl.Partial({_last(name)}, {lacking[1]}=...)"
         raise ConfigError(
-            f"{setting}: {name} cannot be called with just learning_rate: {error}. {mend}."
+            f"{setting}: {name} cannot be called with just learning_rate: {error}. {change}."
         ) from None
     except ValueError:  # Some that are written in C have no signature.
         pass
@@ -61,7 +60,7 @@ def made(
 
 
 def checked_rate(setting: str, learning_rate: float | Schedule) -> float | Schedule:
-    """Returns the rate, if it is a schedule or a number of a size that can be meant.
+    """Returns the rate if it is a schedule, or a number of a plausible size.
 
     Raises:
       ConfigError: a number is not finite or above MAX_LEARNING_RATE, a schedule does not return a

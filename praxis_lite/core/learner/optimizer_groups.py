@@ -1,4 +1,4 @@
-"""Which optimizer has which weight, by regex over the weights' paths, and which are frozen."""
+"""Assigns an optimizer to each weight by regex over its path, and decides which are frozen."""
 
 import dataclasses
 import re
@@ -15,7 +15,7 @@ from praxis_lite.core.learner.path_masks import compiled_patterns
 
 @dataclasses.dataclass(frozen=True)
 class AuxiliaryOptimizer:
-    """An optimizer and rate for the weights whose paths match a pattern, in place of the main pair.
+    """An optimizer and rate for the weights whose paths match a pattern, instead of the main pair.
 
     Pax's `auxiliary_regex`, `auxiliary_optimizers` and `auxiliary_names`, an entry of each.
 
@@ -25,12 +25,12 @@ class AuxiliaryOptimizer:
       optimizer: called with `learning_rate`, returns the optax transformation.
       learning_rate: a number, or a schedule of the number of updates made.
       name: of its slots and of its learning rate among the metrics.
-      clip_gradient_norm_to_value, clip_gradient_single_norm_to_value: limits of its own weights'
-        gradients, which Learner.apply_separate_scaling heeds; see GradientLimits.
+      clip_gradient_norm_to_value, clip_gradient_single_norm_to_value: limits for the gradients of
+        these weights; they need Learner.apply_separate_scaling. See GradientLimits.
 
     Raises:
       ConfigError: `regex` is not a regular expression, `name` has other characters than letters,
-        digits, "_" and "-", or the rate cannot be meant.
+        digits, "_" and "-", or the rate is out of range.
     """
 
     regex: str
@@ -73,7 +73,7 @@ def optimizer_names(
     paths: Collection[str], auxiliary: Iterable[AuxiliaryOptimizer] = (),
     exclusion: Iterable[str] = (), inclusion: Iterable[str] = (),
 ) -> dict[str, str]:
-    """Returns by path the optimizer of each trained weight: an auxiliary optimizer's name, or "".
+    """Returns by path the optimizer of each trained weight: the name of an auxiliary one, or "".
 
     Args:
       paths: of all weights, such as "softmax/w".
@@ -113,11 +113,6 @@ def optimizer_names(
                 )
             names[path] = aux.name
     return names
-
-
-def check_mask_patterns(paths: Collection[str], patterns: Iterable[str]) -> None:
-    """Raises a ConfigError if a pattern of an optimizer's mask matches no weight of the model."""
-    matched_paths(paths, sorted(patterns), "A mask of an optimizer of the Learner")
 
 
 def matched_paths(

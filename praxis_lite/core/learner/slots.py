@@ -1,12 +1,12 @@
-"""Where an optimizer's slots live: which dims of its weight each slot has, and so how it splits.
+"""How an optimizer's slots are split: each slot follows the dims of its weight that it has.
 
 No table of optimizers: the optimizer itself is asked. `init` is traced on weights whose dims all
 have different sizes, and a slot's dims are recognised by their sizes. A slot of the weight's own
 shape splits as the weight; a factored one drops the reduced dim's axis; scalars are replicated.
 
-With `slot_mesh_axes` slots split as their weights would over more axes, and a weight may say a
-split of its slots' own, as Flax's `optimizer_sharding` does (`extended_specs`). Those of
-`host_slots` lie in the host's memory (`slot_memory`).
+With `slot_mesh_axes` slots are split over more axes than their weights, and a weight may declare a
+separate split of its slots, as with Flax's `optimizer_sharding` (`extended_specs`). Those of
+`host_slots` are in the host's memory (`slot_memory`).
 """
 
 import functools
@@ -18,6 +18,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.learner.weight_groups import Group
+from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 from praxis_lite.core.sharding.memory_spaces import DEVICE, HOST
 from praxis_lite.core.sharding.padding import padded_shape
@@ -34,12 +35,12 @@ def extended_specs(
 ) -> PyTree:
     """Returns each weight's PartitionSpec, or that of its `slot_axes`, over `slot_mesh_axes` too.
 
-    What an update needs besides weights follows these: slots, averages, gradients, new weights.
+    Slots, averages, gradients and new weights of an update follow these specs.
     With weights that are replicated over the axes this is ZeRO-1 (Rajbhandari et al. 2020), or the
     sharded weight update of Xu et al. 2020 (https://arxiv.org/abs/2004.13336).
 
     The axes that the weight's spec does not use yet go to one dim, behind the axes that are there,
-    so that a device's part of a slot lies within its part of the weight. It is the dim that then
+    so that a device's part of a slot is within its part of the weight. It is the dim that then
     has the least padding, the largest of several; a stacked dim only where no other will do, for a
     gradient comes layer by layer. A weight without a dim of as many elements as devices stays as it
     is.
@@ -58,7 +59,7 @@ def extended_specs(
     )
 
     def extended(path: tuple, weight: WeightSpec) -> PartitionSpec:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_of(path)
         if weight.slot_axes is None:
             spec = weight.partition_spec(tuple(axis_sizes), name)
         else:
@@ -111,7 +112,7 @@ def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> d
 
     Args:
       opt_shapes: of `BoundLearner.init`.
-      on_host: paths of the weights whose slots lie in the host's memory.
+      on_host: paths of the weights whose slots are in the host's memory.
     """
     paths = {tuple(path.split("/")) for path in on_host}
 
@@ -170,8 +171,8 @@ def _recognise(
     """Maps each slot dim to the weight dim it follows (None if the optimizer made it)."""
     for probed_slot, probed in candidates:
         dims = [probed.index(size) if size in probed else None for size in probed_slot]
-        # A dim of the slot's own has its size whatever the weight's sizes. Where it has not, the
-        # optimizer decides otherwise at the probed sizes (whether to factor).
+        # A dim that the optimizer made has the same size for any weight. If it does not, the
+        # optimizer decides differently at the probed sizes (whether to factor).
         wanted = [own if d is None else shape[d] for d, own in zip(dims, probed_slot, strict=True)]
         if wanted == list(slot_shape):
             return dims

@@ -1,4 +1,4 @@
-"""Which weights an optimizer updates together, worked out once for a model on a mesh.
+"""Groups of weights that an optimizer updates together, computed once for a model on a mesh.
 
 Stacked weights are updated one layer at a time (`jax.vmap` over the stack), as with Pax's
 vectorized variable prefixes, so that every optimizer trains a scanned stack as an unrolled one.
@@ -16,6 +16,8 @@ from praxis_lite.core.learner.whole_trees import over_whole_tree
 from praxis_lite.core.sharding.devices.axis_types import stated, typed_alike
 from praxis_lite.core.sharding.memory_spaces import is_on_host
 from praxis_lite.core.sharding.weight_spec import spec_items
+
+__all__ = ("Group",)
 
 PyTree = Any
 Path = tuple[str, ...]
@@ -68,14 +70,14 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class WeightGroups:
-    """A learner's treatment of each weight of a model; `Learner.groups` works it out.
+    """The groups of a model's weights, computed by `Learner.bind`.
 
     Attributes:
       weight_specs: nested dict of WeightSpec, of all weights.
       by_name: the groups. Weights without a stacked dim are "unstacked", those of a scanned stack
         of 7 "stack_7"; an auxiliary optimizer's are "NAME.unstacked", "NAME.stack_7".
       update_specs: a PartitionSpec for each weight, which gradients, slots and averages follow;
-        None: nothing is stated of gradients, and slots follow the weights.
+        None: gradients have no stated layout, and slots follow the weights.
     """
 
     weight_specs: PyTree
@@ -111,7 +113,7 @@ class WeightGroups:
         def constrain(node: Any, spec: Any) -> Any:
             if isinstance(node, Mapping):
                 return {name: constrain(child, spec[name]) for name, child in node.items()}
-            # What lies on the host is laid out as it is stored.
+            # Arrays on the host keep the layout they are stored in.
             return node if is_on_host(node) else stated(node, spec)
 
         return tree if self.update_specs is None else constrain(tree, self.update_specs)
@@ -128,7 +130,7 @@ def grouped(
       names: of `optimizer_names`.
       optimizers: by these names.
       by_stack: False: a stack is one array, and belongs to "unstacked".
-      together: names of optimizers that look beyond one weight: a group each, "whole".
+      together: names of optimizers that look beyond one weight: each has one group, "whole".
     """
     members: dict[tuple[str, tuple[int, ...]], list[Path]] = {}
     groups, stack_ranks = {}, {name: dict[Path, int]() for name in together}

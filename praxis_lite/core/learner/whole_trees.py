@@ -1,8 +1,8 @@
 """Optimizers that look beyond a weight, found by a trace, and run over all their weights.
 
-Such are a clip by the global norm inside an optimizer, Prodigy, or noise, of which each layer must
-have its own. They see one tree with every layer of a stack as a weight of its own, as plain optax
-sees an unrolled model. Others see the weights of one layer at a time (`weight_groups`).
+Examples are a clip by the global norm inside an optimizer, Prodigy, and noise, which must differ
+between layers. They see one tree in which every layer of a stack is a separate weight, as plain
+optax sees an unrolled model. Others see the weights of one layer at a time (`weight_groups`).
 """
 
 import dataclasses
@@ -24,6 +24,8 @@ from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.core.jaxprs import followed, with_inner
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
+__all__ = ("updates_of",)
+
 PyTree = Any
 Path = tuple[str, ...]
 _NOTHING: frozenset[int] = frozenset()
@@ -36,7 +38,7 @@ _RANDOM = ("random_", "threefry", "rng_")
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The layers of a stacked weight, each a leaf of its own; slots of it are such a node too."""
+    """The layers of a stacked weight as separate leaves; its slots are such nodes too."""
 
     layers: tuple[Any, ...]
     stack_shape: tuple[int, ...]
@@ -74,7 +76,7 @@ def updates_of(
     optimizer: optax.GradientTransformation, grads: PyTree, slots: PyTree, weights: PyTree,
     loss: jax.Array,
 ) -> tuple[PyTree, PyTree]:
-    """Returns an optimizer's updates and its new slots; the loss is given to those that read it."""
+    """Returns an optimizer's updates and its new slots; it gets the loss if it takes one."""
     if takes_loss(optimizer):
         return optimizer.update(grads, slots, weights, value=loss)
     return optimizer.update(grads, slots, weights)
@@ -93,14 +95,14 @@ def looks_beyond(
 ) -> bool:
     """Returns True if an optimizer's update of a weight depends on other weights, or on chance.
 
-    It is traced with the true shapes, two layers standing for all of a stack.
+    It is traced with logical shapes, and two layers for each stack.
 
     Args:
       weight_specs: of all weights that it updates.
       owner: of the setting `optimizer`, for the message.
 
     Raises:
-      ConfigError: it wants what a training step has not, such as a function to call again, or
+      ConfigError: it needs more than a training step has, such as a function to call again, or
         returns updates of other shapes.
     """
 
@@ -120,7 +122,7 @@ def looks_beyond(
         traced, (updates, _) = jax.make_jaxpr(update, return_shape=True)(tree, tree, slots, loss)
     except Exception as error:
         _refuse_what_optax_refuses(error, owner)
-        return False  # It may need what is there only in a step, such as a mesh.
+        return False  # It may need something that exists only in a step, such as a mesh.
     shapes = [[leaf.shape for leaf in jax.tree.leaves(item)] for item in (updates, tree)]
     if shapes[0] != shapes[1]:
         raise ConfigError(
@@ -211,7 +213,7 @@ class _Reader:
     """Follows the dependencies of a program's results.
 
     Attributes:
-      draws: True if random numbers were drawn with a key that is no constant.
+      draws: True if random numbers were drawn with a key that is not a constant.
     """
 
     def __init__(self):

@@ -40,32 +40,30 @@ def layer_path(traceback: TracebackType | None) -> str:
     for frames, children in itertools.pairwise(per_layer):
         constructors = [item for item in frames if item[0].f_code.co_name == "__init__"]
         # The innermost, perhaps a base class's, was building the child.
-        (frame, position), (child_frame, _) = (constructors[-1:] or frames)[0], children[0]
+        (frame, line), (child_frame, _) = (constructors[-1:] or frames)[0], children[0]
         if constructors:
-            names.append(_assigned_name(frame, position))
+            names.append(_assigned_name(frame, line))
         else:
             names.append(attribute_name(frame.f_locals["self"], child_frame.f_locals["self"]))
     return "/".join(filter(None, names))
 
 
-def _layer_id(frame_and_position: tuple[FrameType, tuple]) -> int:
-    return id(frame_and_position[0].f_locals["self"])
+def _layer_id(frame_and_line: tuple[FrameType, int]) -> int:
+    return id(frame_and_line[0].f_locals["self"])
 
 
-def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, tuple]]:
-    """Yields the frames of layers' methods, each with the source position that it has reached."""
+def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """Yields the frames of layers' methods, each with the line that it has reached."""
     while traceback is not None:
-        frame = traceback.tb_frame
-        if isinstance(frame.f_locals.get("self"), nnx.Module):
-            positions = list(frame.f_code.co_positions())
-            yield frame, positions[traceback.tb_lasti // 2]
+        if isinstance(traceback.tb_frame.f_locals.get("self"), nnx.Module):
+            yield traceback.tb_frame, traceback.tb_lineno
         traceback = traceback.tb_next
 
 
-def _assigned_name(frame: FrameType, position: tuple) -> str:
+def _assigned_name(frame: FrameType, line: int) -> str:
     """Returns the name that a constructor was about to give to the object it was building."""
-    line = linecache.getline(frame.f_code.co_filename, position[0] or 0)
-    assignment = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", line)
+    text = linecache.getline(frame.f_code.co_filename, line)
+    assignment = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", text)
     return assignment[1] if assignment else ""
 
 

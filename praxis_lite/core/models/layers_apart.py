@@ -1,4 +1,4 @@
-"""Stacked weights as a model takes them: layers apart, or from the host's memory."""
+"""Stacked weights in the forms that a model takes: as separate layers, or in the host's memory."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from praxis_lite.core.sharding.padding import unpad_tree
 class LayersApart:
     """A stacked weight, taken apart along its first dims.
 
-    A loop that takes a layer out of a stack copies it, in decoding for each token; an array of its
-    own, [...] without the stacked dims, it reads where that lies.
+    A loop that takes a layer out of a stack copies it, in decoding for each token. A separate
+    array, without the stacked dims, is read in place.
     """
 
     layers: list[Any]

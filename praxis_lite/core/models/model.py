@@ -1,4 +1,4 @@
-"""The steps' needs of any model: init and apply over plain nested dicts."""
+"""The interface that steps need from a model: init and apply over plain nested dicts."""
 
 import abc
 import dataclasses
@@ -11,13 +11,15 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
+__all__ = ("MdlVars", "Model", "spec_leaves")
+
 # {"params": nested dict, "non_trainable": nested dict}, of arrays or of what describes them.
 MdlVars = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedWeight:
-    """A device's block of a weight, inside `jax.shard_map`; `praxis_lite.collectives` makes them.
+    """A device's block of a weight, inside `jax.shard_map`; `core.collectives` makes them.
 
     Attributes:
       block: this device's part, padding included.
@@ -60,7 +62,7 @@ class Model(abc.ABC):
 
         Args:
           mdl_vars: unpadded arrays, or `ShardedWeight`s, which are gathered when used.
-          key: for dropout and the like in training; None: evaluation or decoding.
+          key: for dropout and other draws in training; None: evaluation or decoding.
           eval_key: for what the module's own random streams draw in evaluation or decoding; None:
             the same numbers in every pass.
         """

@@ -1,10 +1,9 @@
-"""How a variable of an NNX module says that it splits: Flax's metadata, or a layer's mapping."""
+"""The declared split of a variable of an NNX module: Flax's metadata, or a layer's mapping."""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -60,15 +59,8 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
 
 
 def _names(path: str, key: str, out_sharding: Any) -> tuple:
-    """Returns the entries of whatever Flax takes, a tuple, PartitionSpec, NamedSharding or Format.
-
-    The mesh of a NamedSharding is not looked at: a job has its own.
-    """
-    result = out_sharding
-    if isinstance(result, jax.experimental.layout.Format):
-        result = result.sharding
-    if isinstance(result, NamedSharding):
-        result = result.spec
+    """Returns the entries of a tuple, a PartitionSpec or a NamedSharding, whose mesh is ignored."""
+    result = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_sequence = isinstance(result, PartitionSpec | Sequence) and not isinstance(result, str)
     entries = tuple(result) if is_sequence else (object(),)
     if not all(_is_entry(entry) for entry in entries):

@@ -29,6 +29,8 @@ from praxis_lite.core.models.nnx_variables import (
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.padding import is_traced
 
+__all__ = ("NnxModel", "mdl_vars_of")
+
 
 @dataclasses.dataclass(frozen=True)
 class _Split:

@@ -1,4 +1,4 @@
-"""What each variable of an NNX module is to a step: a weight, state to keep, or neither."""
+"""The role of each variable of an NNX module in a step: a weight, state to keep, or neither."""
 
 import functools
 import zlib

@@ -22,6 +22,8 @@ from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.core.task import WeightedScalars
 
+__all__ = ("LossFn", "value_and_grad")
+
 PyTree = Any
 Batch = Mapping[str, jax.Array]
 # (fixed, params, non_trainable, inputs, key) -> (what is differentiated, (metrics, new
@@ -134,7 +136,7 @@ def _summed_once(
 ) -> tuple:
     """Returns the results of `value_and_grad` over Explicit axes.
 
-    Devices add up terms of gradients of their own, and sum these over `axes` once, behind the loop.
+    Each device adds up its terms of gradients, which are summed over `axes` once, after the loop.
     """
     params = jax.tree.map(lambda w: with_gradient_terms(to_device(w), axes), params)
 
@@ -185,7 +187,7 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax
 def cut(inputs: Batch, num_micro_batches: int) -> Batch:
     """Returns the inputs by micro-batch: [B, ...] -> [N, B / N, ...], scalars -> [N].
 
-    Rows lie on the devices in blocks. Row r goes to micro-batch r % N, so that each device has as
+    Devices hold rows in blocks. Row r goes to micro-batch r % N, so that each device has as
     many rows of every micro-batch, and keeps them: no data moves.
     """
     num_rows = num_rows_of(inputs)

@@ -1,8 +1,8 @@
-"""The arguments of a Partitioner's calls: which is wrong, and what to give in its place.
+"""Checks the arguments of a Partitioner's calls; errors name the wrong one and what to give.
 
-Shapes and dtypes are looked at where a step is traced, once per program. What JAX refuses before
-that is looked at when it has refused, so that a step with right arguments pays for none of it; but
-for a deleted array, with which XLA ends the process where several devices wait for one another.
+Shapes and dtypes are checked while a step is traced, once per program. Other checks run only after
+JAX has refused a call, so that they cost a correct call nothing. The exception is a deleted array,
+which is checked in each call: with several devices XLA would end the process.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
@@ -54,7 +53,7 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
       layout: of a TrainState or of its mdl_vars.
       tree: of arrays or tracers, of padded shapes.
       name: of the argument, "train_step: state".
-      mesh: that the arrays are to lie on; None: it is not asked.
+      mesh: expected of the arrays; None: not checked.
 
     Raises:
       ConfigError: it is of another type, lacks a leaf, has one too many, or one of another shape or
@@ -66,7 +65,7 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected)
     if missing or unknown:
         lacks = f" lacks {few(missing)}" if missing else ""
-        has = f"{' and' if missing else ''} has {few(unknown)}, which the model has not."
+        has = f"{' and' if missing else ''} has {few(unknown)}, which the model does not have."
         near = did_you_mean(unknown[0], expected) if unknown else ""
         instead = "the tree of this Partitioner's own init or steps, with all its leaves"
         if "params" not in tree and f"params/{next(iter(actual), '')}" in expected:
@@ -132,13 +131,6 @@ def check_spec(spec: Any, call: str) -> None:
             )
 
 
-def check_integers(call: str, **values: Any) -> None:
-    """Checks that values are integers; raises as `check_tree`."""
-    for name, value in values.items():
-        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        require(is_integer, f"{call}: {name}", value, "an integer")
-
-
 def check_key(key: Any, name: str, may_be_none: bool = False) -> None:
     """Checks that a key is a key of `jax.random`; raises as `check_tree`."""
     dtype = getattr(key, "dtype", None)
@@ -157,8 +149,8 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
         raise ConfigError(f"{name} is {_described(actual)}; wanted is an array, {expected}.")
     if _is_deleted(actual):
         raise ConfigError(
-            f"{name} is deleted: a train step takes the memory of the state that it is given. Go "
-            "on with the state that it returned; or copy what you keep beforehand: "
+            f"{name} is deleted: a train step donates the state that it is given. Continue "
+            "with the state that it returned, or copy what you keep beforehand: "
             "jax.tree.map(jnp.copy, state)."
         )
     if actual.shape != leaf.padded_shape:
@@ -181,18 +173,18 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
 
 
 def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
-    # Of one device alone JAX places an array, if it is not said to stay there.
+    # JAX moves an array that is not committed to its device.
     if not isinstance(x, jax.Array) or is_traced(x) or not x.committed:
         return
     devices, local = x.sharding.device_set, set(mesh.devices.flat)
     if devices != local:
         raise ConfigError(
-            f"{name} lies on {len(devices)} devices that are not the {len(local)} of this "
+            f"{name} is on {len(devices)} devices that are not the {len(local)} of this "
             f"Partitioner's mesh {dict(mesh.shape)}. Give {instead}."
         )
     if isinstance(x.sharding, NamedSharding) and dict(x.sharding.mesh.shape) != dict(mesh.shape):
         raise ConfigError(
-            f"{name} lies on the mesh {dict(x.sharding.mesh.shape)}; this Partitioner's is "
+            f"{name} is on the mesh {dict(x.sharding.mesh.shape)}; this Partitioner's is "
             f"{dict(mesh.shape)}. Give {instead}."
         )
 
@@ -206,7 +198,7 @@ def _wanted(expected: Any, actual: Any) -> str:
 
 
 def _is_of_numbers(x: Any) -> bool:
-    # A list of arrays is a tree of them; one of Python's numbers was meant for an array.
+    # A list of arrays is a tree; a list of Python numbers was meant as an array.
     return isinstance(x, list) and not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))
 
 

@@ -7,15 +7,17 @@ from typing import Any
 import jax
 
 from praxis_lite.core.partitioner import arguments
-from praxis_lite.core.partitioner.narrow_scans import narrow_scans
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import (
     GlobalBatch,
     abstract_global_batch,
     check_inputs_split_mapping,
 )
+from praxis_lite.core.xla_workarounds.narrow_scans import narrow_scans
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
+
+__all__ = ("Step", "StepOfWeights")
 
 PyTree = Any
 

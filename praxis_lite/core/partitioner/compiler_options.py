@@ -1,4 +1,4 @@
-"""Which options XLA compiles steps with."""
+"""The options that XLA compiles steps with."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
 # Where a "?" ends an option's name, XLA may lack it: it is left out then, with a warning.
 # On TPU: no sums in place of products with one row, which read its memory at a third of its speed.
 DECODING = {"xla_tpu_enable_dot_strength_reduction?": False}
-# On TPU: gradients of weights that lie whole are summed over devices once, after the loops over
+# On TPU: gradients of replicated weights are summed over devices once, after the loops over
 # layers and micro-batches, and not in their every turn. The bytes may be as many as they are.
 ACCUMULATING = {"xla_while_loop_all_reduce_dus_code_motion_max_size_bytes?": 2**40}
 
@@ -33,7 +33,7 @@ def init_options(mesh: Mesh) -> dict[str, Any] | None:
 def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] | None:
     """Returns those of the mesh's devices, for `jax.jit`, or None if there are none.
 
-    A name that ends in "?" is returned without it, if XLA takes the option; else a warning says
+    A name that ends in "?" is returned without it, if XLA takes the option; else a warning reports
     that it is left out, and why.
 
     Raises:
@@ -91,7 +91,7 @@ def _refusal(options: tuple[tuple[str, Any], ...], mesh: Mesh) -> str | None:
 
 
 def _sentences(refusal: str, mesh: Mesh) -> str:
-    """Returns XLA's reason, or that and what to say in place of a name that it does not know."""
+    """Returns XLA's reason; for an unknown name, with the name to use instead."""
     unknown = re.fullmatch(f"{_UNKNOWN}'(.*)'", refusal)
     if not unknown:
         return f"{refusal}."

@@ -1,4 +1,4 @@
-"""The weights as decoding reads them: layers of a stack apart, and stored as the task says."""
+"""The weights as decoding reads them: stacks as separate layers, in the form the task asks for."""
 
 import dataclasses
 import functools
@@ -37,13 +37,13 @@ class _Form:
 class DecodingWeights:
     """Brings weights into the form that decoding reads.
 
-    A stack whose layers are split over devices stays a stack: apart, each layer would lie on all of
+    A stack whose layers are split over devices stays a stack: a separate layer would be on all of
     them.
 
     Args:
       layout: of the mdl_vars in training.
       weight_specs: of the model.
-      mesh: that the arrays lie on.
+      mesh: of the arrays.
       stored: by path, what is kept of a weight: see `Task.stored_for_decoding`.
 
     Attributes:
@@ -76,12 +76,8 @@ class DecodingWeights:
         specs = jax.tree.map(specs, layout.shapes, layout.specs, self._forms)
         self.layout = StateLayout(shapes, specs, layout.axis_sizes)
 
-    def layout_of(self, mdl_vars: PyTree) -> StateLayout:
-        """Returns the layout of weights in this form or, where they are not, in training's."""
-        return self.layout if self.layout.is_of(mdl_vars) else self._training
-
     def form_of(self, tree: PyTree) -> PyTree:
-        """Returns a tree of arrays, of whatever sizes and mesh, in this form."""
+        """Returns a tree of arrays, of any sizes and mesh, in this form."""
         return jax.tree.map(lambda x, form: form.of(x), tree, self._forms)
 
     def of(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.task import Task
@@ -25,7 +25,7 @@ class Gradients:
       evaluate: a pure eval step, as `steps.eval_step`.
       check_rows: called with the shapes of a batch and the number of micro-batches; raises
         ConfigError if the rows cannot be divided.
-      num_parts: how many devices work on rows and with a key of their own; None: the batch is one.
+      num_parts: the number of devices that have separate rows and keys; None: the batch is one.
       num_micro_batches: called with a batch and its number of micro-batches of accumulation;
         returns into how many N it cuts the batch in all, row r into r % N. None: into those.
       sums_in_a_loop: gradients are summed in a loop, without accumulation too.

@@ -1,6 +1,7 @@
 """A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,6 @@ from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientSt
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
 from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, with_auto_axes
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import (
     GlobalBatch,
     global_batch,
@@ -32,6 +32,7 @@ from praxis_lite.core.sharding.inputs import (
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.sharding.padding import evenly
 from praxis_lite.core.task import Task
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 
 PyTree = Any
 
@@ -43,14 +44,14 @@ class Partitioner:
 
     Args:
       task: the single-device view.
-      mesh: what it has as Explicit axes are types of arrays in the train and eval steps. Arrays
-        lie on the mesh of the same devices with Auto axes.
+      mesh: its Explicit axes are types of arrays in the train and eval steps. The state is on the
+        mesh of the same devices with Auto axes.
       gradients: how gradients and metrics are made, such as by ExplicitCollectives of
-        `praxis_lite.collectives`; None: XLA splits what one device would do.
+        `praxis_lite.core.collectives`; None: XLA splits what one device would do.
       compiler_options: as of `MeshConfig`.
 
     Attributes:
-      mesh: of Auto axes, on which arrays lie.
+      mesh: with Auto axes, of the state's arrays.
       layout: StateLayout of the TrainState.
       learner: the task's, bound to the weights.
       gradients: the functions that make gradients and metrics, of the strategy that was given.
@@ -117,7 +118,7 @@ class Partitioner:
     def eval_examples(self) -> StepOfWeights:
         """The step of `eval_step`'s arguments -> metrics, outputs [B, ...] by name, and bool [B].
 
-        The last is False for rows of filler.
+        The last is False for padding rows.
         """
         return self._eval_step(
             "eval_examples", lambda metrics, examples, inputs: (
@@ -147,7 +148,7 @@ class Partitioner:
 
     @functools.cached_property
     def decode_step(self) -> StepOfWeights:
-        """The step (mdl_vars, GlobalBatch, key) -> outputs, a row per true row of the batch.
+        """The step (mdl_vars, GlobalBatch, key) -> outputs, a row per real row of the batch.
 
         Weights that are not `for_decoding` it brings into that form at each call.
         """
@@ -166,7 +167,7 @@ class Partitioner:
         `decode_step` and programs of `with_mdl_vars` take them, stored as `Decoder` settings say.
 
         Args:
-          donates: weights are deleted on the way, which else lie in memory beside their copies.
+          donates: each weight is deleted once its copy exists; otherwise both stay in memory.
 
         Raises:
           ConfigError: mdl_vars are not this Partitioner's.
@@ -181,7 +182,6 @@ class Partitioner:
 
     def key(self, seed: int) -> jax.Array:
         """Returns the run's key, on every device."""
-        arguments.check_integers("key", seed=seed)
         return replicated_key(jax.random.key(seed), self.mesh)
 
     def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
@@ -190,23 +190,23 @@ class Partitioner:
         Args:
           seed, step, batch: the run's, that of the weights, and the batch's index in its dataset.
         """
-        arguments.check_integers("batch_key", seed=seed, step=step, batch=batch)
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), batch)
+        # `fold_in` would round a float silently; `index` refuses it.
+        key = jax.random.fold_in(jax.random.key(seed), operator.index(step))
+        key = jax.random.fold_in(key, operator.index(batch))
         return replicated_key(key, self.mesh)
 
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
         """Returns a process's NumPy rows as global arrays; see `sharding.global_batch`.
 
         Raises:
-          ConfigError: a leaf is no array, or has an id that the model has not; the leaves disagree
-            on their rows.
+          ConfigError: a leaf is not an array, or has an id that the model does not have; the leaves
+            disagree on their rows.
         """
         arguments.check_rows(inputs, "global_batch", self._num_ids)
         return global_batch(inputs, self.mesh, num_rows)
 
     def process_rows(self, num_rows: int) -> slice:
         """Returns the rows of a global batch that this process feeds."""
-        arguments.check_integers("process_rows", num_rows=num_rows)
         return process_rows(num_rows, self.mesh)
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
@@ -234,11 +234,11 @@ class Partitioner:
         """Wraps `function`, of logical shapes, to take padded mdl_vars, `for_decoding` or not.
 
         To be compiled by `jax.jit` with the same `static_argnums`, for other steps than the three
-        here. A GlobalBatch among the arguments reaches `function` as its inputs. Other arguments
-        and the results lie as XLA likes, see `padding.evenly`.
+        here. A GlobalBatch among the arguments reaches `function` as its inputs. XLA
+        chooses the layout of other arguments and of the results, see `padding.evenly`.
 
         Args:
-          has_splits: arguments and results lie well already, and are left as they are.
+          has_splits: arguments and results have splits already, and are left as they are.
 
         Raises:
           ConfigError: mdl_vars are not this Partitioner's.
@@ -247,8 +247,8 @@ class Partitioner:
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             layout = self._mdl_layout
-            if not layout.is_of(mdl_vars):
-                layout = self.decoding_weights.layout_of(mdl_vars)
+            if not layout.is_of(mdl_vars) and self.decoding_weights.layout.is_of(mdl_vars):
+                layout = self.decoding_weights.layout
             arguments.check_tree(layout, mdl_vars, "with_mdl_vars: mdl_vars")
             with self.where.tracing():
                 args = tuple(

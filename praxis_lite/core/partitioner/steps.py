@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import merged
 from praxis_lite.core.models import tallies
 from praxis_lite.core.partitioner import accumulation
@@ -15,6 +15,8 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.task import Task
+
+__all__ = ("eval_step", "train_step")
 
 
 def init_state(task: Task, key: jax.Array, learner: BoundLearner | None = None) -> TrainState:
@@ -87,11 +89,11 @@ def train_step(
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )
-    # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
+    # A skipped step leaves no trace: NaN in a running mean would stay forever.
     def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_skipped, old, typed_as(new, old))
 
-    # Whatever the learner did to them, which has no gradient of them.
+    # These weights have no gradient, so the learner's update of them is replaced.
     moved = task.model.moved(params, sums)
     new_params = jax.tree.map(
         lambda new, old, m: new if m is old else unless_skipped(m, old), new_params, params, moved

@@ -60,7 +60,7 @@ class TaskOnMesh:
             yield
 
     def inputs(self, batch: GlobalBatch) -> PyTree:
-        """Returns a batch's true rows, resharded by rank, in a program."""
+        """Returns a batch's real rows, resharded by rank, in a program."""
         axis_names = self.mesh.axis_names
         inputs = true_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
@@ -127,7 +127,7 @@ def flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
     nothing is set, and the caller's own context stays.
 
     Raises:
-      ConfigError: a rule has an axis that the mesh of the context, if any, has not.
+      ConfigError: a rule has an axis that the mesh of the context, if any, does not have.
     """
     rules = weight_sharding.rules_in_use if weight_sharding is not None else ()
     mesh = jax.sharding.get_abstract_mesh()

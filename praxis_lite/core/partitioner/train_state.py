@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_memory, slot_specs
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.models.layers_apart import HostWeight
 from praxis_lite.core.models.model import abstract_mdl_vars, spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
@@ -19,6 +19,8 @@ from praxis_lite.core.sharding.memory_spaces import DEVICE, HOST, is_on_host, to
 from praxis_lite.core.sharding.padding import pad_tree, padded_shape, unpad_tree
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.core.task import Task
+
+__all__ = ("LeafLayout", "StateLayout", "TrainState")
 
 PyTree = Any
 
@@ -41,7 +43,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """An array's layout: its place in the tree and on the mesh, and the reason of it."""
+    """An array's layout: its place in the tree and on the mesh, and what decided it."""
 
     path: str
     shape: tuple[int, ...]
@@ -53,7 +55,7 @@ class LeafLayout:
     memory_kind: str = DEVICE
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        """Returns how and in which memory the array lies on a mesh."""
+        """Returns the array's sharding and memory on a mesh."""
         return sharding_of(self.spec, self.memory_kind, mesh)
 
     @property
@@ -81,7 +83,7 @@ class StateLayout:
       specs: the same tree of PartitionSpec, extended to each leaf's rank.
       axis_sizes: devices along each mesh axis, in the mesh's order.
       declared_by: what decided the split of a weight, by its path in the tree.
-      notes: what was left whole or dropped on the way, in sentences.
+      notes: sentences on weights left replicated and names that were dropped.
       memory_kinds: the same tree of "device" or "pinned_host"; None: all are on the devices.
       forms: by path, of weights that have several leaves, the arrays that are kept of each.
     """
@@ -200,7 +202,7 @@ class StateLayout:
 
 def sharding_of(spec: PartitionSpec, memory_kind: str, mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array in a memory of a mesh's devices."""
-    # That of a device is its default, and not said: some backends have a single one.
+    # The device's memory is the default, and is not named: some backends have only one.
     return NamedSharding(mesh, spec, **({"memory_kind": HOST} if memory_kind == HOST else {}))
 
 

@@ -13,6 +13,11 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain, to_partition_spec
 
+__all__ = (
+    "GlobalBatch", "InputsSplitMapping", "abstract_global_batch", "batch_spec", "global_batch",
+    "is_true_row", "num_rows_of", "replicated_key", "reshard_by_rank",
+)
+
 PyTree = Any
 # Split dims of a batch's arrays by their rank: "map_1d", "map_2d", ...; None: not resharded.
 InputsSplitMapping = Mapping[str, SplitDims] | None
@@ -21,11 +26,11 @@ InputsSplitMapping = Mapping[str, SplitDims] | None
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GlobalBatch:
-    """A batch on the devices: rows padded to a multiple of the devices, and how many are true.
+    """A batch on the devices: rows padded to a multiple of the devices; the number of real rows.
 
     Attributes:
       inputs: arrays [padded rows, ...] split on dim 0 over all mesh axes; scalars replicated.
-      num_rows: the true rows. Static, so that the padding is sliced off at no cost.
+      num_rows: of real rows. Static, so that the padding is sliced off at no cost.
     """
 
     inputs: PyTree
@@ -57,10 +62,10 @@ def num_rows_of(inputs: PyTree) -> int:
 
 
 def is_true_row(inputs: Mapping[str, Any]) -> Any:
-    """Returns bool [B]: True for rows with a weight above zero, False for filler.
+    """Returns bool [B]: True for rows with a weight above zero, False for padding.
 
     Args:
-      inputs: arrays of NumPy or JAX; without "weights" every row is true.
+      inputs: arrays of NumPy or JAX; without "weights" every row is real.
     """
     num_rows = num_rows_of(inputs)
     if "weights" not in inputs:
@@ -210,7 +215,7 @@ def check_ids(
 ) -> None:
     """Checks that the integers of a batch are ids that its model has.
 
-    An id that is too large is always refused, for an embedding makes NaN of it, which spreads.
+    An id that is too large is always refused: an embedding returns NaN for it, which spreads.
     Labels and negative ids are checked only where `weights` are above 0: others are padding.
 
     Args:

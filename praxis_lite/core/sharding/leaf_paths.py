@@ -8,6 +8,8 @@ import jax
 
 from praxis_lite.core.errors import ConfigError
 
+__all__ = ("leaves_with_path", "path_of")
+
 
 class BadPattern(ConfigError, re.error):
     """A pattern that is not a regular expression."""

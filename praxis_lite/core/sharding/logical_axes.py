@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 
+__all__ = ("MeshRules", "axes_of", "logical_to_mesh_axes")
+
 MeshAxes = None | str | tuple[str, ...]
 LogicalAxes = Sequence[None | str | tuple[str, ...]]
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
@@ -119,9 +121,9 @@ def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], 
 class MeshRules:
     """Mesh axes by the names a model uses for its dims, given to the model's constructor.
 
-    `MeshRules(embed=None, mlp="mdl")("embed", "mlp")` is `(None, "mdl")`, which the model writes
-    wherever it wants mesh axes, as Flax's language model example (lm1b_nnx) does. Unlike rules of
-    a job it is the model's business, and no name is resolved later.
+    `MeshRules(embed=None, mlp="mdl")("embed", "mlp")` is `(None, "mdl")`; the model passes the
+    result where mesh axes are expected, as Flax's language model example (lm1b_nnx) does. Unlike
+    rules of a job, it resolves names at once.
     """
 
     pairs: tuple[tuple[str, MeshAxes], ...]

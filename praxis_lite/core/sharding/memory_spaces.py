@@ -1,13 +1,15 @@
-"""A device's memory or its host's: where an array lies, and its way from one to the other.
+"""Arrays in a device's memory or in its host's, and moves between the two.
 
-What lies in the host's memory is sharded as on the devices: each device's part is in the memory of
-the host that the device hangs on, in pages that the device reads by itself (`pinned_host`). In a
-program JAX keeps the two apart by type: an array is moved before anything is computed of it.
+Arrays in the host's memory are sharded as on the devices: each device's part is in the memory of
+its host, in pages that the device can read (`pinned_host`). In a program the memory is part of
+JAX's types: an array has to be moved to the device before it is used.
 """
 
 from typing import Any
 
 import jax
+
+__all__ = ("to_device",)
 
 PyTree = Any
 
@@ -15,7 +17,7 @@ DEVICE, HOST = "device", "pinned_host"
 
 
 def is_on_host(x: Any) -> bool:
-    """Returns True if an array, or a value of a program, lies in the host's memory."""
+    """Returns True if an array, or a value of a program, is in the host's memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 

@@ -1,4 +1,4 @@
-"""Which devices there are and how a mesh is laid over them. Nothing else asks JAX for devices."""
+"""The devices that there are, and the mesh over them. No other file asks JAX for devices."""
 
 import contextlib
 import dataclasses
@@ -11,9 +11,18 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES, mesh_of
-from praxis_lite.core.sharding.devices.grid import of_each_process, simulated_grid, torus_grid
+from praxis_lite.core.sharding.devices.device_order import (
+    of_each_process,
+    simulated_grid,
+    torus_grid,
+)
 from praxis_lite.core.sharding.devices.libtpu import leave_absent_tpus_alone
 from praxis_lite.core.sharding.mesh_config import MeshConfig
+
+__all__ = (
+    "all_devices", "attached_devices", "attached_mesh", "compiled_platform", "filled_mesh",
+    "make_mesh", "simulate_devices", "simulated_devices",
+)
 
 MAX_SIMULATED_DEVICES = 256
 _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -52,11 +61,11 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     Returns the number that this process is to simulate, where the user has set none.
 
     On jax 0.10 and few cores a step with independent collectives may hang, and aborts after 40 s:
-    each device starts those that are ready in an order of its own and waits in one for peers that
+    each device starts those that are ready in a different order, and waits in one for peers that
     wait in another. So NPROC enlarges XLA's pool of threads, and XLA must not schedule for
     concurrency: with that scheduler lm.PyDocs hung within 253 steps, without it not in 700.
     """
-    # Where it does not divide, `make_mesh` says so: an accelerator may be there.
+    # If it does not divide, `make_mesh` reports it: an accelerator may be there.
     leave_absent_tpus_alone()
     num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
     os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_simulated))
@@ -64,7 +73,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     if _SCHEDULER_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_SCHEDULER_FLAG}=false".strip()
     if not _is_chosen_by_user():
-        # Where JAX has made its devices already, as in a notebook, they stay: `make_mesh` says so.
+        # If JAX has made its devices already, as in a notebook, they stay: `make_mesh` reports it.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", num_simulated)
     return num_simulated
@@ -77,13 +86,13 @@ def all_devices() -> list[jax.Device]:
 
 
 def simulated_devices(count: int) -> list[jax.Device]:
-    """Returns simulated CPU devices, whatever is attached: `count`, or as many as JAX makes."""
+    """Returns `count` simulated CPU devices, or as many as JAX makes, even next to accelerators."""
     simulate_devices(count)
     return jax.devices("cpu")[:count]
 
 
 def _is_chosen_by_user() -> bool:
-    """Returns True if the environment says how many CPU devices are simulated."""
+    """Returns True if the environment sets the number of simulated CPU devices."""
     return "JAX_NUM_CPU_DEVICES" in os.environ or (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     )
@@ -146,7 +155,7 @@ def attached_devices() -> tuple[int, str]:
 def attached_mesh(config: MeshConfig) -> MeshConfig:
     """Returns a mesh with the axes of `config` over all accelerators attached, or a CPU.
 
-    It is `config` itself if it has as many devices. Else all devices lie along its longest axis,
+    It is `config` itself if it has as many devices. Else all devices are along its longest axis,
     the first of equals, so that what it splits over that axis stays split.
     """
     devices = all_devices()

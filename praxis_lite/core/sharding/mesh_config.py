@@ -1,4 +1,4 @@
-"""The axes of a mesh and their sizes, as an experiment says them."""
+"""MeshConfig: the axes of a mesh and their sizes, as an experiment specifies them."""
 
 import dataclasses
 import math
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES
+
+__all__ = ("MeshConfig", "TPUS")
 
 CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
 # Names of TPUs, as topologies and compiler_options have them, by `jax.Device.device_kind`.
@@ -17,7 +19,7 @@ TPUS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices lie along each named axis.
+    """The number of devices along each named axis.
 
     Attributes:
       ici_mesh_shape: devices along each axis within a slice (fast interconnect). One size may be
@@ -97,3 +99,22 @@ class MeshConfig:
 
     def __str__(self) -> str:
         return f"The mesh {dict(zip(self.axis_names, self.shape, strict=True))}"
+
+
+def merged_options(first: CompilerOptions | None, more: CompilerOptions | None) -> CompilerOptions:
+    """Returns the options of both; `first`, with its "tpu" for all kinds of TPU, takes precedence.
+
+    A name that ends in "?", which XLA may lack, is the same option as the name without it.
+    """
+    first, more = first or {}, more or {}
+    merged = {}
+    for name in more | first:
+        own = dict(first.get(name, {}))
+        of_all = first.get("tpu", {}) if name in TPUS.values() else {}
+        before = {key.removesuffix("?") for key in (*own, *of_all)}
+        others = {
+            key: value for key, value in more.get(name, {}).items()
+            if key.removesuffix("?") not in before
+        }
+        merged[name] = others | own
+    return merged

@@ -87,12 +87,12 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
 def evenly(tree: PyTree) -> PyTree:
     """Returns arrays that XLA splits evenly where they cross a program's boundary.
 
-    An argument or a result of which nothing is said lies there as XLA likes, and of four rows on
-    eight devices it makes what JAX has no name for (IndivisibleError). A dim that all devices of
-    the mesh together do not divide is whole on each; the others are XLA's to split.
+    XLA chooses the layout of an argument or a result without a stated one, and splits four rows
+    over eight devices in a way that JAX cannot represent (IndivisibleError). So a dim that the
+    number of devices does not divide is replicated; XLA may split the others.
 
     Args:
-      tree: tracers, of a program on the mesh that is set; what is no array stays as it is.
+      tree: tracers, of a program on the mesh that is set; other values are returned unchanged.
     """
     size = jax.sharding.get_abstract_mesh().size
 

@@ -43,7 +43,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class JobMesh:
-    """What rules know beside the leaf.
+    """What rules know in addition to the leaf.
 
     Attributes:
       axis_sizes: devices along each mesh axis, in the mesh's order.
@@ -66,7 +66,7 @@ class Outcome:
       spec: mesh axes per dim.
       note: what deserves to be reported.
       skipped: why the rule left the leaf; reported only if no other rule splits it.
-      by: what decided, where the rule's name does not say it.
+      by: what decided, if it is not the rule itself.
     """
 
     spec: Spec

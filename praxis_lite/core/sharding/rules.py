@@ -1,7 +1,7 @@
 """The four rules of Big Vision's `infer_sharding`, with its answers where it has any.
 
-A rule takes how an array is split so far, and says how it is split then. `strategies` says which
-array has which rules (https://github.com/google-research/big_vision).
+A rule takes an array's split so far and returns the next one. `strategies` chooses the rules of
+each array (https://github.com/google-research/big_vision).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from praxis_lite.core.sharding.rule_names import (
 @register_rule("replicate")
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """Checks that nothing splits the leaf: says in a strategy that it is meant to be whole."""
+    """Checks that nothing splits the leaf: in a strategy it documents a replicated leaf."""
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         if any(entry is not None for entry in spec):

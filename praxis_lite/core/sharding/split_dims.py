@@ -10,6 +10,8 @@ from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.sharding.devices.axis_types import stated
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
+__all__ = ("SplitDims", "constrain", "num_shards_of", "to_partition_spec")
+
 DimSplit = None | int | str | Sequence[int | str]
 # An entry per dim: an axis name or index, several of them, or None; a whole None has two meanings.
 SplitDims = Sequence[DimSplit] | None

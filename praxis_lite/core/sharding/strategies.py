@@ -1,4 +1,4 @@
-"""Strategies: which rules split which array, by patterns of their paths.
+"""Strategies: the rules that split each array, chosen by patterns of their paths.
 
 For trees that declare nothing. Patterns and the string form are Big Vision's; a leaf has the rules
 of the first pattern that matches its whole path.
@@ -9,9 +9,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
 import praxis_lite.core.sharding.rules  # noqa: F401 - it registers the library's rules.
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.leaf_paths import path_pattern
+from praxis_lite.core.sharding.leaf_paths import path_of, path_pattern
+from praxis_lite.core.sharding.logical_axes import LogicalAxisRules, checked_rules
 from praxis_lite.core.sharding.rule_names import (
     JobMesh,
     Leaf,
@@ -23,8 +27,55 @@ from praxis_lite.core.sharding.rule_names import (
 )
 from praxis_lite.core.sharding.split_dims import to_partition_spec
 
+PyTree = Any
 # (pattern, rules) pairs; see `parsed_rules`.
 Strategy = Sequence[tuple[str, Any]]
+
+
+def infer_sharding(
+    tree: PyTree,
+    strategy: Strategy,
+    mesh: Mesh | AbstractMesh,
+    *,
+    logical_axis_rules: LogicalAxisRules = (),
+) -> PyTree:
+    """Returns the tree with a NamedSharding in the place of each array.
+
+    Arguments and answers are those of Big Vision's `infer_sharding`. The result goes to
+    `jax.device_put`, or to `jax.jit` as `out_shardings`. `fsdp` leaves whole what does not divide.
+
+    Args:
+      tree: arrays, or what has their shape and dtype (`jax.eval_shape` gives it). Names of dims
+        are read from Flax's boxes (`nn.LogicallyPartitioned`), which are taken off.
+      strategy: (pattern, rules) pairs, such as `[(".*/kernel", 'fsdp("data")')]`. An array has the
+        rules of the first pattern that matches the whole of its path, "encoder/0/kernel"; without
+        one it is on every device. See `rule_names.parsed_rules` for rules.
+      mesh: over its axes arrays are split.
+      logical_axis_rules: (name, mesh axes) pairs, for the rule `logical_partitioning`.
+
+    Raises:
+      ConfigError: a rule or a pattern cannot be read, an axis is not in the mesh or wanted twice;
+        names the array.
+    """
+    flat, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_box)
+    leaves = []
+    for path, leaf in flat:
+        names, array = (leaf.names, leaf.value) if _is_box(leaf) else (None, leaf)
+        leaves.append(Leaf(path_of(path), tuple(array.shape), array.dtype, names))
+    rules = checked_rules(logical_axis_rules, "infer_sharding: logical_axis_rules")
+    splits = rule_shardings(leaves, strategy, JobMesh(dict(mesh.shape), rules))
+    specs = [
+        (None,) * len(leaf.shape) if splits[leaf.path] is None else splits[leaf.path].spec
+        for leaf in leaves
+    ]
+    return jax.tree.unflatten(
+        structure, [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+    )
+
+
+def _is_box(x: Any) -> bool:
+    # Of Flax Linen, which this package does not import.
+    return hasattr(x, "names") and hasattr(x, "unbox")
 
 
 def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
@@ -58,13 +109,11 @@ class RuledSplit:
       spec: mesh axes per dim.
       decided_by: the rules that changed the spec, as a strategy has them; "": nothing changed it.
       notes: what is to be reported: why it is whole, or was not split further.
-      pattern: the one with these rules.
     """
 
     spec: Spec
     decided_by: str = ""
     notes: tuple[str, ...] = ()
-    pattern: str = ""
 
 
 def rule_shardings(
@@ -76,7 +125,7 @@ def rule_shardings(
       leaves: of a tree.
       strategy: (pattern, rules) pairs; see `parsed_rules`. A leaf has the rules of the first
         pattern that matches its whole path, applied in order, each to what the last one left.
-      job_mesh: sizes of the mesh axes, and what the job says of names and padding.
+      job_mesh: sizes of the mesh axes, and the job's settings of names and padding.
 
     Raises:
       ConfigError: two rules want one dim or one axis twice, an axis is not in the mesh, and what
@@ -86,11 +135,7 @@ def rule_shardings(
     splits: dict[str, RuledSplit | None] = {}
     for leaf in leaves:
         index = first_match(pairs, leaf.path)
-        splits[leaf.path] = None
-        if index is not None:
-            pattern, rules = pairs[index]
-            split = apply_rules(leaf, rules, job_mesh)
-            splits[leaf.path] = dataclasses.replace(split, pattern=pattern)
+        splits[leaf.path] = None if index is None else apply_rules(leaf, pairs[index][1], job_mesh)
     return splits
 
 
@@ -111,7 +156,7 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
         text, outcome = rule_text(rule), rule(spec, leaf, job_mesh)
         if not isinstance(outcome, Outcome):
             outcome = Outcome(outcome)
-        # Whatever a rule returns, of a user's own too, is one entry per dim and each axis once.
+        # A rule, also a user's, must return one entry per dim and each axis once.
         checked = to_partition_spec(
             outcome.spec, tuple(job_mesh.axis_sizes), rank=len(leaf.shape),
             path=f"{leaf.path}, split by {text}",

@@ -1,4 +1,4 @@
-"""The mesh axes that each weight splits over, whatever way it was declared: a tree of specs."""
+"""Decides the mesh axes that each weight splits over, from all declarations and rules."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ class WeightSharding:
                 """(pattern, rules) pairs, such as (".*", 'fsdp("data")'). Add one, or leave it """
                 "out (None) where logical_axis_rules or the layers decide."
             )
-        # Read once here, so that what is wrong is said before a model is built.
+        # Read here, so that errors are raised before a model is built.
         _ = self.pairs, self.rules_in_use
 
     @functools.cached_property
@@ -219,7 +219,7 @@ def _by_names(spec: WeightSpec, leaf: Leaf, job_mesh: JobMesh) -> _Decision:
 def _slots(
     path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, job_mesh: JobMesh
 ) -> tuple[Spec | None, Sequence[str]]:
-    """Returns how a weight's slots split where it says so, else None, and notes."""
+    """Returns the split of a weight's slots if it declares one, else None; and notes."""
     if spec.slot_axes is None:
         return None, ()
     own = dataclasses.replace(
@@ -273,7 +273,7 @@ def _check_patterns(pairs: Sequence[tuple[str, Any]], paths: Sequence[str]) -> N
         )
 
 
-def _some(weights: Sequence[str], limit: int = 3) -> str:
-    if len(weights) <= limit:
+def _some(weights: Sequence[str]) -> str:
+    if len(weights) <= 3:
         return ", ".join(weights)
-    return f"{len(weights)} weights, such as {', '.join(weights[: limit - 1])}"
+    return f"{len(weights)} weights, such as {', '.join(weights[:2])}"

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
+__all__ = ("WeightSpec", "spec_items")
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
@@ -20,8 +22,8 @@ class WeightSpec:
       shape: stacked dims first.
       dtype: of the stored weight.
       split_dims_mapping: split of the dims that the layer declared; None: replicated.
-      stack_split_dims_mapping: an entry per stacked dim, outermost first. Its length says how
-        many leading dims are layers rather than a tensor's own dims.
+      stack_split_dims_mapping: an entry per stacked dim, outermost first. Its length is the number
+        of leading dims that count layers.
       logical_axes: a name or None per dim of the whole shape, which rules turn into mesh axes; in
         place of the two mappings. None: the weight has no names.
       logical_axis_rules: (name, mesh axes) pairs of this weight alone, before the job's.

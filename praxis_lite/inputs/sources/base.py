@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.host.optional_packages import NeedsPackage
 from praxis_lite.inputs.sources.cache import locked
 from praxis_lite.inputs.sources.faults import FAULTS, BadExample
 from praxis_lite.inputs.sources.files.paths import Make, make_files, matching_files
@@ -51,7 +52,7 @@ def settings_alone(one: Any, *others: str) -> dict[str, Any]:
     return {name: value for name, value in vars(one).items() if name in names}
 
 
-class Source(abc.ABC):
+class Source(NeedsPackage, abc.ABC):
     """Examples, each a dict by name, found by their number.
 
     `grain.MapDataset.source` takes one: it is what Grain calls a random access data source. A
@@ -102,6 +103,7 @@ class Source(abc.ABC):
 
     def check(self) -> None:
         """Opens the files. Raises ConfigError if there are no examples, or files are damaged."""
+        super().check()
         for item in self.skip:
             require_choice(f"{type(self).__name__}.skip", item, FAULTS)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 
+__all__ = ("BadExample", "none_skipped")
+
 # By the names that a source's `skip` takes.
 FAULTS = {
     "truncated": "the end of a file is missing",

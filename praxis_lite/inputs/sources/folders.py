@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
-from praxis_lite.host.optional_packages import optional_module, require_package
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import (
     Example,
     GlobSource,
@@ -117,10 +117,11 @@ class ImageFiles(_FilePerExample):
         training, whose classes are taken. None: the folders that hold images, sorted.
     """
 
+    needed_package = "PIL"
+
     classes: "Sequence[str] | ImageFiles | None" = None
 
     def check(self) -> None:
-        require_package("PIL", type(self).__name__)
         super().check()
         if self.classes is not None and not isinstance(self.classes, ImageFiles):
             require(

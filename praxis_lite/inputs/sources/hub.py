@@ -196,6 +196,8 @@ class Tfds(_Prepared):
       cache_dir: where what is derived is stored. None: `.praxis_lite` in the folder.
     """
 
+    needed_package = "tensorflow_datasets"
+
     @functools.cached_property
     def _builder(self) -> Any:
         tfds = optional_module("tensorflow_datasets", "Tfds")

@@ -69,6 +69,8 @@ class TfRecords(FileSource):
       decode: as of ArrayRecords.
     """
 
+    needed_package = "google_crc32c"
+
     decode: Callable[[bytes], Example] | None = None
 
     def records(self, path: str) -> Iterator[tuple[int, bytes]]:

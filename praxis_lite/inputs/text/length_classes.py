@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Iterator, Sequence
 
+__all__ = ("all_length_classes", "batches_by_length", "length_class")
+
 SHORTEST = 32
 
 

@@ -23,6 +23,8 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
     without_nulls,
 )
 
+__all__ = ("Conversation", "conversation", "conversation_of")
+
 # Keys that a row may have next to its messages.
 CONTEXT_KEYS = ("system", "tools", "documents", "chat_template_kwargs")
 _ALPACA_KEYS = ("instruction", "input", "output", "history")

@@ -6,6 +6,8 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, shown
 
+__all__ = ("token_ids", "whole_number")
+
 _MOST = 2**31 - 1
 
 

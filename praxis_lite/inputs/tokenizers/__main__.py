@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, require, shown
-from praxis_lite.files.whole_files import new_directory
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.host.whole_files import new_directory
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.corpus import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
 from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.inputs.tokenizers.loading import load_tokenizer
-from praxis_lite.run.command import Parser, status_of
-from praxis_lite.run.job.local_directory import local_directory
+from praxis_lite.job.command import Parser, status_of
+from praxis_lite.job.local_directory import local_directory
 
 # GPT-4's pieces of text, within which tokens lie: a word and the blank before it, up to three
 # digits, punctuation, blanks and ends of lines.

@@ -6,6 +6,8 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shown
 
+__all__ = ("Message", "as_messages", "text_of")
+
 USER, ASSISTANT = "user", "assistant"
 Message = Mapping[str, Any]
 # Names of a model's reasoning, in the order in which transformers looks for them.

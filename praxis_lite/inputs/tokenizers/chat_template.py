@@ -24,6 +24,8 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
     with_text_arguments,
 )
 
+__all__ = ("RefusedConversation",)
+
 # Around what `{% generation %}` encloses. No text has them: Unicode keeps them for internal use.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _PROBE = "praxislite"  # A content that no template has in it.

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 
+__all__ = ("StreamingDecoder", "UNKNOWN", "bytes_of_token")
+
 # What decoding gives for bytes that are not a character, or not yet.
 UNKNOWN = "\ufffd"
 # Ids at the end of a prompt that decide the text of the next ones; a character has 4 bytes at most.

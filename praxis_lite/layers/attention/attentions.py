@@ -8,18 +8,18 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.attention.cache import (
+from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
+from praxis_lite.layers.attention.heads import AttentionHeads
+from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
+from praxis_lite.layers.attention.kernels.context_parallel import check_context_parallel
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kv_cache import (
     Cache,
     empty_cache,
     laid_out,
     stored,
     update_cache,
 )
-from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
-from praxis_lite.layers.attention.heads import AttentionHeads
-from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
-from praxis_lite.layers.attention.kernels.context_parallel import check_context_parallel
-from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import (
     AttentionMask,
     cross_attention_mask,

@@ -10,9 +10,9 @@ from flax import nnx
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
-from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
 from praxis_lite.layers.attention.kernels.head_parts import heads_of_parts
+from praxis_lite.layers.attention.kv_cache import Cache
 from praxis_lite.layers.attention.projections import (
     AttentionProjection,
     CombinedQKVProjectionLayer,

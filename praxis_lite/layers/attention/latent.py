@@ -10,11 +10,11 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
-from praxis_lite.layers.attention.cache import Cache, append, laid_out, stored, stored_dtype
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
 from praxis_lite.layers.attention.kernels.context_parallel import check_context_parallel
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kv_cache import Cache, append, laid_out, stored, stored_dtype
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.activation_names import named

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
-from praxis_lite.collectives.varying import varying_alike, varying_axes, varying_over
-from praxis_lite.collectives.vmapped_axes import is_before_vmap
+from praxis_lite.core.collectives.varying import varying_alike, varying_axes, varying_over
+from praxis_lite.core.collectives.vmapped_axes import is_before_vmap
 from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, only_axes
 from praxis_lite.core.sharding.logical_axes import axes_of
+
+__all__ = ("SHARE_OF_BLOCKS",)
 
 PyTree = Any
 SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of kernels in a program's text.

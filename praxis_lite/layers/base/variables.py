@@ -11,6 +11,8 @@ from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.memory_spaces import HOST
 from praxis_lite.core.sharding.split_dims import DimSplit
 
+__all__ = ("AuxLoss", "Summary", "aux_loss", "intermediates", "rebuilt")
+
 Tree = TypeVar("Tree")
 
 

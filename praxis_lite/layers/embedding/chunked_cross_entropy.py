@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.core.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.core.sharding.devices.axis_types import type_spec, untyped
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of

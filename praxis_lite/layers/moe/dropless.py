@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.collectives.vmapped_axes import vmapped_axes
+from praxis_lite.core.collectives.vmapped_axes import vmapped_axes
 from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma

@@ -21,6 +21,8 @@ from praxis_lite.core.jaxprs import FURTHER_TURNS
 from praxis_lite.layers.moe.dispatch import combine, dispatch, places_of
 from praxis_lite.layers.moe.experts import Weights
 
+__all__ = ("SLACK",)
+
 # n tokens of a device, K experts of a token, X devices that experts are split over, C slots on a
 # device for choices of experts on another, N = X x C, D model dims, L experts of a device.
 PyTree = Any

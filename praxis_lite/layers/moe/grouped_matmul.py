@@ -8,13 +8,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import varying_axes
+from praxis_lite.core.collectives.varying import varying_axes
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.layers.base.base_layer import pad_to
 from praxis_lite.layers.base.foreign_kernels import share_of_blocks
 from praxis_lite.layers.moe import grouped_tokamax
+
+__all__ = ("tiling",)
 
 # R rows, L experts, K dims of inputs, N dims of outputs.
 EXPERT_KERNELS = ("auto", "ragged_dot", "megablox", "tokamax")

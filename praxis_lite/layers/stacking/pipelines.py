@@ -16,7 +16,6 @@ from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, one_of_stack, stacked
-from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
 from praxis_lite.layers.stacking.pipelining.microbatches import (
     arrays_of,
     check_microbatches,
@@ -35,6 +34,7 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
     pick,
     run_ticks,
 )
+from praxis_lite.layers.stacking.remat_policies import CheckpointPolicy, checked_policy, remat
 
 # R repeats, S stages, P layers of one stage in one repeat, L layers, M microbatches. Names end with
 # the leading dims of their arrays: x_M is [M, rows, ...].

@@ -21,7 +21,7 @@ from praxis_lite.layers.base.variables import (
     put_on_host,
     stacked,
 )
-from praxis_lite.layers.stacking.checkpoint_policy import (
+from praxis_lite.layers.stacking.remat_policies import (
     CheckpointPolicy,
     checked_policy,
     remat,

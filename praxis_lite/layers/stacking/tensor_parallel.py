@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.collectives.vmapped_axes import axes_by_hand
+from praxis_lite.core.collectives.vmapped_axes import axes_by_hand
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import padded_shape

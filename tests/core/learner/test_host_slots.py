@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.run.trainer.layout_table import layout_table
+from praxis_lite.trainer.layout_table import layout_table
 from tests.support import offload_runs
 from tests.support.marks import slow_but
 from tests.support.offload_runs import assert_restored, assert_same

@@ -1,8 +1,6 @@
 """The learner against NumPy by hand: optimizers, schedule, clipping, skipped steps, weighting."""
 
-import collections
 import functools
-import re
 from typing import Any
 
 import jax
@@ -22,14 +20,12 @@ from praxis_lite.core import (
     WeightSpec,
     make_mesh,
 )
-from praxis_lite.core.learner import bound_learner
+from praxis_lite.core.learner import update as learner_update
 from praxis_lite.core.learner.slots import slot_specs
-from praxis_lite.core.partitioner.steps import init_state, train_step
 from praxis_lite.core.sharding.weight_spec import spec_items
-from praxis_lite.layers import BaseLayer, Linear, lora
+from praxis_lite.layers import BaseLayer, Linear
 from praxis_lite.layers.base.variables import stacked
 from praxis_lite.optimizers import DynamicLossScale, regularized
-from praxis_lite.run.trainer.metrics.weighted import WeightedMean
 from tests.support.marks import slow_but
 
 F32 = jnp.dtype("float32")
@@ -159,7 +155,7 @@ def spoilt(i, value):
 def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
     what, clip, platform, monkeypatch
 ):
-    monkeypatch.setattr(bound_learner, "compiled_platform", lambda: platform)
+    monkeypatch.setattr(learner_update, "compiled_platform", lambda: platform)
     value = np.nan if "nan" in what else np.inf
     in_gradient = "gradient" in what
     grads = [GRADS[0], spoilt(1, value) if in_gradient else GRADS[1], *GRADS[2:]]
@@ -261,13 +257,6 @@ def test_a_gradient_that_is_too_large_is_skipped_and_told_apart():
                 if name in before:
                     jax.tree.map(np.testing.assert_array_equal, after[name], before[name])
     assert_trees_close(history[-1][0], numpy_sgd([GRADS[0], GRADS[3]], map(schedule, range(2))))
-
-
-def test_no_scalar_of_what_is_not_set():
-    (_, _, scalars) = run(Learner(optax.sgd, 0.1), GRADS[:1])[-1]
-    assert set(scalars) == {
-        "grad_norm", "learning_rate", "num_skipped_steps", "num_skipped_in_a_row",
-    }  # fmt: skip
 
 
 def test_a_single_norm_is_of_each_weight_and_of_each_layer_of_a_stack():
@@ -527,51 +516,10 @@ def test_the_state_can_be_donated_with_copies_of_the_weights_in_it():
     jax.block_until_ready(update(params, opt_states, GRADS[0]))
 
 
-class Adapted(BaseLayer):
-    """A linear layer and a stack of two, all with adapters."""
-
-    def __init__(self, *, rngs):
-        self.first = lora(Linear, rank=2)(5, 7, rngs=rngs)
-        keys = jax.random.split(rngs.params(), 2)
-        blocks = jax.vmap(lambda key: lora(Linear, rank=3)(7, 7, rngs=nnx.Rngs(key)))(keys)
-        self.blocks = stacked(blocks, None)
-
-    def __call__(self, x):
-        return jax.lax.scan(lambda x, block: (block(x), None), self.first(x), self.blocks)[0]
-
-
 class Regression(Task):
     def compute_loss(self, model, inputs, key):
         del key
         return {"loss": (jnp.mean(jnp.square(model(inputs["x"]))), jnp.float32(1.0))}
-
-
-@pytest.mark.slow
-def test_training_adapters_only_takes_no_gradient_of_a_frozen_weight():
-    """The gradient of a dense weight is a product of the weight's shape."""
-
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(11, 5)), jnp.float32)
-
-    def step_of(**choice):
-        task = Regression(Adapted, Learner(optax.adam, 0.1, **choice))
-        state = jax.jit(lambda: init_state(task, jax.random.key(0)))()
-        step = jax.jit(lambda state: train_step(task, state, {"x": x}, jax.random.key(1))[0])
-        dots = re.findall(r":f32\[(\d+),(\d+)\] = dot_general", str(step.trace(state).jaxpr))
-        # A gradient may be made transposed.
-        return step, state, collections.Counter(frozenset(map(int, shape)) for shape in dots)
-
-    _, _, dots = step_of()
-    assert dots[frozenset({5, 7})] == 1 and dots[frozenset({7})] == 1
-    step, state, dots = step_of(bprop_variable_inclusion=".*/lora_.*")
-    assert frozenset({5, 7}) not in dots and frozenset({7}) not in dots
-    assert dots[frozenset({5, 2})] == dots[frozenset({2, 7})] == 1  # The first layer's adapter.
-    slots = jax.tree.leaves(state.opt_states["slots"])
-    num_adapter_weights = 2 * (5 + 7) + 2 * 3 * (7 + 7)
-    assert sum(slot.size for slot in slots if slot.dtype == F32) == 2 * num_adapter_weights
-    new_params = step(state).mdl_vars["params"]
-    for name, before in state.mdl_vars["params"].items():
-        assert np.abs(new_params[name]["lora_b"] - before["lora_b"]).max() > 0.05
-        np.testing.assert_array_equal(new_params[name]["w"], before["w"])
 
 
 def test_slot_mesh_axes_state_a_layout_of_every_gradient_and_new_weight(mesh_of):
@@ -662,28 +610,6 @@ def test_everything_together_on_a_mesh_equals_one_device():
         padded[tuple(map(slice, true.shape))] = true
         np.testing.assert_allclose(actual, padded, rtol=2e-4, atol=2e-6)
     np.testing.assert_array_equal(params["first"]["w"], state.mdl_vars["params"]["first"]["w"])
-
-
-def test_filler_rows_leave_the_weighted_mean_of_an_evaluation_as_it_is():
-    from praxis_lite.tasks.image_classification import ClassificationTask
-
-    rng = np.random.default_rng(8)
-    logits, labels = rng.normal(size=(11, 3)), rng.integers(0, 3, 11)
-    log_z = np.log(np.exp(logits).sum(-1))
-    xent = log_z - logits[np.arange(11), labels]
-    task = ClassificationTask(lambda rngs: None, Learner(optax.sgd, 0.1))
-    mean = WeightedMean()
-    for start in (0, 4, 8):
-        rows = slice(start, start + 4)
-        fill = 4 - len(labels[rows])
-        batch = {
-            "inputs": jnp.asarray(np.pad(logits[rows], ((0, fill), (0, 0))), jnp.float32),
-            "labels": jnp.asarray(np.pad(labels[rows], (0, fill)), jnp.int32),
-            "weights": jnp.asarray([1.0] * (4 - fill) + [0.0] * fill),
-        }
-        mean.add(jax.device_get(task.compute_loss(lambda x: x, batch, None)))
-    assert mean.result()["loss"] == pytest.approx(xent.mean(), rel=1e-6)
-    assert mean.result()["accuracy"] == pytest.approx((logits.argmax(-1) == labels).mean())
 
 
 @pytest.mark.parametrize("rate", [-1e-3, -0.0001, float("nan"), 1e7])

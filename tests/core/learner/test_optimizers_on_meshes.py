@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.tools.explain import hlo
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_tools.explain import hlo
 from tests.support.lm_runs import on_host
 from tests.support.optimizer_runs import (
     NUM_STEPS,

@@ -45,14 +45,6 @@ def test_weights_are_chosen_by_path_and_rank(settings, names):
     assert names_in(path_mask(**settings)) == names
 
 
-def test_optax_decays_the_weights_in_the_mask_only():
-    optimizer = optax.adamw(0.1, weight_decay=0.5, mask=path_mask(exclude="norm"))
-    zeros = jax.tree.map(np.zeros_like, WEIGHTS)
-    updates, _ = optimizer.update(zeros, optimizer.init(WEIGHTS), WEIGHTS)
-    np.testing.assert_allclose(updates["dense"]["w"], np.full((2, 3), -0.05), rtol=1e-6)
-    np.testing.assert_array_equal(updates["norm"]["scale"], np.zeros(3))
-
-
 def test_the_layers_of_a_stack_count_for_no_dim():
     specs = {
         name: WeightSpec((3, *shape), jnp.float32, None, (None,))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import Learner, WeightSpec
 from praxis_lite.core.learner.slots import extended_specs
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.core.learner import zero1_runs
 from tests.support.goldens import trimmed
 from tests.support.on_tpu import needs_libtpu, printed_by

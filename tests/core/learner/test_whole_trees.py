@@ -12,7 +12,7 @@ from optax import contrib
 from praxis_lite import ConfigError
 from praxis_lite.core import AuxiliaryOptimizer, Learner, WeightSpec
 from praxis_lite.optimizers import path_mask
-from praxis_lite.run.trainer.layout_table import optimizer_report
+from praxis_lite.trainer.layout_table import optimizer_report
 from tests.support.marks import slow_but
 
 F32 = jnp.dtype("float32")

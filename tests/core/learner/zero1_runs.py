@@ -13,7 +13,7 @@ from praxis_lite import Task
 from praxis_lite.core import Learner, Partitioner
 from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.layers import BaseLayer
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 
 MODEL_DIMS, HIDDEN_DIMS, NUM_DEVICES = 256, 1024, 8
 NUM_WEIGHTS = 2 * MODEL_DIMS * HIDDEN_DIMS

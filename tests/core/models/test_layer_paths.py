@@ -12,11 +12,8 @@ from praxis_lite import ConfigError
 from praxis_lite.core import Learner, NnxModel, Partitioner, constrain
 from praxis_lite.layers import (
     BaseLayer,
-    DotProductAttention,
     FeedForward,
     Repeat,
-    Transformer,
-    TransformerFeedForwardMoe,
     TransformerLm,
 )
 from praxis_lite.tasks.image_classification import ClassificationTask
@@ -93,29 +90,9 @@ IN_A_MODEL = {
     r"transformer/blocks/self_attention: .*3 heads": functools.partial(
         TransformerLm, 11, 8, 12, 3, 2
     ),
-    "transformer/blocks/self_attention.*window.*0": functools.partial(
-        TransformerLm, 11, 8, 12, 2, 2,
-        transformer_layer_tpl=functools.partial(
-            Transformer, tr_atten_tpl=functools.partial(DotProductAttention, window=0)
-        ),
-    ),
-    "transformer/blocks.*norm_policy.*'psot'.*post": functools.partial(
-        TransformerLm, 11, 8, 12, 2, 2,
-        transformer_layer_tpl=functools.partial(Transformer, norm_policy="psot"),
-    ),
     "transformer.*checkpoint_policy.*'save_nothin'.*save_nothing": functools.partial(
         TransformerLm, 11, 8, 12, 2, 2,
         stacked_transformer_tpl=functools.partial(Repeat, checkpoint_policy="save_nothin"),
-    ),
-    r"transformer/blocks/ff_layer: .*num_experts": functools.partial(
-        TransformerLm, 11, 8, 12, 2, 2,
-        transformer_layer_tpl=functools.partial(
-            Transformer,
-            tr_fflayer_tpl=functools.partial(
-                TransformerFeedForwardMoe, num_experts=2, gating_func="top_k",
-                num_experts_per_token=3,
-            ),
-        ),
     ),
 }
 

@@ -10,11 +10,11 @@ import optax
 import pytest
 from flax import nnx
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.core import Learner, Partitioner, make_mesh
 from praxis_lite.experiments import nnx_guide
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.support.goldens import golden, trimmed
 from tests.support.marks import slow_but
 

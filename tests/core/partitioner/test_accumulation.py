@@ -16,7 +16,7 @@ from praxis_lite.core import AuxiliaryOptimizer, Learner, MeshConfig, Partitione
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.layers import SharedEmbeddingSoftmax, rotary_lm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo, hlo_matmuls
+from praxis_tools.explain import hlo, hlo_matmuls
 from tests.support.lm_runs import on_host, structs, zero_padded
 
 # A weighted regression by hand: what each micro-batch gives is 0 / 0 where it weighs nothing.

@@ -1,13 +1,8 @@
 """The bytes that a TPU's program of micro-batches sums over devices: those of one batch."""
 
-from types import SimpleNamespace
 
-import jax
-import numpy as np
 import pytest
 
-from praxis_lite.core.partitioner import compiler_options
-from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from tests.support.on_tpu import needs_libtpu, printed_by
 
 
@@ -21,16 +16,3 @@ def test_gradients_are_summed_over_devices_once_a_step():
     assert 4 * weights <= whole["all-reduce"] <= 1.01 * 4 * weights
     # But for scalars: the sum of the weights of each micro-batch's tokens.
     assert 0 <= micro_batches["all-reduce"] - whole["all-reduce"] <= 4 * 4 * 4
-
-
-def test_an_option_of_the_users_own_is_kept_and_other_platforms_have_none(monkeypatch):
-    mesh, ours = mesh_of(np.asarray(jax.devices()), ("data",)), compiler_options.ACCUMULATING
-    assert compiler_options.more_options(ours, None, mesh) is None
-    monkeypatch.setattr(
-        compiler_options, "step_options",
-        lambda options, mesh: {name.removesuffix("?"): x for name, x in options["tpu"].items()},
-    )
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
-    ((name, value),) = compiler_options.more_options(ours, None, mesh).items()
-    assert compiler_options.more_options(ours, {name: 0}, mesh) == {name: 0} != {name: value}
-    assert compiler_options.more_options(ours, {"other": 1}, mesh) == {name: value, "other": 1}

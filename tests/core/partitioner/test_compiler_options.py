@@ -10,8 +10,8 @@ from praxis_lite import ConfigError
 from praxis_lite.core import Partitioner
 from praxis_lite.core.partitioner import compiler_options
 from praxis_lite.core.partitioner.compiler_options import DECODING, more_options
+from praxis_lite.core.sharding.mesh_config import merged_options
 from praxis_lite.main import main
-from praxis_lite.run.experiment.compiler_options import merged_options
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import batches, partitioner_of, structs
 from tests.support.marks import slow_but

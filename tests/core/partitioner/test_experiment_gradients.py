@@ -14,8 +14,8 @@ import pytest
 
 from praxis_lite import Job
 from praxis_lite.core import MeshConfig, Partitioner, make_mesh
+from praxis_lite.experiment import registry
 from praxis_lite.inputs import SyntheticLm
-from praxis_lite.run.experiment import registry
 
 # By the number of axes; together they split over every axis.
 MESHES = {1: ((3,), (8,)), 2: ((3, 2), (2, 3)), 3: ((1, 3, 2), (3, 1, 2), (2, 2, 2))}
@@ -28,7 +28,7 @@ RUNS = [
     for place in (0, 1)
 ]
 TIMES_ROUNDING = 4.0
-# Over three axes XLA permutes what a convolution returns: core/sharding/devices/xla_errors.py.
+# Over three axes XLA permutes what a convolution returns: core/xla_workarounds/xla_errors.py.
 RUNS.append(pytest.param("vision.DigitsResNet", 2, marks=pytest.mark.slow))
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.extend import core
 from jax.extend.core import primitives
 
-from praxis_lite.core.partitioner.narrow_scans import narrow_scans
+from praxis_lite.core.xla_workarounds.narrow_scans import narrow_scans
 
 
 def stacked_dtypes(jaxpr):

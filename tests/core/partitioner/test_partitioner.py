@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.decode.toy_models import num_compiled
 from tests.support import plain_training
 from tests.support.lm_runs import (

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError
 from praxis_lite.core import global_batch, reshard_by_rank
@@ -25,10 +24,6 @@ def test_every_entry_spec_of_pax_and_of_the_reference():
         assert len(batch_spec(int(rank), AXES)) == int(rank)
     for rank, spec in golden("reference/uneven_padding.json")["spec_cases"]["batch_spec"]:
         assert trimmed(batch_spec(rank, AXES)) == trimmed(spec)
-
-
-def test_a_scalar_is_replicated():
-    assert batch_spec(0, AXES) == PartitionSpec()
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 4, 2), (2, 2, 2), (1, 3, 2)])

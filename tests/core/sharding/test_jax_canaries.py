@@ -20,22 +20,22 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.core.sharding.devices.xla_errors import _right
 from praxis_lite.core.sharding.padding import is_traced
+from praxis_lite.core.xla_workarounds.xla_errors import _right
+from praxis_lite.job.jax_internals import compilation_cache_modules, distributed_state
 from praxis_lite.layers.base.tokamax_internals import (
     grouped_matmul_kernels,
     splash_kernels,
     splash_masks,
 )
 from praxis_lite.layers.moe.grouped_tokamax import _tpu_to_interpret
-from praxis_lite.run.job.jax_internals import compilation_cache_modules, distributed_state
 from tests.support.marks import needs_tokamax
 
 ROOT = Path(__file__).parents[3]
 # What JAX, or tokamax, may move without a word, and the one file of the library that uses it.
 PRIVATE = {
-    r"jax\._src|jax import _src": "praxis_lite/run/job/jax_internals.py",
-    r"jax\.interpreters|jax import interpreters": "praxis_lite/core/sharding/devices/xla_errors.py",
+    r"jax\._src|jax import _src": "praxis_lite/job/jax_internals.py",
+    r"jax\.interpreters|jax import interpreters": "praxis_lite/core/xla_workarounds/xla_errors.py",
     r"jax\.core|jax import core": "praxis_lite/core/sharding/padding.py",
     r"\bjaxlib\.\w|(from|import) jaxlib": None,
     r"tokamax\._src": "praxis_lite/layers/base/tokamax_internals.py",
@@ -157,7 +157,8 @@ def test_an_uneven_language_model_has_the_same_losses_where_data_is_explicit_and
     "names, only_user", PRIVATE.items(), ids=["_src", "interpreters", "core", "jaxlib", "tokamax"]
 )
 def test_private_names_of_jax_are_used_in_one_file_each(names, only_user):
-    folders = [ROOT / name for name in ("praxis_lite", "tasks", "experiments", "examples")]
+    names_of_ours = ("praxis_lite", "praxis_tools", "tasks", "experiments", "examples")
+    folders = [ROOT / name for name in names_of_ours]
     users = {
         path.relative_to(ROOT).as_posix()
         for folder in folders for path in folder.rglob("*.py")
@@ -172,14 +173,14 @@ def test_private_names_of_jax_are_used_in_one_file_each(names, only_user):
 def test_walks_over_modules_ask_for_flaxs_graph_mode():
     """A weight may be shared, which a tree forbids; nnx.compat takes graphs in any mode."""
     names = r"(?<!`)nnx\.(iter_graph|iter_modules|split|state|clone|merge_state)\("
-    folders = [ROOT / name for name in ("praxis_lite", "tasks", "experiments")]
+    folders = [ROOT / name for name in ("praxis_lite", "praxis_tools", "tasks", "experiments")]
     code = {path: path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py")}
     users = {path for path, text in code.items() if re.search(names, text)}
     assert {path.name for path in users} <= {"nnx.py", "nnx_checkpoint.py"}  # Their docstrings.
 
 
 def test_jax_internals_are_where_they_were():
-    """Of run/job/jax_internals.py: the connection of processes, and the cache of programs."""
+    """Of job/jax_internals.py: the connection of processes, and the cache of programs."""
     assert {"client", "process_id", "num_processes", "coordinator_address"} <= {
         name for name in dir(distributed_state()) if not name.startswith("_")
     }
@@ -223,7 +224,7 @@ def test_a_device_kind_can_be_told_to_pallas():
 
 
 def test_a_primitive_of_ours_is_lowered_as_a_function():
-    """Of core/sharding/devices/xla_errors.py: mlir.lower_fun and mlir.register_lowering."""
+    """Of core/xla_workarounds/xla_errors.py: mlir.lower_fun and mlir.register_lowering."""
     doubled = _right(jax.lax.neg_p, lambda primitive, x, **params: 2 * x)
     actual = jax.jit(lambda x: doubled.bind(x, accuracy=None))(SEVEN)
     np.testing.assert_array_equal(actual, 2 * SEVEN)

@@ -19,12 +19,6 @@ def test_a_mesh_has_the_default_axes_which_are_auto(mesh_of):
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 3, 2), (7, 1, 1)])
-def test_a_mesh_takes_the_first_simulated_devices(mesh_of, shape):
-    ids = [device.id for device in mesh_of(*shape).devices.flat]
-    assert ids == list(range(int(np.prod(shape))))
-
-
 def test_a_dcn_shape_multiplies_and_its_slices_are_outermost_on_their_axis():
     config = MeshConfig(ici_mesh_shape=(1, 2, 2), dcn_mesh_shape=(1, 2, 1))
     assert config.shape == (1, 4, 2)

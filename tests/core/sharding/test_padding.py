@@ -1,11 +1,9 @@
 """Padded shapes are Pax's; padding is zeros at the end, and an even leaf costs no operation."""
 
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core import pad_tree, padded_shape, unpad_tree
@@ -34,16 +32,6 @@ def test_every_padded_shape_of_the_reference():
     cases = golden("reference/uneven_padding.json")["spec_cases"]["padded_shapes"]
     for shape, entries, axis_sizes, expected in cases:
         assert list(padded_shape(shape, spec_of(entries), axis_sizes)) == expected, (shape, entries)
-
-
-@pytest.mark.parametrize("dim", range(14))
-@pytest.mark.parametrize("entry", [None, "data", ("replica", "mdl"), ("mdl", "data", "replica")])
-def test_the_padded_dim_is_the_next_multiple(dim, entry):
-    sizes = {"replica": 1, "data": 3, "mdl": 2}
-    axes = [entry] if isinstance(entry, str) else entry or []
-    parts = math.prod(sizes[axis] for axis in axes)
-    expected = next(n for n in range(dim, dim + parts) if n % parts == 0)
-    assert padded_shape((dim, 5), P(entry, None), sizes) == (expected, 5)
 
 
 def test_padding_is_zeros_at_the_end_of_each_dim_and_unpad_takes_them_off():

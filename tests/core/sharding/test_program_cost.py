@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.support.lm_runs import (
     NUM_ROWS,
     SEQ_LEN,

@@ -189,7 +189,6 @@ def test_a_leaf_belongs_to_the_first_pattern_only():
     leaves = [Leaf("a/w", (8, 8), "float32"), Leaf("b/w", (8, 8), "float32")]
     splits = rule_shardings(leaves, [("a/.*", "replicate"), (".*/w", "fsdp('mdl', 0)")], MESH)
     assert splits["a/w"].spec == (None, None) and splits["b/w"].spec == (None, "mdl")
-    assert [splits[path].pattern for path in ("a/w", "b/w")] == ["a/.*", ".*/w"]
 
 
 def test_a_size_of_exactly_the_limit_stays_whole():

@@ -19,7 +19,7 @@ from praxis_lite import Task
 from praxis_lite.core import Learner, MeshConfig, Partitioner, constrain, make_mesh
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base.base_layer import ones, zeros
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.support.goldens import golden, trimmed
 
 FILE = "reference/uneven_padding.json"
@@ -125,13 +125,6 @@ def one_device_losses(model_name, num_steps):
         params, slots, loss = step(params, slots)
         losses.append(float(loss))
     return losses
-
-
-def test_the_golden_has_every_model_and_kind_of_mesh():
-    assert {name.split("|")[0] for name in RUNS} == set(golden(FILE)["configs"])
-    assert {name.split("|")[1] for name in RUNS} == {
-        "data1_mdl8", "data2_mdl4", "data8_mdl1", "replica2_data2_mdl2",
-    }
 
 
 @functools.cache

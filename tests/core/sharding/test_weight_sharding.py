@@ -13,6 +13,8 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError
+from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.core import (
     Fsdp,
     Learner,
@@ -27,8 +29,6 @@ from praxis_lite.core.partitioner.task_on_mesh import flax_axis_rules
 from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.models import FunctionModel
-from praxis_lite.run.config.overrides import apply_overrides
-from praxis_lite.run.config.text import dump_config, load_config
 from praxis_lite.tasks.loss import LossTask
 
 P = PartitionSpec

@@ -18,7 +18,7 @@ from praxis_lite.layers.attention.kernels.chunks import chunked_attention
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
 from praxis_lite.layers.attention.kernels.splash import splash_attention
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.tools.explain import hlo_matmuls
+from praxis_tools.explain import hlo_matmuls
 from tests.support.marks import needs_tokamax
 
 B, N, G, K = 2, 6, 3, 5

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.core import MeshConfig, make_mesh
-from praxis_lite.layers.attention import cache as caches
+from praxis_lite.layers.attention import kv_cache as caches
 
 B, G, S, K = 6, 4, 11, 3
 PLACES = [0, 10, 3, 11, 7, 7]  # The fourth is past the end: nothing is written.

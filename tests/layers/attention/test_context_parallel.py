@@ -17,7 +17,7 @@ from praxis_lite.layers.attention.kernels.context_parallel import CONTEXT_PARALL
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.ring_groups import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.layers.whole_model import preset_runs
 from tests.support.marks import needs_tokamax, slow_but
 

@@ -12,7 +12,7 @@ from praxis_lite.layers.attention.kernels.choice import attend
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.activation_names import offloaded
-from praxis_lite.tools.explain import hlo_matmuls
+from praxis_tools.explain import hlo_matmuls
 from tests.support.marks import needs_tokamax
 
 POLICY = jax.checkpoint_policies.save_only_these_names("context")

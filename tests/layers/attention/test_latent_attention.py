@@ -10,7 +10,7 @@ from flax import nnx
 
 from praxis_lite import ConfigError
 from praxis_lite.layers import MultiHeadLatentAttention, lora
-from praxis_lite.tools.testing.asserts.layers import assert_near, run_layers
+from praxis_tools.check.asserts.layers import assert_near, run_layers
 
 B, T, D, N = 2, 6, 7, 3
 SIZES = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6, "v_head_dim": 3}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.core import NnxModel
-from praxis_lite.layers.attention.cache import SPARE_PLACES
+from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from tests.layers.attention.test_attentions import ATTENTION, BIAS, random_params
 from tests.support.marks import slow_but
 

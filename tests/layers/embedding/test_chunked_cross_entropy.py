@@ -14,7 +14,7 @@ from praxis_lite import layers
 from praxis_lite.core import MeshConfig, NnxModel, make_mesh
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.support.marks import slow_but
 
 # B batch, T time, D input dims, V classes, C classes of a chunk.

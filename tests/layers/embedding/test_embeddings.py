@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import MeshConfig, NnxModel, make_mesh
 from praxis_lite.layers.embedding import embeddings
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.support.goldens import pax_options
 from tests.support.pax_options import flat, mdl_vars_from
 

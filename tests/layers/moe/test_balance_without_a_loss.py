@@ -11,8 +11,8 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.core.collectives import ExplicitCollectives
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.layers.moe.routing import BiasUpdate
 from praxis_lite.tasks.language_model import LanguageModelTask

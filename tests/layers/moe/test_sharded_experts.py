@@ -12,10 +12,10 @@ import pytest
 
 from praxis_lite.core import MeshConfig, NnxModel, constrain, make_mesh
 from praxis_lite.core.models.model import spec_leaves
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.layers import AuxLoss, Summary, TransformerFeedForwardMoe, intermediates
-from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.testing.asserts.layers import revealing
+from praxis_tools.check.asserts.layers import revealing
+from praxis_tools.explain import hlo
 
 AXES = ("data", "expert", "mdl")
 BATCH = ("data", "expert")

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from praxis_lite.core import MeshConfig, NnxModel, constrain, make_mesh
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.layers import TransformerFeedForwardMoe
-from praxis_lite.tools.testing.asserts.layers import revealing
+from praxis_tools.check.asserts.layers import revealing
 from tests.layers.moe.test_sharded_experts import drawn, placed
 
 AXES = ("data", "expert", "mdl")

@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError
-from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Partitioner
+from praxis_lite.core.collectives import ExplicitCollectives
 from praxis_lite.layers import Pipeline, Repeat, TransformerFeedForward
 from praxis_lite.optimizers import VariationalNoise
 from tests.support import offload_runs

@@ -23,7 +23,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base.foreign_kernels import without_vma
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close
 from tests.support.marks import slow_but
 

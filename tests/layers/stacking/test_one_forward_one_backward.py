@@ -28,7 +28,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo, hlo_runs, hlo_text
+from praxis_tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close
 from tests.support.marks import slow_but
 

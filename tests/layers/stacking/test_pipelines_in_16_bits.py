@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from praxis_lite.tools.testing import check_on_meshes
-from tests.tools.testing.defects import by_pipeline
+from praxis_tools.check import check_on_meshes
+from tests.tools.check.defects import by_pipeline
 
 
 class Split(by_pipeline.Split):

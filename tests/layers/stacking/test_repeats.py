@@ -27,7 +27,7 @@ from praxis_lite.layers import (
     intermediates,
 )
 from praxis_lite.layers.stacking import repeats
-from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES, SAVED_NAMES
+from praxis_lite.layers.stacking.remat_policies import CHECKPOINT_POLICIES, SAVED_NAMES
 from praxis_lite.tasks.image_classification import ClassificationTask
 from tests.support.marks import every
 

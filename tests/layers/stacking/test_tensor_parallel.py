@@ -19,8 +19,8 @@ from praxis_lite.layers.base.variables import variables
 from praxis_lite.layers.whole_model.adapters import lora
 from praxis_lite.layers.whole_model.quantization import QuantizationRule, quantized
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.testing.asserts.layers import assert_near
+from praxis_tools.check.asserts.layers import assert_near
+from praxis_tools.explain import hlo
 from tests.layers.whole_model import preset_runs
 from tests.support.explicit_partitioner import explicit_partitioner
 

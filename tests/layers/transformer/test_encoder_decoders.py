@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
 from praxis_lite.decode import BeamSearch, Greedy
-from praxis_lite.tools.testing.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
 from tests.support.goldens import pax_options
 from tests.support.pax_options import flat, mdl_vars_from
 

@@ -14,7 +14,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner, NnxModel
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.testing.asserts.layers import assert_near, drawn
+from praxis_tools.check.asserts.layers import assert_near, drawn
 from tests.layers import test_pax_goldens as goldens
 from tests.support.goldens import pax_cases, pax_options
 from tests.support.marks import slow_but

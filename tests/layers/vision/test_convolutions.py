@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
-from praxis_lite.tools.testing.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
 from tests.support.pax_options import assert_equals_pax
 
 partial = functools.partial

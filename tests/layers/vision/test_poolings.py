@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.tools.testing.asserts.layers import assert_near, run_layers
+from praxis_tools.check.asserts.layers import assert_near, run_layers
 from tests.support.goldens import pax_options
 from tests.support.marks import slow_but
 from tests.support.pax_options import assert_equals_pax

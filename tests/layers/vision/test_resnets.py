@@ -13,7 +13,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner, NnxModel, Partitioner
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_lite.tools.testing.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
 from tests.support.pax_options import assert_equals_pax
 
 partial = functools.partial

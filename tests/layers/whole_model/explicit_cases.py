@@ -13,7 +13,7 @@ from praxis_lite import layers
 from praxis_lite.core import Learner, Task, constrain
 from praxis_lite.layers import AuxLoss, BaseLayer, intermediates
 from praxis_lite.layers.embedding import rotary_scaling
-from praxis_lite.tools.testing.asserts.layers import revealing
+from praxis_tools.check.asserts.layers import revealing
 
 AXES = ("replica", "data", "mdl")
 ROWS = AXES[:2]

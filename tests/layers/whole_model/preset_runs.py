@@ -17,7 +17,7 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.core.sharding.devices import axis_types
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.support.lm_runs import structs, zero_padded
 
 NUM_LAYERS, NUM_STEPS = 2, 3

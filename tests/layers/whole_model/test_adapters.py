@@ -17,7 +17,7 @@ from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.layers import BaseLayer, adapted, lora, merge_adapters
 from praxis_lite.layers.base.variables import variables
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
-from praxis_lite.tools.testing.asserts.layers import assert_near, run_layers
+from praxis_tools.check.asserts.layers import assert_near, run_layers
 from tests.support.marks import every
 
 partial = functools.partial

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from praxis_lite import layers
-from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import ConfigError, Learner, MeshConfig, Partitioner, Task, make_mesh
+from praxis_lite.core.collectives import ExplicitCollectives
 from praxis_lite.decode import Greedy
 from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask

@@ -10,16 +10,16 @@ import optax
 import pytest
 
 from praxis_lite import layers
+from praxis_lite.config.build import build
 from praxis_lite.core import ConfigError, Learner, MeshConfig, Partitioner, Task, make_mesh
+from praxis_lite.experiment.registry import get_experiment, list_experiments
 from praxis_lite.experiments.finetune import LORA
 from praxis_lite.layers import adapted, set_sharding_params, with_reference
-from praxis_lite.run.config.build import build
-from praxis_lite.run.experiment.registry import get_experiment, list_experiments
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.preference import DpoTask
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
-from praxis_lite.tools.testing.check import on_mesh
+from praxis_tools.check.check import on_mesh
 from tests.layers.whole_model.preset_runs import EVEN, batch_of, even_lm, losses
 
 AXES, EXPERTS = ("replica", "data", "mdl"), ("data", "expert", "mdl")

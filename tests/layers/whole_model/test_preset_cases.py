@@ -8,9 +8,9 @@ import flax.nnx as nnx
 import pytest
 
 from praxis_lite import layers
+from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.layers import SHARDING_PRESETS, BaseLayer, set_sharding_params, splits
-from praxis_lite.run.config.overrides import apply_overrides
-from praxis_lite.run.config.text import dump_config, load_config
 from tests.support.declared_splits import CasesOfRules, refused, splits_of
 
 D, F, N = 12, 20, 4

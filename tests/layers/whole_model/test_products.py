@@ -12,7 +12,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.layers import QuantizationRule, lora, quantized
 from praxis_lite.layers.base.dense import Product
-from praxis_lite.tools.testing.asserts.layers import assert_near, run_layers
+from praxis_tools.check.asserts.layers import assert_near, run_layers
 from tests.support.float16 import needs_float16
 from tests.support.goldens import golden
 

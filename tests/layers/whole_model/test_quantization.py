@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
+from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.core import Learner, MeshConfig, NnxModel, Partitioner, constrain, make_mesh
 from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.decode import Greedy
@@ -29,7 +30,6 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.whole_model import quantization
 from praxis_lite.layers.whole_model.rounded_products import RoundedProduct
-from praxis_lite.run.config.text import dump_config, load_config
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.support.float16 import needs_float16
 from tests.support.lm_runs import (

@@ -14,8 +14,8 @@ from praxis_lite import layers
 from praxis_lite.core import NnxModel
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.layers import set_sharding_params
-from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.testing.asserts.layers import assert_near, drawn
+from praxis_tools.check.asserts.layers import assert_near, drawn
+from praxis_tools.explain import hlo
 from tests.layers.whole_model import preset_runs
 from tests.layers.whole_model.preset_runs import EVEN, NUM_LAYERS, both_ends, mesh_of
 from tests.support.on_tpu import needs_libtpu, printed_by

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.layers.base.dense import is_dense
 from praxis_lite.layers.whole_model.rounded_products import summing_devices
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.layers.whole_model import preset_runs
 from tests.support.lm_runs import structs
 from tests.support.on_tpu import needs_libtpu, printed_by

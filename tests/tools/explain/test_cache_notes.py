@@ -12,7 +12,7 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain.explain import cache_notes
+from praxis_tools.explain.explain import cache_notes
 
 LATENT = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.tools.explain.compiler_warnings import explained_warnings
+from praxis_tools.explain.compiler_warnings import explained_warnings
 
 
 def test_a_full_copy_is_said_once_with_its_layer_and_what_to_change(mesh_of, capfd):
@@ -43,7 +43,7 @@ def test_a_full_copy_is_said_once_with_its_layer_and_what_to_change(mesh_of, cap
 def test_what_is_said_before_an_abort_is_passed_on_and_a_child_that_lives_on_holds_nothing_up():
     program = """
 import os, subprocess, sys
-from praxis_lite.tools.explain.compiler_warnings import explained_warnings
+from praxis_tools.explain.compiler_warnings import explained_warnings
 with explained_warnings(print):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(20)"], stdout=2)
 print("went on", flush=True)

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core import StateLayout
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.partitioner.train_state import layout_and_learner
-from praxis_lite.run.trainer.layout_table import layout_table
-from praxis_lite.tools.explain.explain import explain
+from praxis_lite.trainer.layout_table import layout_table
+from praxis_tools.explain.explain import explain
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
 from tests.support.job_runs import home, launch, succeed
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import StateLayout
-from praxis_lite.tools.explain.explain_page import page
+from praxis_tools.explain.explain_page import page
 
 HOSTILE = "</script><script>document.title=7</script><!--<img src=x onerror=a>{{title}}{{document}}"
 
@@ -23,7 +23,7 @@ def test_names_stay_text_in_the_page(mesh_of):
         declared_by={HOSTILE: HOSTILE},
     )
     text = page(HOSTILE, mesh_of(1, 4, 2), layout, [HOSTILE], [])
-    folder = resources.files("praxis_lite.tools.explain")
+    folder = resources.files("praxis_tools.explain")
     template = (folder / "explain_page.html").read_text("utf-8")
     for tag in ("<script", "</script", "<img", "<!--"):
         assert text.count(tag) == template.count(tag), tag

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import StateLayout
 from praxis_lite.core.sharding.devices.axis_types import mesh_of
-from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
-from praxis_lite.tools.explain.hlo import Collective, MemoryPerDevice
+from praxis_tools.explain.explain_page import ExplainedStep, in_notebook, page
+from praxis_tools.explain.hlo import Collective, MemoryPerDevice
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason=NO_BROWSER)

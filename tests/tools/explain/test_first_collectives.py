@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.tools.explain.first_collectives import FirstCollectives
+from praxis_tools.explain.first_collectives import FirstCollectives
 
 
 def test_the_first_collective_that_leaves_a_process_is_found_by_its_devices():

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core.errors import format_bytes
-from praxis_lite.tools.explain import hlo, hlo_matmuls
-from praxis_lite.tools.explain.hlo_layers import layers_of_name, merged_layer, source_line
+from praxis_tools.explain import hlo, hlo_matmuls
+from praxis_tools.explain.hlo_layers import layers_of_name, merged_layer, source_line
 from tests.support.unknown_loops import unknown_loops
 
 F32 = 4  # bytes

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from praxis_lite.tools.explain.hlo_groups import axes_of_groups, device_groups
-from praxis_lite.tools.explain.hlo_text import Program
+from praxis_tools.explain.hlo_groups import axes_of_groups, device_groups
+from praxis_tools.explain.hlo_text import Program
 
 PROGRAM = Program("HloModule m, num_partitions=8", {}, "main", {})
 SIZES = {"replica": 1, "data": 4, "mdl": 2}

@@ -15,7 +15,7 @@ from praxis_lite import ConfigError
 from praxis_lite.core import NnxModel
 from praxis_lite.core.models.layer_paths import attribute_name
 from praxis_lite.layers import BaseLayer, Linear, Repeat, StackedTransformer
-from praxis_lite.tools.explain.hlo_layers import layers_of_name
+from praxis_tools.explain.hlo_layers import layers_of_name
 
 
 class Block(BaseLayer):

@@ -18,7 +18,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base.variables import stacked
-from praxis_lite.run.trainer.layout_table import (
+from praxis_lite.trainer.layout_table import (
     LONG_DECISION,
     bytes_per_device,
     layout_json,

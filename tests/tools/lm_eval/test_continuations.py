@@ -7,7 +7,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.decode import Greedy, Sample
 from praxis_lite.inputs.tokenizers import ByteTokenizer, load_tokenizer
-from praxis_lite.tools.lm_eval.continuations import Continuations, Request
+from praxis_tools.lm_eval.continuations import Continuations, Request
 from tests.support.goldens import GOLDENS
 
 
@@ -50,7 +50,7 @@ def test_a_setting_that_is_not_known_here_is_named(settings, words):
 
 def test_there_must_be_room_for_a_context_and_a_token_in_it():
     decoder = continuations().decoder({}, 48)
-    with pytest.raises(ConfigError, match="max_gen_toks is 48; wanted is less than max_length, 48"):
+    with pytest.raises(ConfigError, match="max_gen_toks is 48; expected less than max_length, 48"):
         continuations().of([Request([1], decoder, ())])
     with pytest.raises(ConfigError, match="empty context"):
         continuations(max_length=49).of([Request([], decoder, ())])

@@ -2,25 +2,26 @@
 
 import copy
 import functools
+import logging
 import types
 
 import fiddle as fdl
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, huggingface
 from praxis_lite.core import MeshConfig, make_mesh
+from praxis_lite.experiment.registry import get_experiment
 from praxis_lite.inputs.text.length_classes import (
     all_length_classes,
     batches_by_length,
     length_class,
     length_of_prompts,
 )
-from praxis_lite.run.experiment.registry import get_experiment
-from praxis_lite.tools import huggingface
-from praxis_lite.tools.lm_eval import progress
-from praxis_lite.tools.lm_eval.evaluated_model import evaluated_model
-from praxis_lite.tools.lm_eval.log_likelihoods import LogLikelihoods
+from praxis_lite.job.processes.standard_output import print_log
+from praxis_tools.lm_eval import progress
+from praxis_tools.lm_eval.evaluated_model import evaluated_model
+from praxis_tools.lm_eval.log_likelihoods import LogLikelihoods
 from tests.decode.toy_models import num_compiled
 from tests.support.lm_eval_tasks import model_directory
 
@@ -78,7 +79,7 @@ def test_scores_are_those_of_the_forward_pass_and_each_class_of_lengths_compiles
     assert [score.is_greedy for score in scores].count(True) == 1
 
 
-def test_what_is_too_long_loses_its_first_ids_and_the_log_says_so(scorer, caplog):
+def test_what_is_too_long_loses_its_first_ids_with_a_warning(scorer, caplog):
     context, continuation = list(range(3, 93)) * 2, [5, 6, 7]
     cut = scorer.of([(context[54:], continuation)])  # 126 and 3: with the last, one more than 128.
     assert not warnings_in(caplog)
@@ -144,13 +145,15 @@ def test_what_is_no_language_model_of_text_is_an_error(loaded):
         evaluated_model("job")
 
 
-def test_the_log_says_now_and_then_how_far_it_is(caplog, monkeypatch):
-    clock = iter([0.0, 9.0, 21.0, 30.0, 32.0])
+def test_a_command_prints_its_progress_every_20_seconds(capsys, monkeypatch):
+    log, clock = logging.getLogger("praxis_tools"), iter([0.0, 9.0, 21.0, 30.0, 32.0])
+    for name in ("handlers", "propagate"):
+        monkeypatch.setattr(log, name, [])
     monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-    with caplog.at_level("INFO", "praxis_lite"):
-        tells = progress.Progress("scored", 11)
-        for count in (3, 3, 3, 2):
-            tells.add(count)
-    assert caplog.messages == [
+    print_log()
+    scoring = progress.Progress("scored", 11)
+    for count in (3, 3, 3, 2):
+        scoring.add(count)
+    assert capsys.readouterr().out.splitlines() == [
         "scored 6 of 11 requests in 21 s", "scored 11 of 11 requests in 32 s"
     ]

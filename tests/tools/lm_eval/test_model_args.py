@@ -3,7 +3,7 @@
 import pytest
 
 from praxis_lite import ConfigError, MeshConfig
-from praxis_lite.tools.lm_eval import model_args
+from praxis_tools.lm_eval import model_args
 
 
 @pytest.mark.parametrize("given, words", [
@@ -13,7 +13,7 @@ from praxis_lite.tools.lm_eval import model_args
     ({"jobs": "a"}, "Did you mean job"),
     ({"job": "a", "mesh": "4,2"}, "mesh is '4,2'; wanted is 'attached', 'job', or devices"),
     ({"job": "a", "mesh": 8}, "mesh is 8"),
-    ({"pretrained": "a", "step": 3}, "step, beside pretrained=DIR, is 3"),
+    ({"pretrained": "a", "step": 3}, "step, next to pretrained=DIR, is 3"),
     ({"job": "no_such_job"}, "no_such_job"),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named(given, words):

@@ -10,18 +10,18 @@ import pytest
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.splash_kernels import SplashOfJax
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.tools.explain.hlo_text import parse
-from praxis_lite.tools.explain.kernels import kernel_flops
-from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.plan.costs import (
+from praxis_tools.explain.hlo_text import parse
+from praxis_tools.explain.kernels import kernel_flops
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.plan.costs import (
     Efficiencies,
     bytes_moved,
     compute_seconds,
 )
-from praxis_lite.tools.plan.schedule.collective_cost import CollectiveSpec, collective_seconds
-from praxis_lite.tools.plan.schedule.copies import bytes_in_hbm
-from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.topology import PhysicalMesh
+from praxis_tools.plan.schedule.collective_cost import CollectiveSpec, collective_seconds
+from praxis_tools.plan.schedule.copies import bytes_in_hbm
+from praxis_tools.plan.schedule.schedule import schedule
+from praxis_tools.plan.topology import PhysicalMesh
 
 PLAIN = Efficiencies(
     cycles=1.0, kernel=1.0, matmul=1.0, link=1.0, network=1.0, hop_seconds=0.0, network_seconds=0.0

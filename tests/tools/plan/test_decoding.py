@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from praxis_lite.run.config.build import build
-from praxis_lite.run.config.class_attributes import configured
-from praxis_lite.run.experiment import registry
-from praxis_lite.tools.explain.hlo_text import parse
-from praxis_lite.tools.plan import job_plan
-from praxis_lite.tools.plan.decoding import loop_over_tokens
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_lite.config.build import build
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.experiment import registry
+from praxis_tools.explain.hlo_text import parse
+from praxis_tools.plan import job_plan
+from praxis_tools.plan.decoding import loop_over_tokens
+from praxis_tools.plan.topology import topology_of
 from tests.support.job_runs import launch
 
 # A vocabulary of 257 bytes; two heads of keys and values, one on each device along mdl.

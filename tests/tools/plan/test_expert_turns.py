@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from praxis_lite.core import MeshConfig, constrain, make_mesh
-from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.plan.plan_text import plan_text
-from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.topology import PhysicalMesh
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.plan.plan_text import plan_text
+from praxis_tools.plan.schedule.schedule import schedule
+from praxis_tools.plan.topology import PhysicalMesh
 from tests.layers.moe.test_sharded_experts import drawn, placed
 from tests.layers.moe.test_uneven_loads import AXES, model_of
 from tests.support.job_runs import launch

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.plan.costs import FITTED
-from praxis_lite.tools.plan.search.formulas import (
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.plan.costs import FITTED
+from praxis_tools.plan.search.formulas import (
     Layout,
     Shape,
     peak_bytes,

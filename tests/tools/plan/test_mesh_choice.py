@@ -11,17 +11,17 @@ import types
 import jax
 import pytest
 
+from praxis_lite.config.build import build
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
+from praxis_lite.experiment import registry
 from praxis_lite.host import host_memory
 from praxis_lite.inputs.batches import checked_spec
-from praxis_lite.run.config.build import build
-from praxis_lite.run.experiment import registry
-from praxis_lite.run.trainer.checks.memory import check_fits
-from praxis_lite.run.trainer.job_on_mesh import partitioner_on
-from praxis_lite.tools.plan.search import mesh_choice
-from praxis_lite.tools.plan.search.mesh_choice import chosen_mesh
+from praxis_lite.trainer.checks.memory import check_fits
+from praxis_lite.trainer.job_on_mesh import partitioner_on
+from praxis_tools.plan.search import mesh_choice
+from praxis_tools.plan.search.mesh_choice import chosen_mesh
 from tests.support.job_runs import CHECKOUT
 from tests.support.marks import slow_but
 

@@ -9,19 +9,19 @@ import jax
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.config.build import build
+from praxis_lite.config.class_attributes import configured
 from praxis_lite.core.sharding.inputs import num_rows_of
-from praxis_lite.run.config.build import build
-from praxis_lite.run.config.class_attributes import configured
-from praxis_lite.run.experiment import registry
-from praxis_lite.tools.explain import hlo, hlo_matmuls
-from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.plan.job_on_topology import planned_partitioner, step_specs
-from praxis_lite.tools.plan.job_plan import plan_job
-from praxis_lite.tools.plan.memory import bytes_of_stacks, out_of_memory
-from praxis_lite.tools.plan.plan_text import plan_text
-from praxis_lite.tools.plan.predict import compiled_readably, plan_of_compiled, plan_step
-from praxis_lite.tools.plan.search.formulas import bubble_share
-from praxis_lite.tools.plan.topology import Topology, topology_of
+from praxis_lite.experiment import registry
+from praxis_tools.explain import hlo, hlo_matmuls
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.plan.job_on_topology import planned_partitioner, step_specs
+from praxis_tools.plan.job_plan import plan_job
+from praxis_tools.plan.memory import bytes_of_stacks, out_of_memory
+from praxis_tools.plan.plan_text import plan_text
+from praxis_tools.plan.predict import compiled_readably, plan_of_compiled, plan_step
+from praxis_tools.plan.search.formulas import bubble_share
+from praxis_tools.plan.topology import Topology, topology_of
 from tests.support.job_runs import launch
 
 CONTRACT = {

@@ -6,14 +6,14 @@ import json
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.tools.plan.plan_text import plan_text
-from praxis_lite.tools.plan.residuals import (
+from praxis_tools.plan.plan_text import plan_text
+from praxis_tools.plan.residuals import (
     Residual,
     append_residual,
     corrected,
     read_residuals,
 )
-from praxis_lite.tools.plan.step_plan import StepPlan
+from praxis_tools.plan.step_plan import StepPlan
 from tests.support.job_runs import launch
 
 MESH = {"data": 7, "mdl": 3}

@@ -6,11 +6,11 @@ import types
 import numpy as np
 import pytest
 
-from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.plan.costs import FITTED
-from praxis_lite.tools.plan.predict import predicted_fields
-from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.topology import PhysicalMesh, Topology
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.plan.costs import FITTED
+from praxis_tools.plan.predict import predicted_fields
+from praxis_tools.plan.schedule.schedule import schedule
+from praxis_tools.plan.topology import PhysicalMesh, Topology
 
 # A loop of 3 turns: 1,500 cycles beside a permute of 4096 bytes; then an all-gather of 8 devices
 # of 1024 bytes each, awaited; and a condition of 300 or 600 cycles.

@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from praxis_lite.run.config.class_attributes import configured
-from praxis_lite.run.experiment import registry
-from praxis_lite.tools.plan.search import search as searching
-from praxis_lite.tools.plan.search.candidates import candidates, diversified, paths_of
-from praxis_lite.tools.plan.search.search_report import pareto_front, table
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.experiment import registry
+from praxis_tools.plan.search import search as searching
+from praxis_tools.plan.search.candidates import candidates, diversified, paths_of
+from praxis_tools.plan.search.search_report import pareto_front, table
+from praxis_tools.plan.topology import topology_of
 from tests.support.job_runs import CHECKOUT, launch
 
 

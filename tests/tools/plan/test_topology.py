@@ -5,8 +5,8 @@ import types
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.tools.plan import topology as topologies
-from praxis_lite.tools.plan.topology import attached_topology, topology_of
+from praxis_tools.plan import topology as topologies
+from praxis_tools.plan.topology import attached_topology, topology_of
 
 
 def test_simulated_devices_and_a_modelled_cluster():

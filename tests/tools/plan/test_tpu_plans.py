@@ -86,7 +86,7 @@ _GATHER = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from praxis_lite.core import MeshConfig, make_mesh
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_tools.plan.topology import topology_of
 mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 64, 1)), topology_of("v5p:4x4x4").devices)
 split = NamedSharding(mesh, P("data"))
 gather = jax.jit(lambda x: x * 2, in_shardings=split, out_shardings=NamedSharding(mesh, P()))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.tools.explain.hlo_text import parse
-from praxis_lite.tools.profile.graphs import Schedule
-from praxis_lite.tools.profile.measured import NOT_NAMED, measure
-from praxis_lite.tools.profile.trace import UNNAMED, OpTime, read_trace
-from praxis_lite.tools.utilization.utilization_hook import flops_of_program
+from praxis_tools.explain.hlo_text import parse
+from praxis_tools.profile.graphs import Schedule
+from praxis_tools.profile.measured import NOT_NAMED, measure
+from praxis_tools.profile.trace import UNNAMED, OpTime, read_trace
+from praxis_tools.utilization.utilization_hook import flops_of_program
 from tests.support.traces import write_trace
 
 # Two steps of jax 0.11.2, without source lines and without what this package does not read.

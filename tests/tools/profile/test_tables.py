@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.hooks import profile_facts
-from praxis_lite.run.trainer.hooks.profile_facts import DeviceFacts, ProfileFacts, read_facts
-from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.plan.costs import FITTED
-from praxis_lite.tools.profile.buffers import largest_temporaries
-from praxis_lite.tools.profile.measured import OUTSIDE, Row, measure, text_of_step
-from praxis_lite.tools.profile.peak_memory import peak_memory
-from praxis_lite.tools.profile.profile_text import profile_text
-from praxis_lite.tools.profile.tables import PROFILE_TXT, folder_of, tables_of
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.hooks import profile_facts
+from praxis_lite.trainer.hooks.profile_facts import DeviceFacts, ProfileFacts, read_facts
+from praxis_tools.explain import hlo
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.plan.costs import FITTED
+from praxis_tools.profile.buffers import largest_temporaries
+from praxis_tools.profile.measured import OUTSIDE, Row, measure, text_of_step
+from praxis_tools.profile.peak_memory import peak_memory
+from praxis_tools.profile.profile_text import profile_text
+from praxis_tools.profile.tables import PROFILE_TXT, folder_of, tables_of
 from tests.support.job_runs import home, launch, succeed
 from tests.support.line_jobs import LINE
 from tests.support.traces import write_trace

@@ -3,7 +3,7 @@
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.tools.profile.trace import OpTime, read_trace
+from praxis_tools.profile.trace import OpTime, read_trace
 from tests.support.traces import write_trace
 
 

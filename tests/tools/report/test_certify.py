@@ -9,9 +9,9 @@ import shutil
 import jax
 import pytest
 
+from praxis_lite.checkpoints.digest import digest_of
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.main import main
-from praxis_lite.run.checkpoints.digest import digest_of
-from praxis_lite.run.job.job_dir import JobDir
 from tests.support.job_runs import succeed
 from tests.support.line_jobs import LINE
 from tests.support.written_jobs import certificate_line, change_line

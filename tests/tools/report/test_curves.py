@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from praxis_lite.tools.report.curves import buckets_of, with_extremes
+from praxis_tools.report.curves import buckets_of, with_extremes
 
 
 def values_with_everything(num_values, seed=0):

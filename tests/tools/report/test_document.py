@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.run.trainer.summary import summary
-from praxis_lite.tools.profile.tables import PROFILE_TXT
-from praxis_lite.tools.report.document import MOST_LETTERS, SPENT, document
-from praxis_lite.tools.report.job_reader import JobReader
-from praxis_lite.tools.report.report import Report
-from praxis_lite.tools.report.text import report_text
+from praxis_lite.trainer.summary import summary
+from praxis_tools.profile.tables import PROFILE_TXT
+from praxis_tools.report.document import MOST_LETTERS, SPENT, document
+from praxis_tools.report.job_reader import JobReader
+from praxis_tools.report.report import Report
+from praxis_tools.report.text import report_text
 from tests.support.written_jobs import (
     LAYOUT,
     certificate_line,
@@ -285,7 +285,7 @@ def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):
     )
     states = read({HOSTILE: job})
     text = Report(states, NOW).page()
-    template = (resources.files("praxis_lite.tools.report") / "report_page.html").read_text("utf-8")
+    template = (resources.files("praxis_tools.report") / "report_page.html").read_text("utf-8")
     for tag in ("<script", "</script", "<img", "<!--"):
         assert text.count(tag) == template.count(tag), tag
     actual = document_in(text)
@@ -302,7 +302,7 @@ def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):
 
 def test_the_page_is_among_the_files_that_an_installation_copies():
     setup = Path(__file__).parents[3].joinpath("setup.py").read_text()
-    assert '"praxis_lite.tools.report": ["report_page.html"]' in setup
+    assert '"praxis_tools.report": ["report_page.html"]' in setup
 
 
 ELASTIC = [

@@ -12,12 +12,12 @@ import sys
 import pytest
 
 import praxis_lite
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.job_lock import JobLock
 from praxis_lite.main import main
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.job.job_lock import JobLock
-from praxis_lite.run.trainer.metrics.json_lines import json_line
-from praxis_lite.tools.report.job_reader import named_jobs
-from praxis_lite.tools.report.report import ReportReader, print_reports
+from praxis_lite.trainer.metrics.json_lines import json_line
+from praxis_tools.report.job_reader import named_jobs
+from praxis_tools.report.report import ReportReader, print_reports
 from tests.support import line_jobs
 from tests.support.job_runs import CHECKOUT, home
 from tests.support.written_jobs import training_lines, written_job

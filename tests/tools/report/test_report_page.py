@@ -7,9 +7,9 @@ import time
 import pytest
 
 import praxis_lite
-from praxis_lite.run.trainer.metrics.json_lines import json_line
-from praxis_lite.tools.report.job_reader import JobReader
-from praxis_lite.tools.report.report import Report
+from praxis_lite.trainer.metrics.json_lines import json_line
+from praxis_tools.report.job_reader import JobReader
+from praxis_tools.report.report import Report
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
 from tests.support.written_jobs import (
     certificate_line,

@@ -13,15 +13,15 @@ from unittest import mock
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.modes.mode import CommandLine
-from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
-from praxis_lite.tools.sweep import running
-from praxis_lite.tools.sweep.command import sweep
-from praxis_lite.tools.sweep.settings import SweepSettings
-from praxis_lite.tools.sweep.space import Space
-from praxis_lite.tools.sweep.study import Study
-from praxis_lite.tools.sweep.trial_job import TrialJob
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.modes.mode import CommandLine
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
+from praxis_tools.sweep import running
+from praxis_tools.sweep.command import sweep
+from praxis_tools.sweep.settings import SweepSettings
+from praxis_tools.sweep.space import Space
+from praxis_tools.sweep.study import Study
+from praxis_tools.sweep.trial_job import TrialJob
 from tests.support import quick_trial
 from tests.support.job_runs import home
 from tests.support.swept_jobs import SWEPT

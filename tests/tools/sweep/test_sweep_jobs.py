@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps
-from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.job.job_dir import JobDir
 from tests.support.job_runs import lines_of, start_process, succeed
 from tests.support.process_pairs import ended, wait_until
 from tests.support.swept_jobs import SWEPT

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.config.build import build
+from praxis_lite.experiment.launched_config import config_of_experiment
 from praxis_lite.layers.attention.kernels.blocks import blocked_attention
 from praxis_lite.layers.attention.kernels.chunks import chunked_attention
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
-from praxis_lite.run.config.build import build
-from praxis_lite.run.experiment.launched_config import config_of_experiment
-from praxis_lite.run.trainer.job_on_mesh import partitioner_of
-from praxis_lite.tools.explain import hlo_matmuls
-from praxis_lite.tools.utilization.model_flops import ModelFlops, flops_of_step, model_flops
+from praxis_lite.trainer.job_on_mesh import partitioner_of
+from praxis_tools.explain import hlo_matmuls
+from praxis_tools.utilization.model_flops import ModelFlops, flops_of_step, model_flops
 
 
 def flops(function, *shapes):

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
-from praxis_lite.tools.explain import hlo_matmuls
-from praxis_lite.tools.explain.hlo_runs import executed
-from praxis_lite.tools.explain.hlo_text import op_name_of, parse
-from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.utilization import utilization_hook as hook
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
+from praxis_tools.explain import hlo_matmuls
+from praxis_tools.explain.hlo_runs import executed
+from praxis_tools.explain.hlo_text import op_name_of, parse
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.utilization import utilization_hook as hook
 from tests.support.job_runs import succeed, trained
 from tests.support.lm_runs import batches, partitioner_of, structs
 

@@ -3,7 +3,7 @@
 Every mesh of the library is made here, with the type of each axis stated: JAX's own functions
 differ in what they take by default (`jax.make_mesh` Explicit, `Mesh` Auto).
 
-Arrays lie on meshes of Auto axes wherever they cross a program's boundary, for JAX has no type of
+Arrays are on meshes of Auto axes when they cross a program's boundary, because JAX has no type for
 an array that its devices do not divide. A mesh with Explicit axes makes them types inside the
 steps that are typed (`TaskOnMesh.typed`), by `jax.sharding.explicit_axes`.
 """
@@ -21,6 +21,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
+
+__all__ = ("STATED", "explicit_axes_of", "mesh_of", "untyped")
 
 PyTree = Any
 # As `MeshConfig.axis_types` names them.
@@ -59,7 +61,7 @@ def is_typed() -> bool:
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh of the same devices on which arrays lie: all its axes are Auto."""
+    """Returns the mesh of the same devices with Auto axes, which the state is on."""
     return mesh_of(mesh.devices, mesh.axis_names) if explicit_axes_of(mesh) else mesh
 
 
@@ -69,12 +71,11 @@ def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(entry_of, left))
 
 
-def stated(x: jax.Array, spec: PartitionSpec, what: str = "An activation") -> jax.Array:
+def stated(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Returns `x` with a layout stated: to XLA over Auto axes, as its type over Explicit ones.
 
     Args:
       spec: without manual axes.
-      what: it is, for the message.
 
     Raises:
       ConfigError: Explicit axes do not divide a dim that the spec splits over them.
@@ -83,7 +84,7 @@ def stated(x: jax.Array, spec: PartitionSpec, what: str = "An activation") -> ja
     explicit = explicit_axes_of(mesh)
     if not explicit:
         return jax.lax.with_sharding_constraint(x, spec)
-    check_divides(x.shape, spec, what, mesh, explicit)
+    check_divides(x.shape, spec, "An activation", mesh, explicit)
     with jax.named_scope(STATED):
         x = jax.sharding.reshard(x, _still_reduced(x, only_axes(spec, explicit)))
     left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])

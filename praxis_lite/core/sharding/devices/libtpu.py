@@ -11,6 +11,8 @@ import jax
 
 from praxis_lite.core.sharding.devices.xla_options import check_environment
 
+__all__ = ("WITHOUT_TPU", "mismatch")
+
 log = logging.getLogger(__name__)
 
 # Else libtpu asks Google's metadata server what machine this is, complains, and locks itself.

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few
 
+__all__ = ("check_environment",)
+
 # The environment variables that options come from, with the package whose library reads them. XLA
 # ends the process at a name that it does not know.
 _OF_THE_ENVIRONMENT = {"XLA_FLAGS": "jaxlib", "LIBTPU_INIT_ARGS": "libtpu"}

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.files.whole_files import not_written
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.host.whole_files import not_written
 
 # Writes files into the folder that it is given, or returns the examples of the one file.
 Make = Callable[[str], Iterable[Mapping[str, Any]] | None]

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.collectives.padding_rows import (
+from praxis_lite.core.collectives.padding_rows import (
     num_missing_rows,
     num_weights_of,
     with_padding_rows,
 )
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout

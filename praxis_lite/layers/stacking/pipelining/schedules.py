@@ -8,6 +8,8 @@ arXiv:2104.04473 and of Pax), which divides the bubbles' share by about the repe
 import dataclasses
 from typing import Any
 
+__all__ = ("Schedule",)
+
 # S stages, M microbatches, R repeats.
 
 

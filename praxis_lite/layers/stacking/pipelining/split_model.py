@@ -20,6 +20,8 @@ from praxis_lite.layers.stacking.pipelining.split_backward import used_arguments
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values
 
+__all__ = ("in_one_microbatch",)
+
 # R repeats, S stages, P places of layers of one stage in one repeat, M microbatches.
 
 PyTree = Any

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.core.collectives.varying import varying_alike
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.buffers import Handover, HandoverGradient
 from praxis_lite.layers.stacking.pipelining.schedules import Schedule

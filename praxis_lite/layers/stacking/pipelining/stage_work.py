@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.vmapped_axes import before_vmap, vmap_over
+from praxis_lite.core.collectives.vmapped_axes import before_vmap, vmap_over
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.split_backward import SplitProgram, split_program
 from praxis_lite.layers.stacking.pipelining.ticks import (

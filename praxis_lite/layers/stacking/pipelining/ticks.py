@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.collectives.varying import varying_alike
-from praxis_lite.collectives.vmapped_axes import vmap_over
+from praxis_lite.core.collectives.varying import varying_alike
+from praxis_lite.core.collectives.vmapped_axes import vmap_over
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import (
     DimSplit,

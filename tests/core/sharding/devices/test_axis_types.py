@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[4]
 # JAX's constructors of meshes, which differ in the type that they take by default.
 CONSTRUCTORS = {"Mesh", "AbstractMesh", "make_mesh", "create_hybrid_device_mesh"}
 # Where meshes are made; the loader is a program of its own, which cannot import the library.
-PLACES = {"praxis_lite/core/sharding/devices/axis_types.py", "praxis_lite/interop/load.py"}
+PLACES = {"praxis_lite/core/sharding/devices/axis_types.py", "praxis_tools/export/load.py"}
 
 
 def calls_of_jax(tree):
@@ -52,7 +52,7 @@ def files_of(*folders):
 def test_every_mesh_of_the_library_is_made_in_one_place():
     places = {
         file.relative_to(ROOT).as_posix()
-        for file in files_of("praxis_lite", "tasks", "experiments", "examples")
+        for file in files_of("praxis_lite", "praxis_tools", "tasks", "experiments", "examples")
         if any(calls_of_jax(ast.parse(file.read_text())))
     }
     assert places == PLACES

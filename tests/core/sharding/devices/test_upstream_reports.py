@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 
 FOLDER = Path(__file__).parents[4] / "docs/upstream"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -67,5 +67,5 @@ def test_a_program_alone_prints_what_is_expected_and_computed(name):
 
 
 def test_a_product_that_is_permuted_is_not_mended_where_it_is_traced():
-    """A job mends it: tests/lowered/test_mended_products.py."""
+    """A job mends it: tests/core/xla_workarounds/test_mended_products.py."""
     assert not is_right("matmul_rows", lambda f: jax.jit(without_xla_errors(f)))

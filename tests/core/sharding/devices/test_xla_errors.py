@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from praxis_lite.core import Learner, Partitioner, WeightSharding, constrain
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.tools.testing.asserts.layers import assert_near
+from praxis_tools.check.asserts.layers import assert_near
 
 IDS = np.array([1, 2, 3, 1], np.int32)  # Four, on three devices; none is 0.
 UPDATES = np.array([2.0, 0.5, -3.0, 4.0], np.float32)

@@ -97,11 +97,3 @@ def test_xla_itself_ends_a_process_for_those_options_alone():
         assert (run.returncode == 0) == survives
     for name in ("xla_gpu_graph_level", "xla_cpu_fast_math"):
         assert f"--{name}" in run.stderr.partition("Unknown flags in XLA_FLAGS: ")[2]
-
-
-def test_without_a_version_the_message_says_so(monkeypatch):
-    def absent(name):
-        raise importlib.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(importlib.metadata, "version", absent)
-    assert "jaxlib of unknown version" in not_known("xla_use_shardy", "jaxlib")

@@ -1,0 +1,133 @@
+"""`python -m praxis_lite.checkpoints`: looks at checkpoints without the code of their model.
+
+Exit status: 0; 1 if something is damaged (verify) or different (diff); 2 if the question cannot be
+answered.
+"""
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from praxis_lite.checkpoints import tools
+from praxis_lite.checkpoints.digest import combined, leaf_digests
+from praxis_lite.checkpoints.step_differences import step_differences
+from praxis_lite.checkpoints.steps import step_dirs
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.job.command import Parser, status_of
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status; prints the answer, or the reason of a failure on standard error."""
+    status = status_of(lambda: _run(argv), goes_on=False)
+    # `| head` closes the pipe early; that is no failure.
+    return 0 if status == 128 + signal.SIGPIPE else status
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    options = vars(_parser().parse_args(argv))
+    command, job_log_dir = options.pop("command"), options.pop("job_log_dir")
+    return command(tools.steps_directory(job_log_dir), **options)
+
+
+def _ls(directory: Path, *, step: int | None) -> int:
+    steps = tools.list_steps(directory)
+    if step is not None:
+        steps = [item for item in steps if item.name.partition(".")[0] == str(step)]
+    _print(tools.listing(steps))
+    return 0
+
+
+def _show(directory: Path, *, step: int | None) -> int:
+    step_dir = tools.step_dir_of(directory, step)
+    _print([str(step_dir), *tools.description(step_dir)])
+    return 0
+
+
+def _verify(directory: Path, *, step: int | None) -> int:
+    steps = step_dirs.numbered_steps(directory) if step is None else [step]
+    if step is not None and not (directory / str(step)).is_dir():
+        tools.step_dir_of(directory, step)  # Says which there are.
+    if not steps:
+        raise ConfigError(f"{directory} has no step to verify, only what was set aside.")
+    status = 0
+    for step in steps:
+        wrong = tools.what_is_wrong_within(directory / str(step))
+        _print([f"step {step}: {line}" for line in wrong or ["good"]])
+        status |= bool(wrong)
+    return int(status)
+
+
+def _diff(
+    directory: Path, *, other: str | None, step: int | None, other_step: int | None
+) -> int:
+    other_directory = directory if other is None else tools.steps_directory(other)
+    if step is None and other_directory == directory:
+        steps = step_dirs.committed_steps(directory)
+        newer = max(steps, default=0) if other_step is None else other_step
+        step = max((item for item in steps if item < newer), default=None)
+    first = tools.step_dir_of(directory, step)
+    second = tools.step_dir_of(other_directory, other_step)
+    if first == second:
+        raise ConfigError(
+            f"Both sides are {first}. Name another job, or two steps with --step and --other_step."
+        )
+    lines = list(step_differences(first, second))
+    if lines:
+        _print([f"first:  {first}", f"second: {second}", *lines])
+    return int(bool(lines))
+
+
+def _digest(directory: Path, *, step: int | None, leaves: bool) -> int:
+    step_dir = tools.step_dir_of(directory, step)
+    digests = leaf_digests(step_dir)
+    if leaves:
+        _print([f"{digest}  {path}" for path, digest in digests.items()])
+    _print([f"{combined(digests)}  {step_dir}"])
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m praxis_lite.checkpoints", allow_abbrev=False,
+        description="Looks at the checkpoints of a job; neither its code nor an accelerator is "
+                    "needed. Nothing is written, renamed or deleted.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command, what in (
+        ("ls", _ls, "each step: state, size, time, metrics; all digests are compared"),
+        ("show", _show, "the arrays of a step, and where it comes from"),
+        ("verify", _verify, "decode all of one step or of every step; exit 1 if any is damaged"),
+        ("diff", _diff, "what differs between two steps, of one job or two; exit 1 if anything"),
+        ("digest", _digest, "a digest of the values, the same on every mesh"),
+    ):
+        one = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+        one.set_defaults(command=command)
+        one.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a job, or its checkpoints")
+        if name == "diff":
+            one.add_argument("other", nargs="?", metavar="OTHER", help="another job; else the same")
+            one.add_argument("--other_step", type=_step, help="of OTHER; else the newest")
+        step_help = {
+            "ls": "only this one", "verify": "only this one",
+            "diff": "of JOB_LOG_DIR; else the newest, or without OTHER the one before it",
+        }
+        one.add_argument("--step", type=_step, help=step_help.get(name, "else the newest"))
+        if name == "digest":
+            one.add_argument("--leaves", action="store_true", help="of each array too")
+    return parser
+
+
+def _step(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step")
+    return int(text)
+
+
+def _print(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

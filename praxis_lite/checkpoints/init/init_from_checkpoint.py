@@ -1,0 +1,75 @@
+"""A new state that starts from other checkpoints, each array read into its shards."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.checkpoints.init.initial_state import Note
+from praxis_lite.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
+from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
+from praxis_lite.checkpoints.init.planning import InitPlan, plan_init
+from praxis_lite.checkpoints.init.sources import opened
+from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+from praxis_lite.host.whole_files import write_whole
+from praxis_lite.job.job_dir import JobDir
+
+
+class FromCheckpoints:
+    """The initial state of `run.init_from_checkpoint_rules`."""
+
+    def __init__(self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout):
+        self.plan, self._layout = plan_init(whole_layout(layout), rules), layout
+
+    @property
+    def paths(self) -> Collection[str]:
+        """The arrays that a rule loads."""
+        return kept_paths(self._layout, self.plan.sources)
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint whose rule says load_step, or 0."""
+        return self.plan.step[0] if self.plan.step else 0
+
+    def keep(self, files: JobDir) -> None:
+        """Writes init_from_checkpoint.txt."""
+        lines = "\n".join(self.plan.lines()) + "\n"
+        write_whole(files.init_from_checkpoint_txt, lines.encode())
+
+    def read(self, mesh: Mesh, note: Note) -> dict[str, jax.Array]:
+        """Returns the arrays that a rule loads."""
+        for line in self.plan.summary():
+            note(line)
+        note("initialising the state. See init_from_checkpoint.txt.")
+        arrays = _loaded(self.plan, mesh)
+        return {
+            kept: x for path, weight in arrays.items()
+            for kept, x in in_kept_form(self._layout, path, weight, mesh).items()
+        }
+
+
+def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
+    expected, arrays = {leaf.path: leaf for leaf in plan.layout.leaves()}, {}
+
+    def as_stored(path: str) -> LeafLayout:
+        dtype = plan.sources[path].cast_from or expected[path].dtype
+        return dataclasses.replace(expected[path], dtype=dtype)
+
+    # In the order of the plan: several processes must read in the same one.
+    for directory, step in dict.fromkeys(source[:2] for source in plan.sources.values()):
+        left = {
+            path: source.path for path, source in plan.sources.items()
+            if source[:2] == (directory, step)
+        }
+        with opened(directory) as saved:
+            while left:
+                # One array may be what several start from: each time it is read for one of them.
+                targets = {source: path for path, source in left.items()}
+                actual = saved.restore_leaves(
+                    {source: as_stored(path) for source, path in targets.items()}, mesh, step=step
+                )
+                for source, path in targets.items():
+                    arrays[path] = actual[source].astype(expected[path].dtype)
+                    del left[path]
+    return arrays

@@ -1,0 +1,73 @@
+"""Reads weights from an Orbax checkpoint of `nnx.state(model)`, as in Flax's guide.
+
+To begin a job with them, name the folder in `run.init_from_checkpoint_rules`.
+"""
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+from praxis_lite.checkpoints.init.nnx_checkpoint import NnxCheckpoint
+from praxis_lite.core.errors import ConfigError, did_you_mean, few
+from praxis_lite.core.models.model import MdlVars, spec_leaves
+from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.core.models.nnx_variables import collection, leaves_of, path_text
+
+__all__ = ["mdl_vars_from_nnx"]
+
+
+def mdl_vars_from_nnx(
+    model: NnxModel, directory: str | Path, *, step: int | None = None
+) -> MdlVars:
+    """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.
+
+    The state of random streams (`nnx.Dropout`'s) is left out. So are scalars and strings that the
+    model lacks, such as a step; a warning names them.
+
+    Args:
+      model: the model that gets the variables.
+      directory: the folder to which Orbax saved `nnx.state(model)` or
+        `nnx.to_pure_dict(nnx.state(model))` with StandardCheckpointer or `checkpoint.v1`; or the
+        folder of a `training.Checkpointer` or a CheckpointManager, with its steps.
+      step: its number, or None for the latest.
+
+    Raises:
+      ConfigError: it is not such a checkpoint, or damaged; it has several trees of arrays;
+        variables are left over or missing, or have another shape or dtype. Lists them.
+    """
+    saved = NnxCheckpoint(Path(directory))
+    arrays = saved.arrays(step)
+    errors, unused, actual = [], set(arrays.values()), {}
+    for path, leaf in leaves_of(model.abstract_module()):
+        if collection(leaf) is None:
+            unused.discard(arrays.get(path_text(path)))
+    for path, spec in spec_leaves(model.weight_specs()):
+        name = path.split("/", 1)[1]
+        array = arrays.get(name)
+        if array is None:
+            errors.append(f"{name} is missing.{did_you_mean(name, arrays)}")
+            continue
+        unused.discard(array)
+        actual[path] = array
+        saved_as = f"{array.dtype}{list(array.shape)}"
+        expected = f"{np.dtype(spec.dtype)}{list(spec.shape)}"
+        if saved_as != expected:
+            errors.append(f"{name} is {saved_as} in the checkpoint, {expected} in the model.")
+    left_over = sorted(array.path.removesuffix("/value") for array in unused if array.shape)
+    errors += [f"{path} is left over." for path in left_over]
+    if errors:
+        raise ConfigError(
+            f"{saved.directory} does not fit the model: {few(errors, 5, ' ')} Build the model "
+            "with the settings of the saved one."
+        )
+    left_out = [array.path for array in unused] + saved.strings(step)
+    if left_out:
+        warnings.warn(
+            f"{saved.directory}: left out, because the model lacks them: "
+            f"{few(sorted(left_out), 8)}",
+            stacklevel=2,
+        )
+    numpy_arrays = {path: array.read() for path, array in actual.items()}
+    return {"params": {}, "non_trainable": {}, **unflatten_dict(numpy_arrays, sep="/")}

@@ -1,0 +1,118 @@
+"""The folders of steps on disk: their names, and how they come and go.
+
+A folder with a plain number is a step. It gets that name by one rename, after all in it is written
+and on disk, and loses it by another before anything in it is deleted. So a folder with a plain
+number is complete after any interruption, unless it was damaged later. (No Orbax and no JAX here:
+the tools start at once.)
+
+    N            a step                        N.saving*    is being written
+    N.damaged*   what verification refused     N.deleting*  is being deleted
+    N.abandoned* was rolled back; deleted after the next save
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON, commit_text
+from praxis_lite.checkpoints.steps.step_files import sync_directory
+
+__all__ = ("committed_steps", "numbered_steps")
+
+# What a kill in a save or in a deletion leaves behind.
+LEFTOVERS = ("saving", "deleting")
+
+
+def numbered_steps(directory: Path) -> list[int]:
+    """Returns the plain numbers among the folders' names, in order; whole or not."""
+    return sorted(int(name) for name in _names(directory) if re.fullmatch(r"0|[1-9][0-9]*", name))
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """Returns the steps that have a commit, in order; nothing in them is read."""
+    return [step for step in numbered_steps(directory) if is_committed(directory / str(step))]
+
+
+def is_committed(step_dir: Path) -> bool:
+    """Returns True if a folder has a commit; it may be damaged all the same."""
+    return (step_dir / COMMIT_JSON).is_file()
+
+
+def identity(step_dir: Path) -> tuple[int, int] | None:
+    """Returns numbers that another save of this step does not have, or None if it has no commit."""
+    try:
+        stat = (step_dir / COMMIT_JSON).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def set_aside(directory: Path, *kinds: str) -> list[Path]:
+    """Returns the folders of these kinds: "saving", "deleting", "damaged", "abandoned"."""
+    pattern = rf"[0-9]+\.({'|'.join(kinds)})"
+    return [directory / name for name in _names(directory) if re.match(pattern, name)]
+
+
+def commit(saving: Path, manifest: Mapping[str, Any]) -> None:
+    """Writes manifest.json, then commit.json, and makes sure of both: the folder is whole."""
+    text = json.dumps(manifest, indent=1) + "\n"
+    _write_synced(saving / MANIFEST_JSON, text)
+    _write_synced(saving / COMMIT_JSON, commit_text(manifest["step"], text.encode()))
+    sync_directory(saving)
+
+
+def publish(saving: Path, step_dir: Path) -> None:
+    """Gives a committed folder its number; what had it before is deleted only then.
+
+    A kill between the two renames leaves the committed folder, which `VerifiedSteps` finds.
+    """
+    replaced = put_aside(step_dir, "deleting") if step_dir.exists() else None
+    try:
+        os.rename(saving, step_dir)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, step_dir)
+        raise
+    sync_directory(step_dir.parent)
+    if replaced is not None:
+        remove_leftover(replaced)
+
+
+def put_aside(step_dir: Path, kind: str) -> Path:
+    """Renames `N` to the first free name of `N.KIND`, `N.KIND-2`, ...; returns the new path."""
+    target, number = step_dir.with_name(f"{step_dir.name}.{kind}"), 1
+    while os.path.lexists(target):
+        number += 1
+        target = step_dir.with_name(f"{step_dir.name}.{kind}-{number}")
+    os.rename(step_dir, target)
+    sync_directory(step_dir.parent)
+    return target
+
+
+def remove(step_dir: Path) -> None:
+    """Deletes a step; if this is interrupted, no folder with its number is left."""
+    remove_leftover(put_aside(step_dir, "deleting"))
+
+
+def remove_leftover(path: Path) -> None:
+    """Deletes a folder that was put aside."""
+    shutil.rmtree(path)
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,213 @@
+"""`python -m praxis_lite.checkpoints`: reports on a directory of steps, or on a step."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from praxis_lite.checkpoints.steps import step_dirs, step_files
+from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
+from praxis_lite.checkpoints.stored_arrays import stored_arrays
+from praxis_lite.core.errors import ConfigError, few, format_bytes
+from praxis_lite.host.text_table import table_lines
+from praxis_lite.job.local_directory import local_directory
+
+_Item = TypeVar("_Item")
+_SET_ASIDE = {
+    "damaged": "quarantined",
+    "saving": "saving, or left by a save that was cut short",
+    "deleting": "deleting, or left by a deletion that was cut short",
+    "abandoned": "rolled back",
+}
+
+
+def tracked(items: Sequence[_Item]) -> Iterable[_Item]:
+    """Yields the items; on a terminal it shows meanwhile, on standard error, how many are done."""
+    console = Console(stderr=True)
+    return track(
+        items, "reading", console=console, transient=True, disable=not console.is_terminal
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedStep:
+    """A folder of a directory of steps.
+
+    Attributes:
+      name: of the folder: "300", "300.damaged", "400.saving".
+      state: "good", or what is wrong with it.
+      num_bytes: of all its files.
+      saved: when, in seconds since 1970, or NaN if it has no commit.
+      metrics: that it was saved with.
+    """
+
+    name: str
+    state: str
+    num_bytes: int
+    saved: float
+    metrics: Mapping[str, float]
+
+
+def steps_directory(path: str) -> Path:
+    """Returns the directory of steps that is meant: a job's, or the path itself.
+
+    Raises:
+      ConfigError: there is no such directory, or nothing in it is a step.
+    """
+    given = local_directory(path)
+    if not given.is_dir():
+        raise ConfigError(
+            f"{given} is no directory. Name a job_log_dir, or the folder 'checkpoints' in it."
+        )
+    for directory in (given / "checkpoints", given):
+        if step_dirs.numbered_steps(directory) or _set_aside(directory):
+            return directory
+    if given.name.isdigit() and (given / MANIFEST_JSON).exists():
+        raise ConfigError(f"{given} is one step: name {given.parent}, and --step={given.name}.")
+    raise ConfigError(
+        f"{given} holds no checkpoints. Name a job_log_dir, or the folder 'checkpoints' in it."
+    )
+
+
+def step_dir_of(directory: Path, step: int | None) -> Path:
+    """Returns the folder of a step, or of the newest that has a commit if `step` is None.
+
+    Raises:
+      ConfigError: there is no such step.
+    """
+    steps = step_dirs.committed_steps(directory)
+    if not steps or (step is not None and step not in steps):
+        there = f"it has the steps {', '.join(map(str, steps))}" if steps else "it has no steps"
+        which = "step" if step is None else f"step {step}"
+        raise ConfigError(f"{directory} has no committed {which}; {there}.")
+    return directory / str(steps[-1] if step is None else step)
+
+
+def manifest_of(step_dir: Path) -> dict[str, Any]:
+    """Returns a step's manifest.
+
+    Raises:
+      ConfigError: another one was committed.
+    """
+    manifest, wrong = step_files.committed_manifest(step_dir)
+    if wrong:
+        raise ConfigError(f"The checkpoint {step_dir} is damaged: {'; '.join(wrong)}.")
+    return manifest
+
+
+def list_steps(directory: Path) -> list[ListedStep]:
+    """Returns all steps of a directory, and the leftovers of others; reads every file of a step."""
+    listed = []
+    for name in tracked([str(step) for step in step_dirs.numbered_steps(directory)]):
+        wrong = what_is_wrong(directory / name)
+        if not wrong or (directory / name).exists():  # Else deleted by a job that is at work there.
+            listed.append(_listed(directory / name, few(wrong, 2, "; ") or "good"))
+    for name in _set_aside(directory):
+        how = name.partition(".")[2].partition("-")[0].partition(".")[0]
+        listed.append(_listed(directory / name, _SET_ASIDE.get(how, how)))
+    return sorted(listed, key=lambda step: (int(step.name.partition(".")[0]), step.name))
+
+
+def what_is_wrong(step_dir: Path) -> list[str]:
+    """Returns the errors of a step's files, a line each; no array is decoded."""
+    try:
+        return [f"damaged: {line}" for line in step_files.verify(step_dir)]
+    except ConfigError as error:
+        return [f"foreign: {error}"]
+
+
+def what_is_wrong_within(step_dir: Path) -> list[str]:
+    """Returns the errors of a step, having decoded every array and looked at its padding."""
+    if wrong := what_is_wrong(step_dir):
+        return wrong
+    try:
+        for array in tracked(list(stored_arrays(step_dir, manifest_of(step_dir)).values())):
+            try:
+                if not array.padding_is_zero():
+                    wrong.append(f"{array.path} has a padding that is not zero")
+            except ConfigError as error:
+                wrong.append(str(error))
+    except ConfigError as error:
+        wrong.append(str(error))
+    return wrong
+
+
+def description(step_dir: Path) -> list[str]:
+    """Returns the description of a step in lines: where it comes from, and each of its arrays."""
+    manifest = manifest_of(step_dir)
+    listed = _listed(step_dir, "")
+    share = (step_dir / MANIFEST_JSON).stat().st_size / max(listed.num_bytes, 1)
+    leaves = manifest["leaves"]
+    pairs = {
+        "step": f"{manifest['step']}, saved {_when(listed.saved)}",
+        "size": f"{format_bytes(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
+                f"{share:.1%} of it",
+        "mesh": _pairs(manifest["mesh"]),
+        "versions": _pairs(manifest["versions"]),
+        "config": manifest["config_xxh3_128"] or "not known",
+        "data": json.dumps(manifest["data"]),
+        "metrics": _pairs(manifest["metrics"]),
+        "best": json.dumps(manifest["best"]),
+        "arrays": f"{len(leaves)}, {sum(math.prod(x['shape']) for x in leaves.values()):,} values",
+    }
+    rows = [("path", "shape", "padded", "dtype", "spec", "bytes")]
+    for path, leaf in sorted(leaves.items()):
+        shape, padded, dtype = leaf["shape"], leaf["padded_shape"], leaf["dtype"]
+        num_bytes = math.prod(padded) * np.dtype(dtype).itemsize
+        shapes = str(shape), "" if padded == shape else str(padded)
+        rows.append((path, *shapes, dtype, _spec(leaf["spec"]), f"{num_bytes:,}"))
+    return [f"{key + ':':10}{value}" for key, value in pairs.items()] + ["", *table_lines(rows)]
+
+
+def listing(steps: Sequence[ListedStep]) -> list[str]:
+    """Returns `list_steps` as lines."""
+    return table_lines([
+        ("step", "size", "saved", "state", "metrics"),
+        *(
+            (x.name, format_bytes(x.num_bytes), _when(x.saved), x.state, _pairs(x.metrics))
+            for x in steps
+        ),
+    ])
+
+
+def _when(seconds: float) -> str:
+    """Returns "2026-11-21 20:33:01", local time."""
+    return "-" if math.isnan(seconds) else time.strftime("%F %T", time.localtime(seconds))
+
+
+def _set_aside(directory: Path) -> list[str]:
+    return [path.name for path in step_dirs.set_aside(directory, *_SET_ASIDE)]
+
+
+def _listed(step_dir: Path, state: str) -> ListedStep:
+    num_bytes, saved, metrics = 0, math.nan, {}
+    # A folder may go while it is looked at: a job may be training there.
+    for path in step_dir.rglob("*"):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        num_bytes += status.st_size if path.is_file() else 0
+        if path == step_dir / COMMIT_JSON:
+            saved = status.st_mtime
+    with contextlib.suppress(ConfigError):
+        metrics = step_files.committed_manifest(step_dir)[0].get("metrics", {})
+    return ListedStep(step_dir.name, state, num_bytes, saved, metrics)
+
+
+def _pairs(result: Mapping[str, Any]) -> str:
+    shown = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in result.items()}
+    return ", ".join(f"{key}={value}" for key, value in shown.items()) or "none"
+
+
+def _spec(spec: Sequence[Any]) -> str:
+    entries = ["+".join(map(str, e)) if isinstance(e, list) else str(e or "-") for e in spec]
+    return f"({', '.join(entries)})"

@@ -1,0 +1,137 @@
+"""Builds a config's objects; errors of constructors and files name the path in the config."""
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.config.paths import iterate_fields
+from praxis_lite.core.errors import ConfigError, few, printable, shown
+from praxis_lite.core.user_lines import LIBRARY_FOLDERS, user_line
+from praxis_lite.host.optional_packages import (
+    MissingPackage,
+    NeedsPackage,
+    install_line,
+    is_installed,
+)
+from praxis_lite.host.user_errors import own_words
+
+__all__ = ("build",)
+
+# The text that Fiddle appends to an exception of a constructor.
+_FIDDLE = "\n\nFiddle context:"
+_PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")
+
+
+def build(config: fdl.Config) -> Any:
+    """Returns the object that `fdl.build` makes.
+
+    Raises:
+        ConfigError: A class or function of an installed package refuses its arguments, or a class
+            lacks methods; names the path. Exceptions of the user's or the library's own code are
+            raised unchanged.
+    """
+    try:
+        return fdl.build(config)
+    except Exception as error:
+        place = _PLACE.search(str(error))
+        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+        is_ours = isinstance(error, ConfigError) or innermost.startswith(LIBRARY_FOLDERS)
+        if not place or is_ours or user_line(error):
+            raised = _without_fiddle(error)
+            raise raised.with_traceback(error.__traceback__) from raised.__cause__
+        name, path = place.groups()
+        path = path.lstrip(".").replace("['", ".").replace("']", "")
+        words = own_words(error)
+        hint = "Fix the class, or its arguments in the experiment."
+        if "'rngs'" in words:
+            hint = f"It is called with rngs later: write fdl.Partial({name}, ...) instead."
+        raise ConfigError(
+            f"{path}: {name} cannot be made: {shown(words, 1000).rstrip('.')}. {hint}"
+        ) from error
+
+
+# The optional packages that settings need, by the last name of the path and the value; "": any.
+# Classes declare their package themselves, as a NeedsPackage.
+_PACKAGES_OF_SETTINGS = {
+    ("quantization", "int8"): "qwix", ("quantization", "float8"): "qwix",
+    ("atten_kernel", "tokamax"): "tokamax", ("expert_kernel", "tokamax"): "tokamax",
+    ("init_from_huggingface", ""): "safetensors", ("tokenizer", ""): "tokenizers",
+}
+
+
+@contextlib.contextmanager
+def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iterator[None]:
+    """Adds details from the config to a ConfigError.
+
+    An error about a file gets the paths of the settings that name it; one about a missing package,
+    the other missing packages that the config needs; one about a setting, where it was read.
+
+    Args:
+      recorded: The config.json that `config` was read from; None: the experiment's class made it.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        message, fiddle, context = str(error).partition(_FIDDLE)
+        if isinstance(error, MissingPackage):
+            message += _other_missing_packages(config, error.package)
+        paths = [
+            field.path for field in iterate_fields(config)
+            if isinstance(field.value, str) and "/" in field.value and field.value in message
+        ]
+        if paths and not any(path in message for path in paths):
+            message += f" (Set by {few(paths)}.)"
+        if recorded is not None and recorded.name not in message and _names_setting(
+            message, config
+        ):
+            message += (
+                f" Settings are read from {printable(str(recorded))}, which training wrote, and "
+                "not from the experiment's class. Change them with --set PATH=VALUE (in Python "
+                "settings=), or launch --mode=train again to record a change of the class."
+            )
+        error.args = (f"{message}{fiddle}{context}", *error.args[1:])
+        raise
+
+
+def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
+    """Returns a sentence on further missing packages and how to install all of them, or ""."""
+    needed = []
+    for field in iterate_fields(config):
+        if isinstance(field.value, fdl.Buildable):
+            function = fdl.get_callable(field.value)
+            if isinstance(function, type) and issubclass(function, NeedsPackage):
+                needed.append(function.needed_package)
+        elif isinstance(field.value, str):
+            name = field.path.rpartition(".")[2]
+            needed += [_PACKAGES_OF_SETTINGS.get((name, value)) for value in (field.value, "")]
+    needed = dict.fromkeys(name for name in needed if name not in (None, package))
+    others = [name for name in needed if not is_installed(name)]
+    if not others:
+        return ""
+    return (
+        f" The config also needs {', '.join(others)}, not installed either. For all: "
+        f"{install_line([package, *others])}."
+    )
+
+
+def _names_setting(message: str, config: fdl.Buildable) -> bool:
+    """Returns whether a message names a field of the config: its path, or CLASS.FIELD."""
+    if "--set" in message:
+        return True
+    paths = {field.path for field in iterate_fields(config)}
+    names = {path.rpartition(".")[2] for path in paths}
+    tokens = re.findall(r"[A-Za-z_][\w.]*\w", message)
+    return any(token in paths or names & set(token.split(".")[:2]) for token in tokens
+               if "." in token or token in ("datasets", "decode_datasets"))
+
+
+def _without_fiddle(error: Exception) -> Exception:
+    """Returns the exception that a constructor raised, which Fiddle wraps in a proxy."""
+    while "proxy_base_exception" in vars(error):
+        error = vars(error)["proxy_base_exception"]
+    return error

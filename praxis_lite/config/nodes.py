@@ -1,0 +1,244 @@
+"""Writes a config as nested JSON objects, and reads it.
+
+Numbers, texts, true, false and null are written as such; everything else is an object with the kind
+as its first key, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
+
+    {"Config": "praxis_lite:RunConfig", "arguments": {"num_train_steps": 7}, "id": 3}
+
+A shared object is written in its first place, with an "id", and as `{"again": 3}` in the others. So
+the text has no cycles.
+"""
+
+import functools
+import json
+import math
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.config.configurable import is_allowed, refused
+from praxis_lite.config.names import imported, name_of
+from praxis_lite.config.paths import describe, join
+from praxis_lite.config.values import dtype_name
+from praxis_lite.core.errors import ConfigError, shown
+
+FORMAT = 3
+
+_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_BUILDABLES = {"Config": fdl.Config, "Partial": fdl.Partial}
+
+
+def write(value: Any, packages: Collection[str]) -> Any:
+    """Returns the JSON value from which `read` rebuilds `value`.
+
+    Args:
+        value: A config, or a value in one.
+        packages: Top-level packages whose functions and classes it may name.
+
+    Raises:
+        ConfigError: It contains a value that has no text form, such as a lambda or an array, or a
+            name that is not allowed; names the path.
+    """
+    return _Writer(packages).write(value, "")
+
+
+def read(node: Any, packages: Collection[str]) -> Any:
+    """Returns the value of a JSON node, as `write` writes it.
+
+    Args:
+        packages: Top-level packages whose functions and classes it may name.
+
+    Raises:
+        ConfigError: It has another form, or a name that is not allowed or does not exist.
+    """
+    return _Reader(packages).read(node, "config")
+
+
+def damaged(path: str, reason: str) -> ConfigError:
+    """Returns the message of a config.json that praxis_lite does not write."""
+    return ConfigError(
+        f"config.json is damaged, or praxis_lite did not write it: {shown(path, 300)}: {reason}. "
+        "Restore the file or start a new job."
+    )
+
+
+class _Writer:
+    def __init__(self, packages: Collection[str]):
+        self._packages = packages
+        self._num_ids = 0
+        # With the value, because the id of a freed object may be reused.
+        self._written: dict[int, tuple[Any, dict[str, Any] | None]] = {}
+
+    def write(self, value: Any, path: str) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        # A tuple is immutable, so it need not be shared.
+        is_shared = isinstance(value, fdl.Buildable | functools.partial) or type(value) in (
+            list, dict, set,
+        )
+        if not is_shared:
+            return self._new(value, path)
+        if id(value) in self._written:
+            node = self._written[id(value)][1]
+            if node is None:
+                raise ConfigError(f"{path}: the config contains itself. Remove it there.")
+            if "id" not in node:
+                self._num_ids += 1
+                node["id"] = self._num_ids
+            return {"again": node["id"]}
+        self._written[id(value)] = (value, None)
+        node = self._new(value, path)
+        self._written[id(value)] = (value, node)
+        return node
+
+    def _new(self, value: Any, path: str) -> dict[str, Any]:
+        kind = type(value).__name__
+        numpy, sharding = sys.modules.get("numpy"), sys.modules.get("jax.sharding")
+        if isinstance(value, fdl.Buildable):
+            # Fiddle's other Buildables are for tools that edit configs.
+            if _BUILDABLES.get(kind) is not type(value):
+                raise ConfigError(f"{path}: is {describe(value)}: write an fdl.Config.")
+            name = self._name(fdl.get_callable(value), path)
+            return {kind: name, "arguments": self._arguments(value.__arguments__, path)}
+        if isinstance(value, functools.partial):
+            node = {"functools.partial": self._name(value.func, path)}
+            node["items"] = self._items(value.args, path)
+            return {**node, "arguments": self._arguments(value.keywords, path)}
+        if numpy is not None and isinstance(value, numpy.dtype):
+            return {"dtype": dtype_name(value)}
+        if sharding is not None and isinstance(value, sharding.PartitionSpec):
+            return {"PartitionSpec": self._items(value, path)}
+        if type(value) is bytes:
+            return {"bytes": value.hex()}
+        if type(value) is slice:
+            return {"slice": self._items((value.start, value.stop, value.step), path)}
+        if type(value) is dict:
+            pairs = [[self.write(key, path), self.write(item, join(path, key))]
+                     for key, item in value.items()]
+            return {"dict": pairs}
+        if type(value) in (set, frozenset):
+            # In an order that is the same in every process.
+            return {kind: sorted(self._items(value, path), key=json.dumps)}
+        if _SEQUENCES.get(kind) is type(value):
+            return {kind: self._items(value, path)}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {"namedtuple": self._name(type(value), path), "items": self._items(value, path)}
+        return {"name": self._name(value, path)}
+
+    def _items(self, values: Collection[Any], path: str) -> list[Any]:
+        return [self.write(value, join(path, index)) for index, value in enumerate(values)]
+
+    def _arguments(self, arguments: dict[str | int, Any], path: str) -> dict[str, Any]:
+        # Positional ones have numbers, which no name of a parameter looks like.
+        return {str(key): self.write(item, join(path, key)) for key, item in arguments.items()}
+
+    def _name(self, value: Any, path: str) -> str:
+        symbol = name_of(value)
+        if symbol is None:
+            is_local = "<" in getattr(value, "__qualname__", "")
+            what = (
+                f"the function or class {value.__qualname__}, which has no name at the top of a "
+                "module"
+                if is_local
+                else f"{describe(value)}, which has no literal and no name in a module"
+            )
+            raise ConfigError(
+                f"{path}: is {what}, so the job's config.json could not hold it. Define it at the "
+                "top of a module, or write fdl.Config(...) of the class or function that makes it."
+            )
+        if not is_allowed(*symbol, self._packages):
+            raise ConfigError(refused(f"{path}: the config", *symbol))
+        # What is written can be read: this is in sys.modules, and nothing is imported by it.
+        imported(*symbol)
+        return ":".join(symbol)
+
+
+class _Reader:
+    def __init__(self, packages: Collection[str]):
+        self._packages = packages
+        self._shared: dict[int, Any] = {}
+
+    def read(self, node: Any, path: str) -> Any:
+        if type(node) is not dict:
+            return node
+        kind = next(iter(node), "")
+        try:
+            if kind == "again":
+                return self._shared[node["again"]]
+            value = self._new(node, kind, path)
+        except ConfigError:
+            raise
+        except (
+            AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError
+        ) as error:
+            raise damaged(path, f"{type(error).__name__}: {shown(str(error))}") from error
+        if "id" in node:
+            self._shared[node["id"]] = value
+        return value
+
+    def _new(self, node: dict[str, Any], kind: str, path: str) -> Any:
+        content = node[kind]
+        if kind == "name":
+            return self._named(content)
+        if kind == "float":
+            return float(content)
+        if kind == "bytes":
+            return bytes.fromhex(content)
+        if kind == "dtype":
+            import ml_dtypes  # noqa: F401 - numpy learns the name bfloat16 from it.
+            import numpy as np
+
+            return np.dtype(content)
+        pairs = [(key, self.read(item, f"{path}.{key}")) for key, item in _children(node, kind)]
+        values = [value for _, value in pairs]
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](values)
+        if kind == "slice":
+            return slice(*values)
+        if kind == "PartitionSpec":
+            from jax.sharding import PartitionSpec
+
+            return PartitionSpec(*values)
+        if kind == "dict":
+            return dict(zip(values[::2], values[1::2], strict=True))
+        function = self._named(content)
+        if kind == "namedtuple":
+            if not (isinstance(function, type) and issubclass(function, tuple)):
+                raise damaged(path, f"{content} is not a named tuple")
+            return function._make(values)
+        if not callable(function):
+            raise damaged(path, f"{content} is {describe(function)}, which cannot be called")
+        num_items = len(node.get("items", ()))
+        arguments = dict(pairs[num_items:])
+        if kind == "functools.partial":
+            return functools.partial(function, *values[:num_items], **arguments)
+        return _buildable(_BUILDABLES[kind], function, arguments)
+
+    def _named(self, text: str) -> Any:
+        module, _, name = text.partition(":")
+        if not is_allowed(module, name, self._packages):
+            raise ConfigError(refused("config.json", module, name))
+        return imported(module, name)
+
+
+def _children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
+    """Yields the nodes directly below a node, each with a name for messages."""
+    if kind == "dict":
+        for key, value in node[kind]:
+            yield "key", key
+            yield str(key), value
+    elif type(node[kind]) is list:
+        yield from ((str(index), item) for index, item in enumerate(node[kind]))
+    yield from ((str(index), element) for index, element in enumerate(node.get("items", ())))
+    yield from node.get("arguments", {}).items()
+
+
+def _buildable(kind: type[fdl.Buildable], function: Any, arguments: dict[str, Any]) -> Any:
+    # As fiddle unflattens one, so that defaults and positional arguments stay what they are.
+    keys = tuple(int(key) if key.isdecimal() else key for key in arguments)
+    metadata = kind(function).__flatten__()[1]._replace(argument_names=keys, argument_tags={})
+    return kind.__unflatten__(arguments.values(), metadata)

@@ -1,0 +1,219 @@
+"""The fields of a config by path: `run.seed`, `datasets.train.batch_size`, `task.chain[1]`."""
+
+import collections.abc
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.config.values import UNKNOWN, is_dtype, union_parts
+from praxis_lite.core.callables import callable_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """A placeholder for a value that is not known."""
+
+    text: str
+
+
+UNSET = Unknown("<not set>")
+MADE_BY_CLASS = Unknown("<made by the class>")
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of a config.
+
+    Attributes:
+        path: From the root, as `--set` takes it.
+        value: The value that is set, or the default, or an `Unknown`.
+        annotation: Of the callable's parameter, or `UNKNOWN`.
+        is_settable: True if `--set` may replace it completely: it holds no configs or functions.
+    """
+
+    path: str
+    value: Any
+    annotation: Any
+    is_settable: bool
+
+
+def iterate_fields(config: fdl.Buildable) -> Iterator[Field]:
+    """Yields every field below `config`, parents first, in the order of the signatures.
+
+    Fields of a shared config come once per place. Sequences and dicts of plain values are one
+    field.
+    """
+    yield from _walk(config, UNKNOWN, "")
+
+
+def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
+    """Returns (key, value, annotation) of each item directly below a config, dict or sequence."""
+    if isinstance(node, fdl.Buildable):
+        hints = _parameter_types(node)
+        arguments = fdl.ordered_arguments(node, include_defaults=True, include_unset=True)
+        return [
+            (key, _value_or_default(node, key, value), hints.get(key, hints.get("**", UNKNOWN)))
+            for key, value in arguments.items()
+        ]
+    if isinstance(node, dict):
+        return [(key, value, item_type(annotation, key)) for key, value in node.items()]
+    if isinstance(node, list | tuple):
+        return [(index, item, item_type(annotation, index)) for index, item in enumerate(node)]
+    settings = settings_of(node)
+    return [] if settings is None else children(settings, annotation)
+
+
+def item_type(annotation: Any, key: Any) -> Any:
+    """Returns the annotation of an item, given the container's."""
+    for part in union_parts(annotation):
+        origin, args = typing.get_origin(part), typing.get_args(part)
+        if isinstance(key, int) and origin is tuple and args:
+            if args[-1] is Ellipsis:
+                return args[0]
+            return args[key] if key < len(args) else UNKNOWN
+        is_mapping = isinstance(origin, type) and issubclass(origin, collections.abc.Mapping)
+        if is_mapping and len(args) == 2:
+            return args[1]
+        if isinstance(key, int) and len(args) == 1 and not is_mapping:
+            return args[0]
+    return UNKNOWN
+
+
+def settings_of(value: Any) -> fdl.Buildable | None:
+    """Returns `value`, or the config of a class, function or instance of a dataclass, or None."""
+    if isinstance(value, fdl.Buildable):
+        return value
+    # What jax.jit returns wraps a routine, but is not one.
+    is_jitted = callable(value) and hasattr(value, "__wrapped__")
+    is_function = isinstance(value, type) or inspect.isroutine(value) or is_jitted
+    try:
+        if isinstance(value, functools.partial):
+            return fdl.Partial(value.func, *value.args, **value.keywords)
+        if is_function and not is_dtype(value):
+            return fdl.Partial(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, Unknown | type):
+            fields = [field.name for field in dataclasses.fields(value) if field.init]
+            return fdl.Config(type(value), **{name: getattr(value, name) for name in fields})
+    except (TypeError, ValueError, AttributeError):  # It has no signature, or a wrong one.
+        pass
+    return None
+
+
+def kwargs_type(config: fdl.Buildable) -> Any | None:
+    """Returns the annotation of `**kwargs`, maybe `UNKNOWN`; None if the callable has none."""
+    return _parameter_types(config).get("**")
+
+
+def join(path: str, key: Any) -> str:
+    """Returns the path of the item `key` below `path`."""
+    if isinstance(key, str) and all(part.isidentifier() for part in key.split("-")):
+        return f"{path}.{key}" if path else key
+    return f"{path}[{key!r}]"
+
+
+def describe(value: Any) -> str:
+    """Returns a text in angle brackets for a value without a literal, the same in every process."""
+    if isinstance(value, Unknown):
+        return value.text
+    if isinstance(value, fdl.Buildable):
+        return f"<{type(value).__name__} {callable_name(fdl.get_callable(value))}>"
+    if isinstance(value, functools.partial):
+        given = [repr(argument) for argument in value.args]
+        given += [f"{key}={keyword!r}" for key, keyword in value.keywords.items()]
+        return f"<partial {callable_name(value.func)}({', '.join(given)})>"
+    if isinstance(value, dict):
+        return f"<dict of {', '.join(map(str, value))}>"
+    if isinstance(value, list | tuple):
+        return f"<{type(value).__name__} of {len(value)}>"
+    if callable(value):
+        return f"<{callable_name(value)}>"
+    return f"<{callable_name(type(value))}>"
+
+
+def _walk(node: Any, annotation: Any, path: str) -> Iterator[Field]:
+    for key, value, hint in children(node, annotation):
+        below = join(path, key)
+        has_parts = not holds_only_literals(value)
+        yield Field(below, value, hint, not has_parts)
+        if has_parts:
+            yield from _walk(value, hint, below)
+
+
+def holds_only_literals(value: Any) -> bool:
+    """Returns True if `value` neither is nor holds a config, function or dataclass instance."""
+    if isinstance(value, dict):
+        return all(holds_only_literals(item) for item in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(holds_only_literals(element) for element in value)
+    has_settings = isinstance(value, fdl.Buildable) or dataclasses.is_dataclass(value)
+    return is_dtype(value) or isinstance(value, Unknown) or not (has_settings or callable(value))
+
+
+def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
+    function = fdl.get_callable(config)
+    if key not in config.__arguments__ and dataclasses.is_dataclass(function):
+        # The signature shows a sentinel where a field has a factory.
+        factories = {field.name: field.default_factory for field in dataclasses.fields(function)}
+        factory = factories.get(key, dataclasses.MISSING)
+        if factory is not dataclasses.MISSING:
+            # The library's factories only make settings; a user's may do anything.
+            is_known = factory in (dict, list, tuple, set) or factory.__module__.startswith(
+                "praxis_lite.experiment."
+            )
+            return factory() if is_known else MADE_BY_CLASS
+    return UNSET if value is fdl.NO_VALUE else value
+
+
+def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
+    """Returns annotations by parameter, or by position if it has no name; `**` for `**kwargs`."""
+    parameters = config.__signature_info__.parameters
+    resolved = _resolved_annotations(fdl.get_callable(config))
+    types = {}
+    for index, (name, parameter) in enumerate(parameters.items()):
+        hint = resolved.get(name, parameter.annotation)
+        hint = UNKNOWN if isinstance(hint, str) else hint
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            types |= {key: hint for key in config.__arguments__ if isinstance(key, int)}
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            types["**"] = hint
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            types[index] = hint
+        else:
+            types[name] = hint
+    return types
+
+
+def _resolved_annotations(function: Any) -> dict[str, Any]:
+    """Returns the annotations of a callable by parameter, `UNKNOWN` where there is none."""
+    # Not typing.get_type_hints, which gives up all for one name imported under TYPE_CHECKING.
+    if isinstance(function, type):
+        owner = next(base for base in function.__mro__ if "__init__" in vars(base))
+        if "__dataclass_fields__" in vars(owner):
+            annotations = {}
+            for base in reversed(owner.__mro__):
+                local = inspect.get_annotations(base).items()
+                annotations |= {key: _evaluate(hint, base) for key, hint in local}
+            return annotations
+        function = function.__init__
+    function = inspect.unwrap(function)
+    hints = inspect.get_annotations(function)
+    return {key: _evaluate(hint, function) for key, hint in hints.items()}
+
+
+def _evaluate(hint: Any, owner: Any) -> Any:
+    if not isinstance(hint, str):
+        return hint
+    namespace = getattr(owner, "__globals__", None)
+    if namespace is None:
+        namespace = vars(inspect.getmodule(owner) or typing)
+    item = types.SimpleNamespace(__annotations__={"hint": hint})
+    try:
+        return typing.get_type_hints(item, namespace, include_extras=True)["hint"]
+    except (NameError, AttributeError, TypeError, SyntaxError):
+        return UNKNOWN

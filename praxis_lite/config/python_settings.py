@@ -1,0 +1,97 @@
+"""Converts settings given in Python, values by path, to the texts of `--set`."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.config.names import name_of
+from praxis_lite.config.paths import holds_only_literals, join
+from praxis_lite.config.values import UNKNOWN, format_value, is_bare_word, is_dtype
+from praxis_lite.core.errors import ConfigError, shown
+
+__all__ = ("Settings",)
+
+Settings = Mapping[str, Any] | Sequence[str]
+
+
+def as_texts(settings: Settings) -> tuple[str, ...]:
+    """Returns settings as "path=value" each, as for `--set`.
+
+    Args:
+      settings: Such texts, or values by path. A value is a number, a text, None, a dtype, a member
+        of an enum, or lists, tuples, sets and dicts of them; a function or a class that a config
+        may name; or a config (`fdl.Config`) or an instance of a dataclass, whose arguments follow.
+
+    Raises:
+      ConfigError: A value has no text form, or `settings` is neither of the two.
+    """
+    if isinstance(settings, Mapping):
+        return tuple(text for path, value in settings.items() for text in _texts(path, value))
+    is_texts = isinstance(settings, Sequence) and not isinstance(settings, str | bytes)
+    if not is_texts or not all(isinstance(text, str) for text in settings):
+        raise ConfigError(
+            f"settings is {shown(repr(settings))}; expected a dict of values by path, such as "
+            "{'run.num_train_steps': 200}, or a list of texts, such as ['run.num_train_steps=200']."
+        )
+    return tuple(settings)
+
+
+def _texts(path: str, value: Any) -> list[str]:
+    """Returns the text of a value, followed by those of a config's arguments."""
+    if not isinstance(path, str):
+        raise ConfigError(f"settings has the key {path!r}; expected a path, such as 'run.seed'.")
+    if is_dtype(value) or isinstance(value, enum.Enum) or holds_only_literals(value):
+        text = _literal(value)
+        if text is None:
+            raise ConfigError(f"{path}: {_refused(value)}")
+        return [f"{path}={text}"]
+    if (symbol := name_of(value)) is not None:
+        return [f"{path}={'.'.join(symbol)}"]
+    call = value if isinstance(value, fdl.Config) else _call_of(value)
+    symbol = None if call is None else name_of(fdl.get_callable(call))
+    if symbol is None:
+        raise ConfigError(f"{path}: {_refused(value)}")
+    texts = [f"{path}={'.'.join(symbol)}()"]
+    for name, argument in call.__arguments__.items():
+        texts += _texts(join(path, name), argument)
+    return texts
+
+
+def _call_of(value: Any) -> fdl.Config | None:
+    """Returns the call that makes a dataclass instance, without defaults; None for others."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return fdl.Config(type(value), **{
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+        if field.init and getattr(value, field.name) != field.default
+    })
+
+
+def _literal(value: Any) -> str | None:
+    """Returns the text of a value without functions or configs, or None."""
+    value = _plain(value)
+    if isinstance(value, str):
+        return value if is_bare_word(value) else repr(value)
+    return format_value(value, UNKNOWN)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with Python's own numbers in place of NumPy's scalars."""
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(_plain, value))
+    if type(value) is dict:
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_scalar and not is_dtype(value) else value
+
+
+def _refused(value: Any) -> str:
+    return (
+        f"{shown(repr(value), 200)} cannot be stored in config.json; expected numbers, texts, "
+        "None, lists and dicts of them, and functions and classes by their names, such as "
+        "optax.lion, with their arguments by path. Define it at the top of a module or a notebook, "
+        "or return it in a method of the experiment."
+    )

@@ -1,0 +1,355 @@
+"""Data parallelism with explicit collectives: gradients and metrics by `jax.shard_map`."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.core import spmd
+from jax.sharding import Mesh, PartitionSpec
+
+from praxis_lite.core.collectives.mapped_weights import MappedWeight, mapped_weight, sharded
+from praxis_lite.core.collectives.padding_rows import (
+    num_missing_rows,
+    num_weights_of,
+    with_padding_rows,
+)
+from praxis_lite.core.collectives.varying import varying_over
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.learner.update import BoundLearner
+from praxis_lite.core.partitioner import accumulation, steps
+from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.leaf_paths import path_of
+from praxis_lite.core.sharding.logical_axes import LogicalAxisRules, axes_of
+from praxis_lite.core.sharding.padding import pad_tree, unpad_tree
+from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.weight_spec import WeightSpec
+from praxis_lite.core.task import Task, WeightedScalars
+
+PyTree = Any
+WHOLE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplicitCollectives:
+    """Explicit collectives along some axes in train and eval steps: a Partitioner's `gradients`.
+
+    The state is the same, so checkpoints can be restored without it. Along `data_axes` each device
+    runs the model on its rows of a batch:
+
+    - a weight that splits over them (fully sharded data parallelism) is a block, which is gathered
+      where the model reads it, and again where the backward pass recomputes a layer; its gradient
+      is reduce-scattered;
+    - gradients of other weights, metrics and batch statistics are summed over devices once per
+      step, after all micro-batches. The compiler alone sums gradients once per micro-batch.
+
+    Splits over other mesh axes are left to the compiler (tensor parallelism). Init, the learner's
+    update, decoding and checkpoints are those of any `Partitioner`.
+
+    Means over devices are weighted by the metrics' weights, so that losses and gradients equal
+    those of one device. Values that are not sums over rows differ, as with micro-batches: batch
+    norm uses a device's statistics, and the running ones become the mean over devices, weighted as
+    the loss; a router balances the load of a device. Each device has a different key.
+
+    Rows are padded with copies of the first row, with `weights` 0. JAX checks which values vary
+    between devices (`check_vma`).
+
+    Attributes:
+      data_axes: mesh axes with explicit collectives.
+    """
+
+    data_axes: Sequence[str] = ("data",)
+
+    def on(
+        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+    ) -> Gradients:
+        """Returns the functions that compute gradients and metrics of a task on a mesh.
+
+        Raises:
+          ConfigError: an axis is not in the mesh, or all of them have one device while others have
+            more; a weight's dim splits over a data axis and another one; a stack's layers split
+            over a data axis; weights are in host memory.
+        """
+        if layout.has_host_memory:
+            raise ConfigError(
+                "ExplicitCollectives gathers weights by itself, from device to device, and some "
+                "are in host memory (Repeat.offload_weights). Omit one of the two."
+            )
+        on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, learner)
+        return Gradients(
+            on_mesh.value_and_grad, on_mesh.evaluate, on_mesh.num_padding_rows, on_mesh.num_parts
+        )
+
+
+class _OnMesh:
+    def __init__(
+        self, data_axes: tuple[str, ...], task: Task, mesh: Mesh, layout: StateLayout,
+        learner: BoundLearner,
+    ):
+        self.data_axes, self.mesh = data_axes, mesh
+        # XLA cannot sum over one device if other axes are left to the compiler: docs/upstream.md.
+        self.num_parts = math.prod(mesh.shape[axis] for axis in data_axes)
+        require(
+            self.num_parts > 1 or mesh.size == 1,
+            f"The number of devices along ExplicitCollectives.data_axes {data_axes}",
+            self.num_parts, f"2 or more on the mesh {dict(mesh.shape)}, for XLA cannot compile it",
+            "Leave the Partitioner's gradients out for it, or take another mesh.",
+        )
+        params, groups = layout.select("params"), learner.groups
+        self._weights = jax.tree.map_with_path(
+            self._mapped_weight, params.shapes, params.specs, groups.weight_specs
+        )
+        self._trained, self._frozen = groups.split(self._weights)
+        declared = task.weight_sharding
+        self._on_each_device = functools.partial(
+            on_each_device, data_axes=data_axes,
+            axis_rules=declared.rules_in_use if declared else (),
+        )
+
+    def _mapped_weight(
+        self, path: tuple, true: jax.ShapeDtypeStruct, spec: PartitionSpec, weight_spec: WeightSpec
+    ) -> MappedWeight:
+        sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
+        return mapped_weight(path_of(path), true.shape, num_layers, spec, self.data_axes, sizes)
+
+    def num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
+        """Returns the rows that a batch lacks to divide over devices and micro-batches."""
+        return num_missing_rows(
+            inputs, self.num_parts * num_micro_batches,
+            f"{self.num_parts} devices along {self.data_axes} with {num_micro_batches} "
+            "micro-batches",
+        )
+
+    def _padded(self, inputs: Mapping[str, jax.Array], num_micro_batches: int) -> PyTree:
+        return with_padding_rows(inputs, self.num_padding_rows(inputs, num_micro_batches))
+
+    def value_and_grad(
+        self,
+        loss_fn: accumulation.LossFn,
+        fixed: Mapping[str, Any],
+        trainable: PyTree,
+        non_trainable: PyTree,
+        inputs: Mapping[str, jax.Array],
+        key: jax.Array,
+        *,
+        num_micro_batches: int,
+        inputs_split_mapping: InputsSplitMapping,
+        lay_out: Callable[[PyTree], PyTree],
+    ) -> tuple[WeightedScalars, PyTree, PyTree]:
+        del lay_out  # The slots' layout names data axes too; sums have the weights' layout here.
+        inputs = self._padded(inputs, num_micro_batches)
+        # The weight of a device's micro-batch, by which the differentiated loss is divided, so that
+        # it has the size of the loss, which matters for the range of float16.
+        size = max(num_weights_of(inputs), 1) / self.num_parts / num_micro_batches
+
+        def on_a_device(
+            inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
+        ) -> tuple[WeightedScalars, PyTree, PyTree]:
+            # Cast to varying: otherwise JAX would sum gradients of replicated weights in each
+            # micro-batch. They are summed below, once.
+            fixed, blocks, old, key = varying_over(
+                (fixed, blocks, non_trainable, key), self.data_axes
+            )
+            fixed = {**fixed, "frozen": sharded(fixed["frozen"], self._frozen)}
+
+            def local_loss(
+                fixed: Any, blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array
+            ) -> Any:
+                inputs, counts = counting(inputs)
+                params = sharded(blocks, self._trained)
+                loss, (metrics, new) = loss_fn(fixed, params, old, inputs, key)
+                metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+                weight = jax.lax.stop_gradient(metrics["loss"][1])
+                new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
+                # A sum over rows, to which devices and micro-batches contribute with weight 1.
+                unit = {"loss": (jnp.zeros(()), jnp.ones(()))}
+                metrics = unit | {f"mean/{name}": pair for name, pair in metrics.items()}
+                # The sum over devices needs a term of each, even if the numbers are equal.
+                return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
+
+            metrics, new, grads = accumulation.value_and_grad(
+                local_loss, fixed, blocks, old, inputs,
+                jax.random.fold_in(key, jax.lax.axis_index(self.data_axes)),
+                num_micro_batches=num_micro_batches,
+                inputs_split_mapping=inputs_split_mapping,
+                lay_out=lambda grads: jax.tree.map(
+                    lambda g, weight: constrain(g, tuple(weight.spec)), grads, self._trained
+                ),
+            )
+            del metrics["loss"]
+            metrics = {name.removeprefix("mean/"): pair for name, pair in metrics.items()}
+            with jax.named_scope("sum_over_devices"):
+                grads = jax.tree.map(
+                    lambda g, weight: summed(g, weight, self.data_axes), grads, self._trained
+                )
+                new = mean_change(non_trainable, new, metrics["loss"][1], self.data_axes)
+            metrics = weighted_means(metrics, self.data_axes)
+            total = metrics["loss"][1] / (size * num_micro_batches)
+            factor = jnp.where(total == 0, 0.0, 1.0 / total)
+            return metrics, new, jax.tree.map(lambda g: g * factor, grads)
+
+        blocks, specs = self._blocks(trainable, self._trained)
+        frozen_blocks, frozen_specs = self._blocks(fixed["frozen"], self._frozen)
+        metrics, non_trainable, grads = self._on_each_device(
+            on_a_device,
+            inputs,
+            (
+                fixed | {"frozen": frozen_blocks},
+                dict.fromkeys(fixed, WHOLE) | {"frozen": frozen_specs},
+            ),
+            (blocks, specs),
+            (non_trainable, WHOLE),
+            (key, WHOLE),
+            out=(WHOLE, WHOLE, specs),
+        )
+        whole_specs = jax.tree.map(lambda weight: weight.spec, self._trained)
+        return metrics, non_trainable, unpad_tree(grads, trainable, whole_specs)
+
+    def evaluate(
+        self, task: Task, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
+    ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
+        def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree, key: Any) -> tuple:
+            inputs, counts = counting(inputs)
+            blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
+            params = sharded(blocks, self._weights)
+            mdl_vars = {"params": params, "non_trainable": non_trainable}
+            key = jax.random.fold_in(key, jax.lax.axis_index(self.data_axes))
+            metrics, examples = steps.eval_step(task, mdl_vars, inputs, key)
+            metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+            return weighted_means(metrics, self.data_axes), examples
+
+        metrics, examples = self._on_each_device(
+            on_a_device,
+            self._padded(inputs, 1),
+            self._blocks(mdl_vars["params"], self._weights),
+            (mdl_vars["non_trainable"], WHOLE),
+            (jax.random.key(0) if key is None else key, WHOLE),
+            out=(WHOLE, PartitionSpec(self.data_axes)),
+        )
+        num_rows = num_rows_of(inputs)
+        return metrics, {name: x[:num_rows] for name, x in examples.items()}
+
+    def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
+        """Pads weights for the `jax.shard_map`, and returns them with their specs in it."""
+        specs = jax.tree.map(lambda weight: weight.spec, weights)
+        mapped_specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
+        return pad_tree(params, specs, dict(self.mesh.shape)), mapped_specs
+
+
+def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    unknown = [axis for axis in axes if axis not in mesh.axis_names]
+    require(
+        not unknown and axes and len(set(axes)) == len(axes), "ExplicitCollectives.data_axes", axes,
+        f"one axis or more of the mesh's {mesh.axis_names}, each once",
+        did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
+    )
+    return axes
+
+
+def on_each_device(
+    function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any,
+    data_axes: tuple[str, ...], axis_rules: LogicalAxisRules = (),
+) -> Any:
+    """Returns `function(inputs, *others)`, run by each device on its rows; JAX checks the types.
+
+    Args:
+      inputs: arrays whose rows the devices divide; scalars go to each.
+      others: (tree, its PartitionSpecs or one for all).
+      out: the specs of what is returned.
+      data_axes: mesh axes; the others are left to the compiler.
+      axis_rules: a job's rules of logical axes, which Linen layers follow.
+
+    Raises:
+      ConfigError: the model constrains an array over a data axis, or a loop or a branch in it has a
+        value that differs between devices in one place only.
+    """
+    rows = jax.tree.map(lambda x: PartitionSpec(data_axes) if x.ndim else PartitionSpec(), inputs)
+    mapped = jax.shard_map(
+        function, in_specs=(rows, *(specs for _, specs in others)), out_specs=out,
+        axis_names=set(data_axes),
+    )
+    # No constraint inside may name a data axis.
+    rules = [
+        (name, tuple(axis for axis in axes_of(axes) if axis not in data_axes) or None)
+        for name, axes in axis_rules
+    ]
+    with (
+        _saying_what_jax_refuses(data_axes),
+        spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext(),
+    ):
+        return mapped(inputs, *(tree for tree, _ in others))
+
+
+@contextlib.contextmanager
+def _saying_what_jax_refuses(data_axes: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if "sharding_constraint" not in str(error) or "Manual" not in str(error):
+            raise
+        raise ConfigError(
+            f"The model constrains an activation over one of data_axes {data_axes}, along which "
+            "ExplicitCollectives give each device its own rows and nothing else. Leave the axis "
+            "out of jax.lax.with_sharding_constraint (praxis_lite.core.constrain does), or "
+            f"leave the Partitioner's gradients out. JAX says: {error}"
+        ) from error
+
+
+def counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns a device's inputs, and whether any of its rows has a nonzero weight.
+
+    A device without such rows computes with weights of 1, and its results are multiplied by 0: a
+    mean over nothing may be NaN, which would spread to the sums of all devices.
+    """
+    if "weights" not in inputs:
+        return dict(inputs), jnp.ones((), bool)
+    weights = inputs["weights"]
+    counts = jnp.any(weights != 0)
+    return {**inputs, "weights": jnp.where(counts, weights, jnp.ones_like(weights))}, counts
+
+
+def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
+    """Sums a gradient over the data axes, except those over which its gather has summed it."""
+    done = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
+    axes = tuple(axis for axis in data_axes if axis not in done)
+    return jax.lax.psum(grad, axes) if axes else grad
+
+
+@jax.named_scope("sum_over_devices")
+def weighted_means(metrics: WeightedScalars, data_axes: Sequence[str]) -> WeightedScalars:
+    """Returns (weighted mean over devices, total weight) of each metric."""
+
+    def mean(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight = jnp.asarray(weight, jnp.float32)
+        weighted = jnp.where(weight != 0, value * weight, 0.0)
+        weighted_sum, total = jax.lax.psum((weighted, weight), data_axes)
+        return weighted_sum / jnp.where(total == 0, 1.0, total), total
+
+    return {name: mean(*pair) for name, pair in metrics.items()}
+
+
+def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence[str]) -> PyTree:
+    """Returns variables with the weighted mean of the devices' changes.
+
+    Integers and keys are equal on all devices; their maximum is taken.
+    """
+
+    def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+        if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+            bits = jax.lax.pmax(jax.random.key_data(new), data_axes)
+            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(new))
+        if not jnp.issubdtype(new.dtype, jnp.inexact):
+            return jax.lax.pmax(new, data_axes)
+        # Unchanged values keep their bits, infinities too.
+        change = jnp.where(new == old, 0.0, new - old) * weight
+        change, total = jax.lax.psum((change, weight), data_axes)
+        return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
+
+    return jax.tree.map(mean, old, new)

@@ -1,0 +1,142 @@
+"""The proof of a job's examples: compares its record with the data of its config."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.experiment.launched_config import config_of_job
+from praxis_lite.inputs.base import TRAIN, InputPipeline
+from praxis_lite.inputs.processes.row_digests import fingerprint_digest
+from praxis_lite.job.examples.history import History, Part, history_of
+from praxis_lite.job.examples.lines import read_record
+from praxis_lite.job.job_dir import JobDir
+
+__all__ = ("ExamplesProof", "proof_of_examples", "train_pipeline")
+
+EXACTLY_ONCE = "every example exactly once, in order"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExamplesProof:
+    """The result of a proof of a job's examples.
+
+    Attributes:
+      history: The part of the record that counts.
+      faults: Sentences; empty: every example was used exactly once, in order.
+      notes: Sentences about differences that are not faults.
+      num_lost_steps: How many steps were repeated later.
+      is_recomputed: True if the data was recomputed and compared.
+    """
+
+    history: History
+    faults: Sequence[str]
+    notes: Sequence[str]
+    num_lost_steps: int
+    is_recomputed: bool
+
+    @property
+    def num_rollbacks(self) -> int:
+        """How often a launch was rolled back from a loss spike."""
+        return self.history.starts - self.history.num_launches
+
+    def lines(self) -> list[str]:
+        """Returns the proof as lines."""
+        history = self.history
+        lines = [_words(part) for part in history.parts]
+        if history.parts:
+            skipped = history.skipped
+            left_out = f", without {few([str(item) for item in skipped], 8)}" if skipped else ""
+            first = history.parts[0].batch_of(history.first_step)
+            last = history.parts[-1].batch_of(history.last_step)
+            lines += [
+                f"steps {history.first_step} to {history.last_step}: batches {first} to {last}"
+                f"{left_out}, {history.num_rows:,} rows; changes of hands: "
+                f"{history.num_launches - 1}, roll-backs: {self.num_rollbacks}, steps lost and "
+                f"made again: {self.num_lost_steps}",
+                f"digest {history.digest}",
+            ]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"WRONG: {fault}" for fault in self.faults]
+        if not self.faults:
+            lines.append(
+                f"{EXACTLY_ONCE}: by the record, and by the data made again"
+                if self.is_recomputed
+                else f"{EXACTLY_ONCE}: by the record alone, which says which rows of which batch "
+                "were fed; that they held what the config's data hold was not compared"
+            )
+        return lines
+
+
+def proof_of_examples(
+    job_dir: JobDir, *, packages: Sequence[str] = (), settings: Sequence[str] = (),
+    recorded_only: bool = False, progress: Callable[[int, int], None] = lambda done, of: None,
+    last_step: int | None = None, num_lost_steps: int = 0,
+) -> ExamplesProof:
+    """Returns the proof of a job's examples.
+
+    Args:
+      last_step: The last step that is checked; None: the step of the newest checkpoint.
+      packages, settings: As for --packages and --set, such as the present location of the data.
+      recorded_only: True: the data is not recomputed.
+      progress: Called with the number of compared steps and the number of all steps.
+      num_lost_steps: Steps that were repeated later, including unrecorded ones between two saves.
+
+    Raises:
+      ConfigError: There is no record, or the data cannot be read.
+    """
+    record = read_record(job_dir.examples)
+    if not record.starts and not record.stretches:
+        raise ConfigError(
+            f"{job_dir.path} has no record of its examples: no {job_dir.examples.name}/*.jsonl. A "
+            "job writes it when it trains; what was trained before cannot be proven."
+        )
+    if last_step is None and job_dir.checkpoints.is_dir():
+        last_step = max(committed_steps(job_dir.checkpoints), default=None)
+    history = history_of(record, last_step)
+    faults, notes = [*history.faults], [*history.notes]
+    notes += [
+        f"the data of start {part.number} have other settings than those of the steps before"
+        for before, part in itertools.pairwise(history.parts)
+        if part.starts[0].data != before.starts[0].data
+    ]
+    if not history.parts:
+        faults.append("no step is on record")
+    elif not recorded_only:
+        from praxis_lite.job.examples.proof import faults_of_data
+
+        pipeline = train_pipeline(job_dir, packages, settings)
+        faults += faults_of_data(history, pipeline, progress)
+        if fingerprint_digest(pipeline) != history.parts[-1].starts[0].data:
+            notes.append("the config's data have other settings now than when they were fed")
+    return ExamplesProof(
+        history, faults, notes,
+        max(history.num_lost_steps, num_lost_steps), not recorded_only,
+    )
+
+
+def train_pipeline(
+    job_dir: JobDir, packages: Sequence[str] = (), settings: Sequence[str] = ()
+) -> InputPipeline:
+    """Returns the training data of a job's config; raises ConfigError if there are none."""
+    config = config_of_job(job_dir, None, settings, packages).config
+
+    from praxis_lite.config.build import build, naming_settings
+
+    if TRAIN not in config.datasets:
+        raise ConfigError(f"The config of {job_dir.path} has no dataset {TRAIN!r}.")
+    with naming_settings(config):
+        return build(config.datasets[TRAIN])
+
+
+def _words(part: Part) -> str:
+    """Returns a line on the steps of a start, with its processes and mesh."""
+    first = part.starts[0]
+    mesh = ", ".join(f"{axis} {size}" for axis, size in first.mesh.items())
+    generation = "" if first.generation is None else f", generation {first.generation}"
+    count = first.num_processes
+    return (
+        f"steps {part.first_step} to {part.last_step}: start {part.number}{generation}, {count} "
+        f"process{'es' * (count > 1)}, mesh ({mesh})"
+    )

@@ -1,0 +1,64 @@
+"""Imports Hugging Face models as jobs, and exports jobs as Hugging Face models.
+
+    python -m praxis_lite.huggingface import HF_DIR JOB_LOG_DIR [--set path=value ...]
+    python -m praxis_lite.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype NAME]
+        [--adapters merge|peft]
+"""
+
+import sys
+from collections.abc import Sequence
+
+from praxis_lite.job.command import Parser, run
+from praxis_lite.job.processes.standard_output import print_log
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Begins a job with a Hugging Face model, or exports a job's model as one."""
+    run(lambda: _convert(argv), goes_on=True)
+
+
+def _convert(argv: Sequence[str] | None) -> None:
+    print_log()
+    args = _parser().parse_args(argv)
+    # Import slow modules here, so that Ctrl-C during the import prints no traceback.
+    from praxis_lite.huggingface.jobs import begin_job, export_job, hf_dir_setting
+    from praxis_lite.huggingface.model import EXPERIMENT
+    from praxis_lite.trainer.begin_job import next_command
+
+    if args.command == "import":
+        job = begin_job(args.hf_dir, args.job_log_dir, settings=args.settings, note=_print)
+        print(next_command(job, EXPERIMENT, [hf_dir_setting(job), *args.settings]))
+        return
+    export_job(
+        args.job_log_dir, args.out_dir, step=args.step, dtype=args.dtype, adapters=args.adapters,
+        note=_print,
+    )
+    print(f"wrote {args.out_dir}")
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m praxis_lite.huggingface", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{import,export}")
+    importing = commands.add_parser("import", help="begin a job with the model in a directory")
+    importing.add_argument("hf_dir", metavar="HF_DIR", help="config.json and safetensors files")
+    importing.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a new directory")
+    importing.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
+                           action="extend", default=[], help="as of main.py")
+    exporting = commands.add_parser("export", help="export a job's model in Hugging Face format")
+    exporting.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a job that began with one")
+    exporting.add_argument("out_dir", metavar="OUT_DIR", help="a new directory")
+    exporting.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    exporting.add_argument("--dtype", help="float32, bfloat16 or float16; default: unchanged")
+    exporting.add_argument(
+        "--adapters", choices=("merge", "peft"),
+        help="of a model with LoRA: merge them into its weights, or write them alone, as PEFT does",
+    )
+    return parser
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Writes a model's weights as safetensors files, with an index if there are several."""
+
+import collections
+import errno
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.checkpoints.sharded_reading import in_groups
+from praxis_lite.core.errors import format_bytes
+from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.huggingface.tensors.tensor_files import INDEX, SINGLE
+from praxis_lite.huggingface.weights import Part, as_tensor, tensor_shape
+
+MAX_FILE_BYTES = 5_000_000_000
+
+
+def write_tensors(
+    directory: Path, parts: Sequence[Part], arrays: Mapping[str, jax.Array], mesh: Mesh,
+    dtypes: Mapping[str, np.dtype], *, max_file_bytes: int = MAX_FILE_BYTES,
+    note: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Writes weights on a mesh as tensors, in files of up to `max_file_bytes`.
+
+    Call it on every process; the first one writes. Memory has one file's tensors at a time.
+
+    Args:
+      directory: that exists.
+      parts: of all weights, in the order in which tensors are to be written.
+      arrays: the weights by path, padded, on the mesh.
+      dtypes: of the tensors by name.
+    """
+    of_tensor: dict[str, list[Part]] = collections.defaultdict(list)
+    for part in parts:
+        of_tensor[part.tensor].append(part)
+    sizes = {
+        name: dtypes[name].itemsize * math.prod(tensor_shape(tensor_parts))
+        for name, tensor_parts in of_tensor.items()
+    }
+    files = list(in_groups(sizes, max_file_bytes))
+    pieces = Pieces(arrays, mesh)
+    weight_map, total = {}, 0
+    for number, names in enumerate(files, 1):
+        file = SINGLE if len(files) == 1 else (
+            f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        )
+        tensors = {}
+        for name in names:
+            tensor = as_tensor(
+                of_tensor[name],
+                [pieces(x.path, x.index, x.piece_shape()) for x in of_tensor[name]],
+            )
+            tensors[name] = np.ascontiguousarray(tensor.astype(dtypes[name]))
+        if jax.process_index() == 0:
+            save_tensors(tensors, directory / file)
+        weight_map |= dict.fromkeys(names, file)
+        total += sum(x.nbytes for x in tensors.values())
+        note(f"wrote {file}, {format_bytes(total)} so far")
+    if len(files) > 1 and jax.process_index() == 0:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a safetensors file. Raises OSError for the library's errors, too."""
+    library, of_numpy = (
+        optional_module(name, f"The model {path}") for name in ("safetensors", "safetensors.numpy")
+    )
+    try:
+        of_numpy.save_file(tensors, path, metadata={"format": "pt"})
+    except library.SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), os.fspath(path)) from error
+
+
+class Pieces:
+    """Copies parts of weights on a mesh to the host of every process, without padding."""
+
+    def __init__(self, arrays: Mapping[str, jax.Array], mesh: Mesh):
+        self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())
+
+    def __call__(
+        self, path: str, index: tuple[int, ...], shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """Returns the array at an index of a weight's leading dims, without padding."""
+        take = self._take(shape, len(index))
+        return np.asarray(take(self.arrays[path], np.array(index, np.int32)))
+
+    @functools.cache  # noqa: B019 - as long-lived as the writing.
+    def _take(self, shape: tuple[int, ...], num_leading: int) -> Callable[..., Any]:
+        def taken(weight: jax.Array, index: jax.Array) -> jax.Array:
+            for place in range(num_leading):
+                weight = jax.lax.dynamic_index_in_dim(weight, index[place], 0, keepdims=False)
+            return weight[tuple(map(slice, shape))]
+
+        return jax.jit(taken, out_shardings=self.replicated)

@@ -1,0 +1,44 @@
+"""The tools of a training job: those of praxis_lite, and those of an installed package."""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from praxis_lite.trainer.job_tools import JobTools
+
+if TYPE_CHECKING:
+    from praxis_lite.checkpoints.init.initial_state import InitialState
+    from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
+    from praxis_lite.core.partitioner.train_state import StateLayout
+
+
+def installed_job_tools() -> JobTools:
+    """Returns the tools of the entry point in the group `praxis_lite.job_tools`, or none.
+
+    The sources of initial states of praxis_lite are always among them.
+    """
+    points = importlib.metadata.entry_points(group="praxis_lite.job_tools")
+    tools = next((point.load() for point in points), JobTools())
+    return dataclasses.replace(tools, sources={**_SOURCES, **tools.sources})
+
+
+def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
+    from praxis_lite.huggingface.pretrained import FromHuggingFace
+
+    return FromHuggingFace(directory, layout)
+
+
+def _from_checkpoints(
+    rules: "Mapping[str, CheckpointLoadingRules]", layout: "StateLayout"
+) -> "InitialState":
+    from praxis_lite.checkpoints.init.init_from_checkpoint import FromCheckpoints
+
+    return FromCheckpoints(rules, layout)
+
+
+# By the setting of `run` that names them.
+_SOURCES = {
+    "init_from_checkpoint_rules": _from_checkpoints,
+    "init_from_huggingface": _from_huggingface,
+}

@@ -1,0 +1,103 @@
+"""Files that tell a cluster's probes whether a process is alive, and whether it trains."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from praxis_lite.core.errors import ConfigError, require
+
+__all__ = ("HealthFiles", "directory_of")
+
+# A probe takes a file of a minute for that of a dead process: a busy machine may miss many beats.
+BEAT_SECONDS = 1.0
+
+
+class HealthFiles(contextlib.AbstractContextManager):
+    """Keeps two empty files in a directory of this process while it is entered.
+
+    A probe looks at the age of `alive` (`find DIR/alive -mmin -1`), and whether there is `ready`.
+    Entering removes what a killed process left there, and leaving removes both files. A file that
+    cannot be written later is no error here: the probe sees its age.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._alive, self._ready = directory / "alive", directory / "ready"
+        self._is_ready = False
+
+    def alive(self) -> None:
+        """Renews the time of `alive`."""
+        with contextlib.suppress(OSError):
+            self._alive.touch()
+
+    def ready(self, is_ready: bool) -> None:
+        """Makes or removes `ready`."""
+        if is_ready == self._is_ready:
+            return
+        with contextlib.suppress(OSError):
+            if is_ready:
+                self._ready.touch()
+            else:
+                self._ready.unlink(missing_ok=True)
+            self._is_ready = is_ready
+
+    def __enter__(self) -> "HealthFiles":
+        """Raises ConfigError if the directory cannot be made or written."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._ready.unlink(missing_ok=True)
+            self._alive.touch()
+        except OSError as error:
+            raise ConfigError(
+                f"--health_dir={self._directory} cannot be written: {error.strerror or error}. "
+                "Name a directory of this host that this user may write to."
+            ) from error
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for path in (self._ready, self._alive):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+class HealthBeat(contextlib.AbstractContextManager):
+    """Renews `alive` every second while it is entered, unless the process hangs.
+
+    Attributes:
+      files: the files, which are kept meanwhile.
+      is_hung: called before each renewal, in a separate thread. It cannot run while C code holds
+        Python's lock; then the file grows old as well.
+    """
+
+    def __init__(self, files: HealthFiles):
+        self.files = files
+        self.is_hung: Callable[[], bool] = lambda: False
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="health", daemon=True)
+
+    def __enter__(self) -> "HealthBeat":
+        self.files.__enter__()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.files.__exit__(*exc_info)
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(BEAT_SECONDS):
+            if not self.is_hung():
+                self.files.alive()
+
+
+def directory_of(given: str, job_log_dir: str | None) -> Path:
+    """Returns the directory of --health_dir; raises ConfigError if all hosts would share it."""
+    directory = Path(given)
+    require(
+        job_log_dir is None or not directory.resolve().is_relative_to(Path(job_log_dir).resolve()),
+        "--health_dir", given, "a directory outside --job_log_dir, which all hosts share",
+        "Name a directory of this host and of this process alone, such as /tmp/health.",
+    )
+    return directory

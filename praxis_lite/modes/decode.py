@@ -1,0 +1,85 @@
+"""`main.py --mode=decode`: continues prompts with a checkpoint of a job."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from praxis_lite.core.errors import require
+from praxis_lite.modes.evaluate import add_step
+from praxis_lite.modes.following import add_follow, each_checkpoint
+from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.modes.mode import CommandLine, Mode
+
+if TYPE_CHECKING:
+    from praxis_lite.trainer.decoding.user_prompts import Prompt
+
+
+class Decode(Mode):
+    """Continues the experiment's prompts, those of the command line, or a conversation's."""
+
+    name = "decode"
+    summary = "continues prompts with a checkpoint of a job"
+    goes_on = True
+    is_of_many_processes = True
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds --step, --follow, --prompt, --prompts and --chat."""
+        add_step(options)
+        add_follow(options)
+        options.add_argument(
+            "--prompt", metavar="TEXT", nargs="+", action="extend", default=None,
+            help="texts to continue, printed as they come, instead of the experiment's decode "
+            "datasets",
+        )
+        options.add_argument(
+            "--prompts", metavar="FILE", type=Path,
+            help='the same from a file: a text in each line, or of FILE.jsonl {"prompt": TEXT} or '
+            '{"messages": [...]} in each',
+        )
+        options.add_argument(
+            "--chat", action="store_true",
+            help="the prompts are messages of a user, formatted by the tokenizer's chat template; "
+            "without prompts: read from the terminal, one after the other",
+        )
+
+    def run(
+        self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
+        prompt: Sequence[str] | None, prompts: Path | None, chat: bool,
+    ) -> None:
+        """Decodes; raises ConfigError as `decode` does."""
+        require(
+            not (follow and chat), "--chat", chat, "no --chat with --follow",
+            "A conversation uses a single checkpoint.",
+        )
+        texts = _prompts(prompt or (), prompts, chat=chat)
+        checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
+        is_conversation = chat and not texts
+        launched = recorded_job_of(
+            command, "decode", has_prompts=bool(texts) or is_conversation
+        )
+        checked_for = "load" if is_conversation else "decode"
+        with job_on_mesh(
+            command, launched, checked_for, prompts=texts, same={"--step": step}
+        ) as job:
+            from praxis_lite.trainer.decoding import decode
+
+            if is_conversation:
+                decode.chat(job, step, sys.stdin or ())
+            else:
+                batchings = {}
+                checkpoints(lambda step: decode.decode(job, step, texts or None, batchings))
+
+
+def _prompts(texts: Sequence[str], file: Path | None, *, chat: bool) -> "list[Prompt]":
+    """Returns the prompts of --prompt and --prompts; with --chat a text is a user's message."""
+    if not texts and file is None:
+        return []
+    from praxis_lite.trainer.decoding.user_prompts import read_prompts
+
+    prompts = [*texts, *(read_prompts(file.expanduser()) if file is not None else ())]
+    return [
+        [{"role": "user", "content": item}] if chat and isinstance(item, str) else item
+        for item in prompts
+    ]

@@ -1,0 +1,50 @@
+"""`main.py --mode=eval`: evaluates a checkpoint of a job, or each new one."""
+
+import argparse
+
+from praxis_lite.modes.following import add_follow, each_checkpoint
+from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.modes.mode import CommandLine, Mode
+
+__all__ = ("add_step",)
+
+
+class Evaluate(Mode):
+    """Evaluates a checkpoint on every dataset but `train`."""
+
+    name = "eval"
+    summary = "evaluates a checkpoint of a job on every dataset but train"
+    goes_on = True
+    is_of_many_processes = True
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds --step and --follow."""
+        add_step(options)
+        add_follow(options)
+
+    def run(
+        self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
+    ) -> None:
+        """Evaluates; raises ConfigError as `evaluation.evaluate` does."""
+        checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
+        launched = recorded_job_of(command, "eval")
+        with job_on_mesh(command, launched, "eval", same={"--step": step}) as job:
+            from praxis_lite.trainer.evaluation import evaluate
+
+            checkpoints(lambda step: evaluate(job, step))
+
+
+def add_step(options: argparse._ArgumentGroup) -> None:
+    """Adds --step, the checkpoint that a mode reads."""
+    options.add_argument(
+        "--step", metavar="N|best", type=_step, help="the checkpoint to read; default: the newest"
+    )
+
+
+def _step(word: str) -> int | str:
+    if word != "best" and not word.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is not a checkpoint: expected the number of a step, or best; without --step "
+            "it is the newest"
+        )
+    return word if word == "best" else int(word)

@@ -1,0 +1,73 @@
+"""--follow: each new checkpoint of a job that trains in another process, until the job ends."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from praxis_lite.checkpoints.steps.new_steps import NewSteps
+from praxis_lite.core.errors import require
+from praxis_lite.job import processes
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.local_directory import local_directory
+from praxis_lite.modes.launched import job_log_dir
+from praxis_lite.modes.mode import CommandLine
+
+_SILENT_SECONDS = 600
+
+
+def add_follow(options: argparse._ArgumentGroup) -> None:
+    """Adds --follow and --follow_seconds."""
+    options.add_argument(
+        "--follow", action="store_true",
+        help="take each new checkpoint of a job that trains in another process, until the job "
+        "ends; of several new ones, the newest",
+    )
+    options.add_argument(
+        "--follow_seconds", metavar="N", type=int, default=_SILENT_SECONDS,
+        help="with --follow: end after so many seconds without a training process and without a "
+        f"new checkpoint; default: {_SILENT_SECONDS}",
+    )
+
+
+def each_checkpoint(
+    command: CommandLine, step: int | str | None, silent_seconds: int | None
+) -> Callable[[Callable[[Any], None]], None]:
+    """Returns a function that calls its argument with each checkpoint to take.
+
+    Args:
+      step: The value of --step.
+      silent_seconds: The value of --follow_seconds, or None without --follow: `step` is then the
+        only checkpoint. With --follow this waits for the first checkpoint of the job.
+
+    Raises:
+      ConfigError: An option conflicts with --follow, or no checkpoint came in time.
+    """
+    if silent_seconds is None:
+        return lambda take: take(step)
+    require(step is None, "--step", step, "no --step with --follow, which takes each new one")
+    require(
+        silent_seconds > 0, "--follow_seconds", silent_seconds, "a number of seconds, 1 or more"
+    )
+    require(
+        processes.count() == 1, "--follow: the number of processes", processes.count(), "1",
+        "Start it once, without --coordinator.",
+    )
+    job_dir = JobDir(local_directory(job_log_dir(command)))
+    steps = NewSteps(job_dir, silent_seconds, lambda line: print(line, flush=True))
+    steps.wait_for_first()
+    return lambda take: _follow(job_dir, command.packages, steps, take)
+
+
+def _follow(
+    job_dir: JobDir, packages: Sequence[str], steps: NewSteps, take: Callable[[Any], None]
+) -> None:
+    from praxis_lite.checkpoints.steps.verified_steps import StepLost
+    from praxis_lite.experiment.registry import allowed_packages
+    from praxis_lite.trainer.job_history import is_complete
+
+    allowed = allowed_packages(packages)
+    for step in steps.until(lambda step: is_complete(job_dir, step, allowed)):
+        try:
+            take(step)
+        except StepLost as lost:
+            print(f"step {step} is skipped: {lost}", flush=True)

@@ -1,0 +1,159 @@
+"""Makes the checked config of a command line, and from it a job on its mesh."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.experiment.launched_config import (
+    LaunchedConfig,
+    config_of_experiment,
+    config_of_job,
+)
+from praxis_lite.job import processes
+from praxis_lite.job.job_dir import open_for_reading, open_for_training
+from praxis_lite.job.processes.same_everywhere import check_same, versions
+from praxis_lite.job.shared_job_dir import open_shared
+from praxis_lite.modes.mode import CommandLine
+
+if TYPE_CHECKING:
+    from praxis_lite.experiment.experiment import Job
+    from praxis_lite.trainer.decoding.user_prompts import Prompt
+    from praxis_lite.trainer.job_on_mesh import JobOnMesh
+
+__all__ = ("experiment_of", "job_log_dir", "job_on_mesh", "recorded_job_of")
+
+
+def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConfig:
+    """Returns the config of --exp and --set, and prints the experiment's name.
+
+    Args:
+      trains: True: --job_log_dir is opened for training and becomes `command.job_dir`.
+
+    Raises:
+      ConfigError: There is no such experiment, a setting or the directory is wrong, a required
+        field or a tokenizer is missing.
+    """
+    if command.exp is None:
+        raise ConfigError(
+            f"--mode={command.mode} needs --exp=NAME; --list shows the names."
+        )
+    launched = config_of_experiment(command.exp, command.settings, command.packages)
+    if trains:
+        path = job_log_dir(command)
+        command.job_dir = open_shared(path, lambda: open_for_training(path, launched.experiment))
+    _announce(command, launched)
+    _check(launched)
+    return launched
+
+
+def recorded_job_of(
+    command: CommandLine, reads: str, *, has_prompts: bool = False
+) -> LaunchedConfig:
+    """Returns the config of a trained job with --set applied, and prints the job's name.
+
+    The job's directory becomes `command.job_dir`.
+
+    Args:
+      reads: "eval" or "decode": the mode whose data stays in the config.
+      has_prompts: The prompts to decode are given, so no dataset of prompts is read.
+
+    Raises:
+      ConfigError: There is no such job, or as `experiment_of`.
+    """
+    path = job_log_dir(command)
+    job_dir = open_shared(path, lambda: open_for_reading(path))
+    launched = config_of_job(job_dir, command.exp, command.settings, command.packages)
+    command.job_dir = job_dir
+
+    from praxis_lite.experiment.recorded_job import keep_only
+
+    _announce(command, launched)
+    keep_only(launched.config, reads, has_prompts=has_prompts)
+    _check(launched)
+    return launched
+
+
+@contextlib.contextmanager
+def job_on_mesh(
+    command: CommandLine,
+    launched: LaunchedConfig,
+    checked_for: str,
+    *,
+    prompts: "list[Prompt] | tuple" = (),
+    same: Mapping[str, Any] | None = None,
+    on_devices: "Callable[[Job, LaunchedConfig], Job] | None" = None,
+) -> Iterator["JobOnMesh"]:
+    """Yields the job on its mesh, all of it checked, nothing compiled.
+
+    Within the context, an error about a file names the setting of the file, and an error about
+    memory names the largest arrays.
+
+    Args:
+      checked_for: The mode of `partitioner_of`.
+      prompts: Decoded instead of the experiment's.
+      same: Values that must be the same in all processes, in addition to the config.
+      on_devices: As in `JobTools`.
+
+    Raises:
+      ConfigError: The mesh, the data, the task and the run do not fit together; or the processes
+        were started with different command lines.
+    """
+    _check_same_command(command, launched, same or {})
+
+    from praxis_lite.config.build import build, naming_settings
+
+    with naming_settings(launched.config, launched.recorded):
+        job = build(launched.config)
+        if on_devices is not None:
+            job = on_devices(job, launched)
+        if prompts:
+            from praxis_lite.trainer.decoding.user_prompts import with_prompts
+
+            job = with_prompts(job, prompts)
+
+        from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_of
+
+        partitioner = partitioner_of(job, checked_for)
+
+        from praxis_lite.trainer.checks.memory import saying_what_is_large
+
+        with saying_what_is_large(partitioner.layout):
+            yield JobOnMesh(partitioner, job, command.job_dir)
+
+
+def job_log_dir(command: CommandLine) -> str:
+    """Returns the directory of --job_log_dir; raises ConfigError without it."""
+    if command.job_log_dir is None:
+        raise ConfigError(f"--mode={command.mode} needs --job_log_dir=DIR, the job's directory.")
+    if not command.job_log_dir:
+        raise ConfigError(
+            "--job_log_dir is empty. Is a variable of the shell not set? Name a directory."
+        )
+    return command.job_log_dir
+
+
+def _announce(command: CommandLine, launched: LaunchedConfig) -> None:
+    place = f", in {command.job_dir.path}" if command.job_dir else ""
+    print(f"{launched.experiment}, {command.mode}{place}", flush=True)
+
+
+def _check(launched: LaunchedConfig) -> None:
+    from praxis_lite.config.overrides import check_required
+    from praxis_lite.experiment.recorded_job import check_tokenizers
+
+    check_required(launched.config)
+    check_tokenizers(launched.config)
+
+
+def _check_same_command(
+    command: CommandLine, launched: LaunchedConfig, same: Mapping[str, Any]
+) -> None:
+    """Checks, before JAX makes a device, that all processes are about to do the same."""
+    if processes.count() > 1:
+        from praxis_lite.config.text import config_lines
+
+        lines = dict(line.partition("=")[::2] for line in config_lines(launched.config))
+        given = {"--mode": command.mode, "experiment": launched.experiment, **same}
+        of_packages = {f"version of {name}": version for name, version in versions().items()}
+        check_same("The processes differ", {**of_packages, **given, **lines})

@@ -1,0 +1,90 @@
+"""Hooks for training on a cluster: health files, and the grace period after SIGTERM."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from praxis_lite.job.health_files import HealthBeat
+from praxis_lite.trainer.hooks.hook import Hook, StepMade, StepMetrics
+
+if TYPE_CHECKING:
+    from praxis_lite.core.partitioner.train_state import TrainState
+    from praxis_lite.trainer.hooks.loop import Loop
+
+
+class Health(Hook):
+    """Creates `ready` when a step of this launch has ended; stops renewing `alive` in a hang.
+
+    Args:
+      beat: of the launch.
+    """
+
+    waits = False
+
+    def __init__(self, beat: HealthBeat):
+        self._beat = beat
+
+    def before_training(self, loop: "Loop", state: "TrainState") -> None:
+        self._beat.is_hung = loop.watchdog.is_silent
+
+    def after_metrics(self, metrics: StepMetrics) -> None:
+        self._beat.files.ready(True)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._beat.files.ready(False)
+        self._beat.is_hung = lambda: False
+
+
+class Grace(Hook):
+    """Warns once if stopping after SIGTERM may take longer than the cluster waits.
+
+    Stopping takes the running step, the step in which all processes agree on it, the wait for a
+    save in progress, and the last save. The longest of each are measured, and saved with the
+    checkpoints, so that a resumed job warns when it begins.
+
+    Args:
+      seconds: The time that the cluster waits between SIGTERM and SIGKILL.
+    """
+
+    waits = False
+
+    def __init__(self, seconds: int):
+        self._seconds, self._has_warned = seconds, False
+        self._step = self._save = 0.0
+        self._seen: float | None = None  # When the save began whose seconds are known.
+
+    def restore(self, saved: Mapping[str, float] | None) -> None:
+        if saved is not None:
+            self._step, self._save = saved["step_seconds"], saved["save_seconds"]
+
+    def to_save(self) -> dict[str, float]:
+        return {"step_seconds": self._step, "save_seconds": self._save}
+
+    def before_training(self, loop: "Loop", state: "TrainState") -> None:
+        self._loop = loop
+        self._warn()
+
+    def after_metrics(self, metrics: StepMetrics) -> None:
+        self._step = max(self._step, metrics.line["step_time"])
+
+    def after_step(self, made: StepMade) -> None:
+        loop = self._loop
+        if self._seen is None:
+            self._seen = loop.saved_at
+        if self._seen != loop.saved_at and not loop.checkpoints.is_saving():
+            self._seen = loop.saved_at
+            self._save = max(self._save, time.monotonic() - loop.saved_at)
+            self._warn()
+
+    def _warn(self) -> None:
+        needed = math.ceil(2 * (self._step + self._save))
+        if needed <= self._seconds or not self._save or self._has_warned:
+            return
+        self._has_warned = True
+        self._loop.note(
+            f"WARNING: from SIGTERM to the end this job may take {needed} s, twice a step of "
+            f"{self._step:.1f} s and twice a save of {self._save:.1f} s, but is killed after "
+            f"--grace_seconds={self._seconds}: then the last save is lost. Let the cluster wait "
+            "longer (docs/clusters.md)."
+        )

@@ -1,0 +1,191 @@
+"""Parses the command line: the options of every mode, and those of the mode that it names."""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.core.callables import imported_module
+from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
+from praxis_lite.experiment.registry import allowed_packages
+from praxis_lite.job.command import Parser
+from praxis_lite.modes.mode import CommandLine, Mode
+
+__all__ = ("file_to_write", "names")
+
+# Options and modes of Pax, and their counterparts here.
+PAX_OPTIONS = {
+    "fdl_config": "--exp=NAME with --set path=value", "fdl_flags_override": "--set path=value",
+    "tfds_data_dir": "the path of a Tfds source", "eval_on_test": "a dataset of that name",
+    "job_log_dir_override": "--job_log_dir=DIR", "restore_checkpoint_step": "--step=N",
+    "exit_after_ondemand_checkpoint": "nothing: SIGTERM saves and ends",
+}
+PAX_MODES = {
+    "decode_once": "decode", "decode_batches": "decode", "eval_once": "eval", "infer": "decode",
+}
+
+Modes = Mapping[str, Mode]
+
+
+def parsed(
+    argv: Sequence[str] | None, modes: Modes
+) -> tuple[CommandLine, Mode, dict[str, Any]]:
+    """Returns the options that every mode has, the mode, and the values of its own options.
+
+    Args:
+      argv: None: the arguments of this process.
+      modes: By name; a user's package may have others.
+
+    Raises:
+      ConfigError: There is no such option, the mode does not use it, or its value is wrong.
+    """
+    first = Parser(add_help=False)
+    _add_common(first, modes)
+    given = first.parse_known_args(argv)[0]
+    name = given.mode or CommandLine.mode
+    mode = modes[name] if name in modes else _users_mode(name, given.packages, modes)
+    parser = parser_of(name, mode, modes)
+    if given.mode is None:
+        parser.epilog = "\n".join(_described(name, mode) for name, mode in modes.items())
+    values = vars(parser.parse_args(argv)) | {"mode": name}
+    common = [field.name for field in dataclasses.fields(CommandLine) if field.name in values]
+    return CommandLine(**{name: values.pop(name) for name in common}), mode, values
+
+
+def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
+    """Returns the parser of a command line with this mode."""
+    parser = Parser(
+        prog="main.py", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Trains, evaluates, decodes, explains, plans or checks an experiment.",
+    )
+    parser.pax_options = PAX_OPTIONS
+    _add_common(parser, modes)
+    flags = _flags(mode)
+    if flags:
+        mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
+    elsewhere: dict[str, list[str]] = {}
+    for other, item in modes.items():
+        for flag in _flags(item):
+            elsewhere.setdefault(flag, []).append(f"--mode={other}")
+    for flag, names in elsewhere.items():
+        if flag not in flags:
+            *first, last = names
+            modes_text = f"{', '.join(first)} and {last}" if first else last
+            parser.add_argument(
+                flag, action=_OfOtherModes, help=argparse.SUPPRESS, nargs="*",
+                default=argparse.SUPPRESS, const=f"goes with {modes_text}; --mode={name}",
+            )
+    return parser
+
+
+def names(words: str) -> list[str]:
+    """Returns the names of an option's value "a,b"."""
+    return [word.strip() for word in words.split(",")]
+
+
+def file_to_write(example: str) -> Callable[[str], Path]:
+    """Returns the type of an option that names a file, such as `example`, to write."""
+
+    def file(given: str) -> Path:
+        path = Path(given)
+        if path.is_dir() or not path.name:
+            raise argparse.ArgumentTypeError(
+                f"{given} is a directory; expected a file, such as {path / example}"
+            )
+        if not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(
+                f"{given} cannot be written: there is no directory {path.parent}. Make it"
+            )
+        return path
+
+    return file
+
+
+def _add_common(parser: Parser, modes: Modes) -> None:
+    parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
+    parser.add_argument(
+        "--packages", metavar="NAME,...", type=names, action="extend", default=[],
+        help="your packages, in which --exp is looked up in addition to praxis_lite.experiments",
+    )
+    parser.add_argument(
+        "--job_log_dir", metavar="DIR", help="where the job keeps its files"
+    )
+    parser.add_argument(
+        "--mode", metavar="MODE", type=_mode,
+        help=f"{', '.join(modes)}, or module.Class of your package; default: "
+        f"{CommandLine.mode}",
+    )
+    parser.add_argument(
+        "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
+        help="set any field of the config, for instance run.num_train_steps=200, or an attribute "
+        "of the experiment's class",
+    )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT",
+        help="for several processes: the address of the first one. Under SLURM, Open MPI, "
+        "Kubernetes and on TPU slices none of these flags is needed",
+    )
+    parser.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
+    parser.add_argument("--process_id", metavar="K", type=int, help="which this is, from 0")
+    parser.add_argument(
+        "--start_seconds", metavar="S", type=int, default=CommandLine.start_seconds,
+        help="how long they wait for each other at the start; default: "
+        f"{CommandLine.start_seconds}",
+    )
+    parser.add_argument("--list", action="store_true", help="list the experiments and stop")
+
+
+def _mode(text: str) -> str:
+    if text in PAX_MODES:
+        raise argparse.ArgumentTypeError(
+            f"{text} is a mode of Pax's; here it is {PAX_MODES[text]}: docs/coming_from_pax.md"
+        )
+    return text
+
+
+def _users_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
+    """Returns the mode that `module.Class` names in a package of --packages."""
+    module, _, class_name = name.rpartition(".")
+    top = module.partition(".")[0]
+    if not all(part.isidentifier() for part in name.split(".")) or not module:
+        require_choice("--mode", name, modes)
+    allowed_packages(packages)
+    if top not in packages:
+        raise ConfigError(
+            f"--mode={name} names a class of the package {top}, which is not listed: add "
+            f"--packages={top}."
+        )
+    kinds = vars(imported_module(module) or object)
+    kind = kinds.get(class_name)
+    if not (isinstance(kind, type) and issubclass(kind, Mode)):
+        raise ConfigError(
+            f"--mode={name} is {kind!r}; expected a subclass of praxis_lite.modes.Mode."
+            f"{did_you_mean(class_name, kinds)}"
+        )
+    return kind()
+
+
+def _flags(mode: Mode) -> list[str]:
+    parser = argparse.ArgumentParser(add_help=False)
+    mode.add_options(parser)
+    return [action.option_strings[0] for action in parser._actions if action.option_strings]
+
+
+def _described(name: str, mode: Mode) -> str:
+    """Returns a mode and its options as a section of --help."""
+    parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+    mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
+    return parser.format_help()
+
+
+class _OfOtherModes(argparse.Action):
+    """Refuses an option that only other modes use."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        raise ConfigError(
+            f"{self.option_strings[0]} {self.const} does not use it. Leave it out."
+        )

@@ -1,0 +1,175 @@
+"""`main.py --mode=train`: trains an experiment, or resumes its job."""
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.job import processes
+from praxis_lite.job.events import IMPORT, INIT, events
+from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.modes.launched import experiment_of, job_on_mesh
+from praxis_lite.modes.mode import CommandLine, Mode
+
+if TYPE_CHECKING:
+    from praxis_lite.experiment.launched_config import LaunchedConfig
+    from praxis_lite.trackers.tracker import Tracker
+    from praxis_lite.trainer.hooks.hook import Hook
+    from praxis_lite.trainer.job_on_mesh import JobOnMesh
+    from praxis_lite.trainer.job_tools import JobTools
+    from praxis_lite.trainer.trainer import Trained
+
+
+class LastStepUnsound(ConfigError):
+    """A run ended and is saved, but its last step was skipped or its last loss is not finite."""
+
+    exit_status = 3
+
+
+class Train(Mode):
+    """Trains an experiment, or resumes a job that was stopped.
+
+    Args:
+      tools: as for `launch.train`.
+    """
+
+    name = "train"
+    summary = "trains an experiment, or resumes its job"
+    goes_on = True
+    is_of_many_processes = True
+
+    def __init__(self, tools: "JobTools"):
+        self._tools = tools
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        options.add_argument(
+            "--metrics_port", metavar="N", type=_port,
+            help="show the newest metrics to Prometheus at http://localhost:N/metrics; 0: at a "
+            "free port, which a line names",
+        )
+        options.add_argument(
+            "--metrics_host", metavar="ADDRESS",
+            help="with --metrics_port: the address to listen on, 0.0.0.0 for all; default: only "
+            "this machine can fetch them",
+        )
+        options.add_argument(
+            "--health_dir", metavar="DIR",
+            help="a directory, for this process only, for the files `alive`, renewed every second, "
+            "and `ready`, present while it trains: docs/clusters.md",
+        )
+        options.add_argument(
+            "--grace_seconds", metavar="S", type=int,
+            help="how long the cluster waits between SIGTERM and SIGKILL: a line warns if a step "
+            "and a save take longer",
+        )
+        options.add_argument(
+            "--elastic", action="store_true",
+            help="for several processes: when one dies, hangs or leaves, the others continue "
+            "without it, on a mesh of the remaining devices; when it comes back it joins them",
+        )
+        options.add_argument(
+            "--min_processes", metavar="N", type=int,
+            help="with --elastic: with fewer processes the job waits for more; default: 1",
+        )
+
+    def run(
+        self, command: CommandLine, *, metrics_port: int | None = None,
+        metrics_host: str | None = None, health_dir: str | None = None,
+        grace_seconds: int | None = None,
+    ) -> None:
+        """Trains; raises ConfigError as `launch.train` does."""
+        require(
+            command.elastic or command.min_processes is None, "--min_processes",
+            command.min_processes, "no --min_processes without --elastic", "Add --elastic.",
+        )
+        require(
+            metrics_host is None or metrics_port is not None, "--metrics_port", metrics_port,
+            "a port, because --metrics_host is given", "Add --metrics_port=N.",
+        )
+        trackers = {}
+        if metrics_port is not None:
+            from praxis_lite.trackers.metrics_endpoint import LOOPBACK, MetricsEndpoint
+
+            trackers["--metrics_port"] = MetricsEndpoint(metrics_port, metrics_host or LOOPBACK)
+        with contextlib.ExitStack() as held:
+            hooks = _hooks_on_clusters(command, health_dir, grace_seconds, held)
+            trained(command, begun(command), self._tools, hooks=hooks, trackers=trackers)
+
+
+def _hooks_on_clusters(
+    command: CommandLine, health_dir: str | None, grace_seconds: int | None,
+    held: contextlib.ExitStack,
+) -> "list[Hook]":
+    """Returns the hooks of --health_dir, whose files `held` closes, and of --grace_seconds."""
+    hooks: list[Hook] = []
+    require(
+        grace_seconds is None or grace_seconds > 0, "--grace_seconds", grace_seconds,
+        "a number of seconds, 1 or more",
+    )
+    if health_dir is not None or grace_seconds is not None:
+        from praxis_lite.job import health_files
+        from praxis_lite.modes import on_clusters
+
+        # In an elastic job the supervisors write these files.
+        if health_dir is not None and processes.membership() is None:
+            directory = health_files.directory_of(health_dir, command.job_log_dir)
+            files = health_files.HealthFiles(directory)
+            hooks.append(on_clusters.Health(held.enter_context(health_files.HealthBeat(files))))
+        if grace_seconds is not None:
+            hooks.append(on_clusters.Grace(grace_seconds))
+    return hooks
+
+
+def begun(command: CommandLine) -> "LaunchedConfig":
+    """Begins a launch: returns the checked config of the command's experiment.
+
+    Raises:
+      ConfigError: as `experiment_of`.
+    """
+    events.launched(command.began)
+    launched = experiment_of(command, trains=True)
+    events.begins(INIT)
+    return launched
+
+
+def trained(
+    command: CommandLine, launched: "LaunchedConfig", tools: "JobTools", *,
+    hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
+    stop_request: type[StopRequest] = StopRequest,
+) -> "tuple[JobOnMesh, Trained]":
+    """Trains the experiment of a command line; returns its job and the result.
+
+    Args:
+      launched: of `begun`.
+      tools, stop_request: as for `launch.train`.
+      hooks, trackers: In addition to those of the experiment, after them.
+
+    Raises:
+      ConfigError: as `launch.train`.
+      LastStepUnsound: the job is trained and saved, but its last step is not sound.
+    """
+    with job_on_mesh(command, launched, "train", on_devices=tools.on_devices) as job:
+        mesh = job.partitioner.mesh
+        events.report(mesh=dict(mesh.shape), num_devices=mesh.size)
+        with events.phase(IMPORT):
+            # Imported after the checks, so that an error need not wait for Orbax.
+            from praxis_lite.trainer import launch
+
+        if hooks or trackers:
+            all_trackers = {**job.run.trackers, **(trackers or {})}
+            run = dataclasses.replace(job.run, trackers=all_trackers)
+            more = dataclasses.replace(job.job, run=run, hooks=(*job.hooks, *hooks))
+            job = dataclasses.replace(job, job=more)
+        ended = launch.train(job, launched, tools, stop_request=stop_request)
+    events.report(ended="stopped" if ended.stopped_by else "trained")
+    if ended.unsound is not None:
+        raise LastStepUnsound(ended.unsound)
+    return job, ended
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text} is not a port; expected 0 to 65535")
+    return int(text)

@@ -1,8 +1,0 @@
-"""Goodput: where the time of a job went, with a kind for each second in and between launches.
-
-Reads clocks and a file in the job's directory, and never an array.
-"""
-
-from praxis_lite.run.goodput.goodput import Goodput, Launch, goodput_of
-
-__all__ = ["Goodput", "Launch", "goodput_of"]

@@ -1,5 +1,0 @@
-"""How does a job go on when its processes die, hang, leave and come back?
-
-A supervisor on each host runs a worker, which trains; the supervisors agree, through files in the
-job's directory, on generations: who takes part, from where. Never sees a model or an array.
-"""

@@ -1,0 +1,116 @@
+"""`--metrics_port=N`: the newest numbers of a run over HTTP, for Prometheus to fetch."""
+
+import contextlib
+import dataclasses
+import socket
+import socketserver
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+from prometheus_client import make_wsgi_app
+
+from praxis_lite.host.host_names import LOOPBACK_HOSTS, asks_for, is_loopback
+from praxis_lite.trackers.prometheus import NewestNumbers
+from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+
+LOOPBACK = "127.0.0.1"
+MOST_CONNECTIONS = 16
+
+
+@dataclasses.dataclass
+class MetricsEndpoint(Tracker):
+    """Answers GET /metrics with the newest numbers, in the text format of Prometheus.
+
+    If the port is in use, a note is printed, and training continues without the endpoint.
+
+    Attributes:
+      port: 0: a free one, which is printed.
+      host: The address that it listens on. The default can be reached from this machine only.
+        Requests must name this machine in their Host header.
+      every: As `Tracker.every`.
+    """
+
+    newest_alone = True
+
+    port: int
+    host: str = LOOPBACK
+    every: int | None = 1
+
+    def start(self, run: TrackedRun) -> None:
+        """Listens."""
+        self._numbers = NewestNumbers(run)
+        self._server = _Server((self.host, self.port))
+        self._server.set_app(_for_own_names(self.host, make_wsgi_app(self._numbers.registry)))
+        threading.Thread(
+            target=self._server.serve_forever, name="metrics endpoint", daemon=True
+        ).start()
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        run.note(f"metrics for Prometheus: http://{host}:{self._server.server_port}/metrics")
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Takes the numbers."""
+        self._numbers.add(step, scalars)
+
+    def end(self, ending: Ending) -> None:
+        """Closes the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0  # Of each read and write.
+
+    def get_environ(self) -> WSGIEnvironment:
+        return {**super().get_environ(), "SERVER_ADDR": self.connection.getsockname()[0]}
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Logs nothing: the output is the job's."""
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """Serves each connection in a thread; if there are too many, the oldest one is closed.
+
+    So slow or silent clients block nobody, and use few of the job's file descriptors.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int]):
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._open: list[socket.socket] = []
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: socket.socket, client_address: Any) -> None:
+        self._open.append(request)
+        if len(self._open) > MOST_CONNECTIONS:
+            with contextlib.suppress(OSError):
+                self._open.pop(0).shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        with contextlib.suppress(ValueError):
+            self._open.remove(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints nothing about a client that has gone."""
+
+
+def _for_own_names(host: str, app: WSGIApplication) -> WSGIApplication:
+    """Returns the app for requests whose Host header names this machine; others get status 403."""
+    names = LOOPBACK_HOSTS
+    if not is_loopback(host):
+        names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        known = names | {environ["SERVER_ADDR"]}
+        if asks_for([environ.get("HTTP_HOST", "")], known):
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"The Host is not one of {', '.join(sorted(known))}.\n".encode()]
+
+    return checked

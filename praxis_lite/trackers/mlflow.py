@@ -1,0 +1,104 @@
+"""MLflow as a tracker: a server, or a database such as sqlite:////path/mlflow.db."""
+
+import dataclasses
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+
+# The tag by which the next launch finds its run: MLflow chooses the ids of runs.
+RUN_ID_TAG = "praxis_lite.run_id"
+_STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# MLflow's limits: characters of a key and of a param, and params in one request.
+_KEY, _PARAM, _PARAMS = 250, 6000, 100
+
+
+@dataclasses.dataclass
+class MLflow(Tracker):
+    """Records a job in MLflow, all its launches as a single run.
+
+    A setting that changed between two launches keeps its first value as a param, because MLflow's
+    params never change; the new value is the tag "changed.PATH".
+
+    Attributes:
+      tracking_uri: A server, "https://...", or a database, "sqlite:////path/mlflow.db". None:
+        MLFLOW_TRACKING_URI, or else MLflow's default.
+      experiment: The name of MLflow's experiment. None: the name of the job's experiment.
+      every: As `Tracker.every`.
+    """
+
+    needed_package = "mlflow"
+
+    tracking_uri: str | None = None
+    experiment: str | None = None
+    every: int | None = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Begins the run, or continues that of an earlier launch."""
+        self._entities = optional_module("mlflow.entities", "MLflow")
+        self._client = client = optional_module("mlflow", "MLflow").MlflowClient(self.tracking_uri)
+        name = self.experiment or run.experiment
+        known = client.get_experiment_by_name(name)
+        experiment_id = known.experiment_id if known else client.create_experiment(
+            name, artifact_location=_artifact_location(self.tracking_uri)
+        )
+        runs = client.search_runs([experiment_id], f"tags.`{RUN_ID_TAG}` = '{run.id}'")
+        if runs:
+            self._id, before = runs[0].info.run_id, runs[0].data.params
+            client.update_run(self._id, status="RUNNING")
+        else:
+            tags = {RUN_ID_TAG: run.id}
+            self._id = client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id
+            before = {}
+        texts = {_key(path): str(value)[:_PARAM] for path, value in run.config.items()}
+        changed = {
+            _key(f"changed.{path}"): text for path, text in texts.items()
+            if before.get(path, text) != text
+        }
+        for path, text in {**run.facts, **changed}.items():
+            client.set_tag(self._id, path, text)
+        new = [self._entities.Param(path, x) for path, x in texts.items() if path not in before]
+        for at in range(0, len(new), _PARAMS):
+            client.log_batch(self._id, params=new[at : at + _PARAMS])
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Records numbers at a step."""
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[
+            self._entities.Metric(_key(name), value, now, step) for name, value in scalars.items()
+        ])
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Stores a text as an artifact."""
+        self._client.log_text(self._id, text, f"{name}/{step}.txt")
+
+    def image(self, step: int, name: str, png: bytes) -> None:
+        """Stores a picture as an artifact."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"{step}.png")
+            path.write_bytes(png)
+            self._client.log_artifact(self._id, str(path), name)
+
+    def end(self, ending: Ending) -> None:
+        """Ends the launch."""
+        self._client.set_terminated(self._id, _STATES[ending])
+
+
+def _artifact_location(tracking_uri: str | None) -> str | None:
+    """Returns the folder of texts and pictures next to a database; None: as MLflow decides.
+
+    MLflow itself would take a folder of the current directory.
+    """
+    scheme, is_file, path = (tracking_uri or "").partition(":///")
+    if scheme != "sqlite" or not is_file:
+        return None
+    return (Path(path).absolute().parent / "mlartifacts").as_uri()
+
+
+def _key(name: str) -> str:
+    """Returns a name in the characters that MLflow takes, and no longer than it takes."""
+    return re.sub(r"[^\w/.: -]", "_", name, flags=re.ASCII)[:_KEY]

@@ -1,0 +1,107 @@
+"""Prometheus as a tracker: a text file for the textfile collector of node_exporter."""
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, write_to_textfile
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from praxis_lite.core.errors import require
+from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+
+
+class NewestNumbers(Collector):
+    """The newest value of each number of a run, as gauges named praxis_lite_NAME.
+
+    Each has the run's id, name and experiment as labels, and an evaluation's its dataset:
+    praxis_lite_evaluation_loss{dataset="heldout", ...}. praxis_lite_updated_seconds is the time of
+    the newest number, in Unix seconds, for an alert on a run that hangs.
+
+    Attributes:
+      registry: prometheus-client's, with these numbers alone.
+      is_running: False once the run has ended.
+    """
+
+    def __init__(self, run: TrackedRun):
+        self._labels = {"run_id": run.id, "run": run.name, "experiment": run.experiment}
+        self._datasets = run.evaluated
+        self._values: dict[tuple[str, str], float] = {}
+        self.is_running = True
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Takes the numbers of a step."""
+        for name, value in scalars.items():
+            dataset, slash, metric = name.partition("/")
+            if slash and dataset in self._datasets:
+                self._values[f"evaluation_{metric}", dataset] = value
+                self._values["evaluation_step", dataset] = step
+            else:
+                self._values[name, ""] = value
+                self._values["step", ""] = step
+        self._values["updated_seconds", ""] = time.time()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yields a gauge for each name."""
+        families: dict[str, GaugeMetricFamily] = {}
+        # A tuple, because the tracker's thread may add numbers meanwhile.
+        values = (("running", ""), float(self.is_running)), *tuple(self._values.items())
+        for (name, dataset), value in values:
+            name = f"praxis_lite_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
+            if name not in families:
+                families[name] = GaugeMetricFamily(name, f"The newest {name} of a run.")
+            labels = {**self._labels, **({"dataset": dataset} if dataset else {})}
+            families[name].add_sample(name, labels, value)
+        yield from families.values()
+
+
+@dataclasses.dataclass
+class PrometheusTextfile(Tracker):
+    """Writes the newest numbers of a run into a file, at most once a second.
+
+    The file is replaced atomically each time. Raises ConfigError, before anything compiles, if the
+    directory does not exist.
+
+    Attributes:
+      directory: The value of node_exporter's --collector.textfile.directory; the file there is
+        praxis_lite_ID.prom. None: the file is JOB/metrics.prom.
+      every: As `Tracker.every`.
+    """
+
+    newest_alone = True
+
+    directory: str | None = None
+    every: int | None = 1
+
+    def check(self) -> None:
+        """Raises ConfigError if the directory does not exist."""
+        require(
+            self.directory is None or Path(self.directory).is_dir(),
+            "PrometheusTextfile.directory", self.directory, "a directory that exists, or None",
+            "Create it, or name another one.",
+        )
+
+    def start(self, run: TrackedRun) -> None:
+        """Writes the file with the gauge praxis_lite_running 1."""
+        folder = run.job_log_dir if self.directory is None else Path(self.directory)
+        name = "metrics" if self.directory is None else f"praxis_lite_{run.id}"
+        self._path, self._numbers = folder / f"{name}.prom", NewestNumbers(run)
+        self._write()
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes the file with these numbers."""
+        self._numbers.add(step, scalars)
+        self._write()
+
+    def end(self, ending: Ending) -> None:
+        """Writes the file with the gauge praxis_lite_running 0."""
+        self._numbers.is_running = False
+        self._write()
+
+    def _write(self) -> None:
+        write_to_textfile(str(self._path), self._numbers.registry)

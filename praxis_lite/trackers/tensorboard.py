@@ -1,0 +1,90 @@
+"""TensorBoard as a tracker: curves, the config, and hyperparameters with the run's losses."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+
+
+@dataclasses.dataclass
+class TensorBoard(Tracker):
+    """Writes summaries into JOB/tensorboard, for `tensorboard --logdir=JOB/tensorboard`.
+
+    The files are written by tensorboardX, which does not need tensorflow. Without it (extra
+    "plots") a note is printed, and nothing is written.
+
+    Attributes:
+      every: As `Tracker.every`.
+    """
+
+    every: int | None = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Begins an event file. Raises ConfigError if tensorboardX is missing."""
+        log_dir = run.job_log_dir / "tensorboard"
+        # Not SummaryWriter: a full disk ends its thread, and then it blocks.
+        writer, self._event_pb2, self._summary = (
+            optional_module(f"tensorboardX.{name}", f"{log_dir}, for TensorBoard,")
+            for name in ("event_file_writer", "proto.event_pb2", "summary")
+        )
+        log_dir.mkdir(exist_ok=True)
+        # tensorboardX names files by the second: a run that resumes at once would overwrite one.
+        self._events = writer.EventsWriter(str(log_dir / "events"), f".{time.time_ns()}")
+        try:
+            for title, values in (("config", run.config), ("facts", run.facts)):
+                self.text(run.first_step, title, "\n".join(f"{k}={v}" for k, v in values.items()))
+            losses = ["loss", *(f"{dataset}/loss" for dataset in run.evaluated)]
+            for summary in self._summary.hparams(dict(run.config), dict.fromkeys(losses))[:2]:
+                self._add(0, summary)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._close()
+            raise
+
+    def go_on_from(self, step: int) -> None:
+        """Lets TensorBoard hide the events of later steps."""
+        start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
+        self._write(self._event_pb2.Event(step=step + 1, session_log=start))
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes a point per number."""
+        pb2 = self._summary
+        values = [pb2.Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
+        self._add(step, pb2.Summary(value=values))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Writes a text, shown as it is."""
+        markdown = "".join(f"    {line}\n" for line in text.splitlines())
+        self._add(step, self._summary.text(name, markdown))
+
+    def image(self, step: int, name: str, png: bytes) -> None:
+        """Writes a picture."""
+        width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+        pb2 = self._summary
+        image = pb2.Summary.Image(
+            height=height, width=width, colorspace=4, encoded_image_string=png
+        )
+        self._add(step, pb2.Summary(value=[pb2.Summary.Value(tag=name, image=image)]))
+
+    def end(self, ending: Ending) -> None:
+        """Closes the file."""
+        self._close()
+
+    def _close(self) -> None:
+        try:
+            self._events.flush()
+        finally:
+            # EventsWriter.close() leaves the file open if a flush fails, as on a full disk.
+            self._events._py_recordio_writer.close()
+
+    def _add(self, step: int, summary: Any) -> None:
+        self._write(self._event_pb2.Event(step=step, summary=summary))
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._events.write_event(event)
+        self._events.flush()

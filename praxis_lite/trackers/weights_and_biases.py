@@ -1,0 +1,76 @@
+"""Weights & Biases as a tracker, online or offline, as its own environment variables say."""
+
+import dataclasses
+import html
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
+
+# W&B's defaults are 90 s and no limit, and a process waits for them when it ends.
+_TIMEOUT_SECONDS = 20
+
+
+@dataclasses.dataclass
+class WeightsAndBiases(Tracker):
+    """Records a job in Weights & Biases, all its launches as a single run.
+
+    `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and others apply as usual
+    (https://docs.wandb.ai). Offline runs are in JOB/wandb, a folder per launch, for `wandb sync`.
+    Numbers are plotted over the metric "step".
+
+    Attributes:
+      project, entity: Where the run is stored. None: W&B's environment variables or defaults.
+      tags: Tags of the run.
+      every: As `Tracker.every`.
+    """
+
+    needed_package = "wandb"
+
+    project: str | None = None
+    entity: str | None = None
+    tags: Sequence[str] = ()
+    every: int | None = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Begins the run, or continues that of an earlier launch."""
+        self._wandb = optional_module("wandb", "WeightsAndBiases")
+        settings = self._wandb.Settings(
+            # W&B does not redirect the job's output, nor delay the end of the process.
+            console="off", silent=True, disable_git=True, save_code=False,
+            init_timeout=_TIMEOUT_SECONDS, finish_timeout=_TIMEOUT_SECONDS,
+            # Points that are not on disk are lost if the process is killed; the default is 15 s.
+            x_transaction_log_flush_interval=1.0,
+        )
+        self._run = self._wandb.init(
+            id=run.id, resume="allow", name=run.name, dir=str(run.job_log_dir),
+            project=self.project, entity=self.entity, tags=list(self.tags) or None,
+            job_type="train", settings=settings,
+        )
+        facts = {f"facts.{name}": value for name, value in run.facts.items()}
+        self._run.config.update({**run.config, **facts}, allow_val_change=True)
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        if not self._run.offline:
+            run.note(f"Weights & Biases: {self._run.url}")
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Records numbers with their step."""
+        self._run.log({"step": step, **scalars})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Records a text as a page."""
+        self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")})
+
+    def image(self, step: int, name: str, png: bytes) -> None:
+        """Records a picture."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"{name}.png")
+            path.write_bytes(png)
+            self._run.log({"step": step, name: self._wandb.Image(str(path))})
+
+    def end(self, ending: Ending) -> None:
+        """Ends the launch; after an exception W&B shows it as failed."""
+        self._run.finish(exit_code=int(ending == "failed"))

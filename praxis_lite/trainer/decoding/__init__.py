@@ -1,0 +1,1 @@
+"""Continues prompts, prints continuations as they come, and writes them to files."""

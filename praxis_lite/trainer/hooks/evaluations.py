@@ -1,0 +1,77 @@
+"""Evaluations while a job trains, and the end of training that they may lead to."""
+
+from collections.abc import Mapping
+
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.job.events import EVALUATION, events
+from praxis_lite.trainer.evaluation import Evaluator, watched_values
+from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.job_history import evaluates, lacks_evaluation, watched_history
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+
+
+class Evaluations(Hook):
+    """Evaluates on every dataset but `train`, every `evaluation.every_steps` and at the last step.
+
+    Before the first step it makes the evaluation in which the previous run was stopped.
+    """
+
+    def __init__(self, job: JobOnMesh):
+        self._job, self.every = job, job.run.evaluation.every_steps
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        job, step = self._job, loop.first_step
+        self._loop = loop
+        self._evaluator = Evaluator(
+            job.partitioner, job.eval_sets, job.run.evaluation.max_batches, loop.note,
+            seed=job.run.seed,
+        )
+        if loop.is_resumed and lacks_evaluation(job.run, job.eval_sets, job.files, step):
+            self._evaluate(step, state)
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        is_due = evaluates(self._job.run, step)
+        return bool(self._job.eval_sets) and is_due and not self._loop.stops
+
+    def after_step(self, made: StepMade) -> None:
+        self._evaluate(made.step, made.state)
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        """Evaluates a state and passes the result to the hooks, unless the job is asked to stop."""
+        loop, run = self._loop, self._job.run
+        with (
+            loop.watchdog.during(f"evaluating step {step}"),
+            events.phase(EVALUATION),
+        ):
+            # Not kept in a variable: averages are another copy of the weights.
+            results = self._evaluator.run(
+                step,
+                self._job.partitioner.eval_mdl_vars(state, use_ema=run.evaluation.use_ema_states),
+                loop.asked_to_stop,
+            )
+        if results is not None:
+            loop.evaluated(step, results)
+
+
+class EarlyStops(Hook):
+    """Ends training when a metric has not improved for several evaluations."""
+
+    every, waits = None, False
+
+    def __init__(self, job: JobOnMesh):
+        self._job, self._stopping = job, job.run.stopping.early
+        self._watched: dict[int, float] = {}
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        # Read once the lines after the first step were dropped.
+        self._watched = watched_history(self._stopping, self._job.files, loop.first_step)
+
+    def after_evaluation(
+        self, step: int, results: Mapping[str, Mapping[str, float]]
+    ) -> str | None:
+        if self._stopping is None:
+            return None
+        values = watched_values(results)
+        self._watched[step] = self._stopping.watched_in(values, step)
+        return self._stopping.reason_to_stop(self._watched)

@@ -1,0 +1,80 @@
+"""Evaluations by a follower, a separate process: read as they arrive, for early stopping."""
+
+import math
+import os
+import time
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.job.processes.broadcast import from_first
+from praxis_lite.trainer.evaluation import evaluation_line
+from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.tracking import Trackers
+from praxis_lite.trainer.job_history import evaluations
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+class FollowedEvaluations(Hook):
+    """Takes the evaluations that a follower adds to the job's file, if the job leaves them to it.
+
+    The first process looks at the size of the file once a second, and reads it when that has
+    changed. All processes end training after the same step.
+    """
+
+    every, waits = 1, False
+
+    def __init__(self, job: JobOnMesh, trackers: Trackers):
+        self._job, self._trackers, self._stopping = job, trackers, job.run.stopping.early
+        self._path = job.files.eval_metrics_jsonl
+        self._looked_at, self._size, self._is_said = -math.inf, -1, False
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        self._loop = loop
+        if self._job.run.evaluation.by_follower and loop.is_first:
+            loop.note(
+                "evaluations are left to a follower (run.evaluation.by_follower): main.py "
+                f"--mode=eval --follow --job_log_dir={self._job.files.path}"
+            )
+            self._known = {(step, name) for step, name, _ in evaluations(self._job.files)}
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        return self._job.run.evaluation.by_follower
+
+    def after_step(self, made: StepMade) -> str | None:
+        if self._loop.is_first:
+            self._look()
+        if not self._loop.consensus.end_is_due:
+            return None
+        return from_first("the reason of an early end", lambda: self._loop.proposed_end)
+
+    def _look(self) -> None:
+        if time.monotonic() - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+            return
+        self._looked_at = time.monotonic()
+        try:
+            size = os.stat(self._path).st_size
+        except OSError:  # The next evaluation by training itself reports it.
+            return
+        if size == self._size:
+            return
+        self._size, values = size, {}
+        try:
+            results = evaluations(self._job.files)
+        except ConfigError as error:
+            if not self._is_said:
+                self._loop.note(f"note: evaluations by a follower are not heard of: {error}")
+            self._is_said = True
+            return
+        for step, dataset, metrics in results:
+            if (step, dataset) not in self._known:
+                self._known.add((step, dataset))
+                self._loop.note(f"by a follower: {evaluation_line(step, dataset, metrics)}")
+                self._trackers.evaluated(step, {dataset: metrics})
+            for name, value in metrics.items():
+                if self._stopping is not None and self._stopping.metric == f"{dataset}/{name}":
+                    values[step] = value
+        if self._stopping is not None:
+            self._loop.proposed_end = self._stopping.reason_to_stop(values)

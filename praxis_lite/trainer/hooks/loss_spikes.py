@@ -1,0 +1,44 @@
+"""Loss spikes while a job trains: reported, or a reason to go back."""
+
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
+from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.job_history import losses_before
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.loss_spikes import LossSpike, SpikeDetector
+from praxis_lite.trainer.metrics.progress import metric_text
+
+
+class LossSpikes(Hook):
+    """Marks spikes in metrics.jsonl, says them, and sets `loop.spike` where the run rolls back."""
+
+    every, waits = None, False
+
+    def __init__(self, job: JobOnMesh):
+        self._job, self._median = job, None
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        self._loop, run = loop, self._job.run
+        # Read once the lines after the first step were dropped.
+        self._spikes = SpikeDetector(run.loss_spikes.factor, losses_before(run, self._job.files))
+
+    def add_metrics(self, metrics: StepMetrics) -> dict[str, int]:
+        self._median = self._spikes.median_below(metrics.line["loss"])
+        if self._job.run.loss_spikes.factor is None:
+            return {}
+        return {
+            "is_loss_spike": int(self._median is not None),
+            "num_batches_left_out": len(self._loop.skipped_batches),
+        }
+
+    def after_metrics(self, metrics: StepMetrics) -> None:
+        median, run, loss = self._median, self._job.run, metrics.line["loss"]
+        if median is None:
+            return
+        self._loop.note(
+            f"step {metrics.step}: loss spike: {metric_text(loss)} is {loss / median:.1f} times "
+            f"{metric_text(median)}, the median of the losses before (run.loss_spikes.factor is "
+            f"{run.loss_spikes.factor})"
+        )
+        if run.loss_spikes.action == "roll_back":
+            self._loop.spike = LossSpike(metrics.step, metrics.batch)

@@ -1,0 +1,86 @@
+"""When metrics.jsonl, eval_metrics.jsonl and the line of progress are written."""
+
+import contextlib
+from collections.abc import Mapping
+
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.job.events import INPUT_WAIT, STEP, events
+from praxis_lite.trainer.evaluation import evaluation_line
+from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
+from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.trainer.metrics.progress import ProgressLine
+from praxis_lite.trainer.metrics.rates import Pause, Rates
+from praxis_lite.trainer.metrics.step_times import EVALUATION_TIME, SAVE_TIME
+
+
+class MetricsFiles(Hook):
+    """Writes metrics.jsonl a step late, and eval_metrics.jsonl after each evaluation.
+
+    Lines of steps after the first are moved away, because these steps are recomputed.
+    """
+
+    every, waits = None, False
+
+    def __init__(self, job: JobOnMesh):
+        self._job, self._held = job, contextlib.ExitStack()
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        files, first_step, hold = self._job.files, loop.first_step, self._held.enter_context
+        self._eval_writer = hold(JsonLinesWriter(files.eval_metrics_jsonl, first_step, loop.note))
+        self._writer = hold(JsonLinesWriter(files.metrics_jsonl, first_step, loop.note))
+        if not loop.is_first:
+            return
+        if lost := self._writer.lost_steps:
+            events.report(lost_to=lost[1])
+            loop.note(
+                f"steps {lost[0]} to {lost[1]} were made before, but not saved, and are made "
+                f"again; their lines are in {self._writer.lost_path.name} now"
+            )
+        if self._writer.newest_kept < first_step:
+            loop.note(f"note: {files.metrics_jsonl} has lines of {self._writer.num_lines()} of "
+                      f"{first_step} steps; the others are lost, and the loss curve lacks them")
+
+    def after_metrics(self, metrics: StepMetrics) -> None:
+        self._writer.write(metrics.line)
+
+    def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        for name, values in results.items():
+            self._eval_writer.write({"step": step, "dataset": name, **values})
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._held.__exit__(*exc_info)
+
+
+class Progress(Hook):
+    """Shows each step's loss and speed, each evaluation, and how long batches were waited for."""
+
+    every, waits = None, False
+
+    def __init__(self, job: JobOnMesh, line: ProgressLine):
+        self._weight_unit, self._line, run = job.partitioner.task.weight_unit, line, job.run
+        pauses = {
+            EVALUATION_TIME: Pause(run.evaluation.every_steps),
+            SAVE_TIME: Pause(run.checkpoints.every_steps, run.checkpoints.seconds_between),
+        }
+        self._rates = Rates(run.num_train_steps, job.partitioner.mesh.size, pauses)
+
+    def after_metrics(self, metrics: StepMetrics) -> None:
+        spent = events.seconds()
+        self._rates.add(metrics.line, metrics.weight, spent[STEP] + spent[INPUT_WAIT])
+        self._line.update(
+            metrics.step, metrics.line["loss"], self._rates,
+            has_tokens=self._weight_unit == "tokens",
+        )
+
+    def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        for name, values in results.items():
+            self._line.note(evaluation_line(step, name, values))
+
+    def after_training(self, step: int) -> None:
+        if words := self._rates.words_on_input(self._weight_unit):
+            self._line.note(words)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._line.close()

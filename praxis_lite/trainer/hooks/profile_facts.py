@@ -1,0 +1,138 @@
+"""Facts about a profiled step that its trace lacks: the program, the mesh, the memory; in files."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.json_text import read_json
+from praxis_lite.host.whole_files import write_whole
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+
+__all__ = ("HLO_PROTO", "HLO_TXT", "ProfileFacts", "read_facts")
+
+# Beside profile.json. The program's text has the names that the trace has.
+HLO_TXT = "train_step.hlo.txt"
+HLO_PROTO = "train_step.hlo_proto.pb"  # The same with its buffers, as xprof reads it.
+MEMORY_PROF = "memory.prof"  # For pprof: the arrays that were alive, by the line that made them.
+_PLANNED = ("argument", "output", "temp", "alias", "generated_code")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceFacts:
+    """A device of the mesh, with the names that a `jax.Device` has."""
+
+    id: int
+    platform: str
+    device_kind: str
+    process_index: int
+    slice_index: int | None
+    coords: tuple[int, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileFacts:
+    """The content of a profile's `profile.json`.
+
+    Attributes:
+      first_step, last_step: that were traced.
+      seconds: from before the first to after the last, by the first process's clock.
+      axis_sizes: of the mesh.
+      devices: of the mesh, in its order.
+      arrays: of the state by path: its bytes on a device.
+      step_bytes: that the compiler plans for a step on a device: "argument", "output", "temp",
+        "alias" and "generated_code".
+      peak_bytes: the most that each device of the first process had in use since the process began,
+        by its id; empty where the platform does not tell.
+    """
+
+    first_step: int
+    last_step: int
+    seconds: float
+    axis_sizes: Mapping[str, int]
+    devices: Sequence[DeviceFacts]
+    arrays: Mapping[str, int]
+    step_bytes: Mapping[str, int]
+    peak_bytes: Mapping[int, int]
+
+    @property
+    def num_steps(self) -> int:
+        return self.last_step - self.first_step + 1
+
+
+def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> None:
+    """Writes the files about a profile; `profile.json` is the last.
+
+    Raises:
+      ConfigError: a file cannot be written.
+      jax.errors.JaxRuntimeError: XLA cannot write down the program.
+    """
+    partitioner = job.partitioner
+    # Found compiled: the loop has called it.
+    compiled = partitioner.train_step.lower(job.datasets[TRAIN].element_spec()).compile()
+    stats, mesh = compiled.memory_analysis(), partitioner.mesh
+    write_whole(folder / MEMORY_PROF, jax.profiler.device_memory_profile())
+    write_whole(folder / HLO_TXT, compiled.as_text().encode())
+    write_whole(folder / HLO_PROTO, _hlo_proto(compiled, stats))
+    facts = ProfileFacts(
+        first_step=steps[0], last_step=steps[-1], seconds=seconds, axis_sizes=dict(mesh.shape),
+        devices=[_facts_of(device) for device in mesh.devices.flat],
+        arrays={leaf.path: leaf.bytes_per_device for leaf in partitioner.layout.leaves()},
+        step_bytes={name: getattr(stats, f"{name}_size_in_bytes") for name in _PLANNED},
+        peak_bytes={
+            device.id: peak for device in mesh.local_devices
+            if (peak := (device.memory_stats() or {}).get("peak_bytes_in_use")) is not None
+        },
+    )
+    text = json.dumps(dataclasses.asdict(facts), indent=1)
+    write_whole(folder / "profile.json", text.encode())
+
+
+def read_facts(folder: Path) -> ProfileFacts:
+    """Returns the facts of a profile; raises ConfigError if they are missing or damaged."""
+    path = folder / "profile.json"
+    fields = read_json(path)
+    try:
+        devices = [
+            DeviceFacts(**{**item, "coords": item["coords"] and tuple(map(int, item["coords"]))})
+            for item in fields["devices"]
+        ]
+        peaks = {int(key): int(value) for key, value in fields["peak_bytes"].items()}
+        return ProfileFacts(**{**fields, "devices": devices, "peak_bytes": peaks})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is damaged, or praxis_lite did not write it ({type(error).__name__}: {error})."
+            " Make another profile."
+        ) from None
+
+
+def _facts_of(device: jax.Device) -> DeviceFacts:
+    coords = getattr(device, "coords", None)
+    return DeviceFacts(
+        device.id, device.platform, device.device_kind, device.process_index,
+        getattr(device, "slice_index", None), coords and tuple(coords),
+    )
+
+
+def _hlo_proto(compiled: jax.stages.Compiled, stats: Any) -> bytes:
+    """Returns an HloProto: its field 1 is the module, 3 the assignment of buffers."""
+    module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    buffers = getattr(stats, "serialized_buffer_assignment_proto", b"")
+    return b"".join(
+        bytes([number << 3 | 2]) + _varint(len(part)) + part
+        for number, part in ((1, module), (3, buffers)) if part
+    )
+
+
+def _varint(number: int) -> bytes:
+    groups = []
+    while True:
+        groups.append(number & 0x7F | (0x80 if number > 0x7F else 0))
+        number >>= 7
+        if not number:
+            return bytes(groups)

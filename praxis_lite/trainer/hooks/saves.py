@@ -1,0 +1,89 @@
+"""When a job saves while it trains, and what is saved in addition to the state."""
+
+import json
+import time
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.inputs.position import DataPosition
+from praxis_lite.job.events import SAVE, events
+from praxis_lite.job.processes.watchdog import SAVING
+from praxis_lite.trainer.evaluation import watched_values
+from praxis_lite.trainer.hooks.hook import Hook, StepMade, by_name, overrides
+from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+
+__all__ = ("data_to_save",)
+
+
+class Saves(Hook):
+    """Saves by steps, by seconds, again after a failure, and at the end.
+
+    It comes after the hooks whose values it saves, so that these are of the same step.
+    """
+
+    def __init__(self, job: JobOnMesh):
+        self._job, self.every = job, job.run.checkpoints.every_steps
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        self._loop = loop
+        if loop.results is not None and self._job.run.checkpoints.best is not None:
+            # Saved again, with the values of the late evaluation, that it is judged by.
+            loop.stop.step_ended()
+            self.save(loop.first_step, state, is_last=True)
+        loop.saved_at = time.monotonic()
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        return (
+            super().is_due(step, is_last)
+            or self._loop.consensus.save_is_due
+            or self._loop.checkpoints.retry_is_due()
+        )
+
+    def after_step(self, made: StepMade) -> None:
+        self.save(made.step, made.state, is_last=made.is_last)
+
+    def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
+        """Begins to save a state, with the position in the data and what other hooks save."""
+        loop = self._loop
+        data = data_to_save(step, loop)
+        loop.saved_at = time.monotonic()
+        loop.consensus.saved()
+        with loop.watchdog.during(SAVING), events.phase(SAVE, step):
+            loop.checkpoints.save(
+                step, state, self._job.partitioner.layout, data,
+                watched_values(loop.results or {}), is_last=is_last,
+            )
+
+    def after_training(self, step: int) -> None:
+        loop = self._loop
+        with loop.watchdog.during(SAVING), events.phase(SAVE):
+            loop.checkpoints.wait()
+
+
+def data_to_save(step: int, loop: Loop) -> dict[str, object]:
+    """Returns values to save with a state: the position in the data, the seed, and the hooks'."""
+    position = DataPosition.of_step(step, loop.skipped_batches)
+    data = {**position.as_json(loop.job.datasets[TRAIN]), "run_seed": loop.job.run.seed}
+    if hooks := _saved_by(loop):
+        data["hooks"] = hooks
+    return data
+
+
+def _saved_by(loop: Loop) -> dict[str, object]:
+    saved = {}
+    for name, hook in by_name(loop.hooks).items():
+        if not overrides(hook, "to_save"):
+            continue
+        value = hook.to_save()
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{type(hook).__name__}.to_save returns {value!r:.200}, which JSON cannot "
+                f"hold ({error}). Return numbers, texts, and lists and dicts of them."
+            ) from None
+        if value is not None:
+            saved[name] = value
+    return saved

@@ -1,0 +1,86 @@
+"""Files of a launch in its job's directory other than metrics and checkpoints."""
+
+from collections.abc import Callable
+
+from praxis_lite.config.text import (
+    config_difference,
+    config_lines,
+    dump_config,
+    load_config_file,
+)
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.experiment.launched_config import LaunchedConfig
+from praxis_lite.experiment.recorded_job import keep_tokenizers
+from praxis_lite.host.whole_files import write_whole
+from praxis_lite.job import processes
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.layout_table import (
+    layout_json,
+    layout_table,
+    layout_warnings,
+    optimizer_report,
+    padding_notes,
+)
+from praxis_lite.trainer.metrics.loss_curve import plot_loss_curve
+
+
+class ConfigFiles:
+    """The config of a launch, as its job's directory gets it.
+
+    Attributes:
+      json: the config as config.json has it.
+    """
+
+    def __init__(self, launched: LaunchedConfig, files: JobDir):
+        self._launched, self._files = launched, files
+        self.json = dump_config(
+            launched.config, launched.experiment, launched.settings, packages=launched.packages
+        )
+        self._lines = config_lines(launched.config)
+
+    def write_if_new(self) -> None:
+        """Writes config.json and config.txt unless the job has them.
+
+        Before other files: a launch that is stopped from here on leaves a job to resume.
+        """
+        if not self._files.config_json.is_file():
+            self._files.write_config(self.json, self._lines)
+
+    def write(self) -> None:
+        """Writes config.json and config.txt, and copies the tokenizers that the config names."""
+        self._files.write_config(self.json, self._lines)
+        if processes.is_first():
+            keep_tokenizers(self._launched.config, self._files)
+
+    def changes(self) -> list[str]:
+        """Returns how the config differs from that of the launch before."""
+        before = load_config_file(self._files.config_json, packages=self._launched.packages)
+        return config_difference(before.config, self._launched.config)
+
+
+def write_layout(partitioner: Partitioner, files: JobDir) -> None:
+    """Writes layout.json and layout.txt, and prints the summary, notes and warnings."""
+    layout, table = partitioner.layout, layout_table(partitioner.layout)
+    write_whole(files.layout_json, layout_json(layout).encode())
+    write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
+    for line in optimizer_report(partitioner.learner.groups):
+        print(line)
+    print(f"{table.splitlines()[-1]} See layout.txt.", flush=True)
+    for note in (*layout.notes, *padding_notes(layout)):
+        print(f"note: {note}")
+    for warning in layout_warnings(layout):
+        print(f"WARNING: {warning}")
+
+
+def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:
+    """Draws the job's losses up to its last step, or notes why the picture cannot be written."""
+    if not processes.is_first():
+        return
+    title = f"{files.path.name}, {step} steps"
+    try:
+        plot_loss_curve(
+            files.metrics_jsonl, files.loss_curve_png, files.eval_metrics_jsonl, title
+        )
+    except ConfigError as error:
+        note(f"note: {error}")

@@ -1,0 +1,251 @@
+"""Every weight and its optimizer: as a table and lines to read, with warnings, and as data."""
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from praxis_lite.core.errors import ConfigError, few, format_bytes
+from praxis_lite.core.learner.weight_groups import WeightGroups
+from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+from praxis_lite.core.sharding.weight_spec import spec_items
+from praxis_lite.host.json_text import read_json
+from praxis_lite.host.text_table import table_lines
+
+__all__ = (
+    "LayoutArray", "bytes_per_device", "host_note", "kind_of", "layout_table", "layout_warnings",
+    "leaf_table", "mesh_text", "padding_notes", "read_layout", "shape_text", "split_text",
+)
+
+# From here on an array is worth a warning: a smaller one costs less than the reader's attention.
+LARGE_BYTES = 1 << 20
+WASTEFUL_PADDING = 0.10
+LONG_DECISION = 30
+_ON_HOST = " on the host"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutArray:
+    """A leaf of a state in texts, as layout.txt and layout.json have it.
+
+    Attributes:
+      shape, padded_shape: its true and its stored shape, such as "[4, 148, 436]".
+      spec: such as "(-, data, mdl)", or "(-, data, mdl) on the host".
+      num_bytes: of each device's part, in its own memory or in the host's.
+    """
+
+    path: str
+    shape: str
+    padded_shape: str
+    dtype: str
+    spec: str
+    num_bytes: int
+
+    @classmethod
+    def of(cls, leaf: LeafLayout) -> "LayoutArray":
+        """Returns the array of a leaf."""
+        return cls(
+            leaf.path, shape_text(leaf.shape), shape_text(leaf.padded_shape), str(leaf.dtype),
+            split_text(leaf.spec) + _ON_HOST * leaf.is_on_host, leaf.bytes_per_device,
+        )
+
+
+def layout_json(layout: StateLayout) -> str:
+    """Returns a state's leaves, and the sentence on a device's bytes in all, as JSON."""
+    arrays = [vars(LayoutArray.of(leaf)) for leaf in layout.leaves()]
+    return json.dumps({"totals": _totals(layout), "arrays": arrays}, indent=1)
+
+
+def read_layout(path: Path) -> tuple[list[LayoutArray], str]:
+    """Returns the arrays and the sentence of `layout_json`; none and "" if there is no such file.
+
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    if not path.exists():
+        return [], ""
+    record = read_json(path)
+    try:
+        return [LayoutArray(**item) for item in record["arrays"]], record["totals"]
+    except (TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is damaged, or praxis_lite did not write it ({error}). The next launch of the "
+            "job writes it anew."
+        ) from None
+
+
+def layout_table(layout: StateLayout) -> str:
+    """Returns the table of a state's leaves, then a device's bytes in all."""
+    return "\n".join([leaf_table(layout.leaves()), "", _totals(layout)])
+
+
+def leaf_table(leaves: Iterable[LeafLayout]) -> str:
+    """Returns a line per leaf: path, shape, padded shape, dtype, spec, bytes, padding, decision.
+
+    The decision is what split the leaf, such as a rule or a line of the layer's. Long ones are
+    numbered in the table and written out below it.
+    """
+    header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
+    rows, numbers = [header], {}
+    for leaf in leaves:
+        array, has_padding = LayoutArray.of(leaf), leaf.padded_shape != leaf.shape
+        decided_by = " ".join(leaf.declared_by.split())
+        if len(decided_by) > LONG_DECISION:
+            decided_by = f"({numbers.setdefault(decided_by, len(numbers) + 1)})"
+        rows.append((
+            array.path, array.shape, array.padded_shape if has_padding else "", array.dtype,
+            array.spec, f"{array.num_bytes:,}",
+            f"{leaf.padding_share:.1%}" if has_padding else "", decided_by,
+        ))
+    lines = table_lines(rows, right=(5, 6))
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*lines, *(f"({number}) {text}" for text, number in numbers.items())])
+
+
+def layout_warnings(layout: StateLayout) -> list[str]:
+    """Returns a sentence for each large replicated array, and for each large wasteful padding."""
+    num_devices = math.prod(layout.axis_sizes.values())
+    replicated = [
+        leaf for leaf in layout.leaves()
+        if num_devices > 1 and leaf.num_shards == 1 and leaf.bytes_per_device >= LARGE_BYTES
+    ]
+    warnings = [
+        f"{leaf.path} {shape_text(leaf.shape)} is replicated: "
+        f"{format_bytes(leaf.bytes_per_device)} on each of {num_devices} devices. "
+        + (
+            "Give it a weight_split_dims_mapping, or a rule in the task's weight_sharding."
+            if kind_of(leaf) == "weights"
+            else "Give its weight a split, or set Learner.slot_mesh_axes."
+        )
+        for leaf in replicated
+    ]
+    return warnings + [
+        f"{text} Change the size, the mesh, or the mapping."
+        for text, num_bytes in _wasteful(layout) if num_bytes >= LARGE_BYTES
+    ]
+
+
+def padding_notes(layout: StateLayout) -> list[str]:
+    """Returns a sentence per wasteful padding that is too small to be warned of."""
+    return [text for text, num_bytes in _wasteful(layout) if num_bytes < LARGE_BYTES]
+
+
+def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
+    """Returns for each dim that is padded by much a sentence, and its padding's bytes a device."""
+    wasteful = collections.defaultdict(list)
+    for leaf in layout.leaves():
+        for dim, (true, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
+            if padded and 1 - true / padded > WASTEFUL_PADDING:
+                wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
+    result = []
+    for (dim, true, padded, axes), leaves in wasteful.items():
+        share = 1 - true / padded
+        result.append((
+            f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to "
+            f"split over {axes}: {share:.0%} of it is padding.",
+            share * sum(leaf.bytes_per_device for leaf in leaves),
+        ))
+    return result
+
+
+def _others(leaves: Sequence[LeafLayout]) -> str:
+    """Returns how many weights and slots there are after the first leaf, in brackets; or ""."""
+    kinds = ["weights" if kind_of(leaf) == "weights" else "slots" for leaf in leaves]
+    first, others = kinds[0], collections.Counter(kinds[1:])
+    counts = [
+        f"of {others[kind]} {'other ' * (kind == first)}{name}{'s' * (others[kind] > 1)}"
+        for kind, name in (("weights", "weight"), ("slots", "optimizer slot"))
+        if others[kind]
+    ]
+    return f" (and that {' and '.join(counts)})" if counts else ""
+
+
+def bytes_per_device(layout: StateLayout) -> dict[str, int]:
+    """Returns the bytes of a device's "weights", "optimizer slots" and "averaged weights (EMA)".
+
+    Weights include variables that are not trained, slots the counts of steps. Padding is included;
+    arrays in the host's memory are not.
+    """
+    totals: dict[str, int] = collections.defaultdict(int)
+    for leaf in layout.leaves():
+        totals[kind_of(leaf)] += leaf.bytes_per_device * (not leaf.is_on_host)
+    return {kind: totals[kind] for kind in ("weights", "optimizer slots", _EMA) if kind in totals}
+
+
+def host_note(layout: StateLayout) -> str:
+    """Returns a sentence on the part of the state in the host's memory, or ""."""
+    on_host = sum(leaf.bytes_per_device for leaf in layout.leaves() if leaf.is_on_host)
+    return f"Its host keeps {format_bytes(on_host)} more of the state for it." if on_host else ""
+
+
+_EMA = "averaged weights (EMA)"
+
+
+def kind_of(leaf: LeafLayout) -> str:
+    """Returns the kind of a state's leaf: a key of `bytes_per_device`."""
+    if leaf.path.startswith("mdl_vars/"):
+        return "weights"
+    return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"
+
+
+def _totals(layout: StateLayout) -> str:
+    leaves = list(layout.leaves())
+    weights = [leaf for leaf in leaves if kind_of(leaf) == "weights"]
+    num_parameters = sum(math.prod(leaf.shape) for leaf in weights)
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    held = bytes_per_device(layout)
+    parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
+    text = (
+        f"{len(weights):,} weights with {num_parameters:,} parameters; the state of training takes "
+        f"{format_bytes(whole)}. Each device of the {mesh_text(layout.axis_sizes)} holds {parts} = "
+        f"{format_bytes(sum(held.values()))}."
+    )
+    return f"{text} {host_note(layout)}".rstrip()
+
+
+def mesh_text(axis_sizes: Mapping[str, int]) -> str:
+    """Returns 'mesh (replica 1, data 4, mdl 2)'."""
+    return f"mesh ({', '.join(f'{name} {size}' for name, size in axis_sizes.items())})"
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Returns '[7, 13]'."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
+    """Returns '(replica+data, -)': the axes of each dim of a spec or a mapping."""
+    entries = [
+        "+".join(map(str, entry)) if isinstance(entry, Sequence) and not isinstance(entry, str)
+        else "-" if entry is None else str(entry)
+        for entry in split
+    ]
+    return "(" + ", ".join(entries) + ")"
+
+
+def optimizer_report(groups: WeightGroups) -> list[str]:
+    """Returns lines on optimizers that see whole trees, and on all if there are several."""
+    names = {path: group.optimizer_name for group in groups.by_name.values()
+             for path in group.paths}
+    members: dict[str, list[tuple[str, int]]] = {}
+    for path, spec in spec_items(groups.weight_specs):
+        name = names.get(path)
+        label = "main optimizer" if name == "" else f"optimizer '{name}'" if name else "frozen"
+        members.setdefault(label, []).append(("/".join(path), math.prod(spec.shape)))
+    whole = [
+        f"optimizer{f' {group.optimizer_name!r}' if group.optimizer_name else ''}: its update "
+        "of a weight depends on other weights, or on chance, so it sees all its weights "
+        "together, each layer as a weight of its own, which takes longer to compile. To clip "
+        "by the norm of all gradients, Learner.clip_gradient_norm_to_value is cheaper"
+        for group in groups.by_name.values() if group.stack_ranks is not None
+    ]
+    if members.keys() <= {"main optimizer"}:
+        return whole
+    return whole + [
+        f"{label}: {len(weights)} {'weight' if len(weights) == 1 else 'weights'}, "
+        f"{sum(size for _, size in weights):,} parameters: "
+        f"{few([path for path, _ in weights], 2)}"
+        for label, weights in members.items()
+    ]

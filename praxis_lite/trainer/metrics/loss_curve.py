@@ -1,0 +1,123 @@
+"""The loss curve as a PNG, drawn from a run's JSON lines."""
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.host.whole_files import write_picture
+from praxis_lite.trainer.metrics.json_lines import evaluation_lines, sampled_lines
+
+_TRAIN_COLOR = "#1f5fa8"
+_EVAL_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
+_GREY = "#5f6368"
+
+
+def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str],
+                    eval_path: str | os.PathLike[str] | None = None, title: str = "") -> None:
+    """Draws loss against step: training faint and smoothed, evaluations as points.
+
+    The learning rate, if the lines have one, gets a separate panel below. Of metrics above 4 MiB
+    some 8,000 lines are drawn, evenly spread, so a long run takes no longer. Raises ConfigError if
+    no line has a loss, or if the picture cannot be written; an old picture stays then.
+
+    Args:
+      metrics_path: lines with `step`, `loss` and perhaps `learning_rate`.
+      eval_path: lines with `step`, `dataset`, `loss` and perhaps `bits_per_byte`. No evaluation is
+        drawn if it is None or not there yet.
+    """
+    # A Figure without pyplot draws with Agg and leaves a user's own backend and figures alone.
+    figures = optional_module("matplotlib.figure", os.fspath(png_path))
+    lines = list(sampled_lines(pathlib.Path(metrics_path)))
+    steps, losses = _series(lines, "loss")
+    if not steps.size:
+        raise ConfigError(f"{metrics_path}: no line has a loss, so there is no curve to draw.")
+    rate_steps, rates = _series(lines, "learning_rate")
+
+    figure = figures.Figure(figsize=(9, 5.6 if rates.size else 4.6), layout="constrained")
+    if rates.size:
+        loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+        rate_axes.plot(rate_steps, rates, color=_GREY, linewidth=1.4)
+        rate_axes.set_ylabel("learning rate")
+        rate_axes.set_ylim(0, np.max(rates, initial=0, where=np.isfinite(rates)) * 1.15 or 1)
+        rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    else:
+        loss_axes = rate_axes = figure.subplots()
+
+    loss_axes.plot(steps, losses, color=_TRAIN_COLOR, alpha=0.28, linewidth=0.9)
+    smooth_losses = smoothed(losses)
+    loss_axes.plot(steps, smooth_losses, color=_TRAIN_COLOR, linewidth=2,
+                   label=f"training, smoothed: {smooth_losses[-1]:.3f}")
+    if eval_path is not None:
+        _draw_evaluations(loss_axes, evaluation_lines(pathlib.Path(eval_path)))
+
+    loss_axes.set_ylabel("loss")
+    rate_axes.set_xlabel("step")
+    # Names may contain dollars and are not formulas.
+    loss_axes.set_title(title, loc="left", fontsize=12, fontweight="bold", parse_math=False)
+    for text in loss_axes.legend(frameon=False, loc="upper right").get_texts():
+        text.set_parse_math(False)
+    for axes in {loss_axes, rate_axes}:
+        axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.margins(x=0.015)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
+    write_picture(pathlib.Path(png_path), figure, dpi=130)
+
+
+def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
+    datasets = list(dict.fromkeys(line["dataset"] for line in lines))
+    for index, dataset in enumerate(datasets):
+        own_lines = [line for line in lines if line["dataset"] == dataset]
+        steps, losses = _series(own_lines, "loss")
+        if not steps.size:
+            continue
+        label = f"{dataset}: {losses[-1]:.3f}"
+        _, bits_per_byte = _series(own_lines, "bits_per_byte")
+        if bits_per_byte.size:
+            label += f" ({bits_per_byte[-1]:.2f} bits per byte)"
+        color = _EVAL_COLORS[index % len(_EVAL_COLORS)]
+        axes.plot(steps, losses, color=color, linewidth=1, linestyle=":", marker="o", markersize=5,
+                  markeredgecolor="white", label=label)
+
+
+def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns steps and values of the lines that have a number under `key`."""
+    points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
+    points.sort()
+    return np.array([step for step, _ in points]), np.array([value for _, value in points], float)
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Returns the mean of each value's finite neighbours, 2% of the run on each side.
+
+    It is centred: a running average lags behind while the loss falls fast. Near the first step,
+    where neighbours are missing and the loss is steepest, it is a straight line through them. Near
+    the last step it is the mean of those there are, because one noisy step is no result.
+    """
+    num_values = len(values)
+    is_finite, index = np.isfinite(values), np.arange(num_values)
+    half = max(1, round(num_values * 0.02))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, num_values)
+
+    def sums(terms: np.ndarray) -> np.ndarray:
+        total = np.concatenate([[0.0], np.cumsum(np.where(is_finite, terms, 0.0))])
+        return total[high] - total[low]
+
+    def means(terms: np.ndarray) -> np.ndarray:
+        counts = sums(np.ones(num_values))
+        return np.divide(sums(terms), counts, out=np.full(num_values, np.nan), where=counts > 0)
+
+    values = np.where(is_finite, values, 0.0)
+    smooth, center = means(values), means(index)
+    spread = means(index**2) - center**2
+    is_start = (index < half) & (spread > 0)
+    slope = np.divide(
+        means(index * values) - center * smooth, spread, out=np.zeros(num_values), where=is_start
+    )
+    return smooth + slope * np.where(is_start, index - center, 0.0)

@@ -1,0 +1,90 @@
+"""Runs layers on a mesh or one device, to compare outputs, gradients and statistics in tests."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.core.models.model import MdlVars, spec_leaves
+from praxis_lite.core.models.nnx_model import NnxModel, mdl_vars_of
+from praxis_lite.core.sharding.mesh import make_mesh
+from praxis_lite.core.sharding.mesh_config import MeshConfig
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
+
+# What builds a layer (called with rngs=), what calls it on (module, x, key), and its inputs.
+LayerCase = tuple[Callable[..., Any], Callable[..., jax.Array], np.ndarray]
+
+
+def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
+    """Returns variables drawn by NumPy (no init is compiled), variances positive."""
+    rng = np.random.default_rng(7)
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        value = rng.normal(scale=scale, size=leaf.shape).astype(np.float32)
+        return np.abs(value) + 0.5 if path[-1].key == "moving_variance" else value
+
+    return jax.tree.map_with_path(draw, jax.eval_shape(model.init, jax.random.key(0)))
+
+
+def revealing(outputs: jax.Array) -> jax.Array:
+    """Returns a sum of outputs whose gradient is not 0 in the padding of uneven shards either.
+
+    Padding must enter no gradient. An array of weights would be 0 there and hide that it did.
+    """
+    weights = jnp.cos(jnp.arange(outputs.size, dtype=jnp.float32)).reshape(outputs.shape)
+    return jnp.sum(outputs * weights + 0.02 * jax.nn.softplus(outputs))
+
+
+def run_layers(
+    cases: Mapping[str, LayerCase], mesh_shape: tuple[int, ...] | None
+) -> dict[str, dict[str, Any]]:
+    """Returns by name outputs, gradients (weights, x) and statistics: a single program for all."""
+    mesh = mesh_shape and make_mesh(MeshConfig(ici_mesh_shape=mesh_shape))
+    models = {name: NnxModel(build) for name, (build, _, _) in cases.items()}
+
+    def place(model: NnxModel, mdl_vars: MdlVars) -> MdlVars:
+        if mesh is None:
+            return mdl_vars
+        specs = [s.partition_spec(mesh.axis_names, p) for p, s in spec_leaves(model.weight_specs())]
+        leaves, treedef = jax.tree.flatten(mdl_vars)
+        constrained = map(jax.lax.with_sharding_constraint, leaves, specs)
+        return jax.tree.unflatten(treedef, constrained)
+
+    @jax.jit
+    @without_xla_errors
+    def run(all_vars, inputs, key):
+        def one(name: str) -> dict[str, Any]:
+            model, call = models[name], cases[name][1]
+            mdl_vars = place(model, all_vars[name])
+
+            def objective(params, x):
+                module = model.module({**mdl_vars, "params": params})
+                outputs = call(module, x, key)
+                return revealing(outputs), (outputs, mdl_vars_of(module)["non_trainable"])
+
+            grads, (outputs, statistics) = jax.grad(objective, argnums=(0, 1), has_aux=True)(
+                mdl_vars["params"], inputs[name]
+            )
+            return {"outputs": outputs, "grads": grads, "statistics": statistics}
+
+        return {name: one(name) for name in models}
+
+    arguments = (
+        {name: drawn(model) for name, model in models.items()},
+        {name: x for name, (_, _, x) in cases.items()}, jax.random.key(5),
+    )
+    if mesh is None:
+        return jax.device_get(run(*arguments))
+    with jax.set_mesh(mesh):
+        return jax.device_get(run(*arguments))
+
+
+def assert_near(found: Any, wanted: Any, *, tolerance: float = 2e-6) -> None:
+    """Checks two trees: each leaf to `tolerance` of its largest element, and 1e-5 of each."""
+    paths, treedef = jax.tree.flatten_with_path(found)
+    assert treedef == jax.tree.structure(wanted)
+    for (path, a), b in zip(paths, jax.tree.leaves(wanted), strict=True):
+        atol = tolerance * max(1.0, np.abs(b).max(initial=0.0))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=atol, err_msg=str(path))

@@ -1,0 +1,182 @@
+"""Properties of tasks: coupled rows; caches and packed segments, which change no result."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.core.task import Task
+from praxis_lite.decode.decoder import Prompts
+from praxis_lite.decode.padding import check_has_rows
+from praxis_lite.decode.prefill import prefill
+from praxis_lite.decode.sampling import Greedy
+from praxis_lite.layers.base.variables import rebuilt
+from praxis_tools.check.runs.on_mesh import Batch
+
+MOST_TOKENS = 256  # Decoded one by one.
+STATISTICS = "batch statistics"
+EXPECTED = "expected"  # The result to trust, of the two that a function returns.
+
+
+def couplings(task: Task) -> list[str]:
+    """Returns the reasons that rows depend on each other, as the task and its layers declare.
+
+    Flax declares batch statistics by their kind (`nnx.BatchStat`, the collection "batch_stats").
+    """
+    couplings = [] if task.couples_rows is None else [task.couples_rows]
+    module = task.model.abstract_module()
+    if module is not None:
+        for _, node in nnx.compat.iter_graph(module):
+            coupling = getattr(type(node), "couples_rows", None)
+            if isinstance(coupling, str):
+                couplings.append(coupling)
+            if isinstance(node, nnx.BatchStat):
+                couplings.append(STATISTICS)
+    specs = jax.tree.leaves_with_path(task.model.weight_specs()["non_trainable"])
+    if any("batch_stats" in jax.tree_util.keystr(path) for path, _ in specs):
+        couplings.append(STATISTICS)
+    return list(dict.fromkeys(couplings))
+
+
+def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
+    """Returns a function of (mdl_vars, inputs): logits of complete rows, and token by token.
+
+    Returns None if the task's model is no causal language model with a cache.
+    """
+    if not _has_cache(task, batch):
+        return None
+
+    def logits(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
+        model = task.module(mdl_vars)
+        ids = inputs["ids"][:, :MOST_TOKENS]
+        num_rows, length = ids.shape
+
+        def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:
+            item, cache = rebuilt(model)(
+                jax.lax.dynamic_slice_in_dim(ids, t, 1, axis=1),
+                positions=jnp.full((num_rows, 1), t, jnp.int32), cache=cache,
+            )
+            return cache, item[:, 0].astype(jnp.float32)
+
+        _, steps = jax.lax.scan(step, model.init_cache(num_rows, length), jnp.arange(length))
+        whole = rebuilt(model)(ids)[0].astype(jnp.float32)
+        return {EXPECTED: whole, "token_by_token": jnp.swapaxes(steps, 0, 1)}
+
+    return logits
+
+
+def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
+    """Returns a function of (mdl_vars, inputs): logits of complete rows, and after ragged prompts.
+
+    The beginnings of rows, of several lengths, are read in two chunks, and continued a token at a
+    time. Returns None if the task's model is no causal language model with a cache.
+
+    Raises:
+      ConfigError: no row of its cache can be kept.
+    """
+    if not _has_cache(task, batch):
+        return None
+    num_rows, length = batch["ids"].shape
+    length = min(length, MOST_TOKENS)
+    chunk = length // 3
+    if not chunk:
+        return None
+    check_has_rows(task.model.abstract_module())
+    longest, num_steps = 2 * chunk, length - 2 * chunk
+    decoder = Greedy(max_decode_steps=num_steps, prefill_chunk_size=chunk)
+
+    def logits(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
+        model = task.module(mdl_vars)
+        ids, rows = inputs["ids"][:, :length], jnp.arange(num_rows)
+        lengths = 1 + (rows + longest // 2) % longest
+        keys = jax.random.split(jax.random.key(0), num_rows)
+        prefix = prefill(decoder, model, Prompts(ids[:, :longest], lengths, keys))
+
+        def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:
+            positions = lengths + t
+            item, cache = rebuilt(model)(
+                ids[rows, positions][:, None], positions=positions[:, None], cache=cache
+            )
+            return cache, item[:, 0].astype(jnp.float32)
+
+        _, steps = jax.lax.scan(step, prefix.cache, jnp.arange(num_steps))
+        whole = rebuilt(model)(ids)[0].astype(jnp.float32)
+        places = lengths[:, None] - 1 + jnp.arange(1 + num_steps)[None, :]
+        return {
+            EXPECTED: whole[rows[:, None], places],
+            "ragged": jnp.concatenate([prefix.logits[:, None], jnp.swapaxes(steps, 0, 1)], axis=1),
+        }
+
+    return logits
+
+
+def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
+    """Returns a function of (mdl_vars, inputs): the loss of packed rows, and of each alone.
+
+    Returns None if the model's `compute_loss` takes no segments, or has no causal rows of ids.
+    """
+    model = task.model.abstract_module()
+    ids = batch.get("ids")
+    settings = set(_parameters(getattr(type(model), "compute_loss", None)))
+    if ids is None or ids.ndim != 2 or not {"segment_ids", "positions"} <= settings:
+        return None
+    if getattr(model, "model_type", "causal") != "causal" or "labels" not in batch:
+        return None
+    num_rows, length = ids.shape
+    half, num_pairs = length // 2, num_rows // 2
+    if not half or not num_pairs:
+        return None
+
+    def losses(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
+        names = ("ids", "labels")
+        alone = {name: inputs[name][: 2 * num_pairs, :half] for name in names}
+        # Different weights, so that exchanged tokens are noticed.
+        weights = 1.0 + jnp.cos(jnp.arange(2.0 * num_pairs * half)).reshape(-1, half)
+        alone["weights"] = weights.astype(jnp.float32)
+        together = {
+            name: jnp.concatenate([x[:num_pairs], x[num_pairs:]], axis=1)
+            for name, x in alone.items()
+        }
+        segments = jnp.repeat(jnp.array([[1, 2]], jnp.int32), half, axis=1)
+        together["segment_ids"] = jnp.broadcast_to(segments, together["ids"].shape)
+        together["segment_pos"] = jnp.broadcast_to(
+            jnp.tile(jnp.arange(half, dtype=jnp.int32), 2)[None], together["ids"].shape
+        )
+        result = {}
+        for name, given in (("packed", together), (EXPECTED, alone)):
+            metrics, _ = task.outputs(task.compute_loss, task.module(mdl_vars), given, None)
+            result[name] = metrics["loss"][0]
+        return result
+
+    return losses
+
+
+def _has_cache(task: Task, batch: Batch) -> bool:
+    """Returns True if the task's model is a causal language model with a cache."""
+    model = task.model.abstract_module()
+    ids = batch.get("ids")
+    if ids is None or ids.ndim != 2 or getattr(model, "model_type", "causal") != "causal":
+        return False
+    if not {"cache", "positions"} <= set(_parameters(type(model).__call__)):
+        return False
+    required = {
+        name for name, parameter in _parameters(getattr(model, "init_cache", None)).items()
+        if parameter.default is inspect.Parameter.empty
+    }
+    return len(required) == 2
+
+
+FUNCTIONS = {
+    "token by token": token_by_token, "ragged prompts": ragged_prompts, "packed segments": packed,
+}
+
+
+def _parameters(function: Any) -> dict[str, inspect.Parameter]:
+    if function is None:
+        return {}
+    result = dict(inspect.signature(function).parameters)
+    result.pop("self", None)
+    return result

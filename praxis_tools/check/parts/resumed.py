@@ -1,0 +1,159 @@
+"""A job as it is launched: a stop and a resume change no bit, and the program is as promised."""
+
+import contextlib
+import dataclasses
+import io
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.experiment.launched_config import LaunchedConfig
+from praxis_lite.experiment.run_config import RunConfig
+from praxis_lite.experiment.run_settings import StopSettings
+from praxis_lite.inputs.base import TRAIN, InputPipeline
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.processes.interrupts import Interrupt
+from praxis_lite.trainer import launch
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
+from praxis_tools.check import tolerances
+from praxis_tools.check.certificate import Comparison
+from praxis_tools.check.check import Check
+from praxis_tools.check.parts.data import with_rows
+from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, cut, leaves_of, structs
+from praxis_tools.explain import hlo
+
+NUM_STEPS, STOPPED_AT = 3, 1
+_HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback[^\"]*\"")
+
+
+def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+    """An uninterrupted job and one that is launched twice; the state of a checkpoint."""
+    runner = check.on_mesh(check.own_shape, check.job.task)
+    yield from _saved_and_restored(check, runner)
+    pipeline = _AsChecked(check)
+    with tempfile.TemporaryDirectory() as folder:
+        losses = [
+            _losses(check, runner, pipeline, Path(folder) / name, stops)
+            for name, stops in (("whole", ()), ("stopped", (STOPPED_AT,)))
+        ]
+        yield tolerances.exact(runner.name, "losses of a job that goes on", *losses)
+        directories = [JobDir(Path(folder) / name).checkpoints for name in ("whole", "stopped")]
+        states = [_restored(directory, runner) for directory in directories]
+        yield tolerances.exact(
+            runner.name, "state of a job that goes on", *map(leaves_of, states)
+        )
+    yield _of_the_program(check, runner)
+
+
+def _saved_and_restored(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+    """Random numbers in every leaf, saved on a mesh and restored on each."""
+    rng = np.random.default_rng(7)
+
+    def drawn(x: jax.ShapeDtypeStruct) -> np.ndarray:
+        if jax.dtypes.issubdtype(x.dtype, np.floating):
+            return rng.normal(size=x.shape).astype(x.dtype)
+        return rng.integers(0, 100, x.shape).astype(x.dtype)
+
+    shapes = runner.layout.shapes
+    if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(shapes)):
+        check.remark("Restored: not checked, for a variable is a key.")
+        return
+    state = jax.tree.map(drawn, shapes)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        with Checkpoints(directory, saving=SaveSettings(), note=lambda line: None) as saved:
+            saved.save(int(state.step), runner.stored(state), runner.layout, {}, is_last=True)
+        for other in (check.one_device, *check.meshes.values()):
+            yield tolerances.exact(
+                f"{runner.name} to {other.name}", "restored", leaves_of(state),
+                leaves_of(_restored(directory, other)),
+            )
+
+
+class _AsChecked(InputPipeline):
+    """The training data as it is checked: few rows, of ids that the model has."""
+
+    def __init__(self, check: Check):
+        self.check, self.pipeline = check, check.job.datasets[TRAIN]
+        self.batch_size = check.num_rows
+
+    @property
+    def num_batches(self) -> int | None:
+        return self.pipeline.num_batches
+
+    def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return structs(self.check.batches[0])
+
+    def batches(
+        self, start: int = 0, *, rows: slice | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        expected = self.whole_or(rows)
+        for batch in self.pipeline.batches(start=start):
+            whole = self.check.with_known_ids(with_rows(batch, slice(self.batch_size)))
+            yield with_rows(whole, expected)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.pipeline.fingerprint()
+
+
+def _losses(
+    check: Check, runner: TaskRunner, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
+) -> Leaves:
+    """Trains a job, launched anew after each of `stops`; returns its losses by step."""
+    folder.mkdir()
+    launched = LaunchedConfig(check.config, check.certificate.experiment, packages=check.packages)
+    for num_steps in (*stops, NUM_STEPS):
+        run = RunConfig(
+            num_train_steps=num_steps, seed=check.seed,
+            frozen_may_be_new=True,  # What a check trains is random, and nothing of it is kept.
+            checkpoints=SaveSettings(save_non_finite=True),
+            stopping=StopSettings(watchdog_seconds=None, max_skipped_steps_in_a_row=None),
+        )
+        job = dataclasses.replace(
+            check.job, datasets={TRAIN: pipeline}, decode_datasets={}, run=run, hooks=()
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            on_mesh = JobOnMesh(runner.partitioner, job, JobDir(folder))
+            ended = launch.train(on_mesh, launched, stop_request=Interrupt)
+            if ended.stopped_by:
+                raise KeyboardInterrupt(ended.stopped_by)
+    return {
+        f"step {line['step']}": np.asarray(line["loss"])
+        for line in read_json_lines(JobDir(folder).metrics_jsonl)
+    }
+
+
+def _restored(directory: Path, runner: TaskRunner) -> Any:
+    with Checkpoints(directory, note=lambda line: None) as saved:
+        state = saved.restore(runner.layout, runner.mesh).state
+    return cut(runner.layout, jax.device_get(state))[0]
+
+
+def _of_the_program(check: Check, runner: TaskRunner) -> list[Comparison]:
+    """Returns the exact figures of the compiled train step, after it was called."""
+    partitioner = runner.partitioner
+    compiled = partitioner.train_step.lower(structs(check.batches[0])).compile().as_text()
+    state_bytes = sum(leaf.bytes_per_device for leaf in runner.layout.leaves())
+    num_compiled = partitioner.train_step.num_compiled()
+    return [
+        Comparison(
+            runner.name, "donated", "bytes per device", None,
+            abs(state_bytes - hlo.donated_bytes(compiled)), 0.0, "all of the state is donated",
+        ),
+        Comparison(
+            runner.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
+            "a step stays on the devices",
+        ),
+        Comparison(
+            runner.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
+            "one for all steps",
+        ),
+    ]

@@ -1,0 +1,86 @@
+"""Saves of an elastic job in the memory of its hosts: when, and which state is the newest."""
+
+import contextlib
+
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init.initial_state import Note
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.job.events import SAVE, events
+from praxis_lite.job.processes.watchdog import SAVING
+from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.loop import Loop
+from praxis_lite.trainer.hooks.saves import data_to_save
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.trainer.job_tools import OtherSaves, SavedState
+from praxis_tools.elastic.order import Order
+from praxis_tools.elastic.peer_saves.newest_state import NewestState
+from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, stores_of
+
+
+class PeerSaves(OtherSaves):
+    """Saves a job's states in the memory of hosts while it is entered.
+
+    Args:
+      order: of this process.
+      note: prints a line.
+    """
+
+    def __init__(self, job: JobOnMesh, order: Order, note: Note):
+        self._job, self._order, self._note = job, order, note
+        self._held = contextlib.ExitStack()
+
+    def __enter__(self) -> "PeerSaves":
+        self._stores = [self._held.enter_context(store) for store in stores_of(self._order)]
+        partitioner = self._job.partitioner
+        self._saver = self._held.enter_context(PeerSaver(
+            self._order, self._stores, partitioner.layout, partitioner.mesh, self._note
+        ))
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._held.__exit__(*exc_info)
+
+    def newest(self, checkpoints: Checkpoints) -> SavedState:
+        return NewestState(checkpoints, self._stores, self._note)
+
+    def hooks(self, job: JobOnMesh) -> list[Hook]:
+        # Faster than a save on disk: at a stop it is complete even if time runs out.
+        return [PeerSaveHook(job, self._saver)]
+
+
+class PeerSaveHook(Hook):
+    """Saves in the memory of hosts: at the start, every `every` steps, and at a stop.
+
+    A save at the start replaces that of the previous generation, which lacks the part of a host
+    that died: another death would make it incomplete. There is none after the very last step,
+    which is saved on disk.
+    """
+
+    def __init__(self, job: JobOnMesh, saver: PeerSaver):
+        self._job, self._saver, self.every = job, saver, job.run.peer_save_every_steps
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        self._loop = loop
+        if self._saver.step > loop.first_step:  # The run was rolled back from a loss spike.
+            self._saver.abandon_after(loop.first_step)
+        if not self._is_end(loop.first_step):
+            self._save(loop.first_step, state)
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        return not self._is_end(step) and (step % self.every == 0 or self._loop.stops)
+
+    def after_step(self, made: StepMade) -> None:
+        self._save(made.step, made.state)
+
+    def after_training(self, step: int) -> None:
+        loop = self._loop
+        with loop.watchdog.during(SAVING), events.phase(SAVE):
+            self._saver.wait()
+
+    def _is_end(self, step: int) -> bool:
+        return step >= self._job.run.num_train_steps or self._loop.reason is not None
+
+    def _save(self, step: int, state: TrainState) -> None:
+        loop = self._loop
+        with loop.watchdog.during(SAVING), events.phase(SAVE, step):
+            self._saver.begin(step, state, data_to_save(step, loop))

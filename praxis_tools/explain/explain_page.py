@@ -1,0 +1,163 @@
+"""The HTML page of --mode=explain --html=FILE, which draws what every device stores and sends.
+
+The page is explain_page.html, with the data inserted as one JSON document.
+"""
+
+import collections
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
+from praxis_lite.trainer.layout_table import bytes_per_device, host_note, kind_of
+from praxis_tools.explain import hlo
+
+# With more devices the page draws groups of them: 4,096 squares are slow and unreadable.
+MAX_DRAWN_DEVICES = 256
+
+
+@dataclass(frozen=True)
+class ExplainedStep:
+    """A compiled step, with batches of one dataset.
+
+    Attributes:
+      step: "train", "eval" or "decode".
+      batch: the layout of a batch.
+      donated: bytes per device, and the number of buffers.
+      flops: matmul flops per device.
+      figures: (name, value) lines that a plan adds.
+    """
+
+    step: str
+    dataset: str
+    batch: StateLayout
+    collectives: list[hlo.Collective]
+    memory: hlo.MemoryPerDevice
+    donated: tuple[int, int]
+    flops: int
+    figures: Sequence[tuple[str, str]] = ()
+
+
+def page(
+    title: str,
+    mesh: Mesh,
+    layout: StateLayout,
+    warnings: Sequence[str],
+    steps: Sequence[ExplainedStep],
+) -> str:
+    """Returns a self-contained HTML page, which makes no network requests."""
+    template = (resources.files(__package__) / "explain_page.html").read_text("utf-8")
+    document = {
+        "title": title,
+        "versions": f"jax {jax.__version__}, {mesh.devices.flat[0].device_kind}",
+        "num_devices": math.prod(layout.axis_sizes.values()),
+        "mesh": list(layout.axis_sizes.items()),
+        **_drawn_mesh(layout.axis_sizes, [device.id for device in mesh.devices.flat]),
+        "totals": bytes_per_device(layout),
+        "notes": [*layout.notes, *filter(None, [host_note(layout)])],
+        "warnings": list(warnings),
+        "leaves": [_leaf(leaf, kind_of(leaf)) for leaf in layout.leaves()],
+        "steps": [_step(step) for step in steps],
+    }
+    # Names can contain any text, and "<" could end the script element.
+    text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
+    before, after = template.split("{{document}}")
+    return before.replace("{{title}}", html.escape(title)) + text + after
+
+
+def in_notebook(page: str, *, height: int = 640) -> str:
+    """Returns a page as an iframe for a notebook's output, isolated from the notebook's styles.
+
+    Args:
+      page: a complete HTML page.
+      height: of the frame, in pixels.
+    """
+    return (
+        f'<iframe srcdoc="{html.escape(page)}" width="100%" height="{height}" '
+        'style="border:1px solid #ccc" sandbox="allow-scripts"></iframe>'
+    )
+
+
+def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[str, Any]:
+    """Returns the mesh to draw. With very many devices a square stands for a group of them.
+
+    A group consists of neighbouring devices along the longest axes. Groups are numbered from 0.
+    """
+    sizes = dict(axis_sizes)
+    while math.prod(sizes.values()) > MAX_DRAWN_DEVICES:
+        longest = max(sizes, key=lambda axis: sizes[axis])
+        size = sizes[longest]
+        divisor = next(number for number in range(2, size + 1) if size % number == 0)
+        sizes[longest] = size // divisor
+    if sizes == dict(axis_sizes):
+        return {"axes": list(sizes.items()), "device_ids": device_ids, "groups": ""}
+    group_size = len(device_ids) // math.prod(sizes.values())
+    along = " and ".join(
+        f"{axis_sizes[axis] // size} along {axis}"
+        for axis, size in sizes.items() if size < axis_sizes[axis]
+    )
+    return {
+        "axes": list(sizes.items()), "device_ids": list(range(math.prod(sizes.values()))),
+        "groups": f"Each square, and each number, stands for {group_size} devices: {along}.",
+    }
+
+
+def _leaf(leaf: LeafLayout, kind: str) -> dict[str, Any]:
+    split = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in leaf.spec]
+    return {
+        "path": leaf.path,
+        "kind": kind,
+        "shape": leaf.shape,
+        "padded": leaf.padded_shape,
+        "dtype": str(leaf.dtype),
+        "itemsize": leaf.dtype.itemsize,
+        "split": split,
+        "bytes": leaf.bytes_per_device,
+        "by": leaf.declared_by,
+    }
+
+
+def _step(explained: ExplainedStep) -> dict[str, Any]:
+    step = f"{explained.step}_step"
+    kind = f"batch of {explained.dataset} ({step})"
+    groups = hlo.by_layer(explained.collectives)
+    return {
+        "step": step,
+        "dataset": explained.dataset,
+        "batch": [_leaf(leaf, kind) for leaf in explained.batch.leaves()],
+        "collectives": [
+            {
+                "kind": group[0].kind,
+                "layer": group[0].layer,
+                "layers": _bytes_by_layer(group),
+                "count": sum(c.count for c in group),
+                "bytes": sum(c.count * c.bytes for c in group),
+                "bound": hlo.bound_sign(group),
+            }
+            for group in groups
+        ],
+        "bounds": {
+            kind: hlo.bound_sign([c for c in explained.collectives if c.kind == kind])
+            for kind in hlo.summarise(explained.collectives)
+        },
+        "memory": vars(explained.memory),
+        "donated": explained.donated,
+        "flops": explained.flops,
+        "figures": explained.figures,
+    }
+
+
+def _bytes_by_layer(group: Sequence[hlo.Collective]) -> list[tuple[str, int]]:
+    """Returns (layer, bytes of all executions), most bytes first."""
+    totals = collections.Counter()
+    for collective in group:
+        for layer, size in collective.layers:
+            totals[layer] += collective.count * size
+    return totals.most_common()

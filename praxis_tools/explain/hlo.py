@@ -1,0 +1,246 @@
+"""Collectives and memory of a compiled program, per device, read from its text.
+
+XLA's `cost_analysis()` counts a loop's body once, so a scanned model looks like one layer. Here an
+instruction counts as often as its loops run it. `compiled` is a `jax.stages.Compiled` or its
+`as_text()`, as jax 0.10 to 0.12 write it for CPU, GPU and TPU.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from praxis_lite.core.errors import format_bytes
+from praxis_tools.explain.hlo_groups import axes_of_groups, device_groups
+from praxis_tools.explain.hlo_layers import (
+    layers_of,
+    merged_layer,
+    source_frames,
+    source_line,
+)
+from praxis_tools.explain.hlo_runs import Site, executed
+from praxis_tools.explain.hlo_text import (
+    Array,
+    arrays_of,
+    braced,
+    bracket,
+    op_name_of,
+    parse,
+    root_of,
+)
+
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective instruction of a compiled program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      bytes: bytes of one execution's result on one device, summed over the elements of a tuple.
+      dtypes: distinct element types of the result, in XLA's names ('f32', 'bf16').
+      count: executions in one run of the program.
+      at_least: whether it is in a loop of unknown trip count; `count` assumes one iteration.
+      at_most: whether it is in a branch; `count` assumes that the branch is taken.
+      group_size: devices in one group; None for collective-permute.
+      op_name: the JAX operation it comes from, 'jit(step)/while/body/layer/dot_general', or ''.
+      layers: (layer, bytes) of each part of the result: 'encoder/ffn', 'gradient of encoder/ffn';
+        outside of any layer the source line, 'model.py:13', or ''.
+      axes: the mesh axes that it runs along; empty if no mesh was given.
+      source: the source line it comes from, 'model.py:13', or ''.
+      dims: shapes of the arrays of the result.
+      groups: device indices in the mesh, [groups, devices], if a mesh was given.
+    """
+
+    kind: str
+    bytes: int
+    dtypes: tuple[str, ...]
+    count: int
+    at_least: bool
+    at_most: bool
+    group_size: int | None
+    op_name: str
+    layers: tuple[tuple[str, int], ...] = (("", 0),)
+    axes: tuple[str, ...] = ()
+    source: str = ""
+    dims: tuple[tuple[int, ...], ...] = ()
+    groups: "np.ndarray | None" = field(default=None, compare=False, repr=False)
+
+    @property
+    def layer(self) -> str:
+        """The layer, or 'several in encoder' if XLA merged several."""
+        return merged_layer(dict(self.layers)) or "unknown"
+
+
+@dataclass(frozen=True)
+class MemoryPerDevice:
+    """Bytes that XLA plans to allocate on a device.
+
+    `aliased` outputs reuse the buffers of donated arguments. `peak` is arguments + outputs -
+    aliased + temp. `host` is the same sum for host memory; the compiler for CPU counts that as
+    device memory.
+    """
+
+    arguments: int
+    outputs: int
+    temp: int
+    aliased: int
+    peak: int
+    host: int = 0
+
+
+def collectives(
+    compiled: "jax.stages.Compiled | str", axis_sizes: Mapping[str, int] | None = None
+) -> list[Collective]:
+    """Returns the collectives that a run of the program executes; start and done count once.
+
+    Args:
+      compiled: the program or its text.
+      axis_sizes: devices along each mesh axis; None: the collectives' axes and groups are unknown.
+    """
+    program, result, seen = parse(compiled), [], set()
+    for site in executed(program):
+        instruction, attributes = site.instruction, site.instruction.attributes
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        channel = re.search(r"channel_id=(\d+)", attributes)
+        shape, scattered_shape = instruction.shape, _reduce_scatter_shape(site)
+        if scattered_shape is not None:
+            kind, shape = "reduce-scatter", scattered_shape
+        elif site.fused and channel:
+            # A TPU spreads an all-gather over several fusions (start, steps that overlap with
+            # compute, done), each with a copy of the instruction on the same channel.
+            if (site.scope, channel.group(1)) in seen:
+                continue
+            seen.add((site.scope, channel.group(1)))
+        if instruction.opcode.endswith("-start") and (
+            kind != "all-reduce" or shape.startswith("((")
+        ):
+            shape = bracket(shape, 0)[0][1]  # (operands, results, ...); all-reduce-start: results.
+        arrays = arrays_of(shape)
+        groups = device_groups(attributes, program)
+        has_group_size = groups is not None and "source_target_pairs=" not in attributes
+        result.append(Collective(
+            kind=kind,
+            bytes=sum(array.bytes for array in arrays),
+            dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
+            count=site.count, at_least=site.at_least, at_most=site.at_most,
+            group_size=groups.shape[1] if has_group_size else None,
+            op_name=op_name_of(instruction),
+            layers=tuple(layers_of(program, instruction, site.computation).items()),
+            axes=axes_of_groups(groups, axis_sizes) if axis_sizes and groups is not None else (),
+            source=source_line(source_frames(program, instruction)),
+            dims=tuple(array.dims for array in arrays),
+            groups=groups if axis_sizes else None,
+        ))
+    return result
+
+
+def _reduce_scatter_shape(site: Site) -> str | None:
+    """Returns the result of a TPU's reduce-scatter: a fusion of an all-reduce and its slices."""
+    if not site.fused or site.instruction.opcode != "all-reduce":
+        return None
+    root = root_of(site.computation)
+    outputs = [site.computation[n] for n in root.operands] if root.opcode == "tuple" else [root]
+    return root.shape if all(output.opcode == "dynamic-slice" for output in outputs) else None
+
+
+def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+    """Returns {kind: (executions, bytes of all executions)} of the kinds that occur."""
+    totals = {kind: (0, 0) for kind in KINDS}
+    for collective in collectives:
+        count, size = totals[collective.kind]
+        totals[collective.kind] = (
+            count + collective.count, size + collective.count * collective.bytes
+        )
+    return {kind: total for kind, total in totals.items() if total != (0, 0)}
+
+
+def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """Returns the collectives in groups of a kind and a layer, by kind, most bytes first."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for collective in collectives:
+        groups.setdefault((collective.kind, collective.layer), []).append(collective)
+    return sorted(
+        groups.values(),
+        key=lambda group: (KINDS.index(group[0].kind), -sum(c.count * c.bytes for c in group)),
+    )
+
+
+def collectives_table(collectives: Iterable[Collective]) -> str:
+    """Returns a line of text per kind, and below it a line per layer of that kind.
+
+    '>=' and '<=' (both: '~') mark figures that are only bounds.
+    """
+    collectives, lines = list(collectives), []
+    for kind in summarise(collectives):
+        same = [collective for collective in collectives if collective.kind == kind]
+        lines.append(_row(kind, same))
+        lines += [_row(f"  {group[0].layer}", group) for group in by_layer(same)]
+    if not lines:
+        return "no collectives"
+    width = max(21, *(len(name) + 2 for name, *_ in lines))
+    lines.insert(0, ("collective", "count", "bytes"))
+    return "\n".join(f"{name:<{width}}{count:>10}{size:>14}" for name, count, size in lines)
+
+
+def _row(name: str, group: Sequence[Collective]) -> tuple[str, str, str]:
+    sign, count = bound_sign(group), sum(c.count for c in group)
+    return name, f"{sign}{count:,}", sign + format_bytes(sum(c.count * c.bytes for c in group))
+
+
+def bound_sign(group: Sequence[Collective]) -> str:
+    """Returns '>=' or '<=' if a sum over collectives is only that bound, '~' if both, or ''."""
+    at_least, at_most = any(c.at_least for c in group), any(c.at_most for c in group)
+    return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
+
+
+def donated_bytes(compiled: "jax.stages.Compiled | str") -> int:
+    """Returns the bytes per device of the input arrays whose buffers outputs reuse."""
+    return sum(array.bytes for array in _donated(compiled))
+
+
+def num_donated(compiled: "jax.stages.Compiled | str") -> int:
+    """Returns the number of input arrays whose buffers outputs reuse."""
+    return len(_donated(compiled))
+
+
+def _donated(compiled: "jax.stages.Compiled | str") -> list[Array]:
+    program = parse(compiled)
+    entry = program.computations[program.entry].values()
+    shapes = {int(p.operands[0]): p.shape for p in entry if p.opcode == "parameter"}
+    # { {output index}: (parameter, {index in it}, may-alias), ... }
+    pairs = braced(program.header, "input_output_alias=")
+    donated = []
+    for parameter, index in re.findall(r": \((\d+), \{([\d, ]*)\}", pairs):
+        shape = shapes[int(parameter)]
+        for position in re.findall(r"\d+", index):
+            shape = bracket(shape, 0)[0][int(position)]
+        donated += arrays_of(shape)
+    return donated
+
+
+def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice:
+    """Returns the memory that XLA plans for a program."""
+    stats = compiled.memory_analysis()
+
+    def sizes(where: str) -> list[int]:
+        names = ("argument", "output", "temp", "alias")
+        return [getattr(stats, f"{where}{name}_size_in_bytes") for name in names]
+
+    arguments, outputs, temp, aliased = sizes("")
+    # Not XLA's peak_memory_in_bytes: on CPU it leaves out temp (jax 0.10 and 0.12).
+    peak = arguments + outputs - aliased + temp
+    *on_host, aliased_on_host = sizes("host_")
+    return MemoryPerDevice(
+        arguments, outputs, temp, aliased, peak, sum(on_host) - aliased_on_host
+    )

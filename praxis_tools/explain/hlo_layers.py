@@ -1,0 +1,226 @@
+"""Which layer an instruction comes from, read from the names that JAX writes into a program.
+
+'jit(step)/transpose(jvp(encoder))/while/body/checkpoint/blocks/ffn/dot_general' is the gradient of
+the layer encoder/blocks/ffn: between the scopes that layers opened, JAX adds the names of its
+transformations and loops. jax 0.10 and 0.12 spell these differently; both are understood.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from praxis_lite.core.user_lines import LIBRARY_FOLDERS
+from praxis_tools.explain.hlo_text import (
+    Computation,
+    Instruction,
+    Program,
+    arrays_of,
+    op_name_of,
+)
+
+# Parts that JAX adds between the scopes: loops, branches, rematerialization, calls.
+_STRUCTURE = re.compile(
+    r"while|body|cond|closed_call|eval_jaxpr|core_call|checkpoint|remat\d?|rematted_computation"
+    r"|scan|shard_map|pjit|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
+)
+_FUNCTIONS = ("jit", "pjit", "pmap")  # jit(step): the name of a function, not of a scope.
+_FOR_LAYERS = os.path.join("layers", "base", "result_types.py")
+_LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # In a file's name.
+GRADIENT_OF = "gradient of "  # Before the path of a layer, in its backward pass.
+
+
+def layer_of(program: Program, instruction: Instruction, computation: Computation) -> str:
+    """Returns the layer that an instruction comes from, or '' if it has no name.
+
+    If XLA merged instructions of several layers, it is 'several in encoder'.
+    """
+    return merged_layer(layers_of(program, instruction, computation))
+
+
+def layers_of(
+    program: Program, instruction: Instruction, computation: Computation
+) -> dict[str, int]:
+    """Returns the layers that an instruction's result comes from, and the bytes of each part.
+
+    There are several if XLA merged instructions. An unknown layer is ''.
+    """
+    # XLA takes apart again what it merged; each part has its original name and source line.
+    parts = [
+        part
+        for part in computation.values()
+        if part.opcode == "get-tuple-element"
+        and part.operands[0] == instruction.name
+        and op_name_of(part)
+    ]
+    bytes_of: dict[str, int] = {}
+    for part in parts if len(parts) > 1 else [instruction]:
+        layers = _named_layers(program, part)
+        if not any(layers):
+            # If an argument is gathered before it is used, only the argument has a name, such as
+            # "state.mdl_vars['ffn']['w']".
+            operands = [computation.get(name) for name in part.operands]
+            layers = [
+                "/".join(re.findall(r"[^\[\].'\\]+", op_name_of(operand)))
+                for operand in operands if operand is not None and operand.opcode == "parameter"
+            ] or [""]
+        for layer in layers:
+            size = sum(array.bytes for array in arrays_of(part.shape)) // len(layers)
+            bytes_of[layer] = bytes_of.get(layer, 0) + size
+    return bytes_of
+
+
+_MAX_HOPS = 6  # Unnamed copies, bitcasts and fusions between a collective and a named instruction.
+
+
+def nearest_layer(program: Program, instruction: Instruction, computation: Computation) -> str:
+    """Returns the layer of the nearest named user or operand of a collective, or ''.
+
+    XLA drops the names of collectives in programs for several slices. A gathered array belongs to
+    the layer that uses it, a reduced or sent one to the layer that computed it.
+    """
+    follows_users = "reduce" not in instruction.opcode and instruction.opcode != "send"
+    reached = [instruction]
+    for _ in range(_MAX_HOPS):
+        if follows_users:
+            names = {item.name for item in reached}
+            reached = [user for user in computation.values() if names & set(user.operands)]
+        else:
+            reached = [
+                computation[name] for item in reached for name in item.operands
+                if name in computation
+            ]
+        for item in reached:
+            layers = _named_layers(program, item)
+            if any(layers):
+                return next(filter(None, layers))
+    return ""
+
+
+def _named_layers(program: Program, instruction: Instruction) -> list[str]:
+    line = source_line(source_frames(program, instruction))
+    return layers_of_name(op_name_of(instruction), line)
+
+
+def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
+    """Returns the layer, 'encoder/ffn', of each operation that a name stands for.
+
+    In a backward pass it is 'gradient of encoder/ffn'. Outside of any scope it is `source_line`.
+    XLA names merged operations 'common/path/(first:second)'; they have a layer each.
+    """
+    layers = []
+    for name in _unmerged(op_name):
+        # The last part is the operation itself.
+        scopes, is_gradient = _scopes(_split(name, "/")[:-1])
+        layer = "/".join(scopes) or source_line
+        layers.append(f"{GRADIENT_OF}{layer}" if layer and is_gradient else layer)
+    return layers
+
+
+def _unmerged(op_name: str) -> Iterator[str]:
+    parts = _split(op_name, "/")
+    if not (parts and parts[-1].startswith("(") and parts[-1].endswith(")")):
+        yield op_name
+        return
+    before = "/".join(parts[:-1])
+    for item in _split(parts[-1][1:-1], ":"):
+        yield from _unmerged(f"{before}/{item}" if before else item)
+
+
+def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
+    scopes, starts, is_gradient = [], [], False
+    for part in parts:
+        if transformed := re.fullmatch(r"(\w+)\((.*)\)", part):
+            name, inside = transformed.groups()
+            is_gradient |= name == "transpose"
+            if name not in _FUNCTIONS:
+                inner, is_transposed = _scopes(_split(inside, "/"))
+                starts.append(len(scopes))
+                scopes, is_gradient = scopes + inner, is_gradient or is_transposed
+        elif not _STRUCTURE.fullmatch(part):
+            scopes.append(part)
+    # The backward pass of a jax.checkpoint has its scopes twice: 'transpose(jvp(a))/b/jvp(a)/b'.
+    for start, again in reversed(list(itertools.pairwise(starts))):
+        if scopes[start:again] == scopes[again : 2 * again - start]:
+            del scopes[start:again]
+    return scopes, is_gradient
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Splits a text at the separators outside of brackets."""
+    parts, depth, begin = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == separator and depth == 0:
+            parts.append(text[begin:index])
+            begin = index + 1
+    return [*parts, text[begin:]]
+
+
+def merged_layer(bytes_of: Mapping[str, int]) -> str:
+    """Returns one text for the layers of a merged operation, 'several in encoder'.
+
+    It is 'several (encoder, decoder)', with up to three names, if they have no path in common. A
+    layer with less than a hundredth of the bytes, such as a norm's scalar, is left out.
+    """
+    total = sum(bytes_of.values())
+    layers = [layer for layer, size in bytes_of.items() if 100 * size >= total]
+    if len(layers) == 1:
+        return layers[0]
+    all_gradients = all(layer.startswith(GRADIENT_OF) for layer in layers)
+    paths = [layer.removeprefix(GRADIENT_OF).split("/") for layer in layers]
+    common = os.path.commonprefix(paths)  # Of lists: of whole names.
+    first = [name for name in dict.fromkeys(path[0] for path in paths) if name]
+    names = ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
+    where = f"several in {'/'.join(common)}" if common and common[0] else f"several ({names})"
+    return GRADIENT_OF + where if all_gradients else where
+
+
+def source_line(frames: Sequence[tuple[str, int]]) -> str:
+    """Returns 'model.py:13', the innermost line of the user's code, or "".
+
+    It is a line of this package if no frame is of the user's code.
+
+    Args:
+      frames: (file, line) of each call, innermost first.
+    """
+    frames = own_frames(frames)
+    users = [frame for frame in frames if not frame[0].startswith(LIBRARY_FOLDERS)]
+    file, line = next(iter([*users, *frames]), ("", 0))
+    return f"{os.path.basename(file)}:{line}" if file else ""
+
+
+def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Returns the frames of the user's code and of this package, innermost first.
+
+    It drops frames of other libraries, of the program that launched this package, and of
+    result_types.py, which calls jax.numpy on behalf of layers.
+    """
+    own = [
+        (file, line) for file, line in frames
+        if (file.startswith(LIBRARY_FOLDERS) and not file.endswith(_FOR_LAYERS))
+        or not (file.startswith(LIBRARY_FOLDERS) or _LIBRARY.search(file))
+    ]
+    of_package = [i for i, (file, _) in enumerate(own) if file.startswith(LIBRARY_FOLDERS)]
+    return own[: of_package[-1] + 1] if of_package else own
+
+
+def source_frames(program: Program, instruction: Instruction) -> list[tuple[str, int]]:
+    """Returns (file, line) of the calls that an instruction comes from, innermost first."""
+    if line := re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes):
+        return [(line.group(1), int(line.group(2) or 0))]
+    file_names, locations, stack = program.tables.values()
+    # The outermost frame has the parent 0, or itself if frames count from one.
+    first = _numbers(stack[1]).get("parent_frame_id", 0) if 1 in stack else 0
+    frame_id = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+    frames, index = [], int(frame_id.group(1)) if frame_id else 0
+    while index in stack and len(frames) < len(stack):
+        frame = _numbers(stack[index])
+        location = _numbers(locations[frame["file_location_id"]])
+        frames.append((file_names[location["file_name_id"]].strip('"'), location["line"]))
+        index = frame.get("parent_frame_id", 0) - first
+    return frames
+
+
+def _numbers(row: str) -> dict[str, int]:
+    return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", row)}

@@ -1,0 +1,192 @@
+"""How often each instruction of a compiled program runs: trip counts of loops, and calls."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from praxis_lite.core.jaxprs import FURTHER_TURNS
+from praxis_tools.explain.hlo_text import (
+    Computation,
+    Instruction,
+    Program,
+    callees,
+    op_name_of,
+    root_of,
+)
+
+
+class Site(NamedTuple):
+    """An instruction in the context of one chain of calls that executes it.
+
+    Attributes:
+      computation: contains the instruction.
+      count: executions in a run of the program.
+      at_least: whether `count` assumes one iteration of a loop of unknown trip count.
+      at_most: whether `count` assumes that a branch is taken.
+      scope: names of the enclosing loops, branches and calls.
+      fused: whether it is inside a fusion.
+    """
+
+    instruction: Instruction
+    computation: Computation
+    count: int
+    at_least: bool
+    at_most: bool
+    scope: tuple[str, ...]
+    fused: bool
+
+
+def executed(program: Program) -> Iterator[Site]:
+    """Yields every instruction that a run executes, in loops, branches, calls and fusions too."""
+    entry = program.computations[program.entry]
+    return _walk(program, Site(root_of(entry), entry, 1, False, False, (), False))
+
+
+def _walk(program: Program, any_site: Site) -> Iterator[Site]:
+    """Yields the sites of a computation, of which `any_site` is one, and of all that it calls."""
+    for instruction in any_site.computation.values():
+        site = any_site._replace(instruction=instruction)
+        yield site
+        for key, changes in _calls(program, site):
+            for callee in callees(instruction, key):
+                inside = {"scope": (*site.scope, instruction.name, callee), **changes}
+                computation = program.computations[callee]
+                yield from _walk(program, site._replace(computation=computation, **inside))
+
+
+def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
+    """Returns the attributes that name a site's callees, with the fields of `Site` they change."""
+    opcode = site.instruction.opcode
+    if opcode == "while":
+        trips = trip_count(program, site.computation, site.instruction)
+        at_least = site.at_least or trips is None
+        if trips is None:
+            trips_of_body = 0 if is_extra_exchange(program, site.instruction) else 1
+        else:
+            trips_of_body = trips
+        # The condition is evaluated once more, when it ends the loop.
+        runs = {"condition": (trips or 0) + 1, "body": trips_of_body}
+        return [
+            (key, {"count": site.count * number, "at_least": at_least})
+            for key, number in runs.items()
+        ]
+    if opcode == "conditional":
+        keys = ("branch_computations", "true_computation", "false_computation")
+        return [(key, {"at_most": True}) for key in keys]
+    if opcode in ("fusion", "fusion-start"):
+        return [("calls", {"scope": site.scope, "fused": True})]
+    if opcode in ("call", "async-start", "custom-call"):
+        # Not async-done, which names the same computation, and not the `to_apply` of reductions.
+        return [(key, {}) for key in ("calls", "to_apply", "called_computations")]
+    return []
+
+
+# A scalar in a loop as (i, c): element i of the loop's state, plus the constant c. (None, c) is c.
+_Affine = tuple[int | None, int]
+_STATE: _Affine = (-1, 0)  # The state itself, a tuple.
+
+
+def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
+    """Returns how often a while loop runs its body, or None if it cannot be determined.
+
+    Skip this on a first read: it recognizes `for (i = initial; i < limit; i += step)`.
+    """
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(known.group(1))
+    # Programs for TPU do not state it. Read initial, limit and step from the program.
+    condition = program.computations[callees(loop, "condition")[0]]
+    body = program.computations[callees(loop, "body")[0]]
+    comparison = _comparison(program, condition, lambda _: _STATE)
+    state, next_state = computation.get(loop.operands[0]), root_of(body)
+    if comparison is None or state is None or {state.opcode, next_state.opcode} != {"tuple"}:
+        return None
+
+    def initial(index: int) -> int | None:
+        value = _scalar(program, computation, state.operands[index], lambda _: None)
+        return value[1] if value and value[0] is None else None
+
+    def step(index: int) -> int | None:
+        value = _scalar(program, body, next_state.operands[index], lambda _: _STATE)
+        return value[1] if value and value[0] == index else None
+
+    # Swap the sides if needed, so that the counter is on the left and a fixed limit on the right.
+    left, right, direction = comparison
+    if left[0] is None or step(left[0]) == 0:
+        left, right = right, left
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
+    if left[0] is None or (right[0] is not None and step(right[0]) != 0):
+        return None
+    start, by = initial(left[0]), step(left[0])
+    limit = 0 if right[0] is None else initial(right[0])
+    if start is None or limit is None or not by:
+        return None
+    distance = limit + right[1] - start - left[1]
+    distance += {"LE": 1, "GE": -1}.get(direction, 0)
+    stops = {"LT": by > 0, "LE": by > 0, "GT": by < 0, "GE": by < 0, "NE": distance % by == 0}
+    return max(0, -(-distance // by)) if stops.get(direction) else None
+
+
+def is_extra_exchange(program: Program, loop: Instruction) -> bool:
+    """Returns whether a loop only runs if expert loads are uneven (extra rounds of all-to-all)."""
+    body = program.computations[callees(loop, "body")[0]].values()
+    return any(FURTHER_TURNS in op_name_of(instruction) for instruction in (loop, *body))
+
+
+def _comparison(
+    program: Program, computation: Computation, argument: Callable[[int], _Affine | None]
+) -> tuple[_Affine, _Affine, str] | None:
+    root = root_of(computation)
+
+    def operand(index: int) -> _Affine | None:
+        return _scalar(program, computation, root.operands[index], argument)
+
+    if root.opcode in ("fusion", "call"):
+        return _comparison(program, _called(program, root), operand)
+    direction = re.search(r"direction=(\w+)", root.attributes)
+    left, right = (operand(0), operand(1)) if direction else (None, None)
+    return (left, right, direction.group(1)) if left and right else None
+
+
+def _scalar(
+    program: Program, computation: Computation, name: str,
+    argument: Callable[[int], _Affine | None],
+) -> _Affine | None:
+    """Returns a scalar of a computation in terms of the loop's state; None if it is not affine.
+
+    Args:
+      argument: returns the value of the computation's parameter of that index.
+    """
+    instruction = computation[name]
+
+    def operand(index: int) -> _Affine | None:
+        return _scalar(program, computation, instruction.operands[index], argument)
+
+    if instruction.opcode == "constant":
+        literal = instruction.operands[0]
+        return (None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
+    if instruction.opcode == "parameter":
+        return argument(int(instruction.operands[0]))
+    if instruction.opcode in ("copy", "bitcast", "reshape", "convert"):
+        return operand(0)
+    if instruction.opcode == "get-tuple-element":
+        index = int(re.search(r"index=(\d+)", instruction.attributes).group(1))
+        source = computation[instruction.operands[0]]
+        if source.opcode == "tuple":
+            return _scalar(program, computation, source.operands[index], argument)
+        return (index, 0) if operand(0) == _STATE else None
+    if instruction.opcode in ("add", "subtract"):
+        left, right = operand(0), operand(1)
+        if instruction.opcode == "subtract" and right is not None:
+            right = (None, -right[1]) if right[0] is None else None
+        if left is None or right is None or None not in (left[0], right[0]):
+            return None
+        return (left[0] if right[0] is None else right[0]), left[1] + right[1]
+    if instruction.opcode in ("fusion", "call"):
+        callee = _called(program, instruction)
+        return _scalar(program, callee, root_of(callee).name, operand)
+    return None
+
+
+def _called(program: Program, instruction: Instruction) -> Computation:
+    names = callees(instruction, "calls") or callees(instruction, "to_apply")
+    return program.computations[names[0]]

@@ -1,0 +1,86 @@
+"""An exported program as a directory: the program, the weights, a manifest, and their loader."""
+
+import hashlib
+import importlib.metadata
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_tools.export import load
+from praxis_tools.export.program import Program
+
+PROGRAM, WEIGHTS, MANIFEST, LOADER = "program.bin", "weights.npz", "manifest.json", "load.py"
+
+
+def write_artifact(
+    folder: Path, program: Program, partitioner: Partitioner, weights: Any,
+    about: Mapping[str, Any],
+) -> dict[str, int]:
+    """Writes a program and its weights into a folder; returns the files' sizes in bytes, by name.
+
+    Args:
+      weights: a tree of the program's layout.
+      about: more facts for the manifest, as JSON.
+    """
+    (folder / PROGRAM).write_bytes(program.exported.serialize())
+    _write_weights(folder / WEIGHTS, program, weights)
+    (folder / LOADER).write_bytes(Path(load.__file__).read_bytes())
+    manifest = _manifest(program, partitioner, about) | {
+        "sha256": {name: _sha256(folder / name) for name in (PROGRAM, WEIGHTS)}
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+
+
+def _write_weights(path: Path, program: Program, weights: Any) -> None:
+    """Writes weights one after the other, as `np.savez` does, each under its path."""
+    leaves = program.layout.leaves()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for leaf, x in zip(leaves, jax.tree.leaves(weights), strict=True):
+            with archive.open(f"{leaf.path}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asarray(x), allow_pickle=False)
+
+
+def _manifest(
+    program: Program, partitioner: Partitioner, about: Mapping[str, Any]
+) -> dict[str, Any]:
+    exported, mesh = program.exported, partitioner.mesh
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    devices = f"It runs on {' or '.join(exported.platforms)}."
+    if "cpu" in exported.platforms:
+        devices += f" A CPU has them with JAX_NUM_CPU_DEVICES={mesh.size} in the environment."
+    return {
+        "format": load.FORMAT, **about,
+        "jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"),
+        "calling_convention_version": exported.calling_convention_version,
+        "platforms": list(exported.platforms), "devices": devices,
+        "mesh": dict(mesh.shape),
+        # By the name of jax's backend; other backends compile without them.
+        "compiler_options": {mesh.devices.flat[0].platform: program.compiler_options},
+        "disabled_checks": [str(check) for check in exported.disabled_safety_checks],
+        "inputs": {name: _described(x, x.sharding.spec) for name, x in program.inputs.items()},
+        "outputs": {path: _described(x) for path, x in leaves_with_path(outputs)},
+        "weights": {
+            leaf.path: _described(leaf, leaf.spec) | {"padded_shape": list(leaf.padded_shape)}
+            for leaf in program.layout.leaves()
+        },
+    }
+
+
+def _described(x: Any, spec: PartitionSpec | None = None) -> dict[str, Any]:
+    shape = [dim if isinstance(dim, int) else str(dim) for dim in x.shape]
+    split = {} if spec is None else {"spec": [*spec, *[None] * (len(shape) - len(spec))]}
+    return {"shape": shape, "dtype": np.dtype(x.dtype).name} | split
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,102 @@
+"""The parts that tools give to a job that trains: states to begin with, hooks, listeners, a mesh.
+
+setup.py names them in the entry point `praxis_lite.job_tools`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from praxis_lite.job.events import Listener, events
+from praxis_lite.trainer.job_tools import JobTools, OtherSaves
+from praxis_tools.elastic import order
+from praxis_tools.goodput.goodput import note_goodput, num_lost_steps, time_section
+from praxis_tools.goodput.timeline import Timeline
+from praxis_tools.modes.elastic import begin_elastic
+from praxis_tools.stuck.beats import StuckBeats
+
+if TYPE_CHECKING:
+
+    import jax
+
+    from praxis_lite.checkpoints.init.initial_state import Note
+    from praxis_lite.core.sharding.mesh_config import MeshConfig
+    from praxis_lite.experiment.experiment import Job
+    from praxis_lite.experiment.launched_config import LaunchedConfig
+    from praxis_lite.job.job_dir import JobDir
+    from praxis_lite.trainer.hooks.hook import Hook
+    from praxis_lite.trainer.job_on_mesh import JobOnMesh
+
+
+@contextlib.contextmanager
+def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
+    """Yields the writer of timeline.jsonl; reports the goodput if training ends well."""
+    with Timeline(files.timeline_jsonl, events, note) as timeline:
+        yield timeline
+    if not timeline.is_taken_back:
+        note_goodput(files, note)
+
+
+def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
+    """Returns the saves of an elastic job in the memory of hosts, if `run` asks for them."""
+    if job.run.peer_save_every_steps is None:
+        return OtherSaves()
+    if (taken := order.current()) is None:
+        note("note: run.peer_save_every_steps has no effect without --elastic")
+        return OtherSaves()
+
+    from praxis_tools.elastic.job_saves import PeerSaves
+
+    return PeerSaves(job, taken, note)
+
+
+def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
+    """Returns an elastic job on a mesh of all devices of its generation; any other unchanged."""
+    if (taken := order.current()) is None:
+        return job
+
+    from praxis_tools.elastic.compiled_programs import keep_compiled
+    from praxis_tools.elastic.mesh_of_devices import on_devices_of
+
+    job = on_devices_of(taken, job, launched, chosen_mesh)
+    keep_compiled(taken)
+    return job
+
+
+def chosen_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
+    """Returns the mesh for devices of another number than a job's own mesh has."""
+    from praxis_tools.plan.search import mesh_choice
+
+    return mesh_choice.chosen_mesh(job, devices)
+
+
+def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
+    """Returns the hooks that tools add to a job; they come before those of every job."""
+    from praxis_tools.explain.compiler_warnings import CompilerWarnings
+    from praxis_tools.explain.first_collectives import ReportFirstCollectives
+    from praxis_tools.nan_finder.reports import NonFinite
+    from praxis_tools.profile.tables import ProfileTables
+    from praxis_tools.utilization.utilization_hook import Utilization
+
+    non_finite = [NonFinite(job)] if job.run.debug_nans else []
+    certificates = []
+    if job.run.certify_every_steps is not None and job.partitioner.mesh.size > 1:
+        from praxis_tools.certificates.hook import Certificates
+
+        certificates = [Certificates(job)]
+    return [
+        *certificates, CompilerWarnings(job), ReportFirstCollectives(job), Utilization(job),
+        *non_finite, ProfileTables(),
+    ]
+
+
+TOOLS = JobTools(
+    hooks=hooks_of_tools,
+    recorder=goodput_recorder,
+    other_saves=peer_saves,
+    on_devices=on_devices_of_generation,
+    begin_elastic=begin_elastic,
+    beats=StuckBeats,
+    summary_section=time_section,
+    num_lost_steps=num_lost_steps,
+)

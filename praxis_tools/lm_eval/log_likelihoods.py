@@ -1,0 +1,123 @@
+"""Log-likelihoods of continuations: a forward pass over context and continuation."""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.host_memory import FirstRuns
+from praxis_lite.inputs.text.length_classes import batches_by_length
+from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
+from praxis_tools.lm_eval.progress import Progress
+
+# B batch, T time, V classes.
+Pair = tuple[Sequence[int], Sequence[int]]
+_log = logging.getLogger(__name__)
+
+
+class Score(NamedTuple):
+    """The log-likelihood of a continuation in nats; True if each of its ids is the likeliest."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+class LogLikelihoods:
+    """Scores continuations of contexts on the model's mesh; a program for each class of lengths.
+
+    Args:
+      model: to ask.
+      num_rows: of a batch.
+    """
+
+    def __init__(self, model: EvaluatedModel, num_rows: int):
+        self._model, self._num_rows = model, num_rows
+        partitioner, task = model.partitioner, model.partitioner.task
+
+        def scores(mdl_vars: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+            return _scores(task.module(mdl_vars), batch)
+
+        self._compiled = jax.jit(
+            partitioner.with_mdl_vars(scores), out_shardings=partitioner.replicated
+        )
+        self._runs = FirstRuns("Scoring continuations", "Make batch_size or max_length smaller.")
+
+    def of(self, pairs: Sequence[Pair]) -> list[Score]:
+        """Returns the score of each pair of context and continuation.
+
+        A pair of more than max_length + 1 ids loses the first ones, which is logged.
+
+        Raises:
+          ConfigError: a context or a continuation has no id, a continuation has more than
+            max_length, or the model lacks an id.
+        """
+        rows = [self._checked(*pair) for pair in pairs]
+        lengths = [len(row) - 1 for row, _ in rows]  # The last id is not put in.
+        scores: list[Score | None] = [None] * len(rows)
+        progress = Progress("scored", len(rows))
+        for places, length in batches_by_length(lengths, self._num_rows, self._model.max_length):
+            batch = self._batch([rows[place] for place in places], length)
+            log_likelihoods, is_greedy = jax.device_get(
+                self._runs.run(self._compiled, self._model.mdl_vars, batch, key=length)
+            )
+            for row, place in enumerate(places):
+                scores[place] = Score(float(log_likelihoods[row]), bool(is_greedy[row]))
+            progress.add(len(places))
+        return scores
+
+    def _checked(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[Any, int]:
+        """Returns a row of ids that is not too long, and how many of them are scored."""
+        most, num_scored = self._model.max_length, len(continuation)
+        if not context or not continuation:
+            raise ConfigError(
+                f"A request has {len(context)} ids of context and {num_scored} of continuation; "
+                "expected at least one of each. Fix the task: the continuation must not be empty, "
+                "and its tokens must not be part of the context's."
+            )
+        if num_scored > most:
+            raise ConfigError(
+                f"A continuation has {num_scored} ids, and max_length is {most}. Raise max_length, "
+                "or leave such requests out of the task."
+            )
+        row = [*context, *continuation]
+        if len(row) > most + 1:
+            _log.warning(
+                "a context of %d ids and a continuation of %d exceed max_length, %d: the first %d "
+                "ids are left out", len(context), num_scored, most, len(row) - most - 1,
+            )
+        return row[-(most + 1) :], num_scored
+
+    def _batch(self, rows: Sequence[tuple[Sequence[int], int]], length: int) -> Any:
+        shape = self._num_rows, length
+        arrays = {
+            "ids": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32),
+            "weights": np.zeros(shape, np.float32), "paddings": np.ones(shape, np.float32),
+        }
+        for place, (row, num_scored) in enumerate(rows):
+            end = len(row) - 1
+            arrays["ids"][place, :end], arrays["labels"][place, :end] = row[:-1], row[1:]
+            arrays["weights"][place, end - num_scored : end] = 1.0
+            arrays["paddings"][place, :end] = 0.0
+        return self._model.partitioner.global_batch(arrays)
+
+
+def _scores(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns of each row the sum of its labels' log-probs, and True if all are the likeliest."""
+    takes_paddings = "paddings" in inspect.signature(type(model).__call__).parameters
+    given = {"paddings": batch["paddings"]} if takes_paddings else {}
+    logits_BTV = model(batch["ids"], **given)[0].astype(jnp.float32)
+    labels_BT1, is_scored_BT = batch["labels"][:, :, None], batch["weights"] > 0
+    log_prob_BT = (
+        jnp.take_along_axis(logits_BTV, labels_BT1, axis=-1)[:, :, 0]
+        - jax.nn.logsumexp(logits_BTV, axis=-1)
+    )
+    is_likeliest_BT = jnp.argmax(logits_BTV, axis=-1) == batch["labels"]
+    return (
+        jnp.sum(jnp.where(is_scored_BT, log_prob_BT, 0.0), axis=1),
+        jnp.all(is_likeliest_BT | ~is_scored_BT, axis=1),
+    )

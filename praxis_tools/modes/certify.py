@@ -1,0 +1,132 @@
+"""`main.py --mode=certify`: a job's facts as a page and as JSON, which others verify."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from praxis_lite.core.errors import ConfigError, printable
+from praxis_lite.modes.mode import CommandLine, Mode
+from praxis_lite.modes.options import file_to_write
+
+if TYPE_CHECKING:
+    from praxis_tools.report.certified.facts import Reading
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Certify(Mode):
+    """Collects digests of all parts of a job, or compares such a certificate with jobs."""
+
+    name = "certify"
+    summary = "certifies a job by digests of all its files and data; or verifies that"
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds the jobs, --json, --html, --verify and --recorded_only."""
+        options.add_argument(
+            "jobs", metavar="JOB", nargs="*", help="directories of jobs, besides --job_log_dir",
+        )
+        options.add_argument(
+            "--json", metavar="FILE", type=file_to_write("certificate.json"),
+            help="where to write the certificate, for others to verify",
+        )
+        options.add_argument(
+            "--html", metavar="FILE", type=file_to_write("certificate.html"),
+            help="where to write it as a page as well",
+        )
+        options.add_argument(
+            "--verify", metavar="FILE", type=Path,
+            help="a certificate to compare with the jobs instead; default: the jobs that it names",
+        )
+        options.add_argument(
+            "--recorded_only", action="store_true",
+            help="do not recompute the jobs' data; --set tells where they are now",
+        )
+
+    def run(
+        self, command: CommandLine, *, jobs: Sequence[str], json: Path | None, html: Path | None,
+        verify: Path | None, recorded_only: bool,
+    ) -> int:
+        """Returns 1 if something is wrong or differs; raises ConfigError if a job is not found."""
+        if command.exp is not None:
+            raise ConfigError("--mode=certify reads jobs, and has no use for --exp. Leave it out.")
+        if verify is not None and (json or html):
+            raise ConfigError("--verify writes nothing: leave out --json and --html.")
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # No accelerator is needed.
+        from praxis_tools.report.certified.facts import Reading
+
+        reading = Reading(command.packages, command.settings, recorded_only, _Progress())
+        paths = [*jobs, *([command.job_log_dir] if command.job_log_dir is not None else [])]
+        if verify is not None:
+            return _verify(verify, paths, reading)
+        return _certify(paths, reading, json, html)
+
+
+def _certify(
+    paths: Sequence[str], reading: "Reading", json_file: Path | None, html: Path | None
+) -> int:
+    from praxis_lite.host.whole_files import write_whole
+    from praxis_tools.report.certified.certificate import certified
+    from praxis_tools.report.certified.certificate_page import page_of, text_of
+    from praxis_tools.report.job_reader import JobReader, named_jobs
+
+    named = named_jobs(paths)
+    certificate = certified(named, reading)
+    print(text_of(certificate))
+    if json_file is not None:
+        text = json.dumps(certificate.as_json(), indent=1) + "\n"
+        write_whole(json_file, text.encode())
+        print(f"\nThe certificate: {json_file.absolute()}")
+    if html is not None:
+        states = {name: JobReader(name, job).read(0) for name, job in named.items()}
+        write_whole(html, page_of(certificate, states).encode("utf-8", "replace"))
+        print(f"\nThe page to look at in a browser: {html.absolute()}")
+    return int(bool(certificate.faults))
+
+
+def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
+    from praxis_lite.job.job_dir import open_for_reading
+    from praxis_tools.report.certified.certificate import (
+        DIFFERS,
+        notes_on_versions,
+        read_certificate,
+        verified,
+    )
+
+    certificate, own = read_certificate(file)
+    paths = paths or [job.path for job in certificate.jobs]
+    if len(paths) != len(certificate.jobs):
+        raise ConfigError(
+            f"{file} is about {len(certificate.jobs)} jobs, and {len(paths)} are named: name as "
+            "many, in its order, or none if they are in the directories that it names."
+        )
+    jobs = [open_for_reading(path, writes=False) for path in paths]
+    verdicts = [own, *verified(certificate, jobs, reading)]
+    for verdict in verdicts:
+        print(printable(str(verdict)))
+    for note in notes_on_versions(certificate):
+        print(printable(f"note: {note}"))
+    for fault in certificate.faults:
+        print(printable(f"WRONG according to the certificate: {fault}"))
+    counts = {
+        kind: sum(item.verdict == kind for item in verdicts)
+        for kind in dict.fromkeys(item.verdict for item in verdicts)
+    }
+    print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
+    return int(DIFFERS in counts or bool(certificate.faults))
+
+
+class _Progress:
+    """Prints every ten seconds which part is being read."""
+
+    def __init__(self):
+        self._printed_at = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_LINES:
+            self._printed_at = time.monotonic()
+            print(text, file=sys.stderr, flush=True)

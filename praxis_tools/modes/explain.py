@@ -1,0 +1,55 @@
+"""`main.py --mode=explain`: the layout and the compiled steps of an experiment."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from praxis_lite.host.whole_files import write_whole
+from praxis_lite.modes.launched import experiment_of, job_on_mesh
+from praxis_lite.modes.mode import CommandLine, Mode
+from praxis_lite.modes.options import file_to_write
+
+if TYPE_CHECKING:
+    from praxis_tools.explain.explain import Explanation
+
+
+class Explain(Mode):
+    """Compiles an experiment's steps, and prints what each device stores, sends and computes."""
+
+    name = "explain"
+    summary = "compiles an experiment's steps: what each device stores and sends"
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds --html."""
+        options.add_argument(
+            "--html", metavar="FILE", type=file_to_write("explain.html"),
+            help="where to write the explanation as an HTML page",
+        )
+
+    def run(self, command: CommandLine, *, html: Path | None) -> None:
+        """Prints the explanation; raises ConfigError where training would."""
+        explanation = explained(command, print)
+        if html is not None:
+            write_whole(html, explanation.page().encode())
+            print(f"\nThe page to look at in a browser: {html.absolute()}")
+
+
+def explained(command: CommandLine, print_text: Callable[[str], None]) -> "Explanation":
+    """Returns the explanation of a command line's experiment.
+
+    Args:
+      print_text: called with each part of the text as soon as it is known.
+
+    Raises:
+      ConfigError: training would raise it.
+    """
+    launched = experiment_of(command)
+    with job_on_mesh(command, launched, "explain") as job:
+        from praxis_tools.explain.explain import explain
+        from praxis_tools.plan.attached import figures_of_attached
+
+        return explain(
+            job.partitioner, job.datasets, job.decode_datasets, print_text,
+            experiment=launched.experiment, figures_of=figures_of_attached(job.partitioner),
+        )

@@ -1,0 +1,31 @@
+"""`main.py --mode=profile`: where the time and the memory of a job's profiled steps went."""
+
+import argparse
+
+from praxis_lite.core.errors import require
+from praxis_lite.job.job_dir import open_for_reading
+from praxis_lite.modes.launched import job_log_dir
+from praxis_lite.modes.mode import CommandLine, Mode
+
+
+class Profile(Mode):
+    """Prints the tables of a profile that a job made, from its files."""
+
+    name = "profile"
+    summary = "prints time and memory of a job's profiled steps, by layer and collective"
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds --step."""
+        options.add_argument(
+            "--step", metavar="N", type=int,
+            help="the first step of the profile; default: the newest profile",
+        )
+
+    def run(self, command: CommandLine, *, step: int | None) -> None:
+        """Prints them; raises ConfigError if there is no such job or profile."""
+        require(step is None or step >= 1, "--step", step, "1 or more")
+        job_dir = open_for_reading(job_log_dir(command), writes=False)
+
+        from praxis_tools.profile.tables import folder_of, tables_of
+
+        print(tables_of(folder_of(job_dir, step)))

@@ -1,0 +1,99 @@
+"""Finds the operation that made the first NaN or infinity of a program.
+
+Numbers that a select discards, as in an attention mask or a guarded division, are never blamed.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_tools.nan_finder.tags import (
+    CONSTANT,
+    ELSEWHERE,
+    NUM_WHILE_ITERATIONS,
+    Operation,
+    TaggedRun,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a number stopped being finite.
+
+    Attributes:
+      operation: the operation that made it, or None for a constant of the program.
+      iterations: for each of the operation's loops the index of the iteration, or None if unknown.
+    """
+
+    operation: Operation | None
+    iterations: tuple[int | None, ...] = ()
+
+
+class OriginSearch:
+    """Runs a program and finds where some of its outputs stopped being finite.
+
+    Args:
+      jaxpr: a closed jaxpr, `jax.jit(function).trace(...).jaxpr`.
+      outputs: indices of the outputs to check. Operations that they do not need are not run.
+      replicated: a replicated sharding, so that every process can read the results; None if there
+        is one process.
+    """
+
+    def __init__(
+        self, jaxpr: Any, outputs: Sequence[int],
+        replicated: jax.sharding.NamedSharding | None = None,
+    ):
+        self._jaxpr = _pruned(jaxpr, outputs)
+        self._run = jax.jit(self._traced, out_shardings=replicated)
+
+    def __call__(self, args: Sequence[jax.Array], *, only_nan: bool) -> list[Origin | None]:
+        """Returns where each output stopped being finite, or None if it is finite.
+
+        Args:
+          args: the program's flat arguments, which are not donated.
+          only_nan: count infinities as finite, to find where the first NaN was made.
+        """
+        tags = jax.device_get(self._run(np.bool_(not only_nan), np.bool_(False), *args))
+        return [self._origin(int(tag)) for tag in tags]
+
+    def _traced(self, infinities_count: jax.Array, never: jax.Array, *args: jax.Array) -> list:
+        # Twice the number of operations, because JAX may trace a loop's body again.
+        num_operations = 2 * (len(args) + sum(1 for _ in with_inner(self._jaxpr.eqns))) + 1
+        self._num_iterations = int(CONSTANT) // num_operations
+        run = TaggedRun(self._num_iterations, infinities_count, never)
+        self._operations = run.operations
+        tags = [run.argument_tag(index, x) for index, x in enumerate(args)]
+        return [tag for _, tag in run.call(self._jaxpr, list(zip(args, tags, strict=True)))]
+
+    def _origin(self, tag: int) -> Origin | None:
+        if tag >= CONSTANT:
+            sum_over_devices = Origin(Operation("a sum over devices"))
+            return {CONSTANT: Origin(None), ELSEWHERE: sum_over_devices}.get(tag)
+        index, iteration = divmod(tag, self._num_iterations)
+        operation = self._operations[index]
+        is_known, iterations = iteration < self._num_iterations - 1, []
+        for loop in reversed(operation.loops):
+            length = loop.length or NUM_WHILE_ITERATIONS
+            iteration, in_loop = divmod(iteration, length)
+            if loop.length is None and in_loop == length - 1:
+                in_loop = None
+            elif loop.is_reversed:
+                in_loop = length - 1 - in_loop
+            iterations.insert(0, in_loop if is_known else None)
+        return Origin(operation, tuple(iterations))
+
+
+def _pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
+    """Returns a closed jaxpr with these outputs only, and the operations that they need."""
+    inner, eqns = opened(jaxpr), []
+    outvars = [inner.outvars[i] for i in outputs]
+    needed = set(map(id, outvars))
+    for eqn in reversed(inner.eqns):
+        if not needed.isdisjoint(map(id, eqn.outvars)):
+            eqns.append(eqn)
+            needed.update(map(id, eqn.invars))
+    return jaxpr.replace(jaxpr=inner.replace(eqns=eqns[::-1], outvars=outvars))

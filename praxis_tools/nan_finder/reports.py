@@ -1,0 +1,224 @@
+"""Names the layer that made a step's loss or gradient NaN or infinite (run.debug_nans)."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from praxis_lite.core.partitioner import accumulation
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.leaf_paths import path_of
+from praxis_lite.core.user_lines import LIBRARY_FOLDERS
+from praxis_lite.host.json_text import opened_to_append
+from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
+from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.loop import Loop as TrainingLoop
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
+from praxis_tools.explain.hlo_layers import GRADIENT_OF, layers_of_name, own_frames
+from praxis_tools.nan_finder.origins import Origin, OriginSearch
+from praxis_tools.nan_finder.tags import Loop, Operation
+
+MAX_REPORTS = 20
+
+
+class NonFinite(Hook):
+    """Reports the layer that made a step's loss or gradient non-finite (run.debug_nans)."""
+
+    waits = False  # `after_step` waits for the step, which then counts as the step's time.
+
+    def __init__(self, job: JobOnMesh):
+        self._job = job
+
+    def before_training(self, loop: TrainingLoop, state: TrainState) -> None:
+        self._watchdog = loop.watchdog
+        self._reports = NonFiniteReports(
+            self._job.partitioner, self._job.files.non_finite_txt, loop.note
+        )
+
+    def after_step(self, made: StepMade) -> None:
+        with self._watchdog.during(f"looking for a NaN in step {made.step}"):
+            self._reports.check(made.step, made.state, made.batch, made.key, made.outputs)
+
+
+class NonFiniteReports:
+    """Checks every step of a run; reruns a step whose loss or gradient is not finite.
+
+    Such a step does not change weights and slots, so its state is still available. The rerun is a
+    different program, which checks the result of every operation. It is compiled at the first such
+    step, needs a step's memory in addition to the state, and takes several times as long.
+
+    Args:
+      path: the file to which at most `max_reports` reports are appended.
+      note: called with each line of a report.
+
+    Attributes:
+      search: the compiled program, or None before the first such step.
+    """
+
+    def __init__(
+        self, partitioner: Partitioner, path: Path, note: Callable[[str], None],
+        max_reports: int = MAX_REPORTS,
+    ):
+        self._partitioner, self._path, self._note = partitioner, path, note
+        self._num_left = self._max_reports = max_reports
+        self.search: OriginSearch | None = None
+
+    def check(
+        self, step: int, state: TrainState, batch: Any, key: jax.Array, outputs: Any
+    ) -> None:
+        """Waits for a step and, if its loss or gradient is not finite, reports why.
+
+        Args:
+          state: the state after the step; it is not donated.
+        """
+        loss, grad_norm = map(float, jax.device_get(_watched(outputs)))
+        if (math.isfinite(loss) and math.isfinite(grad_norm)) or not self._num_left:
+            return
+        self._num_left -= 1
+        args = (self._before(step, state, outputs), batch, key)
+        lines = [
+            f"step {step}: the loss is {loss}, the norm of the gradient {grad_norm}; run again, "
+            "operation by operation:",
+            *(f"  {line}" for line in self._reasons(args)),
+        ]
+        if not self._num_left:
+            lines.append(f"  (no more steps are looked into: this was the {self._max_reports}th)")
+        try:
+            with opened_to_append(self._path) as file:
+                file.writelines(f"{line}\n" for line in lines)
+        except OSError as error:  # For example a full disk, which must not end the run.
+            lines.append(f"  (not written to {self._path}: {error.strerror or error})")
+        for line in lines:
+            self._note(line)
+
+    def _before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
+        opt_states = dict(state.opt_states)
+        if "loss_scale" in opt_states:  # Apart from counts, a skipped step changes only this.
+            scale = outputs["learner"]["loss_scale"]
+            opt_states["loss_scale"] = {**opt_states["loss_scale"], "scale": scale}
+        before = jax.device_put(np.int32(step - 1), self._partitioner.replicated)
+        return dataclasses.replace(state, step=before, opt_states=opt_states)
+
+    def _reasons(self, args: tuple) -> list[str]:
+        leaves = jax.tree.leaves_with_path(args)
+        if self.search is None:
+            traced = self._partitioner.train_step.trace(*args)
+            structure = jax.tree.structure(traced.out_info)
+            _, indices = jax.tree.unflatten(structure, range(structure.num_leaves))
+            self.search = OriginSearch(
+                traced.jaxpr, _watched(indices), self._partitioner.replicated
+            )
+        args = [x for _, x in leaves]
+        loss, gradient = self.search(args, only_nan=False)
+        first = loss or gradient
+        if first is None:
+            return [
+                "all numbers were finite this time. So it depends on how XLA put operations "
+                "together (digits kept between them in bfloat16 or float16), or does not come back."
+            ]
+        if first.operation is not None and first.operation.argument is not None:
+            path, x = leaves[first.operation.argument]
+            return _argument_reasons(path, x, self._partitioner.replicated)
+        loss_nan, gradient_nan = self.search(args, only_nan=True)
+        return _reasons(first, loss_nan if loss else gradient_nan, is_forward=loss is not None)
+
+
+def _watched(outputs: Any) -> tuple[Any, Any]:
+    return outputs["metrics"]["loss"][0], outputs["learner"]["grad_norm"]
+
+
+def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> list[str]:
+    """Returns the report on a weight, or a leaf of the batch, that was already non-finite."""
+    name = path_of(path)
+    for prefix, kind in (
+        ("0/mdl_vars/params/", "the weight"), ("0/mdl_vars/non_trainable/", "the variable"),
+        ("0/", "the state's"), ("1/inputs/", "the batch's"),
+    ):
+        if name.startswith(prefix):
+            name = f"{kind} {name.removeprefix(prefix)}"
+            break
+    by_row = tuple(range(1, x.ndim))
+    is_nan, rows = jax.device_get(jax.jit(
+        lambda x: (jnp.isnan(x).any(), (~jnp.isfinite(x)).any(by_row)), out_shardings=replicated
+    )(x))
+    where = ""
+    if x.ndim:
+        first = [int(row) for row in np.flatnonzero(rows)[:5]]
+        where = f", in {int(rows.sum())} of its {len(rows)} rows (first dim), the first {first}"
+    kind = "NaN" if is_nan else "infinite"
+    return [f"{name} was {kind} before the step{where}; no operation is to blame"]
+
+
+def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[str]:
+    where = "the forward pass" if is_forward else "the backward pass (the loss is finite)"
+    if first.operation is None:
+        # A mask of -inf is intended; the fault is in the code that turned it into a NaN.
+        if first_nan is None or first_nan.operation is None:
+            what = "infinity" if first_nan is None else "NaN"
+            return [f"in {where}, from a constant {what} of the model's code"]
+        return [f"the first NaN, in {where}, of an infinite constant: {_place(first_nan)}"]
+    if first_nan == first:
+        return [f"the first NaN, in {where}: {_place(first)}"]
+    lines = [f"the first infinity, in {where}: {_place(first)}"]
+    if first_nan is not None:
+        lines.append(f"the first NaN, made of it: {_place(first_nan)}")
+    return lines
+
+
+def _place(origin: Origin) -> str:
+    """Returns 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
+    operation, depth, iterations = origin.operation, 0, []
+    scopes = _scopes(operation)
+    for loop, iteration in zip(operation.loops, origin.iterations, strict=True):
+        depth = max(depth, len(_scopes(loop)))
+        file = next((file for file, _ in _frames(loop.tracebacks)), "")
+        name = {accumulation.__file__: "micro-batch", pipeline_ticks.__file__: "tick"}.get(file)
+        if iteration is None:
+            continue
+        # A loop over stacked layers: its index belongs to the first scope inside the loop.
+        if name is None and depth < len(scopes) and "[" not in scopes[depth]:
+            scopes[depth] += f"[{iteration}]"
+        else:
+            iterations.append(f"{name or 'turn'} {iteration}")
+    layer = "/".join(scopes)
+    hint = " (an index out of range gives NaN)" if operation.primitive == "gather" else ""
+    parts = [f"in the layer {layer}" if layer else "", f"made by {operation.primitive}{hint}"]
+    lines = _source_lines(operation.tracebacks)
+    parts += [f"at {lines}" if lines else "", *iterations]
+    return ", ".join(part for part in parts if part)
+
+
+def _scopes(named: Operation | Loop) -> list[str]:
+    # A name's last part is the operation, which is not a scope.
+    layer = layers_of_name(f"{named.name_stack}/operation")[0].removeprefix(GRADIENT_OF)
+    return layer.split("/") if layer else []
+
+
+def _source_lines(tracebacks: Sequence[Any]) -> str:
+    """Returns 'linears.py:45, called at my_model.py:12', or 'my_model.py:12' alone.
+
+    The innermost line that is not in another library. If it is in this package, the line of the
+    user's code that called it follows.
+    """
+    frames = _frames(tracebacks)
+    shown = frames[:1]
+    if shown and shown[0][0].startswith(LIBRARY_FOLDERS):
+        users = [frame for frame in frames[1:] if not frame[0].startswith(LIBRARY_FOLDERS)]
+        shown += users[:1]
+    return ", called at ".join(f"{os.path.basename(file)}:{line}" for file, line in shown)
+
+
+def _frames(tracebacks: Sequence[Any]) -> list[tuple[str, int]]:
+    """Returns (file, line) of the calls within the step, innermost first."""
+    return own_frames([
+        (frame.file_name, frame.line_num) for traceback in tracebacks if traceback is not None
+        for frame in traceback.frames
+    ])

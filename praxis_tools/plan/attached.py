@@ -1,0 +1,116 @@
+"""Plans for attached devices: predictions for --mode=explain, and --measure."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.compiled_steps import Step
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.experiment.experiment import Job
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.trainer.compilation import compile_step
+from praxis_lite.trainer.job_on_mesh import partitioner_of
+from praxis_tools.plan.plan_text import figures, plan_text, seconds_text
+from praxis_tools.plan.predict import plan_of_compiled
+from praxis_tools.plan.residuals import (
+    Residual,
+    append_residual,
+    corrected,
+    read_residuals,
+)
+from praxis_tools.plan.step_plan import StepPlan
+from praxis_tools.plan.topology import attached_topology
+
+_NUM_WARMUP_STEPS, _NUM_MEASURED_STEPS = 2, 10
+
+
+def figures_of_attached(
+    partitioner: Partitioner,
+) -> Callable[[Step, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
+    """Returns a function that predicts the figures of a step for --mode=explain (`Figures`)."""
+    topology = attached_topology(list(partitioner.mesh.devices.flat))
+
+    def figures_of(
+        step: Step, spec: Any, compiled: jax.stages.Compiled, seconds: float
+    ) -> list[tuple[str, str]]:
+        if topology is None:
+            return []
+        plan = plan_of_compiled(partitioner, step, spec, topology, compiled, seconds)
+        return [*figures(plan), *(("note", note) for note in plan.notes)]
+
+    return figures_of
+
+
+def measure(
+    job: Job, *, file: Path | None = None, residuals: Path | None = None
+) -> tuple[StepPlan, list[float]]:
+    """Trains ten steps on the attached devices and prints predicted and measured seconds.
+
+    Args:
+      file: where to write the plan and the measured seconds as JSON.
+      residuals: the residuals file to append the result to, for later plans.
+
+    Returns:
+      The plan, and the seconds of each step.
+
+    Raises:
+      ConfigError: the devices are not in the table of chips, the residuals file is damaged, or
+        training would raise it.
+    """
+    partitioner = partitioner_of(job, "train")
+    topology = attached_topology(list(partitioner.mesh.devices.flat))
+    if topology is None:
+        kind = partitioner.mesh.devices.flat[0].device_kind
+        raise ConfigError(
+            f"--measure: there are no figures of {kind} (praxis_tools/plan/chips.py)."
+        )
+    earlier = read_residuals(residuals) if residuals is not None else []
+    pipeline = job.datasets[TRAIN]
+    spec = pipeline.element_spec()
+    start = time.monotonic()
+    compiled = compile_step(partitioner.train_step, pipeline, f"datasets.{TRAIN}")
+    plan = plan_of_compiled(
+        partitioner, partitioner.train_step, spec, topology, compiled, time.monotonic() - start
+    )
+    chip, axis_sizes = topology.chip, partitioner.mesh.shape
+    print(plan_text(corrected(plan, chip.name, axis_sizes, residuals, earlier)), flush=True)
+    key, batches = partitioner.key(job.run.seed), pipeline.batches()
+    state = partitioner.init(key)
+    seconds = []
+    for index in range(_NUM_WARMUP_STEPS + _NUM_MEASURED_STEPS):
+        batch = partitioner.global_batch(next(batches))
+        start = time.monotonic()
+        state, outputs = partitioner.train_step(state, batch, key)
+        jax.block_until_ready(outputs)
+        if index >= _NUM_WARMUP_STEPS:
+            seconds.append(time.monotonic() - start)
+    measured = statistics.median(seconds)
+    useful = plan.flops_per_device - plan.recomputed_flops
+    print(
+        f"\nmeasured  {seconds_text(measured)} a step (median of {_NUM_MEASURED_STEPS}; "
+        f"{seconds_text(min(seconds))} to {seconds_text(max(seconds))}), MFU "
+        f"{useful / measured / chip.peak():.1%}\n"
+        f"predicted {seconds_text(plan.step_seconds)}: "
+        f"{plan.step_seconds / measured:.2f} of measured"
+    )
+    residual = Residual(
+        chip=chip.name, step=plan.step, axis_sizes=dict(axis_sizes),
+        flops_per_device=plan.flops_per_device, predicted_seconds=plan.step_seconds,
+        measured_seconds=measured, source="--measure",
+    )
+    if residuals is None:
+        print("residual  not kept: name --residuals=FILE or --job_log_dir=DIR for later plans")
+    elif jax.process_index() == 0:
+        append_residual(residuals, residual)
+        print(f"residual  {residual.ratio:.3g}, kept in {residuals} for later plans")
+    if file is not None:
+        record = plan.to_json() | {"measured_seconds": seconds}
+        file.write_text(json.dumps(record, indent=1), "utf-8")
+    return plan, seconds
+

@@ -1,0 +1,241 @@
+"""The cost of an instruction on a chip: matmuls, memory, kernels.
+
+A TPU's compiler writes into its text how many cycles it expects of its own instructions; these are
+used, divided by a fitted efficiency. Everything else is computed here: a roofline where there are
+no cycles, attention kernels by their matmuls. Collectives are in schedule/collective_cost.py.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from praxis_tools.explain import hlo_matmuls
+from praxis_tools.explain.hlo_text import (
+    Computation,
+    Instruction,
+    Program,
+    arrays_of,
+    callees,
+    root_of,
+)
+from praxis_tools.explain.kernels import (
+    dims_per_head,
+    is_kernel,
+    kernel_flops,
+    tiles_of_experts,
+)
+from praxis_tools.plan.chips import Chip
+
+FUSIONS = ("fusion", "fusion-start")  # fusion-start (GPU) runs next to other instructions.
+_MIN_CYCLES = 1830  # The compiler's estimate for the smallest of its own instructions.
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_SLICES = ("dynamic-slice", "slice", "gather")  # They read only what they return.
+# They write one operand, of this index, into another one in place.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+_VIEWS = ("bitcast", "reshape")
+# Instructions that move no data.
+_FREE = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
+    "partition-id", "replica-id", "opt-barrier", "copy-done", "slice-done", "reshape",
+})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Efficiencies:
+    """Shares of a chip's peak rates that programs reach, fitted on published runs (docs/plan.md).
+
+    Attributes:
+      cycles: the compiler's cycles over measured ones; above 1 where it expects too many.
+      kernel: share of the peak that a kernel (Pallas, cuDNN) reaches with heads that fill the
+        chip's matmul units (`Chip.mxu_utilization`).
+      grouped: share of the peak within the tiles of an expert's grouped matmul; not fitted, it is
+        that of the compiler's own large matmuls.
+      matmul: share of the peak of a matmul for which the compiler gives no cycles.
+      hbm: share of the memory's bandwidth that no instruction exceeds; infinity disables the limit.
+      link: share of a link's bandwidth. The table of chips has 0.9 of the maker's figure.
+      network: share of a TPU's bandwidth to other slices.
+      host: share of the bandwidth to the host; not fitted.
+      nodes: share of a GPU's bandwidth to other nodes.
+      hop_seconds: latency of a message to the next device of a ring.
+      network_seconds: latency of a message to another slice or node.
+      waiting: relative growth of a step each time the number of slices doubles, because all of them
+        wait for the slowest.
+      step_seconds: constant seconds of every step.
+      spread: relative error within which four of five runs were predicted.
+    """
+
+    # By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: only one step was
+    # measured on a GPU, an H200, which took 97 ms instead of the predicted 105 (docs/profiles.md).
+    cycles: float = 1.055
+    kernel: float = 0.604
+    grouped: float = 0.9
+    matmul: float = 0.6
+    hbm: float = 1.0
+    link: float = 1.11
+    network: float = 0.791
+    host: float = 1.0
+    nodes: float = 0.8
+    hop_seconds: float = 1e-6
+    network_seconds: float = 1e-4
+    waiting: float = 0.0261
+    step_seconds: float = 0.0
+    spread: float = 0.15
+
+
+FITTED = Efficiencies()
+
+
+def compute_seconds(
+    instruction: Instruction, computation: Computation, program: Program, chip: Chip,
+    efficiencies: Efficiencies,
+) -> float:
+    """Returns the seconds of an instruction that is not a collective, loop, branch or call."""
+    if cycles := _CYCLES.search(instruction.attributes):
+        return int(cycles.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
+    if instruction.opcode.endswith("-done"):
+        return 0.0
+    if is_kernel(instruction):
+        return _kernel_seconds(instruction, computation, chip, efficiencies)
+    if chip.clock is not None:
+        # On TPU, instructions without cycles are free or overlap with others, except for scatters.
+        is_scatter = instruction.opcode == "fusion" and is_update(instruction, program)
+        return _MIN_CYCLES / chip.clock / efficiencies.cycles if is_scatter else 0.0
+    flops, dtype = _matmul(instruction, computation, program)
+    matmul = flops / (chip.peak(dtype) * efficiencies.matmul)
+    return max(matmul, bytes_moved(instruction, computation, program) / chip.hbm_bandwidth)
+
+
+def _kernel_seconds(
+    kernel: Instruction, computation: Computation, chip: Chip, efficiencies: Efficiencies
+) -> float:
+    if tiles := tiles_of_experts(kernel, computation):
+        matmul = tiles.flops / (chip.peak() * efficiencies.grouped)
+        return tiles.count * max(matmul, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm))
+    # A head dim smaller than a matmul unit leaves the rest of the unit idle.
+    dims = dims_per_head(kernel, computation)
+    share = efficiencies.kernel * (1.0 if dims is None else chip.mxu_utilization(dims))
+    return kernel_flops(kernel, computation) / (chip.peak() * share)
+
+
+def is_matmul(instruction: Instruction, program: Program) -> bool:
+    """Returns whether an instruction is a matmul, a fusion with a matmul, or a kernel."""
+    if instruction.opcode in ("dot", "convolution") or is_kernel(instruction):
+        return True
+    return instruction.opcode in FUSIONS and any(
+        is_matmul(inner, program)
+        for name in callees(instruction, "calls")
+        for inner in program.computations[name].values()
+    )
+
+
+def _matmul(
+    instruction: Instruction, computation: Computation, program: Program
+) -> tuple[int, str]:
+    """Returns the matmul flops of an instruction and its calls, and its operands' type."""
+    flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
+    if flops:
+        return flops, hlo_matmuls.matmul_type(instruction, computation)
+    if instruction.opcode in (*FUSIONS, "call"):
+        for name in callees(instruction, "calls") or callees(instruction, "to_apply"):
+            inside = program.computations[name]
+            for inner in inside.values():
+                inner_flops, inner_dtype = _matmul(inner, inside, program)
+                if inner_flops:
+                    flops, dtype = flops + inner_flops, inner_dtype
+    return flops, dtype
+
+
+def bytes_of(shape: str) -> int:
+    """Returns the bytes of the arrays of a shape."""
+    return sum(array.bytes for array in arrays_of(shape))
+
+
+def bytes_moved(
+    instruction: Instruction, computation: Computation, program: Program,
+    size: Callable[[str], int] = bytes_of,
+) -> int:
+    """Returns the bytes that an instruction reads and writes.
+
+    Slices, gathers and in-place updates count only the part of an array that they access.
+
+    Args:
+      size: returns the bytes of a shape to count.
+    """
+    if instruction.opcode in _FREE:
+        return 0
+    operands = [
+        size(computation[name].shape) for name in instruction.operands if name in computation
+    ]
+    if instruction.opcode not in FUSIONS:
+        sliced = _sliced_bytes(instruction, computation, size)
+        return sliced or size(instruction.shape) + sum(operands)
+    inside = program.computations[callees(instruction, "calls")[0]]
+    # The shape of a fusion-start contains the operands too.
+    is_start = instruction.opcode == "fusion-start"
+    written = size(root_of(inside).shape if is_start else instruction.shape)
+    if is_update(instruction, program) and written:
+        update = _behind_views(root_of(inside), inside)
+        written = bytes_of(inside[update.operands[_UPDATES[update.opcode]]].shape)
+    for inner in inside.values():
+        index = int(inner.operands[0]) if inner.opcode == "parameter" else len(operands)
+        if index < len(operands) and operands[index]:
+            sliced = _bytes_read_in_slices(inner.name, inside)
+            if sliced is not None:
+                operands[index] = sliced
+    return written + sum(operands)
+
+
+def is_update(instruction: Instruction, program: Program) -> bool:
+    """Returns whether an instruction writes a part of an array in place."""
+    if instruction.opcode in FUSIONS:
+        inside = program.computations[callees(instruction, "calls")[0]]
+        return _behind_views(root_of(inside), inside).opcode in _UPDATES
+    return instruction.opcode in _UPDATES
+
+
+def _sliced_bytes(
+    instruction: Instruction, computation: Computation, size: Callable[[str], int]
+) -> int:
+    """Returns the bytes that a slice or update reads and writes, or 0 for other instructions."""
+    array = computation.get(instruction.operands[0]) if instruction.operands else None
+    ends = (size(instruction.shape) > 0) + (array is not None and size(array.shape) > 0)
+    if instruction.opcode in _SLICES:
+        return ends * bytes_of(instruction.shape)
+    if instruction.opcode in _UPDATES:
+        update = instruction.operands[_UPDATES[instruction.opcode]]
+        return ends * bytes_of(computation[update].shape)
+    return 0
+
+
+def _bytes_read_in_slices(name: str, computation: Computation) -> int | None:
+    """Returns the bytes that are read of an array, or None unless all users read slices of it."""
+    total = 0
+    users = [user for user in computation.values() if name in user.operands]
+    for user in users:
+        if _is_view(user):
+            sliced = _bytes_read_in_slices(user.name, computation)
+            if sliced is None:
+                return None
+            total += sliced
+        elif user.operands[0] != name or user.opcode not in (*_SLICES, *_UPDATES):
+            return None
+        elif user.opcode in _SLICES:
+            total += bytes_of(user.shape)
+    return total if users else None
+
+
+def _behind_views(instruction: Instruction, computation: Computation) -> Instruction:
+    while _is_view(instruction):
+        instruction = computation[instruction.operands[0]]
+    return instruction
+
+
+def _is_view(instruction: Instruction) -> bool:
+    """Returns whether an instruction returns its operand's data without moving it.
+
+    A nested fusion that aliases its operand is one too: on TPU7x it renumbers the rows of a tile.
+    """
+    return instruction.opcode in _VIEWS or (
+        instruction.opcode == "fusion"
+        and "output_to_operand_aliasing={{}: (0, {})}" in instruction.attributes
+    )

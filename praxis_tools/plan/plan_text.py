@@ -1,0 +1,158 @@
+"""Formats a plan as text: its figures, memory, and a table of collectives."""
+
+from collections.abc import Sequence
+
+from praxis_lite.core.errors import format_bytes
+from praxis_lite.host.text_table import table_lines
+from praxis_tools.plan.decoding import Decoding
+from praxis_tools.plan.schedule.timeline import Timeline, Transfer
+from praxis_tools.plan.step_plan import StepPlan
+
+_MAX_LAYERS = 12  # Per kind of collective, in the table.
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns '12.9 s', '47.3 ms' or '310 us'."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def figures(plan: StepPlan) -> list[tuple[str, str]]:
+    """Returns the figures of a step's plan as (name, value) lines."""
+    share = plan.peak_bytes_per_device / plan.hbm_bytes_per_device
+    room = plan.hbm_bytes_per_device - plan.peak_bytes_per_device
+    spare = f"{format_bytes(room)} to spare" if room >= 0 else f"{format_bytes(-room)} too much"
+    result = [
+        ("fits", f"{'yes' if plan.fits else 'NO'}: {format_bytes(plan.peak_bytes_per_device)} of "
+         f"{format_bytes(plan.hbm_bytes_per_device)} ({share:.0%}), {spare}"),
+    ]
+    if plan.step_seconds is not None:
+        flops = max(plan.flops_per_device, 1)
+        # Simulated devices share this machine's cores, so speeds per device would be meaningless.
+        speed = (
+            ", if each simulated device were a nominal core of its own"
+            if plan.topology.startswith("cpu") else
+            f" ({seconds_text(plan.step_seconds_low)} to {seconds_text(plan.step_seconds_high)}), "
+            f"{plan.tokens_per_second:,.0f} {plan.unit} per second and device, MFU {plan.mfu:.1%}, "
+            f"HFU {plan.hfu:.1%}"
+        )
+        name = "step" if plan.decoding is None else "token"
+        result.append((name, f"{seconds_text(plan.step_seconds)}{speed}"))
+        if plan.correction is not None:
+            corrected = seconds_text(plan.correction.seconds)
+            result.append(("corrected", f"{corrected}: {plan.correction}"))
+        result += [
+            ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
+             f"{seconds_text(plan.memory_seconds)} in other work, "
+             f"{seconds_text(plan.exposed_seconds)} waiting for collectives, which take "
+             f"{seconds_text(plan.network_seconds)} in all"),
+            ("matmuls", f"{plan.flops_per_device:.4g} flops per device, "
+             f"{plan.recomputed_flops / flops:.0%} of it computed again by remat"),
+        ]
+        if plan.expert_turn_seconds is not None:
+            turns = f"{plan.expert_turns} turn{'s' if plan.expert_turns > 1 else ''}"
+            result.append(
+                ("experts", f"{seconds_text(plan.step_seconds)} is with even loads, in one turn of "
+                 f"{seconds_text(plan.expert_turn_seconds)}; with a load of {plan.expert_load:g} "
+                 f"times the even one {turns}, {seconds_text(plan.uneven_seconds)} at most")
+            )
+        if plan.host_bytes:
+            result.append(
+                ("host", f"{format_bytes(plan.host_bytes)} to and from its memory per device, "
+                 f"{seconds_text(plan.host_seconds)} over the link, of which "
+                 f"{seconds_text(plan.host_exposed_seconds)} is waited for")
+            )
+    if plan.decoding is not None:
+        result += _decoding_figures(plan.decoding)
+    if plan.bubble_share is not None:
+        result.append(
+            ("pipeline", f"its stages idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
+        )
+    result += [("compiled", f"in {plan.compile_seconds:.0f} s")]
+    return result
+
+
+def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
+    result = [
+        ("first", f"token of {decoding.rows:,} rows after "
+         f"{seconds_text(decoding.first_token_seconds)}, from prompts of "
+         f"{decoding.prompt_length:,} tokens; then {decoding.tokens_per_second:,.0f} tokens per "
+         "second of all devices"),
+    ]
+    if decoding.limit_seconds is not None:
+        result.append(
+            ("limit", f"{seconds_text(decoding.limit_seconds)} to read "
+             f"{format_bytes(decoding.weight_bytes)} of weights and "
+             f"{format_bytes(decoding.cache_bytes)} of cache on each device, "
+             f"{decoding.share_of_limit:.0%} of the token's time")
+        )
+    return result
+
+
+def decoding_table(plans: Sequence[StepPlan]) -> str:
+    """Returns a line per decoding plan: its batch, seconds, speed and share of the limit."""
+    rows: list[Sequence[str]] = [
+        ("batch", "token", "limit", "of it", "tokens/s", "per device", "first token", "GiB",
+         "fits")
+    ]
+    for plan in plans:
+        decoding, gib = plan.decoding, f"{plan.peak_bytes_per_device / 2**30:.2f}"
+        fits = "yes" if plan.fits else "NO"
+        if decoding is None:  # It did not compile.
+            rows.append((*"-" * 7, gib, fits))
+            continue
+        has_limit = decoding.limit_seconds is not None
+        rows.append((
+            f"{decoding.batch_size:,}", seconds_text(plan.step_seconds),
+            seconds_text(decoding.limit_seconds) if has_limit else "-",
+            f"{decoding.share_of_limit:.0%}" if has_limit else "-",
+            f"{decoding.tokens_per_second:,.0f}", f"{plan.tokens_per_second:,.0f}",
+            seconds_text(decoding.first_token_seconds), gib, fits,
+        ))
+    return "\n".join(table_lines(rows, right=range(8)))
+
+
+def plan_text(plan: StepPlan) -> str:
+    """Returns the text of a step's plan: figures, parts of the memory, collectives, notes."""
+    lines = [f"{name:<10}{value}" for name, value in figures(plan)]
+    if plan.memory is not None:
+        lines += ["", "memory per device", plan.memory.table()]
+    if plan.timeline is not None:
+        lines += ["", _transfers_table(plan.timeline)]
+    lines += [f"note: {note}" for note in plan.notes]
+    if plan.why_not:
+        lines.append(f"It does not fit. {plan.why_not}")
+    return "\n".join(lines)
+
+
+def _transfers_table(timeline: Timeline) -> str:
+    """Returns a table of collectives and host copies, by kind and axes, with the slowest layers."""
+    transfers = [*timeline.collectives.values(), *timeline.host_copies.values()]
+    if not transfers:
+        return "no collectives"
+    rows: list[Sequence[str]] = [("collective", "axes", "count", "sent", "on the wire", "exposed")]
+    groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
+    for transfer in transfers:
+        groups.setdefault((transfer.kind, transfer.axes), []).append(transfer)
+    by_seconds = sorted(groups.items(), key=lambda item: -sum(x.seconds for x in item[1]))
+    for (kind, axes), group in by_seconds:
+        axes_text = "+".join(axes) or "-"
+        if any(transfer.crosses for transfer in group):
+            axes_text += " (between slices)"
+        rows.append((kind, axes_text, *_cells(group)))
+        slowest = sorted(group, key=lambda transfer: -transfer.seconds)
+        rows += [(f"  {x.layer}", "", *_cells([x])) for x in slowest[:_MAX_LAYERS]]
+        if rest := slowest[_MAX_LAYERS:]:
+            rows.append((f"  {len(rest)} more layers", "", *_cells(rest)))
+    return "\n".join(table_lines(rows, right=range(2, len(rows[0]))))
+
+
+def _cells(group: Sequence[Transfer]) -> tuple[str, str, str, str]:
+    return (
+        f"{sum(x.count for x in group):,}",
+        format_bytes(int(sum(x.wire_bytes for x in group))),
+        seconds_text(sum(x.seconds for x in group)),
+        seconds_text(sum(x.exposed_seconds for x in group)),
+    )

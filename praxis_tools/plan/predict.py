@@ -1,0 +1,217 @@
+"""Compiles a step for a topology and predicts its memory, traffic and seconds."""
+
+import math
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from praxis_lite.checkpoints.init.kept_arrays import whole_layout
+from praxis_lite.core.partitioner.compiled_steps import Step
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.xla_workarounds.mended_products import mended
+from praxis_tools.explain import hlo
+from praxis_tools.explain.hlo_text import parse
+from praxis_tools.plan.costs import FITTED, Efficiencies
+from praxis_tools.plan.decoding import decoding_of, loop_over_tokens
+from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
+from praxis_tools.plan.memory import memory_of, out_of_memory, what_to_change
+from praxis_tools.plan.schedule.schedule import schedule
+from praxis_tools.plan.search.formulas import bubble_share
+from praxis_tools.plan.step_plan import StepPlan
+from praxis_tools.plan.topology import PhysicalMesh, Topology, physical_mesh
+
+PyTree = Any
+
+
+def plan_step(
+    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology
+) -> StepPlan:
+    """Compiles a step and returns its plan, also if the compiler runs out of memory.
+
+    Args:
+      step: a step of the partitioner.
+      element_spec: shapes and types of a global batch.
+
+    Raises:
+      ConfigError: a layer or the task raised it while the step was traced.
+    """
+    chip, start = topology.chip, time.monotonic()
+    lowered = mended(step.lower(element_spec), partitioner.mesh)
+    try:
+        compiled = compiled_readably(lowered, topology)
+    except jax.errors.JaxRuntimeError as error:
+        needed = out_of_memory(error)
+        if needed is None:
+            raise
+        num_bytes, message = needed
+        return StepPlan(
+            **_common(partitioner, step, element_spec, topology), fits=False,
+            peak_bytes_per_device=max(num_bytes, chip.hbm_bytes + 1),
+            compile_seconds=time.monotonic() - start, notes=(f"the compiler: {message}",),
+            why_not=what_to_change(None, partitioner.layout, chip.hbm_bytes),
+        )
+    return plan_of_compiled(
+        partitioner, step, element_spec, topology, compiled, time.monotonic() - start
+    )
+
+
+def plan_of_compiled(
+    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology,
+    compiled: jax.stages.Compiled, compile_seconds: float,
+) -> StepPlan:
+    """Returns the plan of a step that is already compiled for the topology's devices."""
+    layout, mesh, chip = partitioner.layout, partitioner.mesh, topology.chip
+    text = compiled.as_text()
+    memory = memory_of(layout, hlo.memory_per_device(compiled), text, step)
+    fits = memory.peak <= chip.hbm_bytes
+    physical = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), topology)
+    has_decoder = step is partitioner.decode_step and partitioner.task.decoder is not None
+    loop = loop_over_tokens(parse(text)) if has_decoder else None
+    fields = predicted_fields(text, topology, physical, num_units(element_spec), loop_body=loop)
+    if loop is not None:
+        first = schedule(text, chip, physical, skipped_loop=loop).seconds
+        decoding = decoding_of(partitioner, element_spec, chip, fields["step_seconds"], first)
+        per_device = decoding.tokens_per_second / mesh.size
+        fields |= {"decoding": decoding, "tokens_per_second": per_device, "unit": "tokens"}
+    bubbles = None
+    if step is not partitioner.decode_step:
+        bubbles = bubble_share(partitioner.task.model, num_rows_of(element_spec))
+    return StepPlan(
+        **_common(partitioner, step, element_spec, topology) | fields, fits=fits,
+        peak_bytes_per_device=memory.peak, compile_seconds=compile_seconds, memory=memory,
+        compiled=compiled, bubble_share=bubbles,
+        why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
+    )
+
+
+def _common(
+    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology
+) -> dict[str, Any]:
+    unit = partitioner.task.weight_unit
+    if unit == "examples" and len(getattr(_weights(element_spec), "shape", ())) > 1:
+        unit = "tokens"  # A custom loss with a weight per token.
+    return {
+        "step": step.kind, "topology": topology.name, "num_devices": partitioner.mesh.size,
+        "hbm_bytes_per_device": topology.chip.hbm_bytes,
+        "parameters": num_parameters(partitioner.layout),
+        "unit": "rows" if step is partitioner.decode_step else unit,
+    }
+
+
+def predicted_fields(
+    text: str, topology: Topology, mesh: PhysicalMesh, num_units: float,
+    efficiencies: Efficiencies = FITTED, loop_body: str | None = None,
+) -> dict[str, Any]:
+    """Returns the fields of a StepPlan that follow from a program's text.
+
+    Args:
+      num_units: tokens, or rows, of a global batch.
+      loop_body: body of a loop (decoding); one iteration of it then counts as the step.
+    """
+    chip, num_devices = topology.chip, len(topology.devices)
+    timeline = schedule(text, chip, mesh, efficiencies, loop_body=loop_body)
+    low, middle, high = (efficiencies.step_seconds + timeline.seconds,) * 3
+    notes = []
+    if topology.compiled_for == "tpu":
+        # The text does not show whether a permute uses the links of both directions.
+        low = efficiencies.step_seconds + schedule(
+            text, chip, mesh, efficiencies, both_links=True, loop_body=loop_body
+        ).seconds
+        slowdown = 1 + efficiencies.waiting * math.log2(topology.num_slices)
+        low, middle, high = low * slowdown, middle * slowdown, high * slowdown
+    elif topology.compiled_for == "gpu":
+        notes.append(
+            "of GPUs no efficiency is fitted: 60% of the peak and 80% of the network are guesses"
+        )
+    elif chip.name != "cpu":
+        work = timeline.compute_seconds + timeline.memory_seconds
+        low = max(work, timeline.collective_seconds)
+        middle = (low + timeline.seconds) / 2
+        notes.append(
+            f"modelled, not compiled: flops, bytes and collectives are those of the program that "
+            f"XLA makes for {num_devices} CPU devices (reduce-scatters are all-reduces there, and "
+            f"attention is no fused kernel); {chip.name} fills in the speeds. The range goes from "
+            "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
+            "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
+        )
+    notes += chip.notes_of_types(timeline.flops_by_type)
+    if timeline.unknown_kernels:
+        names = ", ".join(sorted(timeline.unknown_kernels)[:3])
+        notes.append(f"kernels that the plan knows nothing of count as no time: {names}")
+    spread, peak = efficiencies.spread, chip.peak()
+    useful = timeline.flops - timeline.recomputed_flops
+    return {
+        "step_seconds": middle,
+        "step_seconds_low": low / (1 + spread),
+        "step_seconds_high": high * (1 + spread),
+        "compute_seconds": timeline.compute_seconds,
+        "memory_seconds": timeline.memory_seconds,
+        "network_seconds": timeline.collective_seconds,
+        "exposed_seconds": timeline.exposed_seconds,
+        "host_bytes": sum(copy.bytes for copy in timeline.host_copies.values()),
+        "host_seconds": timeline.host_copy_seconds,
+        "host_exposed_seconds": timeline.exposed_host_copy_seconds,
+        "flops_per_device": timeline.flops,
+        "recomputed_flops": timeline.recomputed_flops,
+        "mfu": useful / (middle * peak),
+        "hfu": timeline.flops / (middle * peak),
+        "tokens_per_second": num_units / num_devices / middle,
+        "expert_turn_seconds": timeline.expert_turn_seconds or None,
+        "timeline": timeline,
+        "notes": tuple(notes),
+    }
+
+
+def num_parameters(layout: StateLayout) -> int:
+    """Returns the number of a model's parameters, without padding."""
+    leaves = whole_layout(layout).leaves()
+    return sum(
+        math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/params")
+    )
+
+
+def num_units(element_spec: PyTree) -> int:
+    """Returns the number of tokens in a batch (elements of `weights`), or else of rows."""
+    weights = _weights(element_spec)
+    return num_rows_of(element_spec) if weights is None else math.prod(weights.shape)
+
+
+def _weights(element_spec: PyTree) -> Any:
+    return element_spec.get("weights") if isinstance(element_spec, dict) else None
+
+
+class _CompiledWithText:
+    """A compiled step whose text comes from the compiler's own files."""
+
+    def __init__(self, compiled: jax.stages.Compiled, text: str):
+        self._compiled, self._text = compiled, text
+
+    def as_text(self) -> str:
+        return self._text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
+def compiled_readably(lowered: Any, topology: Topology) -> Any:
+    """Compiles a step so that `as_text` works, also for programs that XLA cannot parse itself.
+
+    Those are programs with collectives on SparseCores, as on TPU7x. Their text is taken from the
+    files that the compiler dumps.
+    """
+    if topology.chip.name not in PLANNING_OPTIONS:
+        return lowered.compile()
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile({"xla_dump_to": folder})
+        try:
+            compiled.as_text()
+        except jax.errors.JaxRuntimeError:
+            texts = Path(folder).glob("*.after_codegen.txt")
+            largest = max(texts, key=lambda path: path.stat().st_size)
+            return _CompiledWithText(compiled, largest.read_text("utf-8"))
+    return compiled

@@ -1,0 +1,155 @@
+"""Candidate layouts: meshes, sharding presets, remat, micro-batches, pipeline schedules."""
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fiddle as fdl
+
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_tools.plan.search.formulas import POLICIES, Layout, Shape, peak_bytes, step_seconds
+from praxis_tools.plan.topology import Topology
+
+AXES = ("replica", "data", "mdl")
+# Candidate presets, and which dim of activations `mdl` splits in them.
+_PRESETS = {
+    "fsdp": "rows", "replicated": "rows", "megatron": "features", "fsdp+tensor": "features",
+    "fsdp+ring": "features", "fsdp+mlp_ring": "features", "fsdp+context": "time",
+}
+_MAX_MDL = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout of a job.
+
+    Attributes:
+      settings: the lines for --set.
+      seconds, bytes: of a step on a device, by formulas.
+    """
+
+    settings: tuple[str, ...]
+    layout: Layout
+    preset: str
+    seconds: float
+    bytes: float
+
+    @property
+    def name(self) -> str:
+        shape = "x".join(map(str, (self.layout.replica, self.layout.data, self.layout.mdl)))
+        micro = f", {self.layout.micro_batches} micro-batches" * (self.layout.micro_batches > 1)
+        return f"{self.preset} on {shape}, {self.layout.policy}{micro}"
+
+
+def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterator[Candidate]:
+    """Yields every valid combination of mesh, preset, policy and number of micro-batches."""
+    dcn = math.prod(config.mesh.dcn_mesh_shape or (1,))
+    per_slice = len(topology.devices) // dcn
+    paths = list(paths_of(config.task, "checkpoint_policy", "task"))
+    policies = tuple(POLICIES) if paths else ("save_everything",)
+    if next(paths_of(config.task, "num_microbatches", "task"), None):
+        yield from _pipelines(config, shape, topology, paths)
+        return
+    has_micro = "gradient_accumulation_steps" in _arguments(config.task.learner)
+    for (replica, data, mdl), (preset, splits), policy in itertools.product(
+        _meshes(per_slice), _PRESETS.items(), policies
+    ):
+        if (mdl == 1) != (splits == "rows"):
+            continue
+        if preset == "replicated" and (data > 1 or mdl > 1):
+            continue
+        if preset == "fsdp" and replica > 1 and replica == per_slice:
+            continue
+        for micro in _micro_batches(shape, replica * data * mdl) if has_micro else (1,):
+            layout = Layout(
+                replica=replica * dcn, data=data, mdl=mdl, mdl_splits=splits,
+                gathers_weights=preset.startswith("fsdp"), policy=policy, micro_batches=micro,
+            )
+            settings = [
+                f"SHARDING_PRESET={preset}", f"mesh.ici_mesh_shape=({replica},{data},{mdl})",
+                "mesh.allow_split_physical_axes=true", *(f"{path}={policy}" for path in paths),
+            ]
+            if has_micro and micro > 1:
+                settings.append(f"task.learner.gradient_accumulation_steps={micro}")
+            yield Candidate(
+                tuple(settings), layout, preset, step_seconds(shape, layout, topology.chip),
+                peak_bytes(shape, layout),
+            )
+
+
+def _pipelines(
+    config: "fdl.Config", shape: Shape, topology: Topology, paths: Sequence[str]
+) -> Iterator[Candidate]:
+    """Yields pipeline schedules on the experiment's own mesh, with its own splits."""
+    (path,) = paths_of(config.task, "num_microbatches", "task")
+    stack = path.removesuffix(".num_microbatches")
+    pipeline = config
+    for name in stack.split("."):
+        pipeline = getattr(pipeline, name)
+    stages, layers = pipeline.num_stages, shape.num_layers
+    sizes = dict(zip(config.mesh.axis_names, config.mesh.ici_mesh_shape, strict=True))
+    stage_size, mdl = sizes.pop("stage", stages), sizes.pop("mdl", 1)
+    own_layout = Layout(
+        replica=math.prod(sizes.values()), data=stage_size, mdl=mdl,
+        mdl_splits="features" if mdl > 1 else "rows", gathers_weights=False,
+    )
+    repeats = [repeat for repeat in (1, 2, 4) if layers % (repeat * stages) == 0]
+    numbers = [number for number in (1, 2, 4, 8, 16, 32) if shape.rows % number == 0]
+    for repeat, number, policy in itertools.product(repeats, numbers, POLICIES):
+        if repeat > 1 and number < stages:
+            continue
+        layout = dataclasses.replace(own_layout, policy=policy)
+        bubbles = Schedule(stages, number, repeat).bubble_share
+        settings = [f"{path}={number}", f"{stack}.circular_repeat={repeat}"]
+        settings += [f"{policy_path}={policy}" for policy_path in paths]
+        yield Candidate(
+            tuple(settings), layout, f"{number} microbatches, {repeat} times round,",
+            step_seconds(shape, layout, topology.chip) / (1 - bubbles),
+            peak_bytes(shape, layout),
+        )
+
+
+def diversified(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Returns candidates in rounds: each round has the best left of every preset and policy."""
+    num_seen: Counter[tuple[str, str]] = Counter()
+    rounds = []
+    for candidate in ranked:
+        key = (candidate.preset, candidate.layout.policy)
+        rounds.append(num_seen[key])
+        num_seen[key] += 1
+    return [candidate for _, candidate in sorted(
+        zip(rounds, ranked, strict=True), key=lambda item: item[0]
+    )]
+
+
+def paths_of(config: Any, argument: str, path: str) -> Iterator[str]:
+    """Yields the path of every argument of that name in a config and the configs within it."""
+    if isinstance(config, fdl.Buildable):
+        if argument in _arguments(config):
+            yield f"{path}.{argument}"
+        for name, value in config.__arguments__.items():
+            yield from paths_of(value, argument, f"{path}.{name}")
+    elif isinstance(config, list | tuple):
+        for index, value in enumerate(config):
+            yield from paths_of(value, argument, f"{path}[{index}]")
+
+
+def _arguments(config: Any) -> frozenset[str]:
+    if not isinstance(config, fdl.Buildable):
+        return frozenset()
+    return frozenset(config.__signature_info__.parameters)
+
+
+def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
+    for mdl in range(1, min(devices, _MAX_MDL) + 1):
+        for replica in range(1, devices // mdl + 1):
+            if devices % (mdl * replica) == 0:
+                yield replica, devices // (mdl * replica), mdl
+
+
+def _micro_batches(shape: Shape, devices: int) -> list[int]:
+    most = max(1, shape.rows // devices)
+    return [number for number in (1, 2, 4, 8) if number <= most and shape.rows % number == 0]

@@ -1,0 +1,217 @@
+"""Chooses a job's mesh for a given set of devices: the fastest valid mesh, by formulas."""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.mesh import make_mesh
+from praxis_lite.core.sharding.mesh_config import MeshConfig
+from praxis_lite.core.sharding.padding import padded_shape
+from praxis_lite.core.sharding.weight_sharding import decide_shardings
+from praxis_lite.core.sharding.weight_spec import spec_items
+from praxis_lite.core.task import Task
+from praxis_lite.experiment.experiment import Job
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.inputs.batches import checked_spec
+from praxis_lite.trainer.checks.datasets import check_reads
+from praxis_lite.trainer.checks.memory import bytes_of_a_device, check_fits
+from praxis_lite.trainer.job_on_mesh import partitioner_on
+from praxis_tools.plan.chips import CHIPS, Chip
+from praxis_tools.plan.plan_text import seconds_text
+from praxis_tools.plan.predict import num_units
+from praxis_tools.plan.search.formulas import Layout, Shape, peak_bytes, step_seconds
+from praxis_tools.plan.topology import attached_topology
+
+_DEFAULT_CHIP = CHIPS["h100"]  # Ranks meshes of accelerators that the table of chips lacks.
+_TIME_TOLERANCE = 0.01  # Step times that differ by a smaller factor count as equal.
+_NUM_SLOTS = 2  # Elements that the optimizer stores per weight, for the formulas: Adam's.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """A mesh, and estimates of a train step on it.
+
+    Attributes:
+      keeps_slices: whether the mesh has as many slices as the devices.
+      seconds, bytes: of a step on a device, by formulas.
+      distance: from the experiment's own mesh: sum over axes of |log(size / own size)|.
+    """
+
+    mesh: MeshConfig
+    keeps_slices: bool
+    seconds: float
+    bytes: float
+    distance: float
+
+
+def chosen_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
+    """Returns the mesh of a job for these devices, with the axes of its own mesh.
+
+    Every factorization of the number of devices over the axes is a candidate. It returns the
+    fastest one, by formulas, that the task and the data accept and whose state fits in memory. Of
+    equally fast meshes it prefers the nearest to the job's own. Nothing is compiled.
+
+    Raises:
+      ConfigError: no candidate is valid or fits; the message has the number of devices needed.
+    """
+    topology = attached_topology(devices)
+    chip = _DEFAULT_CHIP if topology is None else topology.chip
+    candidates, refused, too_large = _ranked(job, devices, chip), [], []
+    for candidate in candidates:
+        try:
+            partitioner = partitioner_on(job, make_mesh(candidate.mesh, devices))
+            for name, pipeline in job.datasets.items():
+                step = partitioner.train_step if name == TRAIN else partitioner.eval_step
+                check_reads(step, checked_spec(pipeline, f"datasets.{name}"), f"datasets.{name}")
+        except ConfigError as error:
+            refused.append(error)
+            continue
+        try:
+            check_fits(partitioner.layout, partitioner.mesh, "train")
+        except ConfigError as error:
+            held = sum(leaf.bytes_per_device for leaf in partitioner.layout.leaves())
+            too_large.append((held, candidate.mesh, error))
+            continue
+        print(
+            f"the mesh for {len(devices)} devices: {candidate.mesh.shape} of {len(candidates)}, by "
+            f"formulas {seconds_text(candidate.seconds)} a step on {chip.name}", flush=True,
+        )
+        if not candidate.keeps_slices:
+            print("note: mesh.dcn_mesh_shape is None now, for the slices do not divide an axis")
+        return candidate.mesh
+    if not too_large:
+        raise refused[0]
+    held, mesh, error = min(too_large, key=lambda item: item[0])
+    available = bytes_of_a_device(devices)
+    raise ConfigError(
+        f"Of {len(candidates)} meshes of {len(devices)} devices none holds the state; {mesh.shape} "
+        f"comes nearest. At least {math.ceil(held * len(devices) / available)} devices like these "
+        f"are needed: --min_processes says from how many on the job goes on. {error}"
+    )
+
+
+def _ranked(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candidate]:
+    """Returns all candidates, the best first."""
+    spec = checked_spec(job.datasets[TRAIN], f"datasets.{TRAIN}")
+    rows = num_rows_of(spec)
+    num_slices = _num_slices(job.mesh, devices)
+    specs = job.task.model.weight_specs()
+    candidates = []
+    for sizes in _factorizations(len(devices), len(job.mesh.axis_names)):
+        mesh = _mesh(job.mesh, sizes, num_slices, is_torus=chip.torus_dims > 0)
+        shape, layout = _formula_terms(job.task, specs, mesh, rows, num_units(spec) // rows)
+        candidates.append(_Candidate(
+            mesh, math.prod(mesh.dcn_mesh_shape or (1,)) == num_slices,
+            step_seconds(shape, layout, chip), peak_bytes(shape, layout),
+            _distance(job.mesh, sizes),
+        ))
+    fastest = min(item.seconds for item in candidates)
+    # For simulated devices, `check_fits` compares with the host's memory.
+    room = math.inf if chip.name == "cpu" else chip.hbm_bytes
+
+    def rank(candidate: _Candidate) -> tuple:
+        slowdown = round(math.log(candidate.seconds / fastest) / _TIME_TOLERANCE)
+        return (
+            not candidate.keeps_slices, candidate.bytes > room, slowdown,
+            round(candidate.distance, 6), candidate.mesh.shape,
+        )
+
+    return sorted(candidates, key=rank)
+
+
+def _factorizations(number: int, num_axes: int) -> Iterator[tuple[int, ...]]:
+    """Yields all tuples of `num_axes` sizes whose product is `number`."""
+    if num_axes == 1:
+        yield (number,)
+        return
+    for size in range(1, number + 1):
+        if number % size == 0:
+            for others in _factorizations(number // size, num_axes - 1):
+                yield (size, *others)
+
+
+def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
+    """Returns the number of slices for a mesh of these devices; 1 if the job's own mesh has 1."""
+    if math.prod(config.dcn_mesh_shape or (1,)) == 1:
+        return 1
+    slices = Counter(getattr(device, "slice_index", None) for device in devices)
+    if len(slices) == 1:
+        slices = Counter(device.process_index for device in devices)
+    # Slices of different sizes cannot form a mesh.
+    return len(slices) if len(set(slices.values())) == 1 else 1
+
+
+def _mesh(
+    config: MeshConfig, sizes: tuple[int, ...], num_slices: int, *, is_torus: bool
+) -> MeshConfig:
+    """Returns `config` with these sizes, and its slices along their axis, if they divide it."""
+    shape, dcn = list(sizes), None
+    if num_slices > 1:
+        axis = config.dcn_mesh_shape.index(max(config.dcn_mesh_shape))
+        if sizes[axis] % num_slices == 0:
+            shape[axis] //= num_slices
+            dcn = tuple(num_slices if k == axis else 1 for k in range(len(sizes)))
+    return dataclasses.replace(
+        config, ici_mesh_shape=tuple(shape), dcn_mesh_shape=dcn,
+        # The dims of a torus that lost a host rarely match these sizes.
+        allow_split_physical_axes=config.allow_split_physical_axes or is_torus,
+    )
+
+
+def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
+    own = [abs(size) * dcn for size, dcn in zip(  # -1, which fits any size, counts as 1.
+        config.ici_mesh_shape, config.dcn_mesh_shape or (1,) * len(sizes), strict=True
+    )]
+    return sum(abs(math.log(size / other)) for size, other in zip(sizes, own, strict=True))
+
+
+def _formula_terms(
+    task: Task, weight_specs: Mapping, mesh: MeshConfig, rows: int, tokens_per_row: int
+) -> tuple[Shape, Layout]:
+    """Returns a task and a mesh in terms of the formulas.
+
+    An axis that splits rows counts as "data" if most weights are split over it too, otherwise as
+    "replica". Any other axis that splits most weights counts as "mdl". Weights count with padding.
+    Model sizes are estimated from the weights: model_dims is the most frequent dim, and a layer has
+    12 * model_dims**2 weights.
+    """
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    decided = decide_shardings(weight_specs, task.weight_sharding, sizes).weight_specs
+    num_split, num_weights_with_dim, parameters = Counter(), Counter(), 0
+    for path, weight in spec_items(decided["params"]):
+        spec = weight.partition_spec(tuple(sizes), "/".join(path))
+        size = math.prod(padded_shape(weight.shape, spec, sizes))
+        parameters += size
+        num_split.update({axis: size for entry in spec for axis in axes_of(entry)})
+        num_weights_with_dim.update(weight.shape[-2:] if len(weight.shape) > 1 else ())
+    mapping = task.inputs_split_mapping
+    row_axes = set(sizes) if mapping is None else {
+        axis for entry in mapping.values() for axis in axes_of(entry[0])
+    }
+    weight_axes = {axis for axis, size in num_split.items() if 2 * size >= parameters}
+    model_dims = max(
+        num_weights_with_dim, key=lambda dim: (num_weights_with_dim[dim], dim), default=1
+    )
+
+    def num_devices(axes: set[str]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    data, mdl = num_devices(row_axes & weight_axes), num_devices(weight_axes - row_axes)
+    layout = Layout(
+        replica=num_devices(row_axes - weight_axes), data=data, mdl=mdl,
+        mdl_splits="features" if mdl > 1 else "rows",
+        gathers_weights=data > 1,
+        micro_batches=task.learner.gradient_accumulation_steps,
+    )
+    return Shape(
+        parameters=parameters, num_layers=max(1, round(parameters / (12 * model_dims**2))),
+        model_dims=model_dims, hidden_dims=4 * model_dims,
+        vocab_size=max(task.num_ids().values(), default=0), slots=_NUM_SLOTS, rows=rows,
+        tokens_per_row=tokens_per_row,
+    ), layout

@@ -1,0 +1,186 @@
+"""Finds the fastest mesh, preset, remat policy and number of micro-batches for a topology.
+
+Formulas rank all candidates and drop those that cannot fit. The best of them are compiled and
+planned, until the time is up.
+"""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import fiddle as fdl
+import jax
+
+from praxis_lite.config.build import build
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.experiment.launched_config import LaunchedConfig, config_of_experiment
+from praxis_lite.trainer.layout_table import bytes_per_device
+from praxis_tools.explain.compiler_warnings import explained_warnings
+from praxis_tools.plan.job_on_topology import planned_partitioner, step_specs
+from praxis_tools.plan.plan_text import seconds_text
+from praxis_tools.plan.predict import num_parameters, num_units, plan_step
+from praxis_tools.plan.search.candidates import (
+    AXES,
+    Candidate,
+    candidates,
+    diversified,
+    paths_of,
+)
+from praxis_tools.plan.search.formulas import Shape
+from praxis_tools.plan.search.search_report import experiment_source, picture, table
+from praxis_tools.plan.step_plan import StepPlan
+from praxis_tools.plan.topology import Topology
+
+FOLDER = Path("plan_search")
+# Factors by which the formulas may be wrong about a candidate that is still worth compiling.
+_BYTES_TOLERANCE, _SECONDS_TOLERANCE = 1.5, 1.25
+
+
+def search(
+    launched: LaunchedConfig, packages: Sequence[str], topology: Topology, *, minutes: float,
+    file: Path | None = None,
+) -> None:
+    """Prints its progress, and writes all plans, a picture and the best class to `plan_search/`.
+
+    Args:
+      packages: as for --packages.
+      minutes: how long candidates are compiled.
+      file: where to write the best plan.
+
+    Raises:
+      ConfigError: the experiment's mesh has other axes, or nothing that was compiled fits.
+    """
+    if minutes <= 0:
+        raise ConfigError(f"--search_minutes={minutes:g}; expected a number above 0.")
+    until = time.monotonic() + 60 * minutes
+    shape = shape_of(launched.config, topology)
+    ranked = sorted(candidates(launched.config, shape, topology), key=lambda item: item.seconds)
+    max_bytes = _BYTES_TOLERANCE * topology.chip.hbm_bytes
+    fitting = [candidate for candidate in ranked if candidate.bytes <= max_bytes]
+    print(
+        f"{len(ranked)} candidates, of which {len(fitting)} may fit by formulas; compiling the "
+        f"best for {minutes:g} minutes", flush=True,
+    )
+    plans: list[tuple[Candidate, StepPlan]] = []
+    for number, candidate in enumerate(diversified(fitting), start=1):
+        best, left = fastest(plans), until - time.monotonic()
+        if plans and left < 0:
+            break
+        if best is not None and candidate.seconds > _SECONDS_TOLERANCE * best[0].seconds:
+            break
+        print(f"[{number}] {candidate.name}: {seconds_text(candidate.seconds)} by formulas; "
+              f"compiling, {max(0.0, left) / 60:.1f} minutes left", flush=True)
+        plan = planned(launched, packages, candidate, topology)
+        if plan is not None:
+            plans.append((candidate, plan))
+            text = "fits" if plan.fits else "does not fit"
+            seconds = seconds_text(plan.step_seconds) if plan.step_seconds else "no time known"
+            gib = plan.peak_bytes_per_device / 2**30
+            print(f"    {text}, {gib:.2f} GiB, {seconds}", flush=True)
+    best = fastest(plans)
+    print(f"\n{table(plans)}")
+    if best is None:
+        raise ConfigError(
+            f"Of {len(plans)} candidates that were compiled for {topology.name} none fits. Take a "
+            "larger topology or a smaller batch, or search longer (--search_minutes)."
+        )
+    _write(launched, packages, topology, plans, best)
+    if file is not None:
+        file.write_text(json.dumps(best[1].to_json(), indent=1) + "\n", "utf-8")
+
+
+def fastest(plans: Sequence[tuple[Candidate, StepPlan]]) -> tuple[Candidate, StepPlan] | None:
+    """Returns the candidate and plan with the fewest seconds among those that fit, or None."""
+    fitting = [item for item in plans if item[1].fits and item[1].step_seconds is not None]
+    return min(fitting, key=lambda item: item[1].step_seconds, default=None)
+
+
+def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
+    """Returns the sizes of an experiment's model and batch.
+
+    Raises:
+      ConfigError: the mesh has other axes than the presets, or the model's config has no sizes.
+    """
+    is_pipelined = next(paths_of(config.task, "num_microbatches", "task"), None) is not None
+    if tuple(config.mesh.axis_names) != AXES and not is_pipelined:
+        raise ConfigError(
+            f"--search tries the sharding presets, which are for meshes of the axes {AXES}; the "
+            f"experiment's mesh has {tuple(config.mesh.axis_names)}. Plan its meshes one by one."
+        )
+    model, names = config.task.model, ("num_layers", "model_dims", "hidden_dims")
+    sizes = {name: getattr(model, name, None) for name in names}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        raise ConfigError(
+            f"--search orders its candidates by {', '.join(names)}, which task.model does not have "
+            "(those of TransformerLm do). Plan its meshes one by one."
+        )
+    job = build(config)
+    if not is_pipelined:
+        # Any mesh that fills the topology does: the state is measured on it.
+        num_slices = math.prod(job.mesh.dcn_mesh_shape or (1,))
+        ici_shape = (1, len(topology.devices) // num_slices, 1)
+        mesh = dataclasses.replace(
+            job.mesh, ici_mesh_shape=ici_shape, allow_split_physical_axes=True
+        )
+        job = dataclasses.replace(job, mesh=mesh)
+    partitioner = planned_partitioner(job, topology)
+    ((_, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
+    bytes_by_kind = bytes_per_device(partitioner.layout)
+    weights = max(bytes_by_kind.get("weights", 0), 1)
+    rows = num_rows_of(spec)
+    return Shape(
+        parameters=num_parameters(partitioner.layout), **sizes,
+        vocab_size=getattr(model, "vocab_size", 0) or 0,
+        slots=(sum(bytes_by_kind.values()) - weights) / weights,
+        rows=rows, tokens_per_row=num_units(spec) // rows,
+    )
+
+
+def planned(
+    launched: LaunchedConfig, packages: Sequence[str], candidate: Candidate, topology: Topology
+) -> StepPlan | None:
+    """Returns a candidate's plan. If the experiment refuses it, prints why and returns None."""
+    try:
+        settings = [*launched.settings, *candidate.settings]
+        job = build(config_of_experiment(launched.experiment, settings, packages).config)
+        partitioner = planned_partitioner(job, topology)
+        ((step, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
+        with explained_warnings(lambda warning: None):
+            plan = plan_step(partitioner, step, spec, topology)
+    except (ConfigError, jax.errors.JaxRuntimeError) as error:
+        print(f"    refused: {str(error).splitlines()[0][:160]}", flush=True)
+        return None
+    return dataclasses.replace(plan, compiled=None)
+
+
+def _write(
+    launched: LaunchedConfig, packages: Sequence[str], topology: Topology,
+    plans: Sequence[tuple[Candidate, StepPlan]], best: tuple[Candidate, StepPlan],
+) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "__init__.py").write_text('"""What --mode=plan --search found."""\n', "utf-8")
+    settings = [*launched.settings, *best[0].settings]
+    class_name, source = experiment_source(launched.experiment, topology, settings, best)
+    (FOLDER / "best.py").write_text(source, "utf-8")
+    note = f"The picture: {FOLDER / 'pareto.png'}."
+    try:
+        picture(plans, topology, FOLDER / "pareto.png")
+    except ConfigError as error:  # matplotlib is not installed.
+        note = f"note: {error}"
+    records = [
+        {
+            "settings": list(candidate.settings), "seconds_by_formulas": candidate.seconds,
+            **plan.to_json(),
+        }
+        for candidate, plan in plans
+    ]
+    (FOLDER / "plans.json").write_text(json.dumps(records, indent=1) + "\n", "utf-8")
+    lines = " \\\n    ".join(f"'{setting}'" for setting in settings)
+    print(f"\nThe fastest that fits: {best[0].name}\n  --set {lines}")
+    listed = ",".join([str(FOLDER), *packages])
+    print(f"\nAs an experiment: --packages={listed} --exp={FOLDER}.best.{class_name}\n"
+          f"{note} All plans: {FOLDER / 'plans.json'}")

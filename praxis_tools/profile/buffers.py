@@ -1,0 +1,104 @@
+"""The largest temporary buffers of a step, from XLA's buffer assignment.
+
+`train_step.hlo_proto.pb` is an HloProto (xla/service/hlo.proto). The few fields needed are decoded
+here from the wire format, because no small package has XLA's protocol buffers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.json_text import content_of
+
+
+def largest_temporaries(file: Path) -> list[tuple[str, int]]:
+    """Returns instructions and the bytes of the buffers of their results, largest first.
+
+    Buffers that share memory at different times count once, by the largest of them. So the sum is
+    at most the temporaries of the step.
+
+    Returns:
+      (instruction name, bytes); empty without a buffer assignment.
+
+    Raises:
+      ConfigError: the file is missing or damaged.
+    """
+    try:
+        return _largest(content_of(file))
+    except (IndexError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{file} is damaged, or praxis_lite did not write it ({error}). Make another profile."
+        ) from None
+
+
+def _largest(content: bytes) -> list[tuple[str, int]]:
+    module, assignment = _submessages(content, 1), _submessages(content, 3)
+    if not assignment:
+        return []
+    names = {
+        _number(instruction, 35): _submessages(instruction, 1)[0].decode()
+        for computation in _submessages(module[0], 3)
+        for instruction in _submessages(computation, 2)
+    }
+    defined = {
+        _number(buffer, 1): _number(_submessages(buffer, 3)[0], 4)
+        for buffer in _submessages(assignment[0], 1)
+    }
+    result: list[tuple[str, int]] = []
+    for allocation in _submessages(assignment[0], 3):
+        # is_thread_local, is_entry_computation_parameter, maybe_live_out, is_constant.
+        if any(_number(allocation, field) for field in (3, 5, 7, 12)):
+            continue
+        assigned = [
+            (_number(part, 3), _number(part, 2), _number(part, 1))
+            for part in _submessages(allocation, 9)
+        ]
+        taken: list[tuple[int, int]] = []
+        for size, offset, buffer in sorted(assigned, key=lambda item: (-item[0], *item[1:])):
+            if size and all(offset + size <= first or last <= offset for first, last in taken):
+                taken.append((offset, offset + size))
+                result.append((names[defined[buffer]], size))
+    return sorted(result, key=lambda item: -item[1])
+
+
+def _submessages(message: bytes, field: int) -> list[bytes]:
+    """Returns the values of a repeated field of messages or strings."""
+    return [
+        value for number, value in _fields(message)
+        if number == field and isinstance(value, bytes)
+    ]
+
+
+def _number(message: bytes, field: int) -> int:
+    """Returns the value of a field that is a number; 0 if it is absent."""
+    return next(
+        (value for number, value in _fields(message) if number == field and type(value) is int), 0
+    )
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yields the number and the value of each field of a message in the wire format."""
+    offset = 0
+    while offset < len(message):
+        tag, offset = _varint(message, offset)
+        wire_type = tag & 7
+        if wire_type == 0:
+            value, offset = _varint(message, offset)
+        elif wire_type == 2:
+            size, offset = _varint(message, offset)
+            value, offset = message[offset : offset + size], offset + size
+        else:  # 64 or 32 bits.
+            size = {1: 8, 5: 4}[wire_type]
+            value, offset = int.from_bytes(message[offset : offset + size], "little"), offset + size
+        if offset > len(message):
+            raise ValueError("a field is truncated")
+        yield tag >> 3, value
+
+
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[offset]
+        value, shift, offset = value | (byte & 0x7F) << shift, shift + 7, offset + 1
+        if byte < 0x80:
+            return value, offset

@@ -1,0 +1,174 @@
+"""Finds the instruction behind each kernel of a CUDA graph; a trace only names the graph.
+
+XLA launches most of a GPU's program as graphs, whose events have an `hlo_op` such as
+"command_buffer_20". The kernels of a launch start in the order of the schedule, and XLA names a
+fusion's kernel after the fusion, or after another fusion with the same content. Kernels of
+libraries (cuBLAS, cuDNN, NCCL) and copies between them belong to the library calls and copies of
+the schedule. So the kernels are aligned with the schedule, by dynamic programming.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from praxis_tools.explain.hlo import KINDS
+from praxis_tools.explain.hlo_text import Instruction, Program, callees
+
+_WITHOUT_KERNEL = frozenset((
+    "add-dependency", "after-all", "bitcast", "constant", "get-tuple-element",
+    "optimization-barrier", "parameter", "partition-id", "replica-id", "tuple",
+))
+_CALLS = ("condition", "body", "branch_computations", "true_computation", "false_computation",
+          "to_apply", "calls", "called_computations")
+# Scores of an alignment.
+_NAMED = 4  # A kernel named after the fusion.
+_LIKELY, _POSSIBLE = 2, 1  # A kernel that a library call may have launched.
+_SAME = 0  # Another kernel of the same call.
+_SKIPPED = -1  # An instruction without a kernel.
+_STRAY = -2  # A kernel that fits nowhere.
+_NEVER = -(10**6)
+
+
+class Schedule:
+    """The instructions of a program that launch kernels, in launch order.
+
+    Attributes:
+      names: the names of all instructions.
+    """
+
+    def __init__(self, program: Program):
+        self.names = frozenset(
+            name for computation in program.computations.values() for name in computation
+        )
+        self._launched = list(_launched(program, program.entry))
+        # Kernel name -> the indices of the instructions that may run it.
+        by_content: dict[str, list[int]] = {}
+        for index, instruction in enumerate(self._launched):
+            by_content.setdefault(_content(instruction), []).append(index)
+        self._by_kernel = {
+            re.sub(r"\W", "_", instruction.name): by_content[_content(instruction)]
+            for instruction in self._launched
+        }
+        # Graphs are launched in every step: cache per instance.
+        self.instructions_of = functools.cache(self._instructions_of)
+        self._library_scores = functools.cache(self._library_scores)
+
+    def _instructions_of(self, kernels: tuple[str, ...]) -> tuple[str | None, ...]:
+        """Returns the instruction behind each kernel of a graph, or None if it is unknown.
+
+        Args:
+          kernels: their names, in the order in which they start.
+        """
+        units = list(_units(kernels, self._by_kernel))
+        indices = _aligned(self._scores(kernels[main]) for _, main in units)
+        names: list[str | None] = []
+        for (first, main), index in zip(units, indices, strict=True):
+            if index is None:  # A name that only one instruction has identifies it anywhere.
+                named = self._named(kernels[main]) or ()
+                index = named[0] if len(named) == 1 else None
+            name = None if index is None else self._launched[index].name
+            names += [name] * (main + 1 - first)
+        return tuple(names)
+
+    def _named(self, kernel: str) -> list[int] | None:
+        # XLA appends "__1" to a name that is already taken.
+        return self._by_kernel.get(kernel) or self._by_kernel.get(re.sub(r"__\d+$", "", kernel))
+
+    def _scores(self, kernel: str) -> np.ndarray:
+        """Returns for each instruction the score if this is its first kernel."""
+        named = self._named(kernel)
+        if named is None:
+            return self._library_scores(kernel)
+        scores = np.full(len(self._launched), _NEVER, np.int32)
+        scores[named] = _NAMED
+        return scores
+
+    def _library_scores(self, kernel: str) -> np.ndarray:
+        return np.array([_library_score(kernel, item) for item in self._launched], np.int32)
+
+
+def _launched(program: Program, computation: str) -> Iterator[Instruction]:
+    """Yields the instructions that launch kernels, in launch order."""
+    for instruction in program.computations[computation].values():
+        opcode = instruction.opcode
+        if opcode in ("while", "call", "conditional", "async-start"):
+            for key in _CALLS:
+                for callee in callees(instruction, key):
+                    yield from _launched(program, callee)
+        elif opcode not in _WITHOUT_KERNEL and not opcode.endswith("-done"):
+            yield instruction
+
+
+def _content(instruction: Instruction) -> str:
+    """Returns a name that fusions of equal content share; XLA compiles one kernel for them."""
+    shared = re.search(r'deduplicated_name="([^"]*)"', instruction.attributes)
+    return shared[1] if shared else instruction.name
+
+
+def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tuple[int, int]]:
+    """Yields (first, last) of kernels of one call: libraries clear memory before their kernel."""
+    first = 0
+    for index, kernel in enumerate(kernels):
+        following = kernels[index + 1] if index + 1 < len(kernels) else ""
+        if kernel.startswith("Memset") and following and following not in named:
+            continue
+        yield first, index
+        first = index + 1
+
+
+def _library_score(kernel: str, item: Instruction) -> int:
+    """Returns the score if a library's kernel, or a copy, is the first kernel of an instruction."""
+    kind = item.opcode.removesuffix("-start")
+    is_copy = re.match(r"(?i)mem(cpy|set)", kernel)
+    if is_copy or kind == "copy":
+        moves = kind in ("copy", "fusion", "dynamic-slice", "dynamic-update-slice")
+        return _LIKELY if is_copy and moves else _NEVER
+    if "nccl" in kernel.lower() or kind in KINDS:
+        return _LIKELY if kind in KINDS else _NEVER
+    if "cudnn" in kernel.lower():
+        return _LIKELY if "__cudnn" in item.attributes else _NEVER
+    if item.opcode == "custom-call":
+        if re.search(r"(?i)splitk_?reduce", kernel):  # The second kernel of a matmul.
+            return _SAME
+        return _POSSIBLE if "__cudnn" in item.attributes else _LIKELY
+    return _POSSIBLE if "kind=kCustom" in item.attributes or kind != "fusion" else _NEVER
+
+
+def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
+    """Returns the instruction index of each kernel, ascending, that maximizes the total score.
+
+    Skip this on a first read. It is a sequence alignment by dynamic programming: `best[i]` is the
+    best score of the kernels so far if the last one belongs to instruction i. A kernel either
+    begins instruction i, after any earlier one (instructions between are skipped), or continues it.
+
+    Args:
+      scores: for each kernel, its score by instruction.
+
+    Returns:
+      Indices; None for a kernel that fits nowhere.
+    """
+    best, choices = None, []
+    for score in scores:
+        indices = np.arange(len(score), dtype=np.int32)
+        if best is None:  # The first kernel may begin any instruction.
+            best, begun = np.zeros_like(score), score
+            previous = indices
+        else:
+            # The best score of any earlier instruction, less the penalty for those skipped.
+            penalty = indices * _SKIPPED
+            reached = np.maximum.accumulate(best - penalty)
+            newest = np.maximum.accumulate(np.where(best - penalty == reached, indices, 0))
+            previous = np.roll(newest, 1)
+            begun = score + np.where(indices > 0, np.roll(reached + penalty, 1), _NEVER)
+        fits = score > _NEVER
+        continued = best + np.where(fits, _SAME, _STRAY)
+        choices.append((fits, begun >= continued, previous))
+        best = np.maximum(begun, continued)
+    # Trace the choices back from the best end.
+    index, aligned = int(np.argmax(best)), []
+    for fits, begins, previous in reversed(choices):
+        aligned.append(index if fits[index] else None)
+        index = int(previous[index]) if begins[index] else index
+    return aligned[::-1]

@@ -1,0 +1,208 @@
+"""Measured seconds of a step by layer and by collective, next to the plan's predictions."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.json_text import content_of
+from praxis_lite.trainer.hooks.profile_facts import HLO_TXT, ProfileFacts, read_facts
+from praxis_tools.explain import hlo
+from praxis_tools.explain.hlo_layers import layer_of
+from praxis_tools.explain.hlo_text import Computation, Instruction, Program, parse
+from praxis_tools.plan.chips import CHIPS
+from praxis_tools.plan.costs import is_matmul
+from praxis_tools.plan.predict import predicted_fields
+from praxis_tools.plan.residuals import Residual
+from praxis_tools.plan.schedule.schedule import schedule
+from praxis_tools.plan.schedule.timeline import Timeline
+from praxis_tools.plan.topology import (
+    PhysicalMesh,
+    Topology,
+    attached_topology,
+    physical_mesh,
+)
+from praxis_tools.profile.graphs import Schedule
+from praxis_tools.profile.trace import Trace, read_trace
+
+_CONTAINERS = ("while", "call", "conditional")
+OUTSIDE = "outside of any layer"
+NOT_NAMED = "kernels that the trace does not name"
+# By name: an instruction, and the computation that contains it.
+_Instructions = Mapping[str, tuple[Instruction, Computation]]
+
+
+@dataclasses.dataclass
+class Row:
+    """A layer, or a collective of a layer, in a step on a device.
+
+    Attributes:
+      count: executions of its instructions, without the `-done` of asynchronous ones.
+      seconds: measured seconds, the mean over devices and steps.
+      predicted: the plan's seconds; None without a prediction.
+    """
+
+    count: float = 0.0
+    seconds: float = 0.0
+    predicted: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The measured times of a step, as means over the traced devices and steps.
+
+    Attributes:
+      facts: facts about the profile.
+      num_devices: traced devices.
+      step_seconds: from a step's first instruction to its last. If the trace does not distinguish
+        steps, the time from the first instruction to the last, divided by the number of steps.
+      idle_seconds: the part of `step_seconds` in which no instruction of the step ran.
+      other_seconds: seconds of other programs, which run between steps, by name.
+      layers: "encoder/ffn" or "gradient of encoder/ffn" -> its time, without collectives.
+      collectives: (kind, axes, layer) -> its time, which includes waiting for other devices.
+      predicted_seconds: the plan's seconds of the step; None for chips that it does not know.
+      topology: the devices of the plan; None likewise.
+      flops_per_device: matmul flops of a step.
+    """
+
+    facts: ProfileFacts
+    num_devices: int
+    step_seconds: float
+    idle_seconds: float
+    other_seconds: Mapping[str, float]
+    layers: Mapping[str, Row]
+    collectives: Mapping[tuple[str, tuple[str, ...], str], Row]
+    predicted_seconds: float | None
+    topology: Topology | None
+    flops_per_device: int
+
+    @property
+    def residual(self) -> Residual | None:
+        """The residual of the step's plan, or None without a plan."""
+        if self.topology is None:
+            return None
+        return Residual(
+            chip=self.topology.chip.name, step="train", axis_sizes=self.facts.axis_sizes,
+            flops_per_device=self.flops_per_device, predicted_seconds=self.predicted_seconds,
+            measured_seconds=self.step_seconds, source="profile",
+        )
+
+
+def measure(folder: Path) -> Measured:
+    """Returns the measured times of a profile, from its files.
+
+    Raises:
+      ConfigError: a file is missing or damaged, or the trace lacks the step.
+    """
+    facts, text = read_facts(folder), text_of_step(folder)
+    program = parse(text)
+    instructions = {
+        name: (instruction, computation) for computation in program.computations.values()
+        for name, instruction in computation.items()
+    }
+    containers = [
+        name for name, (item, _) in instructions.items() if item.opcode in _CONTAINERS
+    ]
+    file = folder / "plugins/profile" / f"step_{facts.first_step}" / "process_0.xplane.pb"
+    module = re.match(r"HloModule ([\w.\-]+)", program.header)[1]
+    trace = read_trace(file, module, containers, Schedule(program))
+    timeline, predicted_seconds, topology = _predicted(facts, text)
+    layers, collectives = _rows(trace, facts, program, instructions, timeline, bool(topology))
+    steps = len(trace.devices) * facts.num_steps
+    runs = trace.run_seconds
+    step_seconds = sum(runs) / len(runs) if runs else trace.span_seconds / steps
+    return Measured(
+        facts, len(trace.devices), step_seconds,
+        max(0.0, step_seconds - trace.busy_seconds / steps),
+        {name: seconds / steps for name, seconds in trace.other_seconds.items()},
+        layers, collectives, predicted_seconds, topology, timeline.flops,
+    )
+
+
+def text_of_step(folder: Path) -> str:
+    """Returns the text of the compiled step; raises ConfigError if it is missing or damaged."""
+    path = folder / HLO_TXT
+    try:
+        text = content_of(path).decode()
+        parse(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Make another profile.") from None
+    return text
+
+
+def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, Topology | None]:
+    """Returns the step's timeline, its predicted seconds, and the topology that was predicted for.
+
+    The last two are None for chips that the plan does not know.
+    """
+    topology = attached_topology(facts.devices)
+    if topology is None:
+        # The timeline still groups the collectives by layer; any chip serves for that.
+        mesh = PhysicalMesh(facts.axis_sizes, np.zeros(len(facts.devices), int))
+        return schedule(text, CHIPS["cpu"], mesh), None, None
+    mesh = physical_mesh(facts.axis_sizes, facts.devices, topology)
+    plan = predicted_fields(text, topology, mesh, 1)
+    return plan["timeline"], plan["step_seconds"], topology
+
+
+def _rows(
+    trace: Trace, facts: ProfileFacts, program: Program, instructions: _Instructions,
+    timeline: Timeline, is_predicted: bool,
+) -> tuple[dict[str, Row], dict[tuple[str, tuple[str, ...], str], Row]]:
+    """Returns the rows of layers and those of collectives, most seconds first."""
+    on_gpu = facts.devices[0].platform in ("gpu", "cuda", "rocm")
+    # Fusions of a matmul and a collective count as matmuls.
+    transfers = {
+        name: transfer
+        for transfer in timeline.collectives.values() for name in transfer.instructions
+        if not is_matmul(instructions[name][0], program)
+    }
+    layer_rows: dict[str, Row] = collections.defaultdict(Row)
+    collective_rows: dict[tuple[str, tuple[str, ...], str], Row] = collections.defaultdict(Row)
+    steps = len(trace.devices) * facts.num_steps
+    for name, time in trace.ops.items():
+        instruction, computation = instructions.get(name, (None, None))
+        transfer = transfers.get(name)
+        if transfer is not None:
+            row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
+        elif instruction is not None and _kind(instruction) in hlo.KINDS:
+            # In a branch that the plan does not take.
+            layer = _layer(program, instruction, computation)
+            row = collective_rows[_kind(instruction), (), layer]
+        else:
+            row = layer_rows[_layer(program, instruction, computation)]
+        row.seconds += time.seconds / steps
+        if instruction is None or not instruction.opcode.endswith("-done"):
+            row.count += time.count / steps
+    if is_predicted:
+        for name, seconds in timeline.instruction_seconds.items():
+            if name not in transfers:
+                row = layer_rows[_layer(program, *instructions[name])]
+                row.predicted = (row.predicted or 0.0) + seconds
+        for transfer in timeline.collectives.values():
+            # On GPU collectives run in a separate stream, and the trace has all of their time. On
+            # other devices it has only the time that the device waits.
+            row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
+            row.predicted = transfer.seconds if on_gpu else transfer.exposed_seconds
+    return _sorted(layer_rows), _sorted(collective_rows)
+
+
+def _layer(
+    program: Program, instruction: Instruction | None, computation: Computation | None
+) -> str:
+    if instruction is None:
+        return NOT_NAMED
+    return layer_of(program, instruction, computation) or OUTSIDE
+
+
+def _kind(instruction: Instruction) -> str:
+    return instruction.opcode.removesuffix("-start").removesuffix("-done")
+
+
+def _sorted(rows: Mapping[Any, Row]) -> dict[Any, Row]:
+    return dict(sorted(rows.items(), key=lambda item: (-item[1].seconds, str(item[0]))))

@@ -1,0 +1,130 @@
+"""Formats a profile as tables: time by layer and by collective, memory by array."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from praxis_lite.core.errors import format_bytes, printable
+from praxis_lite.host.text_table import table_lines
+from praxis_tools.plan.plan_text import seconds_text
+from praxis_tools.profile.measured import Measured, Row
+from praxis_tools.profile.peak_memory import PeakMemory
+
+MAX_ROWS = 20
+_COLUMNS = ("time", "share", "count", "predicted", "measured/predicted")
+
+
+def profile_text(measured: Measured, memory: PeakMemory, max_rows: int = MAX_ROWS) -> str:
+    """Returns the tables of a profile, and notes on how to read them.
+
+    Args:
+      max_rows: how many of the largest layers, collectives, arrays and temporaries get a row.
+    """
+    facts = measured.facts
+    devices = f"{len(facts.devices)} {facts.devices[0].device_kind} devices"
+    if measured.num_devices < len(facts.devices):
+        devices += f", {measured.num_devices} of them traced"
+    total = Row(1, measured.step_seconds, measured.predicted_seconds)
+    lines = [
+        f"steps {facts.first_step} to {facts.last_step} on {devices}: means of a step on a device",
+        "",
+        *_time_table(measured, total, max_rows),
+        "", *_memory_lines(memory, max_rows),
+        *(f"note: {note}" for note in _notes(measured, memory)),
+    ]
+    return printable("\n".join(lines))
+
+
+def _time_table(measured: Measured, total: Row, max_rows: int) -> list[str]:
+    seconds = total.seconds
+    collectives = {
+        f"{kind} {'+'.join(axes) or '-'}  {layer}": row
+        for (kind, axes, layer), row in measured.collectives.items()
+    }
+    rows: list[Sequence[str]] = [
+        ("", *_COLUMNS), ("step", *_cells(total, seconds)),
+        *_largest("layers", measured.layers, seconds, max_rows),
+        *_largest("collectives", collectives, seconds, max_rows),
+        ("no instruction ran", *_cells(Row(0, measured.idle_seconds), seconds)),
+    ]
+    return table_lines(rows, right=range(1, len(rows[0])))
+
+
+def _largest(
+    title: str, named: Mapping[str, Row], seconds: float, max_rows: int
+) -> list[Sequence[str]]:
+    """Returns a row for all together, and below it those with the most seconds."""
+    if not named:
+        return [(f"no {title}", *[""] * len(_COLUMNS))]
+    items = list(named.items())
+    rows = [(title, *_cells(_sum(list(named.values())), seconds))]
+    rows += [(f"  {name}", *_cells(row, seconds)) for name, row in items[:max_rows]]
+    if more := [row for _, row in items[max_rows:]]:
+        rows.append((f"  {len(more)} more", *_cells(_sum(more), seconds)))
+    return rows
+
+
+def _sum(rows: Sequence[Row]) -> Row:
+    predicted = [row.predicted for row in rows if row.predicted is not None]
+    return Row(
+        sum(row.count for row in rows), sum(row.seconds for row in rows),
+        sum(predicted) if predicted else None,
+    )
+
+
+def _cells(row: Row, seconds: float) -> Sequence[str]:
+    ratio = "-"
+    if row.predicted:
+        ratio = f"{row.seconds / row.predicted:.3g}"
+    return (
+        seconds_text(row.seconds), f"{row.seconds / seconds:.1%}" if seconds else "-",
+        f"{row.count:.6g}" if row.count else "",
+        "-" if row.predicted is None else seconds_text(row.predicted), ratio,
+    )
+
+
+def _memory_lines(memory: PeakMemory, max_rows: int) -> list[str]:
+    rows: list[tuple[str, Any]] = [("memory of a device at the peak of a step", memory.peak)]
+    rows += [(f"  {name}", size) for name, size in _first(memory.arrays, max_rows)]
+    rows += [("  batch and other arguments", memory.batch),
+             ("  outputs that are not in the state's place", memory.outputs),
+             ("  temporaries", memory.temporaries)]
+    rows += [(f"    {name}", size) for name, size in _first(memory.layers, max_rows)]
+    if memory.layers:
+        rest = memory.temporaries - sum(memory.layers.values())
+        rows.append(("    in smaller buffers, or free", max(0, rest)))
+    cells = [
+        (name, format_bytes(size), f"{size / max(memory.peak, 1):.1%}") for name, size in rows
+    ]
+    return table_lines(cells, right=(1, 2))
+
+
+def _first(sizes: Mapping[str, int], max_rows: int) -> list[tuple[str, int]]:
+    items = list(sizes.items())
+    more = items[max_rows:]
+    rest = [(f"{len(more)} more", sum(size for _, size in more))] if more else []
+    return [*items[:max_rows], *rest]
+
+
+def _notes(measured: Measured, memory: PeakMemory) -> list[str]:
+    device, result = measured.facts.devices[0], []
+    if measured.topology is None:
+        result.append(f"nothing is predicted: the plan has no figures of {device.device_kind}")
+    elif device.platform == "cpu":
+        result.append(
+            "predicted is each simulated device on a core of its own; here all share this "
+            "machine's cores, and a collective's time is mostly the wait for the others"
+        )
+    else:
+        result.append("a collective's time has its wait for other devices in it")
+    if measured.other_seconds:
+        others = sorted(measured.other_seconds.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in others[:5])
+        result.append(f"other programs in the trace, between steps, per step and device: {named}")
+    if memory.used is None:
+        result.append(f"the memory that was in use: the platform {device.platform} does not tell")
+    else:
+        result.append(
+            f"the most memory in use on a device since the process began: "
+            f"{format_bytes(memory.used)}"
+        )
+    return result

@@ -1,0 +1,84 @@
+"""Makes the tables of a profile from its files, in a run's hook and for --mode=profile."""
+
+from pathlib import Path
+
+from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.host.whole_files import write_whole
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trainer.hooks.hook import Hook
+from praxis_lite.trainer.hooks.loop import Loop
+from praxis_tools.plan.residuals import append_residual
+from praxis_tools.profile.measured import Measured, measure
+from praxis_tools.profile.peak_memory import PeakMemory, peak_memory
+from praxis_tools.profile.profile_text import profile_text
+
+PROFILE_TXT = "profile.txt"
+_PRINTED_ROWS = 6  # Of each kind, between the lines of a job's progress.
+
+
+def tables_of(folder: Path) -> str:
+    """Returns the tables of a profile; raises ConfigError if its files are missing or damaged."""
+    return profile_text(*_read(folder))
+
+
+def _read(folder: Path) -> tuple[Measured, PeakMemory]:
+    try:
+        return measure(folder), peak_memory(folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # A damaged text can fail anywhere in its parser.
+        raise ConfigError(
+            f"The files in {folder} are damaged, or of different programs "
+            f"({type(error).__name__}: {error}). Make another profile."
+        ) from error
+
+
+def folder_of(files: JobDir, step: int | None) -> Path:
+    """Returns the folder of a job's profile.
+
+    Args:
+      step: the profile's first step; None: the newest profile.
+
+    Raises:
+      ConfigError: there is no such profile.
+    """
+    steps = sorted(
+        int(path.parent.name) for path in files.profiles.glob("*/profile.json")
+        if path.parent.name.isdecimal()
+    )
+    if not steps:
+        raise ConfigError(
+            f"{files.profiles} has no profile. Train with --set run.profile.steps=FIRST:END, or "
+            f"while the job runs write a file {files.profile_request}."
+        )
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"--step={step}, but {files.profiles} has profiles that begin with the steps "
+            f"{', '.join(map(str, steps))}.{did_you_mean(str(step), map(str, steps))}"
+        )
+    return files.profiles / str(steps[-1] if step is None else step)
+
+
+class ProfileTables(Hook):
+    """Prints the tables of each profile once it is written, and saves them next to it.
+
+    It also appends the step's measured and predicted seconds to the job's residuals.
+    """
+
+    every, waits = None, False
+
+    def before_training(self, loop: Loop, state: object) -> None:
+        self._note = loop.note
+
+    def after_profile(self, folder: Path) -> None:
+        try:
+            measured, memory = _read(folder)
+            text = profile_text(measured, memory, _PRINTED_ROWS)
+            write_whole(folder / PROFILE_TXT, f"{profile_text(measured, memory)}\n".encode())
+            if measured.residual is not None:
+                # The folder is JOB/profiles/STEP.
+                append_residual(JobDir(folder.parents[1]).residuals_jsonl, measured.residual)
+        except Exception as error:  # A profile must not end the run.
+            self._note(f"the profile has no tables, and training goes on: {error}")
+            return
+        self._note(f"{text}\nmore rows: {folder / PROFILE_TXT}")

@@ -1,0 +1,218 @@
+"""Reads a trace of JAX's profiler: how often and how long each instruction ran on each device.
+
+The format depends on the platform. On CPU a thread's events name the instruction, program, device
+and run. On GPU the events of a device's streams are kernels, which name the program and either the
+instruction or the graph that launched them. On TPU a device has a line of instructions, and a line
+of the programs that they belong to.
+"""
+
+import bisect
+import collections
+import dataclasses
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.json_text import content_of
+from praxis_tools.profile.graphs import Schedule
+
+_DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")
+UNNAMED = ""  # Instead of an instruction's name, for kernels whose instruction is unknown.
+_OPS, _MODULES = "XLA Ops", "XLA Modules"  # Lines of a TPU's trace.
+
+
+class Event(NamedTuple):
+    """One execution of an instruction on a device; times in nanoseconds.
+
+    Attributes:
+      run: identifies the run of the program, if the trace tells.
+      kernel: the kernel's name, on GPU.
+      launch: identifies the launch of the kernel's graph, on GPU.
+    """
+
+    device: int
+    module: str
+    run: int | None
+    op: str
+    start: float
+    end: float
+    kernel: str = ""
+    launch: int = 0
+
+
+@dataclasses.dataclass
+class OpTime:
+    """The executions of an instruction on all devices, and the sum of their seconds.
+
+    An instruction with several kernels, such as a library call, counts as often as its rarest one.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A program's instructions in a trace.
+
+    Attributes:
+      devices: ids of the devices on which the program ran.
+      ops: times by instruction; UNNAMED for kernels whose instruction is unknown.
+      run_seconds: for each run of the program on a device, from its first instruction to its last;
+        empty if the trace does not distinguish runs.
+      span_seconds: from the first instruction of all runs to the last, summed over devices.
+      busy_seconds: with at least one instruction of the program running, summed over devices.
+      other_seconds: of other programs' instructions, by program, summed over devices.
+    """
+
+    devices: frozenset[int]
+    ops: dict[str, OpTime]
+    run_seconds: list[float]
+    span_seconds: float
+    busy_seconds: float
+    other_seconds: dict[str, float]
+
+
+def read_trace(
+    file: Path, module: str, containers: Iterable[str] = (), schedule: Schedule | None = None
+) -> Trace:
+    """Returns a program's instructions in an `.xplane.pb`.
+
+    Args:
+      module: the program's name, "jit__train_step".
+      containers: instructions whose time is that of others in them: loops, calls, branches.
+      schedule: names the kernels of a GPU's graphs.
+
+    Raises:
+      ConfigError: it cannot be read, or the program is not in it.
+    """
+    try:
+        trace = jax.profiler.ProfileData.from_serialized_xspace(content_of(file))
+        planes = list(trace.planes)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"{file} cannot be read as a trace ({error}). Make another profile."
+        ) from None
+    with warnings.catch_warnings():
+        # If warnings are errors, jaxlib 0.12 aborts on the first access to an event's stats: Python
+        # 3.13 warns that its type has no __module__.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        events = _instructions(_events(planes), module, schedule)
+        trace = _summed(events, module, frozenset(containers))
+    if not trace.devices:
+        others = ", ".join(sorted(trace.other_seconds)) or "no program"
+        raise ConfigError(
+            f"{file}: the trace has no instruction of {module}, but {others}. The profiler may "
+            "have run out of room: profile fewer steps."
+        )
+    return trace
+
+
+def _instructions(
+    events: Iterable[Event], module: str, schedule: Schedule | None
+) -> Iterator[Event]:
+    """Yields events, with the instructions of kernels that a graph launched."""
+    graphs: dict[tuple[int, int, str], list[Event]] = collections.defaultdict(list)
+    for event in events:
+        is_known = schedule is None or event.op in schedule.names
+        if event.kernel and _base(event.module) == module and not is_known:
+            graphs[event.device, event.launch, event.op].append(event)
+        else:
+            yield event
+    for kernels in graphs.values():
+        kernels.sort(key=lambda event: event.start)
+        names = schedule.instructions_of(tuple(event.kernel for event in kernels))
+        for event, name in zip(kernels, names, strict=True):
+            yield event._replace(op=name or UNNAMED)
+
+
+def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) -> Trace:
+    ops: dict[str, OpTime] = collections.defaultdict(OpTime)
+    kernels: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    other_seconds: dict[str, float] = collections.defaultdict(float)
+    spans: dict[tuple[int, int], tuple[float, float]] = {}
+    intervals: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
+    for event in events:
+        seconds = (event.end - event.start) * 1e-9
+        if _base(event.module) != module:
+            # Loops of other programs count twice, with their contents; they are rare.
+            other_seconds[_base(event.module)] += seconds
+            continue
+        if event.run is not None:
+            first, last = spans.get((event.device, event.run), (event.start, event.end))
+            spans[event.device, event.run] = min(first, event.start), max(last, event.end)
+        if event.op in containers:
+            continue
+        kernels[event.op][event.kernel] += 1
+        ops[event.op].seconds += seconds
+        intervals[event.device].append((event.start, event.end))
+    for op, time in ops.items():
+        time.count = min(kernels[op].values()) if op != UNNAMED else kernels[op].total()
+    return Trace(
+        frozenset(intervals), dict(ops), [(last - first) * 1e-9 for first, last in spans.values()],
+        sum(map(_span, intervals.values())), sum(map(_covered, intervals.values())),
+        dict(other_seconds),
+    )
+
+
+def _base(module: str) -> str:
+    """Returns "jit_step" of "jit_step(1234)", as TPUs name a program."""
+    return module.partition("(")[0]
+
+
+def _span(intervals: list[tuple[float, float]]) -> float:
+    """Returns the seconds from the first start of intervals to their last end."""
+    return (max(end for _, end in intervals) - min(start for start, _ in intervals)) * 1e-9
+
+
+def _covered(intervals: list[tuple[float, float]]) -> float:
+    """Returns the seconds of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total * 1e-9
+
+
+def _events(planes: Iterable[Any]) -> Iterator[Event]:
+    for plane in planes:
+        device = _DEVICE.match(plane.name)
+        lines = {line.name: line for line in plane.lines}
+        if device and _OPS in lines and _MODULES in lines:
+            yield from _tpu_events(int(device[1]), lines[_OPS], lines[_MODULES])
+            continue
+        # Other lines of a GPU repeat the events of its streams.
+        streams = [line for name, line in lines.items() if name.startswith("Stream ")]
+        for line in streams if device and streams else plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if "hlo_op" not in stats:
+                    continue
+                ordinal = stats.get("device_ordinal", int(device[1]) if device else 0)
+                yield Event(
+                    int(ordinal), str(stats.get("hlo_module", "")), stats.get("run_id"),
+                    str(stats["hlo_op"]), event.start_ns, event.start_ns + event.duration_ns,
+                    event.name if device else "", int(stats.get("correlation_id", 0)),
+                )
+
+
+def _tpu_events(device: int, ops: Any, modules: Any) -> Iterator[Event]:
+    runs = sorted(
+        (run.start_ns, run.start_ns + run.duration_ns, run.name) for run in modules.events
+    )
+    starts = [start for start, *_ in runs]
+    for event in ops.events:
+        # "%fusion.1 = bf16[8,128] fusion(...)", or only the name.
+        name = re.match(r"%?([\w.\-]+)", event.name)
+        index = bisect.bisect_right(starts, event.start_ns) - 1
+        if name is None or index < 0 or event.start_ns > runs[index][1]:
+            continue
+        yield Event(
+            device, runs[index][2], index, name[1], event.start_ns,
+            event.start_ns + event.duration_ns,
+        )

@@ -1,0 +1,186 @@
+"""Certificates of jobs: written as JSON with a digest over itself, and compared with the jobs."""
+
+import dataclasses
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.host.json_text import read_json
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.processes.same_everywhere import versions
+from praxis_tools.report.certified.facts import Fact, Reading, Scope, facts_of, scope_of
+
+FORMAT = "praxis_lite certificate of jobs, 1"
+SAME, DIFFERS, UNKNOWN = "same", "DIFFERS", "cannot be recomputed here"
+
+
+@dataclasses.dataclass(frozen=True)
+class CertifiedJob:
+    """A job and its certified facts.
+
+    Attributes:
+      name: the last part of its directory.
+      path: of the directory, where it was certified.
+    """
+
+    name: str
+    path: str
+    scope: Scope
+    facts: Sequence[Fact]
+
+    @property
+    def faults(self) -> list[str]:
+        """Sentences on the faults of the job."""
+        return [fault for fact in self.facts for fault in fact.faults]
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """The certificate of jobs.
+
+    Attributes:
+      written: when, in ISO 8601.
+    """
+
+    written: str
+    jobs: Sequence[CertifiedJob]
+
+    @property
+    def faults(self) -> list[str]:
+        """Sentences on the faults of any of the jobs."""
+        return [f"{job.name}: {fault}" for job in self.jobs for fault in job.faults]
+
+    def as_json(self) -> dict[str, Any]:
+        """Serialises the certificate, with the SHA-256 of all else in it."""
+        fields = {"format": FORMAT, "written": self.written}
+        fields["jobs"] = json.loads(json.dumps([dataclasses.asdict(job) for job in self.jobs]))
+        return {**fields, "sha256": _digest(fields)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The comparison of a certificate's fact with the job.
+
+    Attributes:
+      title: of the fact, with the job's name.
+      verdict: SAME, DIFFERS or UNKNOWN.
+      details: the two values, or why they cannot be compared; "" if they are the same.
+    """
+
+    title: str
+    verdict: str
+    details: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.verdict}" + (f": {self.details}" if self.details else "")
+
+
+def certified(jobs: Mapping[str, JobDir], reading: Reading) -> Certificate:
+    """Returns the certificate of jobs as they are now; raises ConfigError as `scope_of`."""
+    certified_jobs = []
+    for name, job_dir in jobs.items():
+        scope = scope_of(job_dir)
+        facts = facts_of(job_dir, scope, reading)
+        certified_jobs.append(CertifiedJob(name, str(job_dir.path), scope, facts))
+    now = datetime.datetime.now(datetime.UTC)
+    return Certificate(now.isoformat(timespec="seconds"), certified_jobs)
+
+
+def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
+    """Returns the certificate in a file, and whether its digest is that of its content.
+
+    Raises:
+      ConfigError: the file cannot be read, or is not a certificate.
+    """
+    try:
+        fields = read_json(path)
+        digest = fields.pop("sha256")
+        require(fields["format"] == FORMAT, f"{path}: the format", fields["format"], FORMAT)
+        certificate = Certificate(fields["written"], [_job(job) for job in fields["jobs"]])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is not a certificate ({shown(str(error))}). --mode=certify JOB --json=FILE "
+            "writes one."
+        ) from None
+    actual, title = _digest(fields), "the certificate's own digest"
+    if actual == digest:
+        return certificate, Verdict(title, SAME)
+    return certificate, Verdict(title, DIFFERS, f"recorded {_short(digest)}, here {_short(actual)}")
+
+
+def verified(
+    certificate: Certificate, jobs: Sequence[JobDir], reading: Reading
+) -> list[Verdict]:
+    """Returns a verdict on each fact.
+
+    Args:
+      jobs: in the order of the certificate.
+    """
+    verdicts = []
+    for job, job_dir in zip(certificate.jobs, jobs, strict=True):
+        here = {fact.title: fact for fact in facts_of(job_dir, job.scope, reading)}
+        for fact in job.facts:
+            verdicts.append(_verdict(job.name, fact, here.pop(fact.title, None)))
+    return verdicts
+
+
+def notes_on_versions(certificate: Certificate) -> list[str]:
+    """Returns sentences on packages whose version here is not that of the jobs."""
+    here, notes = versions(), []
+    for job in certificate.jobs:
+        used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []
+        last = used[-1] if used else {}
+        notes += [
+            f"{job.name} used {name} {shown(str(last[name]))}; here is {version}"
+            for name, version in here.items() if last.get(name, version) != version
+        ]
+    return notes
+
+
+def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
+    title = f"{job}: {fact.title}"
+    if here is None:
+        return Verdict(title, UNKNOWN, "this version knows no such fact")
+    faults = "; ".join(here.faults[:3])
+    if fact.value is None:
+        if set(here.faults) - set(fact.faults):
+            return Verdict(title, DIFFERS, faults)
+        is_same = here.value is None and not fact.faults
+        text = f"the certificate has none: {fact.why_not}"
+        return Verdict(title, SAME if is_same else UNKNOWN, text)
+    if here.value is None:
+        if faults:
+            return Verdict(title, DIFFERS, f"{here.why_not}: {faults}")
+        return Verdict(title, UNKNOWN, here.why_not)
+    if here.value != fact.value:
+        return Verdict(title, DIFFERS, _difference(fact.value, here.value))
+    if here.faults != fact.faults:
+        return Verdict(title, DIFFERS, faults or "here nothing is wrong")
+    return Verdict(title, SAME)
+
+
+def _difference(before: Any, here: Any) -> str:
+    if isinstance(before, dict) and isinstance(here, dict):
+        names = [name for name in {**before, **here} if before.get(name) != here.get(name)]
+        return "; ".join(
+            f"{name} {_short(before.get(name))}, here {_short(here.get(name))}" for name in names
+        )
+    return f"{_short(before)}, here {_short(here)}"
+
+
+def _short(value: Any) -> str:
+    return shown(value if isinstance(value, str) else json.dumps(value), 120)
+
+
+def _digest(fields: Mapping[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _job(fields: Mapping[str, Any]) -> CertifiedJob:
+    facts = [Fact(**{**fact, "faults": tuple(fact["faults"])}) for fact in fields["facts"]]
+    return CertifiedJob(fields["name"], fields["path"], Scope(**fields["scope"]), facts)

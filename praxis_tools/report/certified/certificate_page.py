@@ -1,0 +1,69 @@
+"""A certificate of jobs as text, and as a page without scripts."""
+
+import json
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from praxis_lite.core.errors import printable, shown
+from praxis_lite.host.text_table import table_lines
+from praxis_lite.trained_model.shown_model import html_of
+from praxis_tools.report.certified.certificate import Certificate, CertifiedJob
+from praxis_tools.report.job_reader import JobState
+from praxis_tools.report.text import changes_text
+
+_STYLE = (
+    "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:24px auto;padding:0 16px}"
+    "pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:12px}"
+)
+
+
+def text_of(certificate: Certificate) -> str:
+    """Returns the certificate for a terminal."""
+    parts = [_job_text(job) for job in certificate.jobs]
+    number = len(certificate.faults)
+    parts.append(f"{number} faults" if number else "nothing is wrong with what was looked at")
+    return "\n\n".join(parts)
+
+
+def page_of(certificate: Certificate, states: Mapping[str, JobState]) -> str:
+    """Returns the certificate as an HTML page.
+
+    Args:
+      states: of the same jobs, by name, for their curves and changes of hands.
+    """
+    title = escape(f"Certificate of {', '.join(job.name for job in certificate.jobs)}")
+    parts = [
+        "<!DOCTYPE html>", '<html lang="en"><head><meta charset="utf-8">',
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'; img-src data:\">",
+        f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
+        f"<p>{escape(certificate.written)}; SHA-256 {certificate.as_json()['sha256']}. To verify "
+        "it: <code>main.py --mode=certify JOB --verify=FILE.json</code></p>",
+    ]
+    for job in certificate.jobs:
+        state = states[job.name]
+        text = "\n\n".join(filter(None, [_job_text(job), changes_text(state)]))
+        curves = html_of("losses", state.path, state.columns, state.evaluations)
+        parts += [f"<h2>{escape(job.name)}</h2>", curves, f"<pre>{escape(printable(text))}</pre>"]
+    return "\n".join([*parts, "</body></html>", ""])
+
+
+def _job_text(job: CertifiedJob) -> str:
+    rows = [
+        [fact.section, fact.name,
+         _text(fact.value) if fact.value is not None else f"none: {shown(fact.why_not, 300)}"]
+        for fact in job.facts
+    ]
+    return printable("\n".join([
+        f"{job.name}: to step {job.scope.last_step}", *table_lines(rows),
+        *(f"WRONG: {fault}" for fault in job.faults),
+    ]))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_text, value)) or "none"
+    return shown(value if isinstance(value, str) else json.dumps(value), 200)

@@ -1,0 +1,330 @@
+"""The facts that certify a job: values that anyone with the job's files can recompute."""
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.checkpoints.digest import digest_of
+from praxis_lite.checkpoints.steps.step_dirs import committed_steps, numbered_steps
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.experiment.recorded_examples import (
+    ExamplesProof,
+    proof_of_examples,
+    train_pipeline,
+)
+from praxis_lite.host.json_text import content_of
+from praxis_lite.job.examples.history import Part
+from praxis_lite.job.job_dir import JobDir, recorded_experiment
+from praxis_lite.trainer.metrics.json_lines import json_line, strict_json
+from praxis_tools.goodput.goodput import num_lost_steps
+from praxis_tools.goodput.spans import read_spans
+from praxis_tools.report.certified.job_files import (
+    JobFiles,
+    all_faults,
+    digest_of_folder,
+    faults_of_folder,
+    faults_of_lines,
+)
+from praxis_tools.report.step_certificates import failed, step_certificates
+
+_MOST_CHECKPOINTS = 3
+# Append-only files: if the job continued, their beginning is compared.
+_GROWING = ("certificates.jsonl", "elastic.jsonl")
+_FOLDERS = ("tokenizers/", "huggingface")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """A fact of a job.
+
+    Attributes:
+      section: "config", "versions", "examples", "losses", "evaluations", "checkpoints",
+        "tokenizers", "certificates in flight", "time" or "changes of hands".
+      name: within its section.
+      value: for JSON; None: it cannot be computed.
+      why_not: why it cannot. Without a fault, the job is not required to have it.
+      faults: sentences on what is wrong with the job by this fact.
+    """
+
+    section: str
+    name: str
+    value: Any
+    why_not: str = ""
+    faults: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The section and the name."""
+        return f"{self.section}: {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """The part of a job that its certificate covers; the job may continue training.
+
+    Attributes:
+      last_step: the newest that is saved.
+      checkpoints: the steps whose digests are taken.
+      sizes: bytes of the files that grow, by name; of eval_metrics.jsonl, to which later
+        evaluations of these steps are added, the lines up to the last step; of folders 0.
+    """
+
+    last_step: int
+    checkpoints: tuple[int, ...]
+    sizes: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a job's facts are computed.
+
+    Attributes:
+      packages, settings: as for --packages and --set, such as where the data are now.
+      recorded_only: True: the data are not recomputed.
+      progress: called with a text on what is being read.
+    """
+
+    packages: Sequence[str] = ()
+    settings: Sequence[str] = ()
+    recorded_only: bool = False
+    progress: Callable[[str], None] = lambda text: None
+
+
+def scope_of(job_dir: JobDir) -> Scope:
+    """Returns the scope of a complete job; raises ConfigError if it has no checkpoint."""
+    steps = committed_steps(job_dir.checkpoints) if job_dir.checkpoints.is_dir() else []
+    if not steps:
+        raise ConfigError(
+            f"{job_dir.path} has no checkpoint, so there is nothing to certify. Train until a step "
+            "is saved."
+        )
+    # Numbered folders include those without a commit, which are damaged.
+    newest = tuple(numbered_steps(job_dir.checkpoints)[-_MOST_CHECKPOINTS:])
+    sizes = {
+        name: path.stat().st_size for name in _GROWING
+        if (path := job_dir.path / name).is_file()
+    }
+    if job_dir.timeline_jsonl.is_file():
+        sizes[job_dir.timeline_jsonl.name] = _closed_bytes(job_dir.timeline_jsonl)
+    files = JobFiles(job_dir, steps[-1], steps[-1])
+    if job_dir.eval_metrics_jsonl.is_file():
+        with contextlib.suppress(ConfigError):  # It is a fault of the file's fact.
+            sizes[job_dir.eval_metrics_jsonl.name] = len(files.evaluations())
+    sizes |= {name: 0 for name, _ in files.folders()}
+    return Scope(steps[-1], newest, sizes)
+
+
+def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
+    """Returns the facts of a job within a scope, in their order."""
+    proof, examples = _proof(job_dir, scope)
+    newest = max([scope.last_step, *committed_steps(job_dir.checkpoints)])
+    parts = proof.history.parts if proof is not None else ()
+    starts = [part.first_step - 1 for part in parts]
+    files = JobFiles(
+        job_dir, scope.last_step, newest, reading.packages, first_step=min(starts, default=0),
+        start=max(starts, default=scope.last_step),
+    )
+    timeline = job_dir.timeline_jsonl
+    if proof is None and not files.has_trained:
+        examples = [Fact(x.section, x.name, None, "the job made no step yet") for x in examples]
+    return [
+        _fact("config", "experiment", lambda: recorded_experiment(job_dir)),
+        _fact(
+            "config", "config.json",
+            lambda: hashlib.sha256(content_of(job_dir.config_json)).hexdigest(),
+            files.faults_of_config,
+        ),
+        _fact("config", "layout.json", files.layout, files.faults_of_layout),
+        *examples,
+        *([_examples_again(job_dir, proof, reading)] if proof is not None else []),
+        _fact("losses", "steps and losses", lambda: _losses(files), files.faults_of_metrics),
+        _evaluations(files, scope),
+        *_checkpoints(job_dir, scope, reading, newest),
+        *_folders(files, scope),
+        _certificates(files, scope),
+        _fact(
+            "time", timeline.name, lambda: _beginning(timeline, scope), files.faults_of_timeline
+        ),
+        _changes(files, scope, parts),
+    ]
+
+
+def _fact(
+    section: str, name: str, value: Callable[[], Any],
+    faults: Callable[[], Iterable[str]] = lambda: (), why_not: str = "the job has none",
+) -> Fact:
+    """Returns a fact; a file that cannot be read makes it a fault."""
+    found = all_faults(faults)
+    try:
+        result = value()
+    except (ConfigError, OSError) as error:
+        fault = str(error.args[0] if isinstance(error, ConfigError) else error)
+        unique = tuple(dict.fromkeys([*found, fault]))
+        return Fact(section, name, None, "it cannot be read", unique)
+    return Fact(section, name, result, why_not if result is None else "", tuple(found))
+
+
+def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fact]]:
+    """Returns the proof of the examples, and the facts: the versions, the examples on record."""
+    try:
+        proof = proof_of_examples(
+            job_dir, recorded_only=True, last_step=scope.last_step,
+            num_lost_steps=num_lost_steps(job_dir),
+        )
+    except ConfigError as error:
+        fault = str(error.args[0])
+        return None, [
+            Fact("versions", "by their first step", None, "there is no record", (fault,)),
+            Fact("examples", "on record", None, "there is no record", (fault,)),
+        ]
+    return proof, [
+        Fact("versions", "by their first step", _versions(proof.history.parts)),
+        Fact("examples", "on record", {
+            "first_step": proof.history.first_step, "last_step": proof.history.last_step,
+            "rows": proof.history.num_rows, "left_out_batches": list(proof.history.skipped),
+            "digest": proof.history.digest,
+        }, faults=(*proof.faults, *_damaged_examples(job_dir))),
+    ]
+
+
+def _damaged_examples(job_dir: JobDir) -> list[str]:
+    """Returns the faults of lines in the record, except for lines that a kill truncated."""
+    return [
+        f"{job_dir.examples.name}/{fault}" for path in sorted(job_dir.examples.glob("*.jsonl"))
+        for fault in all_faults(lambda path=path: faults_of_lines(path, may_be_cut=True))
+    ]
+
+
+def _versions(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Returns the versions of packages, once and again whenever they changed."""
+    result: list[dict[str, Any]] = []
+    for part in parts:
+        versions = dict(part.starts[0].versions)
+        if not result or result[-1] != {"from_step": result[-1]["from_step"], **versions}:
+            result.append({"from_step": part.first_step, **versions})
+    return result
+
+
+def _examples_again(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> Fact:
+    from praxis_lite.job.examples.proof import faults_of_data
+
+    section, name = "examples", "made again"
+    if reading.recorded_only:
+        return Fact(section, name, None, "--recorded_only was given")
+
+    def progress(done: int, of: int) -> None:
+        reading.progress(f"{done:,} of {of:,} steps' examples made again")
+
+    try:
+        pipeline = train_pipeline(job_dir, reading.packages, reading.settings)
+        faults = faults_of_data(proof.history, pipeline, progress)
+    except ConfigError as error:
+        return Fact(section, name, None, str(error.args[0]))
+    if faults:
+        return Fact(section, name, None, "they are others than those on record", tuple(faults))
+    return Fact(section, name, {"digest": proof.history.digest})
+
+
+def _losses(files: JobFiles) -> dict[str, Any]:
+    lines = files.metrics()
+    digest = hashlib.sha256("".join(map(json_line, lines)).encode()).hexdigest()
+    last = strict_json(lines[-1]["loss"], "loss") if lines else None
+    return {"num": len(lines), "last": last, "sha256": digest}
+
+
+def _evaluations(files: JobFiles, scope: Scope) -> Fact:
+    path = files.job_dir.eval_metrics_jsonl
+
+    def value() -> dict[str, Any] | None:
+        if path.name not in scope.sizes:
+            return None
+        if not path.is_file():
+            raise ConfigError(f"{path.name} is missing")
+        lines = files.evaluations()[: scope.sizes[path.name]]
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+        return {"num": len(lines), "sha256": digest}
+
+    return _fact("evaluations", path.name, value, files.faults_of_evaluations)
+
+
+def _checkpoints(
+    job_dir: JobDir, scope: Scope, reading: Reading, newest: int
+) -> Iterator[Fact]:
+    for step in scope.checkpoints:
+        reading.progress(f"reading the checkpoint of step {step}")
+        section, name, step_dir = "checkpoints", f"step {step}", job_dir.checkpoints / str(step)
+        if not step_dir.is_dir() and newest > scope.last_step:
+            # The job continued and deleted older steps.
+            yield Fact(section, name, None, "it is no longer kept")
+            continue
+        try:
+            yield Fact(section, name, digest_of(step_dir))
+        except (ConfigError, OSError) as error:
+            fault = f"the checkpoint of {name}: {error.args[0]}"
+            yield Fact(section, name, None, "it is damaged", (fault,))
+
+
+def _folders(files: JobFiles, scope: Scope) -> Iterator[Fact]:
+    """Yields the copies of tokenizers, and the files of the initial model."""
+    here = dict(files.folders())
+    yield _fact(
+        "tokenizers", "of the config", lambda: sorted(here) or None, files.faults_of_tokenizers
+    )
+    for name in sorted({*here, *(name for name in scope.sizes if name.startswith(_FOLDERS))}):
+        path = files.job_dir.path / name
+        yield _fact(
+            "tokenizers", name, lambda path=path: digest_of_folder(path),
+            lambda path=path: faults_of_folder(path),
+        )
+
+
+def _certificates(files: JobFiles, scope: Scope) -> Fact:
+    path = files.job_dir.certificates_jsonl
+
+    def faults() -> Iterator[str]:
+        yield from files.faults_of_certificates()
+        for item in failed(step_certificates(path)):
+            if item.step <= scope.last_step:
+                yield f"step {item.step} is not certified: {item.difference}"
+
+    return _fact(
+        "certificates in flight", path.name, lambda: _beginning(path, scope), faults,
+        "the job made none (run.certify_every_steps)",
+    )
+
+
+def _changes(files: JobFiles, scope: Scope, parts: Sequence[Part]) -> Fact:
+    path = files.job_dir.elastic_jsonl
+
+    def faults() -> Iterator[str]:
+        if path.exists():
+            yield from faults_of_lines(path)
+        elif any(part.starts[0].generation is not None for part in parts):
+            yield f"{path.name} is missing, and the job is elastic"
+
+    return _fact(
+        "changes of hands", path.name, lambda: _beginning(path, scope), faults,
+        "the job is not elastic",
+    )
+
+
+def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
+    """Returns the digest of what a file had when the job was certified; None: it was not there."""
+    if path.name not in scope.sizes:
+        return None
+    content = content_of(path)[: scope.sizes[path.name]]
+    return {
+        "lines": content.count(b"\n"), "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
+
+
+def _closed_bytes(path: Path) -> int:
+    """Returns the bytes of a timeline but for its last line, if a launch may still rewrite that."""
+    lines = content_of(path).splitlines(keepends=True)
+    if lines and (spans := read_spans(path)) and spans[-1].ended_by is None:
+        lines = lines[:-1]
+    return sum(map(len, lines))

@@ -1,0 +1,255 @@
+"""The data of a report's page as one JSON document.
+
+Arrays are Base64 of their bytes, little-endian: float32, of axes float64. That keeps NaN and the
+infinities, and takes a third of the size as text.
+"""
+
+import base64
+import datetime
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.trainer.metrics.json_lines import strict_json
+from praxis_tools.elastic.changes import ChangeOfHands
+from praxis_tools.goodput.goodput import Goodput
+from praxis_tools.report.curves import (
+    Buckets,
+    at_steps,
+    buckets_of,
+    progress_axes,
+    with_extremes,
+)
+from praxis_tools.report.job_reader import JobState, truncated
+from praxis_tools.report.step_certificates import failed, summary
+
+# Where the time of a step went, in the order in which they are drawn.
+SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
+# Columns of events at single steps, which the page marks.
+MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
+_NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
+# Of all curves, and of all evaluations: bytes of Base64, the fewest and the most points of each.
+# The page stays below 5 MB, and curves have more points than a screen.
+_CURVES_BUDGET, _EVALUATIONS_BUDGET = (3_000_000, 50, 2_000), (1_000_000, 11, 500)
+_MOST_METRICS, _MOST_MARKS, _MOST_ARRAYS = 80, 300, 12
+_AXES_BYTES = 3 * 8  # Of a point.
+_MOST_DIFFERENCES = 500
+_MOST_OF_VALUE = 300  # Letters: one line of a config may hold a whole list of files.
+MOST_LETTERS = 600_000  # Of samples.
+
+
+def document(
+    jobs: Sequence[JobState], *, written: datetime.datetime, reload_seconds: float | None
+) -> dict[str, Any]:
+    """Returns the document: strict JSON.
+
+    Args:
+      written: when the jobs were read, with its time zone.
+      reload_seconds: after which an open page asks for a newer one; None: never.
+    """
+    names = metric_names(jobs)
+    drawn = names[:_MOST_METRICS]
+    # A bucket of a curve has mean, lowest and highest, and that of a part of the time its mean.
+    num_values = sum(3 * (name in job.columns) for job in jobs for name in drawn)
+    num_values += sum(name in job.columns for job in jobs for name in SPENT)
+    num_buckets = _num_points(len(jobs) * _AXES_BYTES + 4 * num_values, _CURVES_BUDGET)
+    num_curves = sum(len(columns) for job in jobs for columns in job.evaluations.values())
+    num_evaluations = _num_points(num_curves * (_AXES_BYTES + 4), _EVALUATIONS_BUDGET)
+    rows, num_equal = config_differences([job.config for job in jobs])
+    notes = [f"{job.name}: {note}" for job in jobs for note in job.notes]
+    if len(names) > _MOST_METRICS:
+        notes.append(f"Of {len(names)} metrics the first {_MOST_METRICS} are drawn.")
+    if len(rows) > _MOST_DIFFERENCES:
+        notes.append(f"Of {len(rows)} differing settings the first {_MOST_DIFFERENCES} are shown.")
+    return {
+        "written": written.strftime("%Y-%m-%d %H:%M:%S %Z").strip(),
+        "reload_seconds": reload_seconds,
+        "metrics": drawn,
+        "spent": SPENT,
+        "jobs": [_job(job, drawn, num_buckets, num_evaluations) for job in jobs],
+        "config": {"rows": rows[:_MOST_DIFFERENCES], "num_equal": num_equal},
+        "notes": notes,
+    }
+
+
+def metric_names(jobs: Sequence[JobState]) -> list[str]:
+    """Returns the metrics of training and of evaluations: loss first, then those of most jobs."""
+    counts: dict[str, int] = {}
+    for job in jobs:
+        evaluated = [name for columns in job.evaluations.values() for name in columns]
+        for name in dict.fromkeys([*job.columns, *evaluated]):
+            if name not in _NO_METRICS:
+                counts[name] = counts.get(name, 0) + 1
+    return sorted(counts, key=lambda name: (name != "loss", -counts[name]))
+
+
+def config_differences(
+    configs: Sequence[Mapping[str, str]],
+) -> tuple[list[tuple[str, list[str | None]]], int]:
+    """Returns the paths whose values differ, and how many are equal in all configs.
+
+    Each path has a value per config, or None where it is missing, in the order of the configs'
+    lines. Long values are truncated. An empty config is unknown and not compared.
+    """
+    known = [bool(config) for config in configs]
+    paths = list(dict.fromkeys(path for config in configs for path in config))
+    values = {path: [config.get(path) for config in configs] for path in paths}
+    differing = [
+        (path, [value and truncated(value, _MOST_OF_VALUE) for value in values[path]])
+        for path in paths if len(set(itertools.compress(values[path], known))) > 1
+    ]
+    return differing, len(paths) - len(differing)
+
+
+def _num_points(bytes_per_point: int, budget: tuple[int, int, int]) -> int:
+    num_bytes, fewest, most = budget
+    in_base64 = num_bytes * 3 // (4 * max(bytes_per_point, 1))
+    return min(max(in_base64, fewest), most)
+
+
+def _job(
+    job: JobState, names: Sequence[str], num_buckets: int, num_evaluations: int
+) -> dict[str, Any]:
+    axes = progress_axes(job.columns)
+    buckets = buckets_of(len(job.columns["step"]), num_buckets)
+    arrays, totals = job.layout
+    largest = sorted(arrays, key=lambda array: -array.num_bytes)
+    marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
+    marked["restarts"] = job.restarts
+    marked["hands"] = np.array([change.from_step for change in job.hands], float)
+    wrong = {item.step for item in failed(job.certificates)}
+    certified = {item.step for item in job.certificates} - wrong
+    marked["certified"] = np.array(sorted(certified), float)
+    marked["differences"] = np.array(sorted(wrong), float)
+    marks = {
+        kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MOST_MARKS]))}
+        for kind, steps in marked.items() if len(steps)
+    }
+    return {
+        "name": job.name,
+        "path": job.path,
+        "experiment": job.experiment,
+        "state": job.state,
+        "last_step": job.last_step,
+        "num_train_steps": job.num_train_steps,
+        "num_lines": buckets.num_lines,
+        "axes": _axes({name: axis[buckets.ends] for name, axis in axes.items()}),
+        "metrics": {
+            name: _curve(job.columns[name], buckets) for name in names if name in job.columns
+        },
+        "last": {
+            name: strict_json(job.columns[name][-1], name)
+            for name in names if name in job.columns and buckets.num_lines
+        },
+        "spent": {
+            name: _base64(buckets.means(job.columns[name]))
+            for name in SPENT if name in job.columns and buckets.num_lines
+        },
+        "evaluations": {
+            dataset: {
+                name: _evaluation(columns["step"], values, axes, num_evaluations)
+                for name, values in columns.items() if name != "step"
+            }
+            for dataset, columns in job.evaluations.items()
+        },
+        "marks": marks,
+        "samples": job.samples,
+        "profiles": job.profiles,
+        "goodput": job.goodput and _goodput(job.goodput),
+        "hands": [_change(change, axes) for change in job.changes[-_MOST_MARKS:]],
+        "devices": _devices(job, axes),
+        "certificates": summary(job.certificates) if job.certificates else "",
+        "differences": [
+            [item.step, item.difference] for item in failed(job.certificates)[:_MOST_MARKS]
+        ],
+        "layout": {
+            "totals": totals,
+            "num_arrays": len(arrays),
+            "largest": [vars(array) for array in largest[:_MOST_ARRAYS]],
+        },
+    }
+
+
+def _curve(values: np.ndarray, buckets: Buckets) -> dict[str, str]:
+    """Returns "mean", "min" and "max" of each bucket, or "mean" alone where each is a line."""
+    if not len(values):
+        return {"mean": ""}
+    if buckets.are_lines:
+        return {"mean": _base64(values)}
+    return {
+        "mean": _base64(buckets.means(values)), "min": _base64(buckets.lowest(values)),
+        "max": _base64(buckets.highest(values)),
+    }
+
+
+def _evaluation(
+    steps: np.ndarray, values: np.ndarray, axes: Mapping[str, np.ndarray], most: int
+) -> dict[str, Any]:
+    kept = with_extremes(values, most)
+    return {
+        "num": len(values), "axes": _axes(at_steps(axes, steps[kept])),
+        "values": _base64(values[kept]),
+    }
+
+
+def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns a change of hands; "axes" is None if it made no step."""
+    at = None
+    if change.from_step is not None and change.reached:
+        at = _axes(at_steps(axes, np.array([change.from_step], float)))
+    return strict_json(
+        {
+            "generation": change.generation, "kind": change.kind, "why": change.why,
+            "from_step": change.from_step, "source": change.source, "lost": change.lost_steps or 0,
+            "devices": change.num_devices,
+            "mesh": ", ".join(f"{axis} {size}" for axis, size in (change.mesh or {}).items()),
+            "reached": change.reached,
+            "seconds": dict(change.seconds), "total": change.total, "axes": at,
+        },
+        "hands",
+    )
+
+
+def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
+    """Returns the number of devices by first step; None if the job is not elastic."""
+    known = [
+        change for change in job.changes
+        if change.reached and change.from_step is not None and change.num_devices
+    ][-_MOST_MARKS:]
+    if not known:
+        return None
+    steps = np.array([change.from_step for change in known], float)
+    # Of repeated steps, the devices of the last repetition.
+    kept = np.minimum.accumulate(steps[::-1])[::-1] >= steps
+    return {
+        "axes": _axes(at_steps(axes, steps[kept])),
+        "num": [change.num_devices for change, is_kept in zip(known, kept, strict=True) if is_kept],
+    }
+
+
+def _goodput(goodput: Goodput) -> dict[str, Any]:
+    return strict_json(
+        {
+            "seconds": dict(goodput.seconds),
+            "total": goodput.total_seconds,
+            "launches": [
+                {
+                    "began": launch.began, "ended": launch.ended, "first_step": launch.first_step,
+                    "last_step": launch.last_step, "ended_by": launch.ended_by,
+                }
+                for launch in goodput.launches
+            ],
+        },
+        "goodput",
+    )
+
+
+def _axes(axes: Mapping[str, np.ndarray]) -> dict[str, str]:
+    return {name: _base64(axis, "<f8") for name, axis in axes.items()}
+
+
+def _base64(values: np.ndarray, dtype: str = "<f4") -> str:
+    with np.errstate(over="ignore"):  # Beyond float32 it is infinite.
+        return base64.b64encode(values.astype(dtype).tobytes()).decode()

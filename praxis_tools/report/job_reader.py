@@ -1,0 +1,247 @@
+"""Reads the files of jobs for reports, also while they train; nothing is locked."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.json_text import content_of
+from praxis_lite.host.text_table import unique_ends
+from praxis_lite.job.job_dir import JobDir, open_for_reading, recorded_experiment
+from praxis_lite.job.job_lock import is_training
+from praxis_lite.trainer.layout_table import LayoutArray, read_layout
+from praxis_lite.trainer.metrics.columns import MetricsColumns, columns_by_dataset
+from praxis_lite.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.trainer.metrics.records import decoded_files
+from praxis_tools.elastic.changes import START, ChangeOfHands, changes_of_hands
+from praxis_tools.goodput.goodput import Goodput, goodput_of
+from praxis_tools.goodput.spans import THE_END
+from praxis_tools.report.step_certificates import StepCertificate, step_certificates
+
+_NUM_PROMPTS, _MOST_OF_SAMPLE = 20, 2_000  # Letters of a prompt or a continuation.
+_MOST_PROFILES, _MOST_OF_PROFILE = 3, 20_000  # Bytes.
+
+# By dataset and step: prompts and continuations.
+Samples = dict[str, dict[int, list[tuple[str, str]]]]
+_Read = TypeVar("_Read")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """The state of a job when it was read.
+
+    Attributes:
+      name: in the report.
+      experiment: its full name.
+      is_training: a process trains it.
+      columns: of metrics.jsonl.
+      evaluations: the columns of eval_metrics.jsonl by dataset, in the order of their steps.
+      config: values by path.
+      goodput: None if the job did not record where its time went.
+      changes: of hands, of an elastic job, in their order.
+      certificates: of recomputed steps, in the order of their lines.
+      layout: the arrays of its state, and a sentence about their sum.
+      profiles: the tables of its newest profiles by their first step.
+      notes: sentences on what could not be read or shown.
+    """
+
+    name: str
+    path: str
+    experiment: str
+    is_training: bool
+    columns: Mapping[str, np.ndarray]
+    evaluations: Mapping[str, Mapping[str, np.ndarray]]
+    config: Mapping[str, str]
+    samples: Samples
+    goodput: Goodput | None
+    changes: Sequence[ChangeOfHands]
+    certificates: Sequence[StepCertificate]
+    layout: tuple[Sequence[LayoutArray], str]
+    profiles: Mapping[int, str]
+    notes: Sequence[str]
+
+    @property
+    def last_step(self) -> int:
+        """The newest step in metrics.jsonl; 0 if there is none."""
+        steps = self.columns["step"]
+        return int(steps[-1]) if len(steps) else 0
+
+    @property
+    def num_train_steps(self) -> int | None:
+        """The steps that the job is to make, or None if its config does not tell."""
+        text = self.config.get("run.num_train_steps", "")
+        return int(text) if text.isdecimal() and len(text) < 20 else None
+
+    @property
+    def state(self) -> str:
+        """ "trains", "has no steps", "was stopped" before its last step, or "has ended"."""
+        if self.is_training:
+            return "trains"
+        if not self.last_step:
+            return "has no steps"
+        if self.goodput and self.goodput.launches[-1].ended_by == THE_END:  # An early stop too.
+            return "has ended"
+        steps = self.num_train_steps
+        return "was stopped" if steps is not None and self.last_step < steps else "has ended"
+
+    @property
+    def restarts(self) -> np.ndarray:
+        """The steps from which later launches resumed, without changes of hands."""
+        launches = self.goodput.launches[1:] if self.goodput else ()
+        changed = {change.from_step for change in self.changes}
+        steps = [item.first_step for item in launches if item.first_step is not None]
+        return np.array([step for step in steps if step not in changed], float)
+
+    @property
+    def hands(self) -> Sequence[ChangeOfHands]:
+        """The changes of hands that made steps, without the job's first start."""
+        return [
+            change for change in self.changes
+            if change.from_step is not None and change.reached
+            and (change.kind != START or change.from_step)
+        ]
+
+    def steps_where(self, column: str) -> np.ndarray:
+        """Returns the steps at which a column is above 0."""
+        if column not in self.columns:
+            return np.empty(0)
+        return self.columns["step"][self.columns[column] > 0]
+
+
+class JobReader:
+    """Reads a job again and again; only the new lines of metrics.jsonl."""
+
+    def __init__(self, name: str, files: JobDir):
+        self._name, self._files = name, files
+        self._columns = MetricsColumns(files.metrics_jsonl)
+
+    def read(self, most_letters: int) -> JobState:
+        """Returns the job's state now.
+
+        Args:
+          most_letters: of its samples.
+
+        Raises:
+          ConfigError: metrics.jsonl cannot be read, or the directory is no longer a job's.
+        """
+        files, notes = self._files, list[str]()
+
+        def read_or_note(read: Callable[[], _Read], default: _Read) -> _Read:
+            try:
+                return read()
+            except ConfigError as error:
+                notes.append(str(error))
+                return default
+
+        # Checked first: what the job writes at its end is then read after it has ended.
+        trains = is_training(files.path)
+        self._columns.read()
+        if number := self._columns.num_unreadable:
+            lines = "1 line is" if number == 1 else f"{number} lines are"
+            notes.append(f"metrics.jsonl: {lines} left out, for want of a JSON object with a step.")
+        columns = self._columns.columns()
+        if not len(columns["step"]):
+            notes.append("There is no step in metrics.jsonl yet.")
+        if not (config := _config(files)):
+            notes.append("There is no config.txt, so its settings are not compared.")
+        samples, notes_on_samples = read_samples(files, most_letters)
+        notes += notes_on_samples
+        eval_file, elastic_file = files.eval_metrics_jsonl, files.elastic_jsonl
+        return JobState(
+            name=self._name, path=str(files.path), experiment=recorded_experiment(files),
+            is_training=trains, columns=columns,
+            evaluations=read_or_note(lambda: columns_by_dataset(lines_if_any(eval_file)), {}),
+            config=config, samples=samples,
+            goodput=read_or_note(lambda: goodput_of(files), None),
+            changes=read_or_note(lambda: changes_of_hands(elastic_file), []),
+            certificates=read_or_note(lambda: step_certificates(files.certificates_jsonl), []),
+            layout=read_or_note(lambda: read_layout(files.layout_json), ([], "")),
+            profiles=_profiles(files), notes=notes,
+        )
+
+
+def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
+    """Returns the jobs of a report by name: as much of the end of a path as makes it unique.
+
+    A job that is given twice is returned once.
+
+    Raises:
+      ConfigError: there is no path, or a path is not that of a job.
+    """
+    if not paths:
+        raise ConfigError(
+            "A report needs the directory of at least one job: --mode=report JOB [JOB ...]."
+        )
+    jobs: dict[str, JobDir] = {}
+    for path in paths:
+        job = open_for_reading(path, writes=False)
+        jobs.setdefault(os.path.realpath(job.path), job)
+    names = unique_ends([job.path.parts for job in jobs.values()])
+    return {str(Path(*name)): job for name, job in zip(names, jobs.values(), strict=True)}
+
+
+def read_samples(files: JobDir, most: int) -> tuple[Samples, list[str]]:
+    """Returns continuations of at most `most` letters in all, and notes on those left out.
+
+    The newest steps come first.
+    """
+    samples: Samples = {}
+    num_left_out = num_unreadable = 0
+    for file in sorted(decoded_files(files), key=lambda file: (-file.step, file.dataset)):
+        try:
+            decoded = file.read(_NUM_PROMPTS)
+        except OSError:  # It was removed just now, or is not a plain file.
+            continue
+        num_unreadable += decoded.num_unreadable
+        pairs = [
+            (truncated(prompt, _MOST_OF_SAMPLE), truncated(text, _MOST_OF_SAMPLE))
+            for prompt, text in decoded.pairs
+        ]
+        size = sum(len(prompt) + len(text) for prompt, text in pairs)
+        if size > most:
+            num_left_out += 1
+        elif pairs:
+            samples.setdefault(file.dataset, {})[file.step] = pairs
+            most -= size
+    notes = []
+    if num_left_out:
+        number = "a file" if num_left_out == 1 else f"{num_left_out} files"
+        notes.append(f"The samples of {number} in decode are left out: the page has no room.")
+    if num_unreadable:
+        lines = "1 line is" if num_unreadable == 1 else f"{num_unreadable} lines are"
+        notes.append(f"decode: {lines} left out, for want of a JSON object.")
+    return samples, notes
+
+
+def truncated(text: str, most: int) -> str:
+    """Returns at most `most` letters of a text, and "..." if there are more."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _config(files: JobDir) -> dict[str, str]:
+    """Returns the values of config.txt by path; {} if it cannot be read."""
+    try:
+        text = content_of(files.config_txt).decode("utf-8", "replace")
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in text.splitlines() if "=" in line)
+    return {path: value for path, _, value in pairs}
+
+
+def _profiles(files: JobDir) -> dict[int, str]:
+    """Returns the tables of a job's newest profiles by the first step of each."""
+    found = [
+        (int(file.parent.name), file) for file in files.profiles.glob("*/profile.txt")
+        if file.parent.name.isdecimal()
+    ]
+    texts = {}
+    for step, file in sorted(found)[-_MOST_PROFILES:]:
+        try:
+            texts[step] = content_of(file)[:_MOST_OF_PROFILE].decode("utf-8", "replace")
+        except OSError:  # It was removed just now, or is not a plain file.
+            continue
+    return texts

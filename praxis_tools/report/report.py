@@ -1,0 +1,116 @@
+"""Reports of jobs: once, or repeated until none of them trains."""
+
+import dataclasses
+import datetime
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from praxis_lite.host.whole_files import write_whole
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.trained_model.shown_model import html_of
+from praxis_tools.report.document import MOST_LETTERS, document
+from praxis_tools.report.job_reader import JobReader, JobState
+from praxis_tools.report.text import progress_text, report_text
+
+_MOST_WITHOUT_SCRIPT = 8  # Jobs.
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A comparison of jobs, from their files when they were read.
+
+    It prints as --mode=report does, and a notebook shows its page.
+
+    Attributes:
+      jobs: with their metrics, evaluations, settings and samples.
+      read_at: the time, with its zone.
+    """
+
+    jobs: Sequence[JobState] = dataclasses.field(repr=False)
+    read_at: datetime.datetime
+
+    def __str__(self) -> str:
+        return report_text(self.jobs)
+
+    def _repr_html_(self) -> str:
+        from praxis_tools.explain.explain_page import in_notebook
+
+        return in_notebook(self.page(), height=900)
+
+    def page(self, *, reload_seconds: float | None = None) -> str:
+        """Returns the page of --html, which loads nothing from the network.
+
+        Without a script it shows the losses of the first jobs.
+
+        Args:
+          reload_seconds: after which an open page asks for a newer one; None: never.
+        """
+        content = document(self.jobs, written=self.read_at, reload_seconds=reload_seconds)
+        losses = [
+            html_of(job.name, job.path, job.columns, job.evaluations)
+            for job in self.jobs[:_MOST_WITHOUT_SCRIPT]
+        ]
+        parts = {
+            "title": escape(", ".join(job.name for job in self.jobs)),
+            "jobs": "".join(losses),
+            # Only "<" can end a script element; names may have any text.
+            "document": json.dumps(content, separators=(",", ":"), allow_nan=False)
+                        .replace("<", "\\u003c"),
+        }
+        pieces = [(resources.files(__package__) / "report_page.html").read_text("utf-8")]
+        for name, value in parts.items():
+            # Inserted text is not searched for the next placeholder.
+            before, after = pieces.pop().split("{{" + name + "}}")
+            pieces += [before, value, after]
+        return "".join(pieces)
+
+
+class ReportReader:
+    """Reads jobs again and again; see `JobReader`."""
+
+    def __init__(self, jobs: Mapping[str, JobDir]):
+        self._readers = [JobReader(name, files) for name, files in jobs.items()]
+
+    def read(self) -> Report:
+        """Returns the report of now; raises ConfigError if a job cannot be read."""
+        most_letters = MOST_LETTERS // len(self._readers)
+        jobs = [reader.read(most_letters) for reader in self._readers]
+        return Report(jobs, datetime.datetime.now().astimezone())
+
+
+def print_reports(
+    reader: ReportReader, *, html: Path | None, follow_seconds: float | None,
+    write_line: Callable[[str], None] = print, sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Prints a report and writes its page, once or until no job trains any longer.
+
+    Args:
+      html: the page's file, which is replaced atomically; None: none is written.
+      follow_seconds: between two readings; None: the jobs are read once.
+
+    Raises:
+      ConfigError: a job cannot be read, or the page cannot be written.
+    """
+    if follow_seconds is not None and html is not None:
+        write_line(f"writing {html} every {follow_seconds:g} s while a job trains")
+    printed: dict[str, int] = {}
+    while True:
+        report = reader.read()
+        follows = follow_seconds is not None and any(job.is_training for job in report.jobs)
+        if html is not None:
+            text = report.page(reload_seconds=follow_seconds if follows else None)
+            write_whole(html, text.encode("utf-8", "replace"))
+        if not follows:
+            break
+        for job in report.jobs:
+            if printed.get(job.name) != job.last_step:
+                printed[job.name] = job.last_step
+                write_line(progress_text(job))
+        sleep(follow_seconds)
+    write_line(str(report))
+    if html is not None:
+        write_line(f"\nThe page to look at in a browser: {html.absolute()}")

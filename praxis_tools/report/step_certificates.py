@@ -1,0 +1,78 @@
+"""The certificates in flight of a job: the lines of certificates.jsonl."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.core.errors import shown
+from praxis_lite.host.json_text import lines_of, parse_json
+from praxis_lite.trainer.metrics.json_lines import is_step
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCertificate:
+    """A training step that was recomputed and compared.
+
+    Attributes:
+      num_comparisons: how many numbers were compared.
+      closest: the array nearest to its tolerance and the share of it that it used, if known.
+      difference: as text; "" if there was none.
+    """
+
+    step: int
+    num_comparisons: int
+    closest: tuple[str, float] | None
+    difference: str
+
+
+def step_certificates(path: Path) -> list[StepCertificate]:
+    """Returns the certificates of a file in the order of its lines, those of lost steps too.
+
+    Damaged lines are left out; without a file there are none. Raises ConfigError if the file cannot
+    be read.
+    """
+    read = map(_step_certificate, lines_of(path))
+    return [certificate for certificate in read if certificate is not None]
+
+
+def failed(certificates: Sequence[StepCertificate]) -> list[StepCertificate]:
+    """Returns those that found a difference."""
+    return [certificate for certificate in certificates if certificate.difference]
+
+
+def summary(certificates: Sequence[StepCertificate]) -> str:
+    """Returns a sentence on certificates; there is at least 1."""
+    wrong = len(failed(certificates))
+    number = sum(certificate.num_comparisons for certificate in certificates)
+    known = [certificate.closest for certificate in certificates if certificate.closest]
+    nearest = ""
+    if known:
+        leaf, share = max(known, key=lambda closest: closest[1])
+        nearest = f"; the nearest to its tolerance: {leaf}, {share:.1%} of it"
+    result = f"{wrong} found a difference" if wrong else "none found a difference"
+    plural = "s" * (len(certificates) > 1)
+    return (
+        f"{len(certificates)} certificate{plural} of {number:,} comparisons, {result}{nearest}"
+    )
+
+
+def _step_certificate(text: str) -> StepCertificate | None:
+    try:
+        line = parse_json(text)
+        if not is_step(line["step"]):
+            return None
+        closest = line["closest"]
+        return StepCertificate(
+            line["step"], int(line["num_comparisons"]),
+            closest and (shown(str(closest["leaf"]), 200), float(closest["share"])),
+            "" if line["certified"] is True else _difference(line["difference"] or {}),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return None
+
+
+def _difference(fields: Mapping[str, Any]) -> str:
+    """Returns the fields of a difference as "cause device, leaf mdl_vars/w, ..."."""
+    texts = [f"{name} {value}" for name, value in fields.items() if value not in ("", None)]
+    return shown(", ".join(texts), 500) or "not certified"

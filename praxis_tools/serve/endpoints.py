@@ -1,0 +1,262 @@
+"""The HTTP endpoints: answers as one JSON body or as server-sent events."""
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import orjson
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from praxis_lite.host.host_names import asks_for
+from praxis_tools.serve import bodies, requests
+from praxis_tools.serve.answer import Answer, Delta
+from praxis_tools.serve.api_error import ApiError
+from praxis_tools.serve.engine import Engine
+from praxis_tools.serve.requests import Limits
+from praxis_tools.serve.served_model import ServedModel
+
+MOST_BYTES = 4 << 20  # Of a body.
+BODY_SECONDS = 30.0  # For a client to send it.
+# Of an answer that no client receives.
+_CLIENT_GONE = ApiError(499, "The client has gone.", code="client_gone")
+_PREFIX = "praxis_lite_serve"  # Of names in /metrics.
+T = TypeVar("T")
+
+
+def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette:
+    """Returns the endpoints of a model."""
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(_EngineNumbers(engine))
+    answers = prometheus_client.Counter(
+        f"{_PREFIX}_answers", "Answers by path and status.", ["path", "status"], registry=registry
+    )
+    card = {"id": model.name, "object": "model", "created": 0, "owned_by": "praxis_lite",
+            "max_model_len": model.max_length}
+
+    def answering(
+        read: Callable[[bytes], requests.Request]
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def endpoint(http: HttpRequest) -> Response:
+            request = read(await _body(http))
+            # Templates and long texts take time, in which others are answered.
+            prompts = await asyncio.to_thread(model.ids_of, request)
+            answer = Answer(request, prompts, model, engine, limits.seconds)
+            return await _response(http, answer, model.name)
+
+        return endpoint
+
+    async def models(http: HttpRequest) -> Response:
+        return _json({"object": "list", "data": [card]})
+
+    async def named_model(http: HttpRequest) -> Response:
+        if http.path_params["name"] != model.name:
+            raise ApiError(404, f"There is no such model; {model.name} is served here.",
+                           param="model", code="model_not_found")
+        return _json(card)
+
+    async def health(http: HttpRequest) -> Response:
+        if engine.is_draining:
+            return _json({"status": "draining"}, 503)
+        return _json({"status": "ok"})
+
+    async def numbers(http: HttpRequest) -> Response:
+        text = prometheus_client.generate_latest(registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    routes = {
+        ("POST", "/v1/completions"): answering(requests.completion),
+        ("POST", "/v1/chat/completions"): answering(requests.chat),
+        ("GET", "/v1/models"): models,
+        ("GET", "/v1/models/{name:path}"): named_model,
+        ("GET", "/health"): health,
+        ("GET", "/metrics"): numbers,
+    }
+
+    async def unknown_url(http: HttpRequest, error: HTTPException) -> Response:
+        return _error(ApiError(
+            error.status_code, f"{http.method} {http.url.path}: {error.detail}. Known are "
+            f"{', '.join(map(' '.join, routes))}.", code="unknown_url",
+        ))
+
+    async def failed(http: HttpRequest, error: Exception) -> Response:
+        return _error(ApiError(500, "The server has failed. Its output shows why.", code="failed"))
+
+    return Starlette(
+        routes=[
+            Route(path, _checked(path, endpoint, limits, answers), methods=[method])
+            for (method, path), endpoint in routes.items()
+        ],
+        exception_handlers={HTTPException: unknown_url, Exception: failed},
+    )
+
+
+def _checked(
+    path: str, endpoint: Callable[[HttpRequest], Awaitable[Response]], limits: Limits,
+    answers: prometheus_client.Counter,
+) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """Returns the endpoint with checks of host and API key, and a count of its answers."""
+
+    async def checked(http: HttpRequest) -> Response:
+        try:
+            hosts = http.headers.getlist("host")
+            if limits.hosts is not None and not asks_for(hosts, limits.hosts):
+                raise ApiError(
+                    403, f"The request is for the host {', '.join(hosts)!a:.80}; this server "
+                    "answers to its own machine alone. Start it with --host to open it.",
+                )
+            _check_key(http, limits.api_key)
+            response = await endpoint(http)
+        except ClientDisconnect:
+            response = _error(_CLIENT_GONE)
+        except ApiError as error:
+            response = _error(error)
+        answers.labels(path, response.status_code).inc()
+        return response
+
+    return checked
+
+
+class _EngineNumbers(Collector):
+    """Collects the numbers of an engine for each request of /metrics."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        for kind, name, value, text in (
+            (GaugeMetricFamily, "rows", engine.num_rows, "Rows that are decoded at a time."),
+            (GaugeMetricFamily, "rows_taken", engine.num_in_rows, "Rows with an answer."),
+            (GaugeMetricFamily, "answers_waiting", engine.num_waiting, "Answers in the queue."),
+            (CounterMetricFamily, "prompts", engine.num_prompts, "Prompts that were read."),
+            (CounterMetricFamily, "tokens", engine.num_tokens, "Tokens that were made."),
+        ):
+            yield kind(f"{_PREFIX}_{name}", text, value=value)
+
+
+def _check_key(http: HttpRequest, key: str | None) -> None:
+    if key is None or not http.url.path.startswith("/v1/"):
+        return
+    given = http.headers.get("authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.encode(), key.encode()):
+        raise ApiError(
+            401, "The API key is missing or wrong. Send Authorization: Bearer KEY.",
+            code="invalid_api_key",
+        )
+
+
+async def _body(http: HttpRequest) -> bytes:
+    """Returns the body of a request. Raises ApiError if it is not JSON, too large or too slow."""
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Browsers let foreign pages send other types without asking the server first.
+        raise ApiError(
+            415, f"The Content-Type is {kind!a:.80}; expected application/json.",
+        )
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in http.stream():
+                body += piece
+                if len(body) > MOST_BYTES:
+                    raise ApiError(
+                        413, f"The body has more than {MOST_BYTES} bytes. Send a shorter prompt.",
+                        code="body_too_large",
+                    )
+    except TimeoutError:
+        raise ApiError(
+            408, f"The body did not come within {BODY_SECONDS:g} s. Send it again."
+        ) from None
+    return bytes(body)
+
+
+async def _response(http: HttpRequest, answer: Answer, name: str) -> Response:
+    deltas = answer.deltas()
+    try:
+        if not answer.request.stream:
+            return _json(bodies.whole(answer, name, await _unless_gone(http, _all(deltas))))
+        # Before the first token an error still has its own status.
+        first = await _unless_gone(http, anext(deltas))
+    except BaseException:
+        answer.cancel()
+        raise
+    return _EventStream(answer, _events(answer, name, first, deltas))
+
+
+async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
+    return [delta async for delta in deltas]
+
+
+async def _unless_gone(http: HttpRequest, result: Awaitable[T]) -> T:
+    """Returns the result; raises ApiError if the client disconnects first."""
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(result), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise _CLIENT_GONE
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await tasks[1]
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; at their end, generations that have not ended are cancelled."""
+
+    def __init__(self, answer: Answer, events: AsyncIterator[bytes]):
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._answer = answer
+
+    async def __call__(self, *scope_receive_send: Any) -> None:
+        try:
+            await super().__call__(*scope_receive_send)
+        finally:
+            self._answer.cancel()
+
+
+async def _events(
+    answer: Answer, name: str, first: Delta, deltas: AsyncIterator[Delta]
+) -> AsyncIterator[bytes]:
+    for chunk in bodies.first_chunks(answer, name):
+        yield _event(chunk)
+    yield _event(bodies.chunk(answer, name, first))
+    try:
+        async for delta in deltas:
+            yield _event(bodies.chunk(answer, name, delta))
+    except ApiError as error:
+        yield _event(error.body())
+        return
+    if answer.request.include_usage:
+        yield _event(bodies.usage_chunk(answer, name))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def _json(content: Mapping[str, Any], status: int = 200, headers: Any = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, "application/json")
+
+
+def _error(error: ApiError) -> Response:
+    return _json(error.body(), error.status, error.headers)

@@ -1,0 +1,96 @@
+"""The fields of a request in JSON: their expected values, and errors that name the field."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import orjson
+
+from praxis_lite.core.errors import did_you_mean, is_number, shown
+from praxis_tools.serve.api_error import ApiError
+
+# Returns a value as it is used, or None if it is not one of the expected values.
+Check = Callable[[Any], Any]
+
+
+class Field(NamedTuple):
+    """A field of a request: a description of the expected values, and their check."""
+
+    expected: str
+    check: Check
+
+
+def whole(least: int, most: int) -> Field:
+    """Returns a field of whole numbers."""
+    return Field(
+        f"a whole number from {least} to {most}",
+        lambda x: x if type(x) is int and least <= x <= most else None,
+    )
+
+
+def number(least: float, most: float) -> Field:
+    """Returns a field of numbers."""
+    return Field(
+        f"a number from {least:g} to {most:g}",
+        lambda x: float(x) if is_number(x) and math.isfinite(x) and least <= x <= most else None,
+    )
+
+
+FLAG = Field("true or false", lambda x: x if type(x) is bool else None)
+TEXT = Field("a text", lambda x: x if isinstance(x, str) else None)
+
+
+def only(*values: Any, because: str) -> Field:
+    """Returns a field without effect, which may only have the values that change nothing."""
+
+    def check(x: Any) -> Any:
+        return True if any(x == value and type(x) is type(value) for value in values) else None
+
+    return Field(f"{' or '.join(map(_json, values)) or 'null'}: {because}", check)
+
+
+def read(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
+    """Returns the fields of a request; a field of null counts as not given.
+
+    Raises:
+      ApiError: The body is not a JSON object, or has an unknown field or a wrong value.
+    """
+    try:
+        given = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, f"The body is {_json(given)}; expected a JSON object.")
+    return checked(given, known, "")
+
+
+def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -> dict[str, Any]:
+    """Returns the fields of an object; `within` precedes their names in messages.
+
+    Raises:
+      ApiError: as `read`.
+    """
+    result = {}
+    for name, value in given.items():
+        path = shown(f"{within}{name}")
+        if value is None:
+            continue
+        if name not in known:
+            raise ApiError(
+                400, f"{path} is not a known field; known are {', '.join(known)}."
+                f"{did_you_mean(name, known)} Leave it out.", param=path, code="unknown_field",
+            )
+        result[name] = known[name].check(value)
+        if result[name] is None:
+            raise ApiError(
+                400, f"{path} is {_json(value)}; expected {known[name].expected}.", param=path,
+                code="invalid_value",
+            )
+    return result
+
+
+def _json(value: Any) -> str:
+    try:
+        return shown(orjson.dumps(value).decode())
+    except TypeError:  # It reads deeper lists than it writes.
+        return "a value of too many levels"

@@ -1,0 +1,158 @@
+"""`main.py --mode=serve`: a job's or Hugging Face's model, behind OpenAI's HTTP API."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.host.host_names import LOOPBACK_HOSTS, is_loopback
+from praxis_lite.host.optional_packages import require_package
+from praxis_lite.modes.evaluate import add_step
+from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
+from praxis_lite.modes.mode import CommandLine, Mode
+
+if TYPE_CHECKING:
+    import socket
+
+    from praxis_lite.core.partitioner.partitioner import Partitioner
+
+LOOPBACK = "127.0.0.1"
+
+
+class Serve(Mode):
+    """Serves completions and chats over HTTP until a signal comes: docs/serving.md."""
+
+    name = "serve"
+    summary = "serves completions and chats over HTTP, as OpenAI's API does"
+    goes_on = True
+
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        """Adds those of the model, of the port, and of the limits."""
+        add_step(options)
+        options.add_argument(
+            "--hf", metavar="DIR", help="a model of Hugging Face, instead of a job's"
+        )
+        options.add_argument(
+            "--model_name", metavar="NAME",
+            help="by which clients ask for it; default: the name of the directory",
+        )
+        options.add_argument(
+            "--host", metavar="ADDRESS", default=LOOPBACK,
+            help=f"to listen on; default: {LOOPBACK}, which this machine alone reaches",
+        )
+        options.add_argument(
+            "--port", metavar="N", type=int, default=8000, help="default: 8000; 0: a free one"
+        )
+        options.add_argument(
+            "--api_key_variable", metavar="NAME",
+            help="the environment variable with a key that clients must show",
+        )
+        options.add_argument(
+            "--num_rows", metavar="N", type=int, default=8,
+            help="answers that are decoded at a time; default: 8",
+        )
+        options.add_argument(
+            "--max_length", metavar="N", type=int,
+            help="most tokens of a prompt and its answer; default: the model's positions, at most "
+            "4096",
+        )
+        options.add_argument(
+            "--max_queue", metavar="N", type=int, default=256,
+            help="answers that may wait for a row; default: 256",
+        )
+        options.add_argument(
+            "--request_seconds", metavar="S", type=float, default=600.0,
+            help="the most that a request may take; default: 600",
+        )
+        options.add_argument(
+            "--drain_seconds", metavar="S", type=float, default=30.0,
+            help="after a signal, for the requests under way; default: 30",
+        )
+
+    def run(
+        self, command: CommandLine, *, step: int | str | None, hf: str | None, **options: Any
+    ) -> None:
+        """Serves; raises ConfigError before anything compiles if it cannot."""
+        require_package("starlette", "--mode=serve")
+        require_package("uvicorn", "--mode=serve")
+        if (hf is None) == (command.job_log_dir is None):
+            raise ConfigError(
+                "--mode=serve needs --job_log_dir=DIR, a job's directory, or --hf=DIR, a model of "
+                "Hugging Face; and one of them alone."
+            )
+        for name in ("request_seconds", "drain_seconds"):
+            seconds = options[name]
+            require(0 < seconds < 1e6, f"--{name}", seconds, "a number of seconds above 0")
+        require(
+            hf is None or (step is None and command.exp is None), "--step or --exp, next to --hf,",
+            step or command.exp, "left out", "They belong to a job.",
+        )
+        from praxis_tools.serve.server import bound_socket
+
+        # Before the weights are read, so that a port that is taken is an error at once.
+        with bound_socket(options["host"], options.pop("port")) as listening:
+            if hf is not None:
+                _serve_huggingface(command, hf, listening, **options)
+            else:
+                _serve_job(command, step, listening, **options)
+
+
+def _serve_huggingface(
+    command: CommandLine, directory: str, listening: "socket.socket", **options: Any
+) -> None:
+    from praxis_lite.huggingface.model import load_on_devices
+    from praxis_lite.trainer.compilation import use_compilation_cache
+
+    use_compilation_cache()
+    model = load_on_devices(
+        directory, "job" if any(s.startswith("mesh.") for s in command.settings) else "attached",
+        settings=command.settings,
+    )
+    _serve(model.partitioner, model.mdl_vars, directory, listening, **options)
+
+
+def _serve_job(
+    command: CommandLine, step: int | str | None, listening: "socket.socket", **options: Any
+) -> None:
+    launched = recorded_job_of(command, "decode", has_prompts=True)
+    with job_on_mesh(command, launched, "load") as job:
+        from praxis_lite.trainer.decoding.user_prompts import check_language_model
+        from praxis_lite.trainer.restored_weights import restored_weights
+
+        check_language_model(job.partitioner.task, "--mode=serve")
+        step, mdl_vars = restored_weights(
+            job.partitioner, job.files, step, job.run.decode_use_ema_states
+        )
+        _serve(job.partitioner, mdl_vars, command.job_log_dir, listening, **options)
+
+
+def _serve(
+    partitioner: "Partitioner", mdl_vars: Any, directory: str, listening: "socket.socket", *,
+    model_name: str | None, host: str, api_key_variable: str | None, num_rows: int,
+    max_length: int | None, max_queue: int, request_seconds: float, drain_seconds: float,
+) -> None:
+    from praxis_tools.serve.requests import Limits
+    from praxis_tools.serve.served_model import served
+    from praxis_tools.serve.server import serve
+
+    api_key = None
+    if api_key_variable is not None:
+        api_key = os.environ.get(api_key_variable)
+        require(
+            bool(api_key), f"The environment variable {api_key_variable}", api_key, "the API key",
+            "Set it, or leave out --api_key_variable.",
+        )
+    model, engine = served(
+        partitioner, mdl_vars, model_name or Path(directory).absolute().name,
+        max_length=max_length, num_rows=num_rows, most_waiting=max_queue,
+    )
+    if not is_loopback(host) and api_key is None:
+        print(
+            f"warning: other machines can reach --host={host}, and no API key is required, so "
+            "anyone who reaches it can use it. Set --api_key_variable=NAME.", flush=True,
+        )
+    if model.tokenizer.chat is None:
+        print("the tokenizer has no chat template: /v1/chat/completions is refused", flush=True)
+    limits = Limits(request_seconds, api_key, LOOPBACK_HOSTS if is_loopback(host) else None)
+    serve(model, engine, listening, limits, drain_seconds)

@@ -1,0 +1,143 @@
+"""The model that is served: its weights on a mesh, its tokenizer, and its prompts as ids."""
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.decode.continuous_batching import ContinuousBatching
+from praxis_lite.decode.sampling_by_row import SampleByRow
+from praxis_lite.inputs.text.length_classes import all_length_classes
+from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.trainer.decoding.user_prompts import check_language_model, prompt_ids
+from praxis_tools.serve.api_error import ApiError
+from praxis_tools.serve.engine import STEPS_BETWEEN_LOOKS, Engine
+from praxis_tools.serve.requests import COMPLETION_TOKENS, MOST_LOGPROBS, Request
+
+# Most tokens of a row by default: a cache for more may not fit.
+USUAL_LENGTH = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """A language model that reads text.
+
+    Attributes:
+      name: by which clients ask for it.
+      tokenizer: of its task.
+      num_ids: the size of its vocabulary; None: not known.
+      max_length: most tokens of a prompt and its answer together.
+      eos_ids: tokens that end an answer.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    num_ids: int | None
+    max_length: int
+    eos_ids: Collection[int]
+
+    def ids_of(self, request: Request) -> list[np.ndarray]:
+        """Returns the ids of each prompt of a request. Takes time, and is safe in any thread.
+
+        Raises:
+          ApiError: there is another model's name; a prompt is empty, too long, has ids that the
+            model lacks, or is refused by the chat template.
+        """
+        if request.model != self.name:
+            raise ApiError(
+                404, f"There is no model {request.model!a:.80}; {self.name} is served here.",
+                param="model", code="model_not_found",
+            )
+        param = "messages" if request.is_chat else "prompt"
+        try:
+            prompts = [
+                prompt_ids(prompt, self.tokenizer, param, self.num_ids)
+                for prompt in request.prompts
+            ]
+        except ConfigError as error:
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+        for ids in prompts:
+            self._check(ids, request, param)
+        return prompts
+
+    def most_new(self, num_ids: int, request: Request) -> int:
+        """Returns how many tokens may follow a prompt of `num_ids` ids."""
+        room = self.max_length - num_ids
+        if request.max_tokens is None:
+            return room if request.is_chat else min(room, COMPLETION_TOKENS)
+        return min(room, request.max_tokens)
+
+    def _check(self, ids: np.ndarray, request: Request, param: str) -> None:
+        if not len(ids):
+            raise ApiError(
+                400, f"{param} has no token. Give a text.", param=param, code="invalid_value"
+            )
+        if self.num_ids is not None and int(ids.max()) >= self.num_ids:
+            raise ApiError(
+                400, f"{param} has the token {int(ids.max())}, and the model only {self.num_ids}.",
+                param=param, code="invalid_value",
+            )
+        num_new = request.max_tokens or 1
+        if len(ids) + num_new > self.max_length:
+            raise ApiError(
+                400, f"{param} has {len(ids)} tokens, and {num_new} at least are to follow: "
+                f"{len(ids) + num_new}. This server's limit is {self.max_length} together. Shorten "
+                "it, or ask for fewer tokens.", param=param, code="context_length_exceeded",
+            )
+
+
+def served(
+    partitioner: Partitioner, mdl_vars: Any, name: str, *, max_length: int | None, num_rows: int,
+    most_waiting: int,
+) -> tuple[ServedModel, Engine]:
+    """Returns a model and the engine that decodes it; nothing is compiled yet.
+
+    Args:
+      mdl_vars: of the partitioner; donated where their form changes for decoding.
+      max_length: None: the model's positions, at most USUAL_LENGTH.
+      num_rows, most_waiting: as of `Engine`.
+
+    Raises:
+      ConfigError: It is not a causal language model with a tokenizer, has too few positions, or
+        there are several processes.
+    """
+    task = partitioner.task
+    check_language_model(task, "--mode=serve")
+    num_positions = task.num_ids().get("segment_pos")
+    if max_length is None:
+        max_length = min(num_positions or USUAL_LENGTH, USUAL_LENGTH)
+    most = {} if num_positions is None else {"most": num_positions}
+    max_length = whole_number(max_length, "--max_length", 2, **most)
+    whole_number(num_rows, "--num_rows", 1)
+    whole_number(most_waiting, "--max_queue", 1)
+    # The job's settings of how tokens are computed, but not of which tokens are chosen.
+    settings = {
+        name: getattr(task.decoder, name, getattr(SampleByRow, name))
+        for name in (
+            "num_speculative_tokens", "prompt_lookup_max", "prefill_chunk_size",
+            "num_cached_prefixes",
+        )
+    }
+    # Each row has room for max_length tokens, however many of them are the prompt's.
+    decoder = SampleByRow(
+        max_decode_steps=max_length - 1, seqlen=max_length, eos_id=task.decoder.eos_id,
+        num_likeliest=min(MOST_LOGPROBS, task.num_ids().get("ids", MOST_LOGPROBS)),
+        num_kept_steps=STEPS_BETWEEN_LOOKS * (1 + settings["num_speculative_tokens"]), **settings,
+    )
+    lengths = all_length_classes(max_length)
+    batching = ContinuousBatching(
+        decoder, task.module, num_rows, lengths,
+        wrap=functools.partial(partitioner.with_mdl_vars, has_splits=True),
+        compiler_options=partitioner.decode_options,
+        advice="Make --num_rows or --max_length smaller.",
+    )
+    model = ServedModel(
+        name, task.tokenizer, task.num_ids().get("ids"), max_length, decoder.eos_ids
+    )
+    mdl_vars = partitioner.for_decoding(mdl_vars, donates=True)
+    return model, Engine(batching, mdl_vars, lengths, most_waiting)

@@ -1,0 +1,10 @@
+"""Which process of a job is alive but stuck, and what do the others wait for?
+
+The decision is a function of the progress that all processes report; it never sees a process, a
+clock or a file.
+"""
+
+from praxis_tools.stuck.decision import Decision, Stuck
+from praxis_tools.stuck.progress import Progress
+
+__all__ = ["Decision", "Progress", "Stuck"]

@@ -1,0 +1,109 @@
+"""Heartbeats with the progress of each process, by which the first process finds stuck ones."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from praxis_lite.job import processes
+from praxis_lite.job.events import events
+from praxis_lite.job.processes import watchdog
+from praxis_lite.job.processes.beats import Beats, value_of
+from praxis_lite.job.processes.stacks import stacks
+from praxis_tools.stuck.decision import Decision, Stuck
+from praxis_tools.stuck.on_host import own_progress, state_in_words
+from praxis_tools.stuck.progress import Progress, own
+from praxis_tools.stuck.words import details, paragraph
+
+_NUM_ASKED = 4  # Beats in which a process that is asked for its stacks may give them.
+_STACKS = "praxis_lite/stacks"
+
+
+class StuckBeats(Beats):
+    """Heartbeats with the progress of each process.
+
+    The first process lists in "asks" of its own beat the stuck processes whose stacks it needs.
+    """
+
+    def __init__(self, seconds: float):
+        super().__init__(seconds)
+        events.tell(own)
+        self._decision = Decision(processes.count())
+        self._asked: dict[int, str] = {}  # Stuck processes that are asked, and their stacks.
+        self._num_asked, self._reported = 0, ()
+
+    def more(self) -> dict[str, Any]:
+        progress = own_progress(processes.index())
+        return {"progress": dataclasses.asdict(progress), "asks": list(self._asked)}
+
+    def look(self, service: Any) -> int | None:
+        process = processes.index()
+        if 0 in self._last and process in self._last[0]["asks"]:
+            key = _stacks_of(own.progress_of(process))
+            service.key_value_set(key, stacks(), allow_overwrite=True)
+        if not processes.is_first():
+            return None
+        found = self._stuck(lambda item: value_of(service, _stacks_of(item)))
+        if found is None:
+            return None
+        stuck, report = found
+        return stuck.processes[0].process if say(report) and stuck.processes else None
+
+    def why_silent(self, process: int, seconds: float) -> str:
+        """Returns why a process may be silent, how far it had come, and where the others wait."""
+        why, last = super().why_silent(process, seconds), self._last.get(process)
+        if last is None:
+            return why
+        if processes.host(process) == processes.host(processes.index()):
+            why = state_in_words(last["pid"]) or why
+        progress = Progress(**last["progress"])
+        silent = dataclasses.replace(progress, unheard_seconds=seconds)
+        stuck = Stuck((silent,), seconds, (own.progress_of(processes.index()),), why)
+        return f"{why}; {details(stuck, processes.name, own.first_collective)}"
+
+    def _stuck(self, given: Callable[[Progress], str | None]) -> tuple[Stuck, str] | None:
+        """Returns who is stuck, and a report with stacks, once for each; for the first process.
+
+        Args:
+          given: returns the stacks that a process gave which was asked for them, None: not yet.
+        """
+        progress = [
+            Progress(**beat["progress"] | {"unheard_seconds": self.silent(k)})
+            for k, beat in self._last.items()
+        ]
+        local = own_progress(processes.index())
+        stuck = self._decision.add(time.monotonic(), [local, *progress])
+        if stuck is None:
+            self._asked, self._num_asked = {}, 0
+            return None
+        who = tuple((item.process, item.arrived) for item in stuck.processes or stuck.waiting)
+        if who == self._reported:
+            return None
+        for item in stuck.processes:
+            if not self._asked.get(item.process):
+                is_own = item.process == processes.index()
+                self._asked[item.process] = stacks() if is_own else given(item) or ""
+        self._num_asked += 1
+        if not all(self._asked.values()) and self._num_asked <= _NUM_ASKED:
+            return None
+        self._reported, answers = who, self._asked
+        self._asked, self._num_asked = {}, 0
+        report = f"stuck: {paragraph(stuck, processes.name, own.first_collective)}\n"
+        for process, text in answers.items():
+            report += f"Stacks of {processes.name(process)}:\n{text or 'it gave none'}\n"
+        return stuck, report
+
+
+def _stacks_of(progress: Progress) -> str:
+    """Returns the key of the stacks of a process where it is now."""
+    return f"{_STACKS}/{progress.process}/{progress.arrived}"
+
+
+def say(report: str) -> bool:
+    """Reports that a process is stuck; returns True if the job is to end for that."""
+    dog = watchdog.entered()
+    if dog is None:
+        watchdog.write_report(report, None)
+        return False
+    dog.say(report)
+    return dog.may_end()

@@ -1,0 +1,110 @@
+"""The settings of a sweep: its space, its search, its metric; they are recorded with it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, did_you_mean, require, require_choice
+from praxis_lite.host.optional_packages import optional_module
+from praxis_tools.sweep.space import Space, described
+
+SEARCHES, PRUNERS, BETTER = ("grid", "random", "tpe"), ("median", "halving", "none"), ("min", "max")
+NUM_TRIALS = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepSettings:
+    """The settings of a sweep.
+
+    Attributes:
+      experiment: the full name of its class.
+      packages: of --packages.
+      space: what is tried.
+      search: "grid": each combination in its order; "random"; or "tpe", by the results so far.
+      num_trials: how many trials.
+      metric: "heldout/loss" of evaluations, or "loss" of training.
+      better: "min" or "max": which values of it are better.
+      pruner: "median", "halving" or "none": what ends the worst trials early.
+      seed: of the search.
+      num_steps: run.num_train_steps of the first trial.
+    """
+
+    experiment: str
+    packages: Sequence[str]
+    space: Space
+    search: str
+    num_trials: int
+    metric: str
+    better: str
+    pruner: str
+    seed: int
+    num_steps: int
+
+    def __post_init__(self) -> None:
+        require_choice("--search", self.search, SEARCHES)
+        require_choice("--prune", self.pruner, PRUNERS)
+        require_choice("--better", self.better, BETTER)
+        require(self.num_trials >= 1, "--trials", self.num_trials, "a number of trials, 1 or more")
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the settings for the record of the sweep."""
+        to_json = optional_module("optuna.distributions", "--mode=sweep").distribution_to_json
+        searched = {path: to_json(item) for path, item in self.space.searched.items()}
+        space = {"fixed": [*self.space.fixed], "searched": searched}
+        return {**vars(self), "packages": [*self.packages], "space": space}
+
+    @classmethod
+    def of_json(cls, recorded: Mapping[str, Any]) -> "SweepSettings":
+        """Returns the settings that `as_json` recorded."""
+        of_json = optional_module("optuna.distributions", "--mode=sweep").json_to_distribution
+        space = recorded["space"]
+        searched = {path: of_json(text) for path, text in space["searched"].items()}
+        return cls(**{**recorded, "space": Space(tuple(space["fixed"]), searched)})
+
+    def check_continues(self, before: "SweepSettings") -> None:
+        """Raises ConfigError unless these settings continue a recorded sweep.
+
+        Only the number of trials and the pruner may change.
+        """
+        now = self._fixed()
+        for name, old in before._fixed().items():
+            if old != (new := now[name]):
+                raise ConfigError(
+                    f"--job_log_dir holds a sweep with {name} {old}, and {name} is {new} now. Give "
+                    "the same to go on with it, or name another directory."
+                )
+
+    def _fixed(self) -> dict[str, object]:
+        """Returns the settings that stay the same when a sweep is continued, by option."""
+        searched = (described(path, item) for path, item in self.space.searched.items())
+        return {
+            "--exp": self.experiment, "--set": "; ".join([*self.space.fixed, *searched]),
+            "--search": self.search, "--metric": self.metric, "--better": self.better,
+            "--seed": self.seed,
+        }
+
+
+def metric_of(given: str | None, eval_sets: Sequence[str]) -> str:
+    """Returns the metric of a sweep: as given, or the loss of the only dataset to evaluate on.
+
+    Args:
+      given: of --metric, or None.
+      eval_sets: the datasets of the experiment but `train`.
+
+    Raises:
+      ConfigError: there is no such dataset, or there are several to choose from.
+    """
+    if given is None:
+        require(
+            len(eval_sets) <= 1, "--metric", given,
+            f"the metric to compare trials by, such as {(*eval_sets, '')[0]}/loss",
+        )
+        return f"{eval_sets[0]}/loss" if eval_sets else "loss"
+    dataset, slash, _ = given.rpartition("/")
+    choices = [f"{name}/loss" for name in eval_sets]
+    require(
+        dataset in eval_sets if slash else given == "loss", "--metric", given,
+        "a metric of a dataset that is evaluated on, or loss (training's own), such as "
+        f"{', '.join([*choices, 'loss'])}", did_you_mean(given, choices).strip(),
+    )
+    return given

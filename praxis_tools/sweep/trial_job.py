@@ -1,0 +1,155 @@
+"""A trial's job: its command, its process, its output, and its metric."""
+
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import praxis_lite
+from praxis_lite.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.json_text import opened
+from praxis_lite.job.job_dir import JobDir
+from praxis_lite.job.job_lock import is_training
+from praxis_lite.trainer.job_history import evaluations, is_complete
+from praxis_lite.trainer.metrics.columns import MetricsColumns
+from praxis_tools.sweep.settings import SweepSettings
+
+# Values of training's own loss that are judged in a trial.
+_MOST_LOSSES = 50
+_MOST_OUTPUT = 1 << 20  # Bytes of a launch's output, from its end.
+# Lets the kernel send SIGHUP to a process once its parent is gone (PR_SET_PDEATHSIG), however that
+# ended, and turns it into the command that follows. The kernel sends it again for each thread of
+# the parent that ends; a job ends at once at a second SIGTERM, and never at a second SIGHUP.
+_WITH_PARENT = (
+    "import ctypes, os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    "ctypes.CDLL(None).prctl(1, signal.SIGHUP); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+Values = list[tuple[int, float]]
+
+
+class TrialJob:
+    """The job of a trial, in SWEEP/trials/NNNN; its output is in the file SWEEP/trials/NNNN.txt.
+
+    Attributes:
+      metric: by which trials are compared.
+    """
+
+    def __init__(self, sweep_dir: Path, number: int, sweep: SweepSettings, settings: Sequence[str]):
+        self.files = JobDir(sweep_dir / "trials" / f"{number:04d}")
+        self.output = sweep_dir / "trials" / f"{number:04d}.txt"
+        self.metric, self._sweep, self._settings = sweep.metric, sweep, settings
+        self._metrics = MetricsColumns(self.files.metrics_jsonl)
+        self._sizes: list[int] = []
+        self._values: Values = []
+
+    def command(self) -> list[str]:
+        """Returns the command that trains or resumes the job."""
+        return self._main("train", f"--job_log_dir={self.files.path}")
+
+    def _main(self, mode: str, option: str) -> list[str]:
+        packages = self._sweep.packages
+        return [
+            sys.executable, "-m", "praxis_lite.main", f"--mode={mode}",
+            f"--exp={self._sweep.experiment}", option,
+            *([f"--packages={','.join(packages)}"] if packages else []), "--set", *self._settings,
+        ]
+
+    def plan_command(self, topology: str) -> list[str]:
+        """Returns the command that plans the job; its status is 2 if the job does not fit."""
+        return self._main("plan", f"--topology={topology}")
+
+    def start(self, command: list[str]) -> subprocess.Popen:
+        """Starts a command, which gets SIGHUP when this process ends (on Linux)."""
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        with self.output.open("ab") as output:
+            output.write(f"$ {shlex.join(command)}\n".encode())
+            output.flush()
+            if sys.platform == "linux":
+                command = [sys.executable, "-S", "-c", _WITH_PARENT, *command]
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                # Ctrl-C signals the process group: the sweep forwards it, once.
+                env=environment, start_new_session=True,
+            )
+
+    def is_training(self) -> bool:
+        """Returns True if a process trains the job now, whoever started it."""
+        return is_training(self.files.path)
+
+    def is_complete(self) -> bool:
+        """Returns whether the job has made its last step and no process trains it."""
+        if self.is_training() or not self.files.config_json.is_file():
+            return False
+        steps = committed_steps(self.files.checkpoints)
+        packages = {*self._sweep.packages, self._sweep.experiment.partition(".")[0]}
+        try:
+            return bool(steps) and is_complete(self.files, steps[-1], packages)
+        except ConfigError:  # The next launch of the job says which file is damaged.
+            return False
+
+    def has_stepped(self) -> bool:
+        """Returns whether the job has made a step."""
+        with contextlib.suppress(ConfigError):
+            self._metrics.read()
+        return len(self._metrics.columns()["step"]) > 0
+
+    def values(self) -> Values:
+        """Returns the metric by step so far, in order; at most `_MOST_LOSSES` losses.
+
+        The files are read only if they have grown. While a file is damaged the last values stay.
+        """
+        paths = self.files.metrics_jsonl, self.files.eval_metrics_jsonl
+        sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+        if sizes != self._sizes:
+            self._sizes = sizes
+            with contextlib.suppress(ConfigError):
+                self._values = self.read_values(max(1, self._sweep.num_steps // _MOST_LOSSES))
+        return self._values
+
+    def read_values(self, every: int = 1) -> Values:
+        """Returns the metric by step, in order; of the training loss only multiples of `every`.
+
+        Raises:
+          ConfigError: the file is damaged.
+        """
+        dataset, slash, name = self.metric.rpartition("/")
+        if not slash:
+            self._metrics.read()
+            columns = self._metrics.columns()
+            steps, losses = columns["step"], columns.get(name, np.empty(0))
+            return [
+                (int(step), float(loss)) for step, loss in zip(steps, losses, strict=False)
+                if step % every == 0
+            ]
+        return sorted(
+            (step, metrics[name]) for step, evaluated, metrics in evaluations(self.files)
+            if evaluated == dataset and name in metrics
+        )
+
+    def lacks_metric(self) -> str:
+        """Returns the error of a job without a value of the metric; names its other metrics."""
+        names = sorted({
+            f"{dataset}/{name}" for _, dataset, metrics in evaluations(self.files)
+            for name in metrics
+        })
+        return f"it has no {self.metric}; its evaluations have {', '.join(names) or 'none'}"
+
+    def last_error(self) -> str:
+        """Returns the error that the job's last launch ended with, or its last line."""
+        if not self.output.exists():
+            return ""
+        with opened(self.output) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_OUTPUT))
+            launch = file.read().decode("utf-8", "replace").rpartition("\n$ ")[2]
+        before, error, paragraph = launch.rpartition("\nerror: ")
+        text = paragraph if error else (launch.strip().splitlines() or [""])[-1]
+        return " ".join(text.split())

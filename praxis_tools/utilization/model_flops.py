@@ -1,0 +1,123 @@
+"""Counts the matmul flops of a model as it is written: on one device, without recomputation."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from praxis_lite.core.jaxprs import RECOMPUTED, opened, plain
+from praxis_lite.core.learner.update import SCOPE
+from praxis_lite.core.partitioner import accumulation
+from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
+from praxis_tools.explain.hlo_matmuls import window_hits
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlops:
+    """The flops of a program, summed over all devices.
+
+    Attributes:
+      flops: 2 x multiplications in matmuls and convolutions, without those that a backward pass
+        recomputes and those of the optimizer.
+      at_least: whether some are in a loop of unknown length (`lax.while_loop`), which counts as one
+        iteration.
+    """
+
+    flops: int
+    at_least: bool
+
+
+def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
+    """Returns the flops that a training step's model needs, which are the same on every mesh.
+
+    The step is traced for one device, where a pipeline has no idle stages and experts have no spare
+    capacity.
+    """
+    mesh = partitioner.mesh
+    devices = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
+    one_device = mesh_of(devices, mesh.axis_names)
+    gradients = Gradients(_without_micro_batches)
+    step = Partitioner(partitioner.task, one_device, gradients=gradients).train_step
+    return model_flops(step.trace(element_spec).jaxpr)
+
+
+def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> Any:
+    """Calls `value_and_grad` on the complete batch; micro-batches may only divide padded rows."""
+    return accumulation.value_and_grad(*args, **named)
+
+
+def model_flops(jaxpr: Any) -> ModelFlops:
+    """Returns the flops of a traced program with global shapes.
+
+    A scan counts as often as it runs, a conditional as its costliest branch. Kernels (Pallas,
+    cuDNN) do not count.
+    """
+    flops, at_least = 0, False
+    for eqn in map(plain, opened(jaxpr).eqns):
+        scopes = str(eqn.source_info.name_stack)
+        if RECOMPUTED in scopes or scopes.split("/")[0] == SCOPE:
+            continue
+        name, params = eqn.primitive.name, eqn.params
+        if name in _MATMULS:
+            flops += _MATMULS[name](eqn)
+        elif name != "pallas_call":
+            inner = [model_flops(jaxpr) for jaxpr in core.jaxprs_in_params(params)]
+            combine = max if name == "cond" else sum
+            total = combine([0, *(x.flops for x in inner)])
+            flops += total * _num_runs(name, params)
+            at_least |= any(x.at_least for x in inner) or (name == "while" and total > 0)
+    return ModelFlops(flops, at_least)
+
+
+def _num_runs(name: str, params: dict[str, Any]) -> int:
+    """Returns how often an operation runs its jaxpr: once per device for a shard_map."""
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        sizes = params["mesh"].shape
+        return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+    return 1
+
+
+def _dot(eqn: core.JaxprEqn) -> int:
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
+
+
+def _ragged_dot(eqn: core.JaxprEqn) -> int:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracting, _), _ = numbers.dot_dimension_numbers
+    lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    flops = 2 * math.prod(result) * math.prod(lhs[dim] for dim in contracting)
+    if set(numbers.lhs_ragged_dimensions) & set(contracting):
+        # One result per group, from the rows of that group.
+        return flops // eqn.invars[2].aval.shape[-1]
+    return flops
+
+
+def _convolution(eqn: core.JaxprEqn) -> int:
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs = (var.aval.shape for var in eqn.invars)
+    result = eqn.outvars[0].aval.shape
+    batch, features = numbers.out_spec[:2]
+    flops = 2 * result[batch] * result[features] * rhs[numbers.rhs_spec[1]]
+    for dim in range(len(params["window_strides"])):
+        sizes = (
+            shape[spec[dim + 2]] for shape, spec in
+            zip((lhs, rhs, result), numbers, strict=True)
+        )
+        flops *= window_hits(
+            *sizes, params["window_strides"][dim], params["padding"][dim][0],
+            params["lhs_dilation"][dim], params["rhs_dilation"][dim],
+        )
+    return flops
+
+
+_MATMULS = {
+    "dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _convolution,
+}

@@ -1,0 +1,91 @@
+"""Adapters, and what little else is trained, over weights that nothing has trained are refused."""
+
+import functools
+
+import fiddle as fdl
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.checkpoints.init.frozen_base import check_frozen_base
+from praxis_lite.config.class_attributes import configured
+from praxis_lite.core.partitioner.train_state import layout_and_learner
+from praxis_lite.core.sharding.weight_spec import spec_items
+from praxis_lite.experiment import registry
+from tests.support.goldens import GOLDENS
+
+AXES = {"replica": 1, "data": 4, "mdl": 2}
+
+
+HEADS = "mdl_vars/params/softmax", "mdl_vars/params/final_ln"
+
+
+@functools.cache
+def groups_of(name, *settings):
+    task = fdl.build(configured(registry.get_experiment(name), list(settings)).task)
+    return layout_and_learner(task, AXES)[1].groups
+
+
+def paths_of(groups):
+    return ["/".join(("mdl_vars/params", *path)) for path, _ in spec_items(groups.weight_specs)]
+
+
+def refusal(groups, loaded=()):
+    with pytest.raises(ConfigError) as refused:
+        check_frozen_base(groups, set(loaded), may_be_new=False)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["huggingface.ChatLora", "finetune.PyDocsLora"])
+def test_adapters_over_new_weights_are_refused_by_the_names_of_these(name):
+    groups = groups_of(name)
+    message = refusal(groups)
+    assert message.startswith("Adapters are to be trained over weights that are frozen and newly")
+    assert "self_attention/" in message and "/w" in message and "HF_DIR=DIRECTORY" in message
+    assert "lora" not in message
+    check_frozen_base(groups, [], may_be_new=True)
+    base = {path for path in paths_of(groups) if "lora" not in path}
+    check_frozen_base(groups, base, may_be_new=False)
+    # Of a base that is there in part, what is missing is named.
+    (missing,) = [path for path in base if path.endswith("self_attention/post/w")][:1]
+    message = refusal(groups, base - {missing})
+    assert f"1 weights, {missing.removeprefix('mdl_vars/params/')}." in message
+    # What no adapter sits on may be new, such as a head.
+    other = {path for path in base if path.startswith(HEADS)}
+    assert other
+    check_frozen_base(groups, base - other, may_be_new=False)
+
+
+@pytest.mark.parametrize("settings, is_refused", [
+    ("task.learner.bprop_variable_exclusion=transformer/.*", True),  # The head alone.
+    ("task.learner.bprop_variable_inclusion=.*/(b|bias)", True),
+    ("task.learner.bprop_variable_inclusion=.*/scale", True),
+    ("task.learner.bprop_variable_exclusion=softmax/.*", False),  # Most is trained.
+    ("task.learner.bprop_variable_exclusion=.*/scale", False),
+])
+def test_little_over_much_that_is_new_is_refused_whatever_it_is(settings, is_refused):
+    groups = groups_of("lm.Synthetic", settings)
+    if is_refused:
+        assert "over weights that are frozen and newly drawn" in refusal(groups)
+    check_frozen_base(groups, paths_of(groups), may_be_new=False)
+    if not is_refused:
+        check_frozen_base(groups, [], may_be_new=False)
+
+
+@pytest.mark.parametrize("name", ["huggingface.ChatDpo", "lm.Synthetic", "seq2seq.Reverse"])
+def test_a_frozen_copy_of_what_is_trained_and_models_without_frozen_weights_are_right(name):
+    check_frozen_base(groups_of(name), [], may_be_new=False)
+
+
+def test_the_directory_of_a_model_is_its_weights_too():
+    for name in ("CausalLm", "ChatFull", "ChatLora", "ChatDpo", "ChatDpoLora"):
+        experiment = registry.get_experiment(f"huggingface.{name}")
+        assert configured(experiment, []).run.init_from_huggingface is None
+
+    directory = str(GOLDENS / "hf/llama")
+    config = configured(registry.get_experiment("huggingface.ChatLora"), [f"HF_DIR={directory}"])
+    assert config.run.init_from_huggingface == directory
+    config = configured(
+        registry.get_experiment("huggingface.CausalLm"),
+        [f"HF_DIR={directory}", "run.init_from_huggingface=None"],
+    )
+    assert config.run.init_from_huggingface is None

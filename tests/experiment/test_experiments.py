@@ -1,0 +1,51 @@
+"""Every experiment that --list names can be built, and its steps traced on its own mesh."""
+
+import fiddle as fdl
+import pytest
+
+from praxis_lite.config.overrides import apply_overrides, check_required
+from praxis_lite.core import Partitioner, make_mesh
+from praxis_lite.experiment import registry
+from praxis_lite.inputs import SyntheticLm
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.trainer.checks.job_checks import check_num_batches
+from praxis_lite.trainer.decoding.user_prompts import prompt_batch
+
+NAMES = list(registry.list_experiments())
+DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by design.
+
+
+# Their models differ from those of others in one layer or in size.
+SLOW = {
+    "explicit.DigitsDp", "explicit.DigitsFsdp", "explicit.NotebookDp", "explicit.PyDocs",
+    "finetune.PyDocsFull", "finetune.PyDocsLora", "huggingface.ChatDpo", "huggingface.ChatFull",
+    "huggingface.ChatLora", "linen.DigitsViT", "linen.PyDocs", "moe.PyDocs",
+    "pipelined.PyDocs", "pipelined.Synthetic", "python_texts.PythonTexts", "seq2seq.Reverse",
+    "vision.DigitsViT",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES]
+)
+def test_its_steps_can_be_traced(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))  # Some make their data there.
+    config = registry.get_experiment(name)().config()
+    check_required(config)
+    job = fdl.build(config)
+    check_num_batches(job.datasets, job.run)
+    if any(isinstance(dataset, SyntheticLm) for dataset in job.datasets.values()):
+        assert job.task.tokenizer.token_unit == "token", "made-up tokens are no bytes"
+    partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
+    is_split = any(leaf.num_shards > 1 for leaf in partitioner.layout.leaves())
+    assert is_split != (name in DATA_PARALLEL), "no weight is split"
+    train, prompts = {TRAIN: job.datasets[TRAIN]}, job.decode_datasets
+    if isinstance(job.task, LanguageModelTask):
+        prompts = {**prompts, "a user's": prompt_batch(job.task, [[1, 2, 3]])}
+        apply_overrides(config, ["task.decoder.temperature=0.5"])
+    for step, datasets in (("train", train), ("decode", prompts)):
+        for pipeline in datasets.values():
+            pipeline.check()
+            partitioner.steps[step].check_batch(pipeline.element_spec())
+            partitioner.steps[step].trace(pipeline.element_spec())

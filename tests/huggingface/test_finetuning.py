@@ -1,0 +1,189 @@
+"""What a new user does: a model of Hugging Face, a tokenizer, conversations, LoRA, out again."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import praxis_lite
+from praxis_lite import huggingface
+from praxis_lite.core import MeshConfig, make_mesh
+from praxis_lite.huggingface.__main__ import main as convert
+from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
+from tests.support.goldens import GOLDENS
+from tests.support.job_runs import succeed
+
+VOCAB = 290
+
+
+def with_vocabulary(source: Path, directory: Path) -> Path:
+    """Writes a tiny model with rows for other tokens."""
+    shutil.copytree(source, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB}))
+    (directory / "goldens.npz").unlink()
+    tensors, rng = load_file(directory / "model.safetensors"), np.random.default_rng(0)
+    for name, x in tensors.items():
+        if "embed_tokens" in name or "lm_head" in name or "wte" in name:
+            tensors[name] = rng.normal(0, x.std(), (VOCAB, *x.shape[1:])).astype(x.dtype)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """A directory with llama, its tokenizer trained on the words of 50 lines of chat.jsonl."""
+    root = tmp_path_factory.mktemp("walk")
+    directory = with_vocabulary(GOLDENS / "hf" / "llama", root / "llama")
+    lines = []
+    for number in range(50):
+        asked = {"role": "user", "content": f"What comes after {number % 9}?"}
+        answer = {"role": "assistant", "content": f"{number % 9 + 1} comes."}
+        lines.append(json.dumps({"messages": [asked, answer]}))
+    (root / "chat.jsonl").write_text("\n".join(lines))
+    assert tokenizers(
+        ["train", str(root / "chat.jsonl"), str(root / "bpe"), f"--vocab-size={VOCAB - 3}"]
+    ) == 0
+    shutil.copytree(root / "bpe", directory, dirs_exist_ok=True)
+    return root
+
+
+def finetuned(root, experiment, job, *settings):
+    return succeed(
+        f"--exp=huggingface.{experiment}", f"--job_log_dir={root / job}", "--set",
+        f"HF_DIR={root / 'llama'}", f"run.init_from_huggingface={root / 'llama'}",
+        f"CHAT_FILES={root / 'chat.jsonl'}", "SEQ_LEN=48", "BATCH_SIZE=8",
+        "task.decoder.max_decode_steps=12", *settings,
+    )
+
+
+def merged_by_hand(base, adapters):
+    """Returns W + alpha / r B A of each tensor, of DoRA's at its magnitudes, as PEFT, in NumPy."""
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    scale, actual = config["lora_alpha"] / config["r"], load_file(base / "model.safetensors")
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if ".lora_A." in name:
+            b = tensors[name.replace("lora_A", "lora_B")]
+            target = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            actual[target] = actual[target] + scale * b @ a
+            magnitudes = tensors.get(name.replace("lora_A.weight", "lora_magnitude_vector"))
+            assert (magnitudes is not None) == config["use_dora"]
+            if config["use_dora"]:
+                lengths = np.linalg.norm(actual[target], axis=1)
+                actual[target] = actual[target] * (magnitudes / lengths)[:, None]
+    return actual, config
+
+
+def adapters_are_right(root, job):
+    for name in ("merged", "peft"):
+        shutil.rmtree(root / name, ignore_errors=True)
+    convert(["export", str(root / job), str(root / "merged"), "--adapters=merge"])
+    convert(["export", str(root / job), str(root / "peft"), "--adapters=peft"])
+    expected, config = merged_by_hand(root / "llama", root / "peft")
+    actual = load_file(root / "merged" / "model.safetensors")
+    assert expected.keys() == actual.keys()
+    base = load_file(root / "llama" / "model.safetensors")
+    for name, x in expected.items():
+        np.testing.assert_allclose(actual[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
+    changed = {name for name in actual if not np.array_equal(actual[name], base[name])}
+    assert changed == {name for name in base if "_proj." in name}
+    assert set(config["target_modules"]) == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }
+    # What is read again computes what the job's model does.
+    ids = np.arange(34).reshape(2, 17) % VOCAB
+    trained = praxis_lite.load(root / job)
+    again = huggingface.load(root / "merged")
+    np.testing.assert_allclose(again.logits(ids), trained.predict(ids)[0], atol=1e-4)
+    assert huggingface.load_tokenizer(root / "merged").vocab_size == VOCAB - 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_lora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, capsys, use_dora):
+    job = f"short_{use_dora}"
+    finetuned(
+        started, "ChatLora", job, "run.num_train_steps=2", "mesh.ici_mesh_shape=1,2,2",
+        "mesh.allow_unused_devices=True", f"USE_DORA={use_dora}",
+    )
+    with pytest.raises(SystemExit):
+        convert(["export", str(started / job), str(started / "refused")])
+    assert "--adapters merge" in capsys.readouterr().err
+    adapters_are_right(started, job)
+
+
+@pytest.mark.slow
+def test_a_new_users_walk(started):
+    done = finetuned(
+        started, "ChatLora", "walk", "run.num_train_steps=100", "mesh.ici_mesh_shape=1,4,2"
+    )
+    assert "trained to step 100" in done.out
+    losses = [
+        json.loads(line)["loss"]
+        for line in (started / "walk" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert np.mean(losses[-5:]) < 0.3 * losses[0]
+    done = succeed(
+        "--mode=decode", f"--job_log_dir={started / 'walk'}", "--chat", "--prompt",
+        "What comes after 4?", "What comes after 7?",
+    )
+    assert "prompt 1 of 2: What comes after 4?\n5 comes.\n" in done.out
+    assert "\n8 comes.\n" in done.out
+    adapters_are_right(started, "walk")
+    # On a mesh that divides nothing it computes the same.
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
+    ids = np.arange(34).reshape(2, 17)
+    np.testing.assert_allclose(
+        huggingface.load(started / "merged", mesh).logits(ids),
+        huggingface.load(started / "merged").logits(ids), atol=1e-4,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["ChatFull", "ChatDpo", "ChatDpoLora"])
+def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, experiment):
+    if experiment.startswith("ChatDpo"):
+        pairs = [json.loads(line) for line in (started / "chat.jsonl").read_text().splitlines()]
+        text = "\n".join(
+            json.dumps({"prompt": pair["messages"][:1], "chosen": pair["messages"][1:],
+                        "rejected": [{"role": "assistant", "content": f"No {number}."}]})
+            for number, pair in enumerate(pairs)
+        )
+        (started / "pairs.jsonl").write_text(text)
+    files = (f"CHAT_FILES={started / 'pairs.jsonl'}",) if "Dpo" in experiment else ()
+    done = finetuned(
+        started, experiment, experiment, "run.num_train_steps=4",
+        "run.evaluation.every_steps=4", *files
+    )
+    assert "weights from" in done.out
+    if "Dpo" in experiment:
+        assert "rewards/margins" in done.out
+        first = json.loads((started / experiment / "metrics.jsonl").read_text().splitlines()[0])
+        assert first["loss"] == pytest.approx(np.log(2.0), abs=1e-4)
+    if experiment == "ChatDpo":  # The frozen copy stays here.
+        out = started / "dpo"
+        convert(["export", str(started / experiment), str(out)])
+        base = load_file(started / "llama" / "model.safetensors")
+        assert load_file(out / "model.safetensors").keys() == base.keys()
+
+
+@pytest.mark.slow
+def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(tmp_path, capsys):
+    directory = with_vocabulary(GOLDENS / "hf" / "phi3", tmp_path / "phi3")
+    job, message = tmp_path / "job", f"HF_DIR={directory}"
+    succeed(
+        "--exp=huggingface.ChatLora", f"--job_log_dir={job}", "--set", message,
+        "SEQ_LEN=600", "BATCH_SIZE=2", "task.model.max_positions=600",
+        "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1", "mesh.allow_unused_devices=True",
+    )
+    with pytest.raises(SystemExit):
+        convert(["export", str(job), str(tmp_path / "peft"), "--adapters=peft"])
+    assert "gate_up_proj.weight consists of several" in capsys.readouterr().err
+    convert(["export", str(job), str(tmp_path / "merged"), "--adapters=merge"])
+    ids = np.arange(20).reshape(2, 10)
+    actual = huggingface.load(tmp_path / "merged").logits(ids)
+    np.testing.assert_allclose(actual, praxis_lite.load(job).predict(ids)[0], atol=0.05)

@@ -1,0 +1,220 @@
+"""Commands of the library: errors in a paragraph, signals and lost output; nothing half written."""
+
+import errno
+import fcntl
+import functools
+import io
+import os
+import signal
+import sys
+
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.checkpoints.__main__ import main as checkpoints
+from praxis_lite.host.whole_files import new_directory
+from praxis_lite.huggingface.__main__ import main as convert
+from praxis_lite.huggingface.tensors.writing import save_tensors
+from praxis_lite.inputs.__main__ import main as inputs
+from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
+from praxis_lite.job.command import run, status_of
+from praxis_lite.pax import job as pax_job
+from praxis_lite.trainer.begin_job import new_job_dir
+from tests.job.test_disk_full import files_of_at_most
+from tests.support.goldens import GOLDENS
+
+SYNTHETIC = "lm.Synthetic"
+
+
+def status(command, *argv):
+    return status_of(lambda: command(list(argv)), goes_on=False)
+
+
+@pytest.mark.parametrize("command, words", [
+    (tokenizers, "train TEXT FILE"),
+    (tokenizers, "train TEXT FILE/x"),
+    (tokenizers, "train TEXT /proc/x"),
+    (tokenizers, "train TEXT gs://bucket/x"),
+    (tokenizers, "train TEXT file:///x"),
+    (tokenizers, "train TEXT DIR --chat-template=FILE/x"),
+    (tokenizers, "train gs://bucket/*.txt DIR"),
+    (tokenizers, "train TEXT"),
+    (tokenizers, "grow"),
+    (convert, "import gs://bucket/model DIR"),
+    (convert, "import DIR/gone DIR/job"),
+    (convert, "import FILE DIR/job"),
+    (convert, "import LLAMA gs://bucket/job"),
+    (convert, "import LLAMA FILE"),
+    (convert, "import LLAMA FILE/x"),
+    (convert, "import LLAMA /proc/x"),
+    (convert, "export gs://bucket/job DIR"),
+    (convert, "export DIR DIR --step=newest"),
+    (convert, "export DIR DIR --adapters=both"),
+    (convert, "import LLAMA DIR --sat x=1"),
+    (convert, ""),
+    (pax_job.main, "--exp=lm.Synthetic --pax=gs://bucket/x --job_log_dir=DIR"),
+    (pax_job.main, "--exp=lm.Synthetic --pax=FILE --job_log_dir=DIR"),
+    (pax_job.main, "--exp=lm.Synthetic --pax=DIR/gone --job_log_dir=DIR"),
+    (pax_job.main, "--exp=lm.Synthetic"),
+    (inputs, "digest --exp=lm.Synthetic --start=99999999999999999999"),
+    (inputs, "digest --exp=lm.Nothing"),
+    (inputs, "prepare"),
+    (checkpoints, "ls FILE"),
+    (checkpoints, "ls gs://bucket/job"),
+    (checkpoints, "ls"),
+])
+def test_what_a_user_can_mend_is_a_paragraph_and_nothing_is_made(
+    command, words, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("some text")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "dir").mkdir()
+    for word, path in {"TEXT": "text", "FILE": "file", "DIR": "dir"}.items():
+        words = words.replace(word, str(tmp_path / path))
+    assert status(command, *words.replace("LLAMA", str(GOLDENS / "hf/llama")).split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and "Traceback" not in err and "traceback" not in err
+    assert sorted(os.listdir(tmp_path)) == ["dir", "file", "text"]
+    assert os.listdir(tmp_path / "dir") == []
+
+
+def test_a_memory_that_does_not_suffice_is_not_said_before_the_path_of_pax(tmp_path, capsys):
+    assert status(
+        pax_job.main, "--exp=lm.Synthetic", "--pax=/nope", f"--job_log_dir={tmp_path}/job",
+        "--set", "task.model.model_dims=1000000",
+    ) == 2
+    assert capsys.readouterr().err.startswith("error: /nope is not a directory")
+
+
+def raising(error):
+    def fails():
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize("fails, code, expected", [
+    (functools.partial(os.mkdir, "/proc/x"), 2, "error: /proc/x: No such file or directory."),
+    (raising(OSError(errno.ENOSPC, "No space left on device", "/x")), 2,
+     "/x could not be written: No space left on device"),
+    (raising(ConfigError("mend it")), 2, "error: mend it"),
+    (raising(KeyboardInterrupt()), 128 + signal.SIGINT, "ended by SIGINT"),
+])
+def test_an_error_ends_a_command_in_a_paragraph(fails, code, expected, capsys):
+    assert status_of(fails, goes_on=True) == code
+    err = capsys.readouterr().err
+    assert expected in " ".join(err.split()) and "Traceback (most" not in err
+
+
+def test_a_signal_ends_a_command_with_its_number(capfd):
+    def waits():
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    assert status_of(waits, goes_on=True) == 128 + signal.SIGTERM
+    assert "ended by SIGTERM" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("goes_on, code", [(True, 0), (False, 128 + signal.SIGPIPE)])
+def test_a_command_whose_output_is_lost_makes_what_it_makes(goes_on, code, monkeypatch, capfd):
+    null, result = os.open(os.devnull, os.O_WRONLY), []
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+        def fileno(self):
+            return null
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+
+    def command():
+        print("made it", flush=True)
+        result.append(7)
+
+    assert status_of(command, goes_on=goes_on) == code
+    os.close(null)
+    assert result == [7] * goes_on
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_status_of_a_command_is_its_own():
+    assert status_of(lambda: 1, goes_on=True) == 1
+    with pytest.raises(SystemExit) as ended:
+        run(lambda: 3, goes_on=True)
+    assert ended.value.code == 3
+    run(lambda: 0, goes_on=True)
+
+
+def test_a_directory_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+
+    def write(folder):
+        for name in ("last.json", "a.bin", "b.bin"):
+            (folder / name).write_text(name)
+
+    with (
+        pytest.raises(ConfigError, match="/out .*File too large"),
+        new_directory(target, "last.json") as folder, files_of_at_most(3),
+    ):
+        write(folder)
+    assert not target.exists()
+    # What a killed process left goes; what is its user's does not.
+    (target / ".partial").mkdir(parents=True)
+    (target / ".partial/old").write_text("half")
+    order = []
+    replace = os.replace
+
+    def moves(source, to):
+        order.append(os.path.basename(to))
+        if len(order) == 2:
+            raise OSError(errno.EIO, "Input/output error", str(to))
+        replace(source, to)
+
+    monkeypatch.setattr(os, "replace", moves)
+    with (
+        pytest.raises(ConfigError, match="Input/output"),
+        new_directory(target, "last.json") as folder,
+    ):
+        write(folder)
+    assert os.listdir(target) == [] and order == ["a.bin", "b.bin"]
+    with new_directory(target, "last.json") as folder:
+        write(folder)
+    assert sorted(os.listdir(target)) == ["a.bin", "b.bin", "last.json"]
+    assert order[-1] == "last.json"
+    with (
+        pytest.raises(ConfigError, match=".a.bin.*b.bin.*last.json"),
+        new_directory(target, "last.json"),
+    ):
+        pytest.fail("files are written over")
+
+
+def test_tensors_for_which_there_is_no_room_are_an_error_of_the_disk(tmp_path):
+    import numpy as np
+
+    with files_of_at_most(1000), pytest.raises(OSError) as full:
+        save_tensors({"w": np.zeros(1301, np.float32)}, tmp_path / "x.safetensors")
+    assert full.value.errno == errno.EFBIG and full.value.filename.endswith("x.safetensors")
+
+
+def test_an_import_that_fails_leaves_no_files(tmp_path):
+    path = tmp_path / "job"
+    with (
+        pytest.raises(OSError, match="No space left"),
+        new_job_dir(path, SYNTHETIC) as job_dir,
+    ):
+        job_dir.huggingface.mkdir()
+        job_dir.write_config("{}", [])
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert os.listdir(path) == [".training"]
+    with (
+        open(path / ".training") as lock,
+        pytest.raises(ConfigError, match="--job_log_dir=.*/job: "),
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with new_job_dir(path, SYNTHETIC):
+            pytest.fail("two commands write the directory")
+    with new_job_dir(path, SYNTHETIC) as job_dir:
+        job_dir.write_config("{}", [])
+    assert sorted(os.listdir(path)) == [".training", "config.json", "config.txt"]

@@ -1,0 +1,138 @@
+"""Modes of the command line: their options, their help, and modes of a user's own package."""
+
+import subprocess
+import sys
+
+import pytest
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.main import MODES
+from praxis_lite.modes.mode import CommandLine
+from praxis_lite.modes.options import parsed
+from praxis_lite.trainer.job_on_mesh import partitioner_of
+from tests.support.job_runs import CHECKOUT
+
+MODES_PY = """
+import sys
+
+from praxis_lite.modes import Mode
+
+assert "jax" not in sys.modules
+
+
+class Count(Mode):
+    summary = "counts devices"
+
+    def add_options(self, options):
+        options.add_argument("--times", metavar="N", type=int, default=7)
+
+    def run(self, command, *, times):
+        from praxis_lite.modes.launched import experiment_of, job_on_mesh
+
+        launched = experiment_of(command)
+        with job_on_mesh(command, launched, "load") as job:
+            print(f"{times} times {job.partitioner.mesh.size} devices")
+        return 5
+
+
+class Wrong(Mode):
+    summary = "fails"
+
+    def run(self, command):
+        raise LookupError("no such number")
+
+
+NotOne = int
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage/__init__.py").touch()
+    (tmp_path / "mypackage/modes.py").write_text(MODES_PY)
+
+    def run(*argv):
+        command = [sys.executable, CHECKOUT / "main.py", *argv]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout, " ".join(done.stderr.split())
+
+    return run
+
+
+def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(run):
+    status, out, err = run(
+        "--packages=mypackage", "--mode=mypackage.modes.Count", "--times=3", "--exp=lm.Synthetic"
+    )
+    assert (status, err) == (5, "")
+    assert out.startswith("praxis_lite.experiments.lm.Synthetic, mypackage.modes.Count\n")
+    assert out.splitlines()[-1] == "3 times 8 devices"
+
+
+@pytest.mark.parametrize("argv, status, words", [
+    (["--mode=mypackage.modes.Count"], 2, "add --packages=mypackage."),
+    (["--packages=mypackage", "--mode=mypackage.modes.Cuont"], 2,
+     "Did you mean Count?"),
+    (["--packages=mypackage", "--mode=mypackage.modes.NotOne"], 2, "<class 'int'>;"),
+    (["--packages=mypackage", "--mode=mypackage.modes.Count", "--topology=cpu:8"], 2,
+     "--mode=plan and --mode=sweep; --mode=mypackage.modes.Count "),
+    (["--packages=mypackage", "--mode=mypackage.modes.Wrong"], 1,
+     'line 28, in run: `raise LookupError("no such number")`'),
+    (["--packages=nowhere", "--mode=nowhere.modes.Count"], 2, "--packages=nowhere"),
+])
+def test_a_mode_that_cannot_run_is_named_in_a_paragraph(argv, status, words, run):
+    code, out, err = run(*argv)
+    assert (code, out) == (status, "")
+    assert words in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--mode=trian"], "train?"),
+    (["--mode=plan", "--measur", "--step=3"], "--mode=eval, --mode=decode"),
+    (["--mode=plan", "--step"], "--mode=eval, --mode=decode"),
+    (["--mode=eval", "--prompts=x"], "--mode=decode; --mode=eval "),
+    (["--mode=check", "--steps=train"], "--steps: invalid int value: 'train'"),
+    (["--chatt"], "--chat?"),
+])
+def test_a_wrong_mode_or_option_is_answered_before_jax_is_imported(argv, words):
+    code = (
+        "import sys\nfrom praxis_lite.main import main\n"
+        f"try:\n    main({argv})\nfinally:\n    assert 'jax' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr
+
+
+def test_options_reach_their_mode_and_no_other():
+    argv = ["--mode=decode", "--exp=a", "--prompt", "x", "y", "--set", "b=1", "--prompt=z"]
+    command, mode, options = parsed(argv, MODES)
+    assert command == CommandLine(mode="decode", exp="a", packages=[], settings=["b=1"])
+    assert mode is MODES["decode"]
+    assert options == {
+        "step": None, "follow": False, "follow_seconds": 600, "prompt": ["x", "y", "z"],
+        "prompts": None, "chat": False,
+    }
+    none = dict.fromkeys(("metrics_port", "metrics_host", "health_dir", "grace_seconds"))
+    assert parsed([], MODES) == (CommandLine(packages=[], settings=[]), MODES["train"], none)
+    assert parsed(["--mode=check"], MODES)[2]["steps"] == 20
+    assert parsed(["--mode=plan", "--steps=eval,train"], MODES)[2]["steps"] == ["eval", "train"]
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_help_of_a_mode_has_its_options_alone_and_help_of_all_has_all(name, capsys):
+    texts = {}
+    for argv in ([f"--mode={name}", "--help"], ["--help"]):
+        with pytest.raises(SystemExit) as ended:
+            parsed(argv, MODES)
+        assert ended.value.code == 0
+        texts[len(argv)] = capsys.readouterr().out
+    assert "--coordinator" in texts[2] and MODES[name].summary in texts[1]
+    for other in ("--chat", "--measure", "--shrink"):
+        local = {"--chat": "decode", "--measure": "plan", "--shrink": "check"}[other]
+        assert (other in texts[2]) == (local == name)
+        assert other in texts[1]
+
+
+def test_a_job_is_checked_for_what_there_is():
+    with pytest.raises(ConfigError, match="'lode'.*Did you mean load"):
+        partitioner_of(None, "lode")

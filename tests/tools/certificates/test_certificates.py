@@ -1,0 +1,376 @@
+"""Certificates in flight: right jobs are certified, and each fault is found where it is."""
+
+import dataclasses
+import functools
+import json
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import praxis_lite
+from praxis_lite import ConfigError
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
+from praxis_lite.core.partitioner.compiled_steps import TrainStep
+from praxis_lite.optimizers import DynamicLossScale
+from praxis_tools.certificates import element_hash, rerun
+from praxis_tools.certificates.diagnosis import Search, of_copies, of_restored
+from praxis_tools.certificates.placements import other_meshes, rolled
+from praxis_tools.certificates.state_digests import StateDigests
+from praxis_tools.certificates.update import UpdateCheck
+from praxis_tools.check import tolerances
+from tests.tools.certificates import planted
+from tests.tools.certificates.faults import all_faults
+from tests.tools.check import tiny
+
+RNG = np.random.default_rng(7)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eight_devices():
+    """Starts JAX with the devices of conftest.py, before a job simulates fewer."""
+    jax.devices()
+
+
+
+def digest_by_hand(x):
+    """Returns the digest of an array, from the definition in integers of Python."""
+    def mixed(h):
+        h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
+        h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
+        return h ^ (h >> 16)
+
+    lanes = [0, 0]
+    for index, word in enumerate(np.asarray(x).reshape(-1).view(np.uint32).tolist()):
+        first = mixed(word ^ mixed((index * 0x9E3779B9 + 0x7F4A7C15) % 2**32))
+        lanes = [(lanes[0] + first) % 2**32, (lanes[1] + mixed(first ^ 0x85EBCA6B)) % 2**32]
+    return "".join(f"{lane:08x}" for lane in lanes)
+
+
+@functools.cache
+def state_on(shape):
+    """Returns a layout, a mesh and a state of tiny.Points on it: the same numbers on each."""
+    job = planted.Job(tiny.Points, shape, num_steps=0)
+    return job.own.layout, job.mesh, job.state
+
+
+def test_digests_are_the_same_on_every_mesh_and_as_by_hand():
+    saved = {}
+    for shape in ((2, 2), (4, 1)):  # Five hidden features: with padding, and without.
+        layout, mesh, state = state_on(shape)
+        digests = StateDigests(layout, mesh)(state)
+        assert not list(digests.stale())
+        w = np.asarray(state.mdl_vars["params"]["first"]["w"])[:6, :5]
+        assert digests.by_leaf["mdl_vars/params/first/w"] == digest_by_hand(w)
+        if saved:
+            assert digests.by_leaf == saved["leaves"]
+            assert digests.of_state == saved["state"]
+            assert not of_restored(layout, mesh, saved, digests)
+        saved = digests.to_save()
+
+
+def test_a_copy_that_drifts_and_a_stale_block_are_named():
+    layout, mesh, state = state_on((4, 1))
+    digests_of = StateDigests(layout, mesh)
+    saved = digests_of(state).to_save()
+    leaf = "mdl_vars/params/first/b"
+    drifted = planted.changed(state, leaf, lambda x: planted.with_copy(x, [2], planted.one_bit))
+    (actual,) = of_copies(layout, mesh, digests_of(drifted))
+    assert (actual.device, actual.axis) == ("device 2 (cpu) of process 0", "data")
+    assert (actual.layer, actual.leaf, actual.what) == ("first", leaf, "replicas")
+    leaf = "mdl_vars/params/first/w"
+    stale = planted.changed(state, leaf, lambda x: planted.with_copy(x, [1], np.zeros_like))
+    assert not of_copies(layout, mesh, digests_of(stale))  # No other device has that block.
+    (actual,) = of_restored(layout, mesh, saved, digests_of(stale))
+    assert (actual.device, actual.leaf) == ("device 1 (cpu) of process 0", leaf)
+    assert (actual.layer, actual.what) == ("first", "restored state")
+
+
+def test_a_digest_tells_elements_that_change_places_and_bits_of_any_type():
+    digest = lambda x: element_hash.digest(x, element_hash.indices(x.shape, x.shape)).tolist()  # noqa: E731
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn):
+        # By NumPy, because not every CPU computes in every type.
+        x = np.asarray([0, 1, 0, 0], dtype)
+        assert digest(jnp.asarray(x)) != digest(jnp.asarray(np.roll(x, 1)))
+        assert digest(jnp.asarray(x)) == digest(jnp.asarray(x.copy()))
+    assert digest(jnp.asarray([0.0])) != digest(jnp.asarray([-0.0]))
+
+
+def test_tolerances_follow_what_rounding_moves():
+    leaves = {f"gradients/{k}": RNG.normal(size=5).astype(np.float32) for k in range(7)}
+    leaves["metrics/loss/value"] = np.float32(2.5)
+
+    def moved(share):
+        return {k: (x * (1 + share * RNG.normal(size=x.shape))).astype(np.float32)
+                for k, x in leaves.items()}
+
+    def failed(rounding, actual):
+        compared = tolerances.by_rounding("mesh", leaves, [moved(rounding)], actual)
+        return [x.leaf for x in compared if not x.is_equal]
+
+    for rounding in (1e-7, 1e-3):
+        assert not failed(rounding, moved(rounding))
+        wrong = {**moved(rounding), "gradients/3": leaves["gradients/3"] * (1 + 300 * rounding)}
+        assert failed(rounding, wrong) == ["gradients/3"]
+
+
+def test_meshes_that_share_no_split_come_first(mesh_of):
+    meshes = [tuple(item.devices.shape) for item in other_meshes(mesh_of(1, 8, 1))]
+    assert meshes[0] == (4, 1, 2)
+    assert (1, 8, 1) not in meshes
+    assert len(meshes) == 10
+    assert meshes[-1] == (1, 1, 1, 8)
+    single, whole = other_meshes(mesh_of(8, axis_names=("data",)))
+    assert dict(single.shape) == {"data": 4, "copies": 2}
+    assert dict(whole.shape) == {"data": 1, "copies": 8}
+    assert rolled([1, 4, 6], 8) == [0, 4, 2, 3, 6, 5, 1, 7]
+
+
+def test_a_right_step_is_certified_and_one_bit_of_a_gradient_is_not():
+    job = planted.Job(tiny.Points, (2, 2))
+    certifier = job.certifier()
+    made = certifier.certify(job.state, job.batch, job.key, job.step)
+    assert not made.failed
+    assert certifier.is_exact
+    assert certifier.reruns[2].name == "data 4"
+    assert {x.mesh for x in made.comparisons} == {rerun.MOVED, "data 4"}
+    assert made.update is None  # The state before the step was not kept.
+    digests = {k: x.copy() for k, x in made.own.digests.items()}
+    digests["gradients/last/w"][0] ^= 1
+    turned = dataclasses.replace(made.own, digests=digests)
+    (failed,) = [x for x in rerun.compare_moved(made.own, turned) if not x.is_equal]
+    assert failed.leaf == "gradients/last/w"
+
+    # The update too, and one bit of a block that no other device has.
+    for leaf in ("", "mdl_vars/params/first/w", "opt_states/slots/unstacked/0/nu/last/w"):
+        certifier.keep(job.state, job.step)
+        job.train()
+        if leaf:
+            job.state = planted.changed(
+                job.state, leaf, lambda x: planted.with_copy(x, [3], planted.one_bit)
+            )
+        made = certifier.certify(job.state, job.batch, job.key, job.step)
+        assert (made.update.num_arrays, made.update.is_exact) == (17, True)
+        assert [x.leaf for x in made.failed] == ([leaf] if leaf else [])
+        if leaf:
+            difference = Search(certifier, made).difference()
+            assert (difference.device, difference.leaf) == ("device 3 (cpu) of process 0", leaf)
+            assert difference.axis == "data 1, mdl 1"
+    certifier.close()
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match="certify_every_steps is 0"):
+        praxis_lite.RunConfig(num_train_steps=3, certify_every_steps=0)
+    with pytest.raises(ConfigError, match="certify_action is 'go on'.*stop, report"):
+        praxis_lite.RunConfig(num_train_steps=3, certify_action="go on")
+
+
+class Certified(tiny.Points):
+    """Points, certified every two steps."""
+
+    def run(self):
+        config = super().run()
+        config.num_train_steps, config.certify_every_steps = 4, 2
+        return config
+
+
+def lines_of(job):
+    """Returns the lines of a job's certificates."""
+    return [json.loads(line) for line in (job / "certificates.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, monkeypatch):
+    train = functools.partial(praxis_lite.train, Certified, tmp_path, packages=["tests"])
+    train()
+    assert [(x["step"], x["certified"], x["rows"]) for x in lines_of(tmp_path)] == [
+        (2, True, 4), (4, True, 4)]
+    updates = {"arrays": 17, "of_arrays": 17, "bits": True}
+    assert [x["update"] for x in lines_of(tmp_path)] == [updates] * 2
+    restore = Checkpoints.restore
+
+    def stale(*args, **named):
+        restored = restore(*args, **named)
+        state = planted.changed(
+            restored.state, "opt_states/ema/last/w",
+            lambda x: planted.with_copy(x, [3], np.zeros_like))
+        return dataclasses.replace(restored, state=state)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "restore", stale)
+        with pytest.raises(ConfigError, match="not the one that was saved.*device 3.*ema/last/w"):
+            train(settings={"run.num_train_steps": 6})
+    last = lines_of(tmp_path)[-1]
+    assert (last["step"], last["certified"]) == (4, False)
+    assert last["difference"]["leaf"] == "opt_states/ema/last/w"
+    # On another mesh it is the same state.
+    train(settings={"run.num_train_steps": 6, "mesh.ici_mesh_shape": (4, 1)})
+    digests = {x["state_digest"] for x in lines_of(tmp_path) if x["step"] == 4 and x["certified"]}
+    assert len(digests) == 1
+    assert lines_of(tmp_path)[-1]["step"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_bit_that_flips_after_an_update_ends_the_job(tmp_path, monkeypatch, every):
+    make_step, leaf = TrainStep.__call__, "mdl_vars/params/last/w"
+
+    def flipped(self, *args):
+        state, outputs = make_step(self, *args)
+        change = functools.partial(planted.with_copy, places=[1], change=planted.one_bit)
+        return planted.changed(state, leaf, change), outputs
+
+    monkeypatch.setattr(TrainStep, "__call__", flipped)
+    with pytest.raises(ConfigError, match=f"Step {every} is not certified.*device 1 .*{leaf}"):
+        praxis_lite.train(
+            Certified, tmp_path, packages=["tests"],
+            settings={"run.certify_every_steps": every},
+        )
+    assert lines_of(tmp_path)[-1]["difference"]["what"] == "update of weights"
+
+
+class WideCertified(planted.Wide):
+    """A job whose devices may be bad, certified every two steps."""
+
+    def run(self):
+        config = super().run()
+        config.num_train_steps, config.certify_every_steps = 4, 2
+        return config
+
+    def mesh(self):
+        config = super().mesh()
+        config.ici_mesh_shape = (2, 2)
+        return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["stop", "report"])
+def test_a_bad_device_is_named_and_the_run_saves(tmp_path, action, capsys):
+    train = functools.partial(
+        praxis_lite.train, WideCertified, tmp_path, packages=["tests"],
+        settings={"run.certify_action": action},
+    )
+    with planted.bad_device(2):
+        if action == "stop":
+            with pytest.raises(ConfigError, match="Step 2 is not certified.*device 2 .*saved"):
+                train()
+        else:
+            train()
+    assert "step 2 is NOT CERTIFIED" in capsys.readouterr().out
+    line = lines_of(tmp_path)[0]
+    assert line["difference"]["cause"] == "device"
+    assert line["difference"]["device"] == "device 2 (cpu) of process 0"
+    assert line["difference"]["axis"] == "data 1, mdl 0"
+    assert line["difference"]["layer"] == "first"
+    steps = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert "2" in steps
+    assert ("4" in steps) == (action == "report")
+
+
+def compared(job, check, place, spoil=lambda state: state):
+    """Makes a step, and returns the update that a check compares with the state after it."""
+    check.keep(job.state, job.step)
+    job.train()
+    job.state = spoil(job.state)
+    rows = rerun.Rows(job.state, job.batch, job.key, salt=11)
+    own, nudged = place.measure(rows), place.measure(rows, place.rounding)
+    return check.compare(
+        job.state, job.batch, job.key, own, nudged, 5, place.rounding, agree=lambda is_so: is_so
+    )
+
+
+def update_check(job, **settings):
+    """Returns what checks the updates of a job, and its placement on the job's own mesh."""
+    spec = job.pipeline.element_spec()
+    place = rerun.Rerun(job.own, job.own)
+    place.lower(spec, rerun.scalars_of(job.state))
+    return UpdateCheck(job.own, spec, pytest.fail, **settings), place
+
+
+OPTIMIZERS = {
+    "sgd": {"optimizer": fdl.Partial(optax.sgd, momentum=0.9, nesterov=True)},
+    "adafactor": {"optimizer": fdl.Partial(optax.adafactor, min_dim_size_to_factor=4)},
+    "lamb": {"optimizer": fdl.Partial(optax.lamb)},
+    "lion": {"optimizer": fdl.Partial(optax.lion)},
+    "muon": {"optimizer": fdl.Partial(optax.contrib.muon)},
+    "prodigy": {"optimizer": fdl.Partial(optax.contrib.prodigy, estim_lr0=0.01)},
+    "schedule-free": {"optimizer": fdl.Partial(optax.contrib.schedule_free_adamw)},
+    "bfloat16 moments": {"optimizer": fdl.Partial(optax.adamw, mu_dtype=jnp.bfloat16)},
+    "micro-batches": {"gradient_accumulation_steps": 3},
+    "some steps skipped": {
+        "skip_step_gradient_norm_value": 0.9, "clip_gradient_norm_to_value": 0.0},
+    "clipped by weight": {
+        "clip_gradient_single_norm_to_value": 0.1, "clip_gradient_norm_to_value": 0.0},
+    "clipped by element": {"clip_gradient_to_value": 0.01, "clip_gradient_norm_to_value": 0.0},
+    "slots on another axis": {"slot_mesh_axes": ("data",)},
+    "slots on the host": {"host_slots": ".*"},
+    "frozen weights": {"bprop_variable_exclusion": "first/.*"},
+    "loss scale": {"loss_scale": fdl.Config(DynamicLossScale)},
+    "two optimizers": {
+        "auxiliary_optimizers": [fdl.Config(
+            AuxiliaryOptimizer, name="biases", optimizer=fdl.Partial(optax.sgd),
+            learning_rate=0.1, regex=".*/b")],
+        "apply_separate_scaling": True,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_right_updates_of_each_optimizer_are_certified_and_an_old_block_is_not(name):
+    class Trained(tiny.Points):
+        def task(self):
+            task = super().task()
+            for setting, value in OPTIMIZERS[name].items():
+                setattr(task.learner, setting, value)
+            return task
+
+    job = planted.Job(Trained, (2, 2), num_steps=0)
+    check, place = update_check(job)
+    for _ in range(3):
+        made = compared(job, check, place)
+        assert not made.failed
+    leaf = "mdl_vars/params/last/w"
+    old = planted.blocks_of(job.state, leaf)
+    device = job.mesh.devices.flat[2]
+    made = compared(job, check, place, lambda state: planted.changed(
+        state, leaf, lambda x: planted.replaced_blocks(x, [device], old)))
+    # By its bits, and by hand.
+    assert [x.leaf for x in made.failed] == [leaf, leaf]
+    assert made.places == {leaf: (2,)}
+
+
+@pytest.mark.slow
+def test_arrays_take_turns_where_memory_is_bounded_and_every_one_is_covered():
+    job = planted.Job(tiny.Points, (2, 2), num_steps=0)
+    check, place = update_check(job, most_bytes=60)
+    assert len(check.parts) == 3 and not check.is_exact
+    leaf, seen = "opt_states/slots/unstacked/0/mu/last/w", set()
+    for _ in check.parts:
+        made = compared(job, check, place, lambda state: planted.changed(
+            state, leaf, lambda x: planted.with_copy(x, [1], lambda data: 2 * data)))
+        seen |= {item.leaf for item in made.comparisons}
+        assert {item.leaf for item in made.failed} <= {leaf}
+        # A moment that is wrong before a step too is what the update is made of.
+        assert (leaf in made.places) == (leaf in [item.leaf for item in made.comparisons])
+        check.lower()
+    assert seen == {x.path for x in job.own.layout.leaves()}
+
+
+SAMPLE = (
+    "psum on the other axis", "device 5 of mesh (2, 4)",
+    *(fault.name for fault in planted.spoiled_states()[-1:]),
+    *(fault.name for fault in planted.wrong_updates()),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", SAMPLE)
+def test_faults_are_found_where_they_are(start):
+    fault = next(x for x in all_faults() if x.name.startswith(start))
+    assert not fault.missed(fault.found())
