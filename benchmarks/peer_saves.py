@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.core import MeshConfig, StateLayout, TrainState, make_mesh
-from praxis_tools.elastic.order import Order
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, stores_of
 from praxis_tools.elastic.peer_store import PeerStore
+from praxis_tools.elastic.worker_order import Order
 
 KEY, LAYERS, DIM = b"of a benchmark", 25, 2000
 

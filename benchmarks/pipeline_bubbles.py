@@ -38,7 +38,7 @@ from praxis_lite.layers import (  # noqa: E402
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.layers.stacking.pipelining.schedules import (  # noqa: E402
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import (  # noqa: E402
     InterleavedSchedule,
     Schedule,
 )

@@ -24,7 +24,7 @@ IMPORTS = {
     "all that a training job imports": (
         "import praxis_lite.main, praxis_lite.core.partitioner.partitioner, "
         "praxis_lite.checkpoints.checkpoints, praxis_lite.trainer.trainer, "
-        "praxis_lite.config.text, praxis_lite.experiments.lm"
+        "praxis_lite.config.config_json, praxis_lite.experiments.lm"
     ),
 }
 # Stops the job when its first step's metrics have reached the host.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from praxis_lite.job.events import Listener, events
 from praxis_lite.trainer.job_tools import JobTools, OtherSaves
-from praxis_tools.elastic import order
+from praxis_tools.elastic import worker_order
 from praxis_tools.goodput.goodput import note_goodput, num_lost_steps, time_section
 from praxis_tools.goodput.timeline import Timeline
 from praxis_tools.modes.elastic import begin_elastic
@@ -41,7 +41,7 @@ def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
     """Returns the saves of an elastic job in the memory of hosts, if `run` asks for them."""
     if job.run.peer_save_every_steps is None:
         return OtherSaves()
-    if (taken := order.current()) is None:
+    if (taken := worker_order.current()) is None:
         note("note: run.peer_save_every_steps has no effect without --elastic")
         return OtherSaves()
 
@@ -52,7 +52,7 @@ def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
 
 def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
     """Returns an elastic job on a mesh of all devices of its generation; any other unchanged."""
-    if (taken := order.current()) is None:
+    if (taken := worker_order.current()) is None:
         return job
 
     from praxis_tools.elastic.compiled_programs import keep_compiled
@@ -81,7 +81,7 @@ def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
     non_finite = [NonFinite(job)] if job.run.debug_nans else []
     certificates = []
     if job.run.certify_every_steps is not None and job.partitioner.mesh.size > 1:
-        from praxis_tools.certificates.hook import Certificates
+        from praxis_tools.certificates.certificates_hook import Certificates
 
         certificates = [Certificates(job)]
     return [

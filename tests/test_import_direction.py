@@ -54,7 +54,8 @@ ORDERS = {
     ),
     "praxis_lite/core/learner": (
         {
-            "ema", "gradients", "optimizer_factories", "path_masks", "schedule_free", "whole_trees",
+            "ema", "gradients", "optimizer_factories", "path_masks", "schedule_free",
+            "whole_tree_optimizers",
         },
         {"optimizer_groups", "weight_groups"},
         {"slots", "update"},
@@ -62,7 +63,7 @@ ORDERS = {
     ),
     "praxis_lite/trainer": (
         {
-            "forward_pass", "layout_table", "loss_spikes", "metrics",
+            "forward_pass", "layout_table", "metrics", "spike_detector",
         },
         {"checks"},
         {"compilation"},

@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from praxis_lite.config.config_json import config_lines, dump_config
 from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry
 from praxis_lite.job.job_dir import open_for_training

@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import praxis_lite as pl
 from praxis_lite import ConfigError
-from praxis_lite.config.text import load_config_file
+from praxis_lite.config.config_json import load_config_file
 from praxis_lite.job.job_dir import JobDir
 from tests.support import line_jobs
 from tests.support.job_runs import (

@@ -17,12 +17,12 @@ from praxis_lite.core.partitioner.gradient_strategy import Gradients as Gradient
 from praxis_lite.core.partitioner.partitioner import Partitioner as Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout as StateLayout
 from praxis_lite.core.partitioner.train_state import TrainState as TrainState
+from praxis_lite.core.sharding.batch_sharding import InputsSplitMapping as InputsSplitMapping
+from praxis_lite.core.sharding.batch_sharding import global_batch as global_batch
+from praxis_lite.core.sharding.batch_sharding import is_true_row as is_true_row
+from praxis_lite.core.sharding.batch_sharding import num_rows_of as num_rows_of
+from praxis_lite.core.sharding.batch_sharding import reshard_by_rank as reshard_by_rank
 from praxis_lite.core.sharding.devices.axis_types import untyped as untyped
-from praxis_lite.core.sharding.inputs import InputsSplitMapping as InputsSplitMapping
-from praxis_lite.core.sharding.inputs import global_batch as global_batch
-from praxis_lite.core.sharding.inputs import is_true_row as is_true_row
-from praxis_lite.core.sharding.inputs import num_rows_of as num_rows_of
-from praxis_lite.core.sharding.inputs import reshard_by_rank as reshard_by_rank
 from praxis_lite.core.sharding.logical_axes import MeshRules as MeshRules
 from praxis_lite.core.sharding.logical_axes import logical_to_mesh_axes as logical_to_mesh_axes
 from praxis_lite.core.sharding.mesh import attached_mesh as attached_mesh

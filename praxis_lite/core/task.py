@@ -23,7 +23,7 @@ from praxis_lite.core.metrics import (
 )
 from praxis_lite.core.models.model import MdlVars, Model, ShardedWeight
 from praxis_lite.core.models.nnx_model import NnxModel
-from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.batch_sharding import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.weight_sharding import WeightSharding
 
 # A (value, weight) pair per name, both scalars: means over batches, hosts or an eval set weigh.

@@ -8,4 +8,4 @@ from praxis_lite.decode.sampling import Greedy as Greedy
 from praxis_lite.decode.sampling import Sample as Sample
 from praxis_lite.decode.stop_strings import continuation_text as continuation_text
 from praxis_lite.decode.stop_strings import for_tokenizer as for_tokenizer
-from praxis_lite.decode.weights_dtype import stored_forms as stored_forms
+from praxis_lite.decode.weight_formats import stored_forms as stored_forms

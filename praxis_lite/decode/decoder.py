@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.decode.padding import check_has_rows
+from praxis_lite.decode.prompt_padding import check_has_rows
 from praxis_lite.decode.speculation import check_takes_back
 
 __all__ = ("Decoder", "Prompts")

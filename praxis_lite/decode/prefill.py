@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.decoder import Decoder, Prompts
-from praxis_lite.decode.padding import (
+from praxis_lite.decode.prompt_padding import (
     layers_of,
     layers_that_keep_padding,
     read,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.decode.cache_rows import batch_dims
-from praxis_lite.decode.padding import layers_of, layers_that_keep_padding
+from praxis_lite.decode.prompt_padding import layers_of, layers_that_keep_padding
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from praxis_lite.layers.base.base_layer import BaseLayer

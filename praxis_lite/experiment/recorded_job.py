@@ -11,9 +11,9 @@ from pathlib import Path
 
 import fiddle as fdl
 
+from praxis_lite.config.config_json import LoadedConfig, load_config_file
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.paths import iterate_fields
-from praxis_lite.config.text import LoadedConfig, load_config_file
 from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.inputs.base import TRAIN

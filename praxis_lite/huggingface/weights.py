@@ -14,7 +14,7 @@ from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.huggingface.decoder import lm_config
 from praxis_lite.huggingface.decoder_settings import DecoderSettings
 from praxis_lite.huggingface.family import EMBEDDING, HEAD, Family
-from praxis_lite.huggingface.tensors.forms import (
+from praxis_lite.huggingface.tensors.tensor_layouts import (
     Form,
     Weight,
     form_of,

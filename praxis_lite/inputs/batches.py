@@ -11,7 +11,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.inputs.base import InputPipeline
-from praxis_lite.inputs.leaves import narrow_dtype
+from praxis_lite.inputs.batch_arrays import narrow_dtype
 from praxis_lite.inputs.sources.base import Source
 from praxis_lite.inputs.sources.faults import BadExample
 

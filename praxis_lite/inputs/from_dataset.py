@@ -21,7 +21,7 @@ from praxis_lite.inputs.base import (
     digest_of,
     spec_of_rows,
 )
-from praxis_lite.inputs.leaves import narrow, narrow_dtype, padded_rows, with_weights
+from praxis_lite.inputs.batch_arrays import narrow, narrow_dtype, padded_rows, with_weights
 from praxis_lite.inputs.tensorflow_import import tensorflow
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from praxis_lite.inputs.base import (
     spec_of_rows,
     zero_rows,
 )
-from praxis_lite.inputs.leaves import narrow, with_weights
+from praxis_lite.inputs.batch_arrays import narrow, with_weights
 from praxis_lite.inputs.mixing.shuffle import random_bits
 from praxis_lite.inputs.text.corpus import TextCorpus
 from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
-from praxis_lite.host.json_text import read_json
+from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.local_directory import local_directory
 

@@ -151,7 +151,7 @@ def _check_same_command(
 ) -> None:
     """Checks, before JAX makes a device, that all processes are about to do the same."""
     if processes.count() > 1:
-        from praxis_lite.config.text import config_lines
+        from praxis_lite.config.config_json import config_lines
 
         lines = dict(line.partition("=")[::2] for line in config_lines(launched.config))
         given = {"--mode": command.mode, "experiment": launched.experiment, **same}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.job import processes
 from praxis_lite.job.events import IMPORT, INIT, events
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.modes.launched import experiment_of, job_on_mesh
 from praxis_lite.modes.mode import CommandLine, Mode
 

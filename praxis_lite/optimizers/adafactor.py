@@ -14,7 +14,7 @@ import optax
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.learner.optimizer_factories import rate_at
 from praxis_lite.core.learner.path_masks import Patterns, path_mask
-from praxis_lite.optimizers.settings import (
+from praxis_lite.optimizers.optimizer_settings import (
     require_decay_rates,
     require_not_negative,
     require_positive,

@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.optimizers.settings import require_decay_rates, require_not_negative, stepped
+from praxis_lite.optimizers.optimizer_settings import (
+    require_decay_rates,
+    require_not_negative,
+    stepped,
+)
 
 PyTree = Any
 

@@ -5,7 +5,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.optimizers.settings import require_decay_rates, require_not_negative, stepped
+from praxis_lite.optimizers.optimizer_settings import (
+    require_decay_rates,
+    require_not_negative,
+    stepped,
+)
 
 PyTree = Any
 

@@ -9,7 +9,7 @@ import optax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.path_masks import Patterns, path_mask
-from praxis_lite.optimizers.settings import require_not_negative
+from praxis_lite.optimizers.optimizer_settings import require_not_negative
 
 
 def regularized(

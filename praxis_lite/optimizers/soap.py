@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.core.errors import is_whole, require
-from praxis_lite.optimizers.settings import require_decay_rates, require_not_negative
+from praxis_lite.optimizers.optimizer_settings import require_decay_rates, require_not_negative
 
 PyTree = Any
 # On accelerators that round the operands of a product to bfloat16, a basis would not be orthogonal.

@@ -17,7 +17,7 @@ import numpy as np
 
 from praxis_lite.checkpoints.stored_arrays import DATABASE, StoredArray, orbax_arrays
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import read_json
+from praxis_lite.host.file_reading import read_json
 from praxis_lite.job.local_directory import local_directory
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")

@@ -11,8 +11,8 @@ from praxis_lite.checkpoints.init.frozen_base import check_frozen_base
 from praxis_lite.checkpoints.init.initial_state import InitialState, Note, begun
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.build import build
+from praxis_lite.config.config_json import config_lines, dump_config
 from praxis_lite.config.overrides import check_required
-from praxis_lite.config.text import config_lines, dump_config
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner

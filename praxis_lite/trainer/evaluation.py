@@ -12,7 +12,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.inputs import check_ids, global_batch
+from praxis_lite.core.sharding.batch_sharding import check_ids, global_batch
 from praxis_lite.core.task import records_of
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches, non_finite_rows

@@ -10,7 +10,7 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.task import Task
 from praxis_lite.host.host_memory import FirstRuns
-from praxis_lite.inputs.leaves import narrow
+from praxis_lite.inputs.batch_arrays import narrow
 from praxis_lite.inputs.text.token_ids import token_ids
 
 __all__ = ("LEAVES_OF_ARGUMENTS", "arrays_of", "forward_on_the_mesh")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from praxis_lite.config.text import (
+from praxis_lite.config.config_json import (
     config_difference,
     config_lines,
     dump_config,

@@ -4,14 +4,14 @@ import math
 from collections.abc import Collection
 
 from praxis_lite.config.build import build
-from praxis_lite.config.text import load_config_file
+from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core.errors import is_number
 from praxis_lite.experiment.early_stopping import EarlyStopping
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.broadcast import from_first
-from praxis_lite.trainer.loss_spikes import losses_of_newest
 from praxis_lite.trainer.metrics.json_lines import evaluation_lines, newest_lines
+from praxis_lite.trainer.spike_detector import losses_of_newest
 
 __all__ = ("evaluates", "evaluations", "is_complete")
 

@@ -14,7 +14,7 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.events import COMPILE, RESTORE, SAVE, events
 from praxis_lite.job.job_lock import JobLock
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer import trainer
 from praxis_lite.trainer.checks.datasets import step_for
 from praxis_lite.trainer.checks.job_checks import (
@@ -25,7 +25,7 @@ from praxis_lite.trainer.checks.job_checks import (
 from praxis_lite.trainer.checks.resume import notes_on_resume
 from praxis_lite.trainer.compilation import compile_together
 from praxis_lite.trainer.hooks.hook import check_hooks
-from praxis_lite.trainer.hooks.skipped_steps import num_skipped_in_a_row
+from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
 from praxis_lite.trainer.hooks.standard import hooks_of
 from praxis_lite.trainer.hooks.tracking import trackers_of
 from praxis_lite.trainer.job_files import ConfigFiles, draw_loss_curve, write_layout
@@ -38,8 +38,8 @@ from praxis_lite.trainer.job_history import (
 )
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import JobTools, OtherSaves, SavedState
-from praxis_lite.trainer.loss_spikes import LossSpike, RollBacks
 from praxis_lite.trainer.metrics.progress import ProgressLine
+from praxis_lite.trainer.spike_detector import LossSpike, RollBacks
 from praxis_lite.trainer.starting_point import StartingPoint, States
 from praxis_lite.trainer.trainer import Trained
 

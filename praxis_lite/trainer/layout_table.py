@@ -11,7 +11,7 @@ from praxis_lite.core.errors import ConfigError, few, format_bytes
 from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.weight_spec import spec_items
-from praxis_lite.host.json_text import read_json
+from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.text_table import table_lines
 
 __all__ = (

@@ -16,7 +16,7 @@ from praxis_lite.trainer.checks.resume import check_resumable, check_same_seed
 from praxis_lite.trainer.compilation import compile_init
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import SavedState
-from praxis_lite.trainer.loss_spikes import LossSpike
+from praxis_lite.trainer.spike_detector import LossSpike
 
 
 @dataclasses.dataclass

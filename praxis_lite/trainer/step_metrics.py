@@ -11,7 +11,6 @@ from typing import Any
 from praxis_lite.job.events import EVALUATION, ON_DEVICES, SAVE, events
 from praxis_lite.trainer.hooks.hook import StepMetrics, overrides
 from praxis_lite.trainer.hooks.loop import Loop
-from praxis_lite.trainer.loss_spikes import LossSpike
 from praxis_lite.trainer.metrics.device_clock import OnDevices
 from praxis_lite.trainer.metrics.packed import Packed
 from praxis_lite.trainer.metrics.step_times import (
@@ -22,6 +21,7 @@ from praxis_lite.trainer.metrics.step_times import (
     SAVE_TIME,
     STEP_TIME,
 )
+from praxis_lite.trainer.spike_detector import LossSpike
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,19 +9,19 @@ from typing import Any
 import jax
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.core.sharding.inputs import check_ids, global_batch
+from praxis_lite.core.sharding.batch_sharding import check_ids, global_batch
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job.events import DISPATCH, INPUT_WAIT, STEP, events
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.trainer.hooks.hook import Hook, StepMade, by_name, overrides
 from praxis_lite.trainer.hooks.loop import Loop
-from praxis_lite.trainer.hooks.skipped_steps import num_skipped_in_a_row
+from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.loss_spikes import LossSpike
 from praxis_lite.trainer.metrics.device_clock import DeviceClock
 from praxis_lite.trainer.metrics.packed import packed
+from praxis_lite.trainer.spike_detector import LossSpike
 from praxis_lite.trainer.starting_point import StartingPoint
 from praxis_lite.trainer.step_metrics import LateMetrics, PendingStep
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import ConfigError, OutOfMemory
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.core.sharding.inputs import GlobalBatch, num_rows_of
+from praxis_lite.core.sharding.batch_sharding import GlobalBatch, num_rows_of
 from praxis_lite.job import processes
 from praxis_tools.certificates.placements import (
     are_repeatable,

@@ -12,8 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.batch_sharding import GlobalBatch, batch_spec
 from praxis_lite.core.sharding.devices.axis_types import mesh_of
-from praxis_lite.core.sharding.inputs import GlobalBatch, batch_spec
 
 PyTree = Any
 _ELEMENTS = 1000  # Of each device, that `are_repeatable` sums.

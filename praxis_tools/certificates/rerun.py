@@ -15,7 +15,11 @@ from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import steps
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, replicated_key
+from praxis_lite.core.sharding.batch_sharding import (
+    GlobalBatch,
+    abstract_global_batch,
+    replicated_key,
+)
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.xla_workarounds.mended_products import mended
 from praxis_lite.core.xla_workarounds.narrow_scans import narrow_scans

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import OutOfMemory, format_bytes
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import LeafLayout, TrainState
-from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch
+from praxis_lite.core.sharding.batch_sharding import GlobalBatch, abstract_global_batch
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.sharding.padding import pad_tree

@@ -13,7 +13,7 @@ from praxis_lite.config.build import build
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.task import Task
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN

@@ -18,7 +18,7 @@ from praxis_lite.core.sharding.mesh import attached_devices
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job import processes
 from praxis_lite.job.jax_internals import compilation_cache_modules
-from praxis_tools.elastic.order import Order, report
+from praxis_tools.elastic.worker_order import Order, report
 
 FOLDER = "compiled"
 compilation_cache, cache_key, compiler = compilation_cache_modules()

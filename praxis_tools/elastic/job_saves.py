@@ -12,9 +12,9 @@ from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.saves import data_to_save
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import OtherSaves, SavedState
-from praxis_tools.elastic.order import Order
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, stores_of
+from praxis_tools.elastic.worker_order import Order
 
 
 class PeerSaves(OtherSaves):

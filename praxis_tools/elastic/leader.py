@@ -6,13 +6,6 @@ from collections.abc import Mapping
 
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.addresses import joined
-from praxis_tools.elastic.changes import (
-    ChangeOfHands,
-    change_of_hands,
-    changes_of_hands,
-    last_step_made,
-    record,
-)
 from praxis_tools.elastic.decisions import (
     Begin,
     Decision,
@@ -23,8 +16,15 @@ from praxis_tools.elastic.decisions import (
     decide,
     has_stepped,
 )
+from praxis_tools.elastic.generation_log import (
+    ChangeOfHands,
+    change_of_hands,
+    changes_of_hands,
+    last_step_made,
+    record,
+)
+from praxis_tools.elastic.liveness import Sight
 from praxis_tools.elastic.members import Generation, Meeting, Member
-from praxis_tools.elastic.sight import Sight
 from praxis_tools.elastic.stuck_workers import StuckWorkers
 
 _SAY_AGAIN_SECONDS = 60.0

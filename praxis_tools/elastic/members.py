@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import content_of, parse_json
+from praxis_lite.host.file_reading import content_of, parse_json
 
 TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED = (
     "trained", "stopped", "lost peer", "died", "failed", "refused",

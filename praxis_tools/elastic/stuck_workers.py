@@ -10,7 +10,7 @@ from praxis_tools.elastic.members import Generation, Member
 from praxis_tools.elastic.worker_process import WorkerProcess
 from praxis_tools.stuck import Decision, Progress
 from praxis_tools.stuck.on_host import state_in_words
-from praxis_tools.stuck.words import details
+from praxis_tools.stuck.stuck_report import details
 
 _EVERY_SECONDS = 1.0
 

@@ -12,6 +12,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.health_files import HealthFiles
 from praxis_lite.job.processes import signals
 from praxis_tools.elastic.leader import Leader, Says, Settings
+from praxis_tools.elastic.liveness import SILENT_SECONDS, Sight
 from praxis_tools.elastic.members import (
     DIED,
     FAILED,
@@ -21,10 +22,9 @@ from praxis_tools.elastic.members import (
     Member,
     WorkerEnd,
 )
-from praxis_tools.elastic.order import LOST_PEER_STATUS, Order
 from praxis_tools.elastic.peer_store import PeerStore
-from praxis_tools.elastic.sight import SILENT_SECONDS, Sight
 from praxis_tools.elastic.stuck_workers import report_stuck
+from praxis_tools.elastic.worker_order import LOST_PEER_STATUS, Order
 from praxis_tools.elastic.worker_process import (
     WorkerProcess,
     end_of,

@@ -24,7 +24,7 @@ from praxis_tools.elastic.members import (
     TRAINED,
     WorkerEnd,
 )
-from praxis_tools.elastic.order import LOST_PEER_STATUS, WORKER, Order
+from praxis_tools.elastic.worker_order import LOST_PEER_STATUS, WORKER, Order
 from praxis_tools.stuck import Progress
 from praxis_tools.stuck.on_host import seen_by_host
 

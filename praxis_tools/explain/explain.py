@@ -13,7 +13,7 @@ from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.sharding.inputs import batch_spec
+from praxis_lite.core.sharding.batch_sharding import batch_spec
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.split_dims import num_shards_of
 from praxis_lite.core.xla_workarounds.mended_products import mended

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.core.errors import ConfigError, require, require_choice, shown
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.sharding.inputs import GlobalBatch, batch_spec
+from praxis_lite.core.sharding.batch_sharding import GlobalBatch, batch_spec
 from praxis_lite.core.xla_workarounds.mended_products import mended_export
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.trainer.forward_pass import arrays_of, forward_on_the_mesh

@@ -20,7 +20,7 @@ from praxis_lite.job.events import (
     STEP,
 )
 from praxis_lite.job.job_dir import JobDir
-from praxis_tools.elastic.changes import START, ChangeOfHands, changes_of_hands
+from praxis_tools.elastic.generation_log import START, ChangeOfHands, changes_of_hands
 from praxis_tools.goodput.spans import Span, read_spans
 
 # Kinds of seconds that no launch knows of itself.

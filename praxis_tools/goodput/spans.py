@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from praxis_lite.core.errors import is_number, shown
-from praxis_lite.host.json_text import lines_of, parse_json
+from praxis_lite.host.file_reading import lines_of, parse_json
 from praxis_lite.job.events import KINDS
 
 # The end of a launch that made all its steps, or those until an early stop.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import descriptor
+from praxis_lite.host.file_reading import descriptor
 from praxis_lite.job.events import SAVE, JobEvents, Listener, Phase
 from praxis_tools.goodput.spans import THE_END, Span
 

@@ -14,7 +14,7 @@ from praxis_lite.job.processes.addresses import own_address
 from praxis_lite.job.processes.start import connect_member, own_number
 from praxis_lite.modes.launched import job_log_dir
 from praxis_lite.modes.mode import CommandLine
-from praxis_tools.elastic import order
+from praxis_tools.elastic import worker_order
 from praxis_tools.stuck.progress import own
 
 
@@ -28,15 +28,15 @@ def begin_elastic(
 
     Raises ConfigError if a flag is wrong or missing, or the directory is no job's.
     """
-    if not order.is_worker():
+    if not worker_order.is_worker():
         return _supervise(command, sys.argv[1:] if argv is None else argv, health_dir)
-    taken = order.wait_for_order(lambda: _import(command))
+    taken = worker_order.wait_for_order(lambda: _import(command))
     command.began = time.time()
-    events.tell(order.ToSupervisor())
+    events.tell(worker_order.ToSupervisor())
     events.tell(own)
-    order.tell_phase("connect")
+    worker_order.tell_phase("connect")
     connect_member(taken, command.start_seconds)
-    order.report_progress()
+    worker_order.report_progress()
     if processes.is_first():
         names = ", ".join(map(str, taken.members))
         print(

@@ -17,7 +17,7 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS
-from praxis_lite.host.json_text import opened_to_append
+from praxis_lite.host.file_reading import opened_to_append
 from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
 from praxis_lite.trainer.hooks.hook import Hook, StepMade
 from praxis_lite.trainer.hooks.loop import Loop as TrainingLoop

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.trainer.compilation import use_compilation_cache
 from praxis_lite.trainer.job_on_mesh import print_compiler_options

@@ -12,7 +12,7 @@ from praxis_lite.checkpoints.init.kept_arrays import whole_layout
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.xla_workarounds.mended_products import mended
 from praxis_tools.explain import hlo
 from praxis_tools.explain.hlo_text import parse

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import lines_of, opened_to_append, parse_json
+from praxis_lite.host.file_reading import lines_of, opened_to_append, parse_json
 from praxis_tools.plan.step_plan import Correction, StepPlan
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import content_of
+from praxis_lite.host.file_reading import content_of
 
 
 def largest_temporaries(file: Path) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import content_of
+from praxis_lite.host.file_reading import content_of
 from praxis_lite.trainer.hooks.profile_facts import HLO_TXT, ProfileFacts, read_facts
 from praxis_tools.explain import hlo
 from praxis_tools.explain.hlo_layers import layer_of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import content_of
+from praxis_lite.host.file_reading import content_of
 from praxis_tools.profile.graphs import Schedule
 
 _DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")

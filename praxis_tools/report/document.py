@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.trainer.metrics.json_lines import strict_json
-from praxis_tools.elastic.changes import ChangeOfHands
+from praxis_tools.elastic.generation_log import ChangeOfHands
 from praxis_tools.goodput.goodput import Goodput
 from praxis_tools.report.curves import (
     Buckets,

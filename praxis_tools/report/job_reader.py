@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import content_of
+from praxis_lite.host.file_reading import content_of
 from praxis_lite.host.text_table import unique_ends
 from praxis_lite.job.job_dir import JobDir, open_for_reading, recorded_experiment
 from praxis_lite.job.job_lock import is_training
@@ -17,7 +17,7 @@ from praxis_lite.trainer.layout_table import LayoutArray, read_layout
 from praxis_lite.trainer.metrics.columns import MetricsColumns, columns_by_dataset
 from praxis_lite.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.trainer.metrics.records import decoded_files
-from praxis_tools.elastic.changes import START, ChangeOfHands, changes_of_hands
+from praxis_tools.elastic.generation_log import START, ChangeOfHands, changes_of_hands
 from praxis_tools.goodput.goodput import Goodput, goodput_of
 from praxis_tools.goodput.spans import THE_END
 from praxis_tools.report.step_certificates import StepCertificate, step_certificates

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import shown
-from praxis_lite.host.json_text import lines_of, parse_json
+from praxis_lite.host.file_reading import lines_of, parse_json
 from praxis_lite.trainer.metrics.json_lines import is_step
 
 

@@ -13,7 +13,7 @@ from praxis_lite.job.processes.stacks import stacks
 from praxis_tools.stuck.decision import Decision, Stuck
 from praxis_tools.stuck.on_host import own_progress, state_in_words
 from praxis_tools.stuck.progress import Progress, own
-from praxis_tools.stuck.words import details, paragraph
+from praxis_tools.stuck.stuck_report import details, paragraph
 
 _NUM_ASKED = 4  # Beats in which a process that is asked for its stacks may give them.
 _STACKS = "praxis_lite/stacks"

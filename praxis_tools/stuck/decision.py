@@ -8,8 +8,8 @@ on how long the same phase has taken it before (`Observed`).
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from praxis_tools.stuck.observed import LONG, Observed
 from praxis_tools.stuck.progress import ON_DEVICES, Progress
+from praxis_tools.stuck.progress_history import LONG, Observed
 
 # Longer than a debugger stops a process to look at it.
 STOPPED_SECONDS = 5.0

@@ -25,9 +25,9 @@ from praxis_tools.sweep.running import (
     record_result,
     run_trials,
 )
-from praxis_tools.sweep.settings import NUM_TRIALS, SweepSettings, metric_of
 from praxis_tools.sweep.space import Space, described, space_of
 from praxis_tools.sweep.study import OpenTrial, Study
+from praxis_tools.sweep.sweep_settings import NUM_TRIALS, SweepSettings, metric_of
 from praxis_tools.sweep.trial_job import TrialJob
 
 

@@ -15,8 +15,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.text_table import unique_ends
 from praxis_lite.host.whole_files import DISK_FULL, not_written, write_picture
-from praxis_tools.sweep.settings import SweepSettings
 from praxis_tools.sweep.space import text_of
+from praxis_tools.sweep.sweep_settings import SweepSettings
 
 # The first quarter of a trial is not judged: rates are warming up there.
 _UNJUDGED_PART = 4

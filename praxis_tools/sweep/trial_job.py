@@ -13,12 +13,12 @@ import numpy as np
 import praxis_lite
 from praxis_lite.checkpoints.steps.step_dirs import committed_steps
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import opened
+from praxis_lite.host.file_reading import opened
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import is_training
 from praxis_lite.trainer.job_history import evaluations, is_complete
 from praxis_lite.trainer.metrics.columns import MetricsColumns
-from praxis_tools.sweep.settings import SweepSettings
+from praxis_tools.sweep.sweep_settings import SweepSettings
 
 # Values of training's own loss that are judged in a trial.
 _MOST_LOSSES = 50

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.config import nodes
+from praxis_lite.config import json_nodes
 from praxis_lite.inputs import JsonLines, Parquet
 
 REFUSED = """
@@ -26,7 +26,7 @@ REFUSED = """
 def test_what_acts_is_refused(symbol):
     module, _, name = symbol.partition(":")
     with pytest.raises(ConfigError, match=f"config.json names {module}.{name},"):
-        nodes.read({"name": symbol}, ())
+        json_nodes.read({"name": symbol}, ())
 
 
 @pytest.mark.parametrize("symbol", [
@@ -36,7 +36,7 @@ def test_what_acts_is_refused(symbol):
     "praxis_lite.experiments.functions:init",
 ])
 def test_what_computes_may_be_named_and_called(symbol):
-    nodes.read({"Config": symbol, "arguments": {}}, ())
+    json_nodes.read({"Config": symbol, "arguments": {}}, ())
 
 
 def test_a_name_in_other_letters_is_the_first_that_may_be_meant():

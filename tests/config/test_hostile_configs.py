@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.config.text import dump_config, load_config
+from praxis_lite.config.config_json import dump_config, load_config
 from praxis_lite.experiment import registry
 
 SPIRALS = "praxis_lite.experiments.classify.Spirals"

@@ -12,7 +12,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
-from praxis_lite.decode.padding import layers_that_keep_padding
+from praxis_lite.decode.prompt_padding import layers_that_keep_padding
 from praxis_lite.layers import BaseLayer, rotary_lm
 from tests.decode.cached_layers import (
     Block,

@@ -7,7 +7,7 @@ from praxis_lite.main import MODES
 from praxis_lite.modes.on_clusters import Grace
 from praxis_lite.modes.options import parsed
 from praxis_tools.elastic.decisions import MOST_FRUITLESS
-from praxis_tools.elastic.sight import SILENT_SECONDS
+from praxis_tools.elastic.liveness import SILENT_SECONDS
 from tests.clusters.recipes import CLUSTERS, ROOT
 from tests.clusters.test_jobset import CONTAINER, JOB, POD, SPEC
 from tests.clusters.test_slurm import directives

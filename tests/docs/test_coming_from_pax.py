@@ -27,8 +27,7 @@ from praxis_lite.core import make_mesh, sharding, task
 from praxis_lite.core.collectives import explicit_collectives, mapped_weights
 from praxis_lite.core.learner import learner, optimizer_groups
 from praxis_lite.core.partitioner import partitioner, steps, train_state
-from praxis_lite.core.sharding import inputs as sharding_inputs
-from praxis_lite.core.sharding import rules, weight_sharding
+from praxis_lite.core.sharding import batch_sharding, rules, weight_sharding
 from praxis_lite.experiment import early_stopping, experiment, registry
 from praxis_lite.inputs import numpy_data
 from praxis_lite.layers.activations import ACTIVATIONS
@@ -51,7 +50,7 @@ PLACES = (
     decoding, partitioner,
     checkpoints, train_state, registry, sharding, weights, language_model, early_stopping,
     evaluation, image_classification, sequence_to_sequence, pax_job,
-    optimizer_groups, schedules, loading_rules, steps, sharding_inputs,
+    optimizer_groups, schedules, loading_rules, steps, batch_sharding,
     explicit_collectives, mapped_weights, rules, weight_sharding, trained_model, metrics, models,
     numpy_data, loss,
 )  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 
 from praxis_lite.config.build import build
 from praxis_lite.config.class_attributes import experiment_and_config
-from praxis_lite.config.text import config_lines
+from praxis_lite.config.config_json import config_lines
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.experiment.launched_config import LaunchedConfig

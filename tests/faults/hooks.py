@@ -116,7 +116,7 @@ def _paths(args: tuple[Any, ...]) -> str:
 
 
 def _at_step(fault: Mapping[str, Any]) -> None:
-    from praxis_lite.job.processes.stopping import StopRequest
+    from praxis_lite.job.processes.stop_request import StopRequest
 
     step_ended, result = StopRequest.step_ended, []
 

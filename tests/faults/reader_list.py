@@ -206,7 +206,7 @@ def _checkpoint(folder: Path) -> None:
 def _read_job(folder: Path) -> None:
     from praxis_lite.checkpoints import tools
     from praxis_lite.config.build import build
-    from praxis_lite.config.text import load_config_file
+    from praxis_lite.config.config_json import load_config_file
     from praxis_lite.job.job_dir import JobDir
     from praxis_lite.trainer.metrics.json_lines import read_json_lines
     from praxis_tools.goodput.goodput import goodput_of

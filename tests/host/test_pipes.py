@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from praxis_lite.host.json_text import content_of, opened_to_append
+from praxis_lite.host.file_reading import content_of, opened_to_append
 
 
 @contextlib.contextmanager

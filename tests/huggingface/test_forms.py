@@ -9,7 +9,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.huggingface.family import Entry, family_of
-from praxis_lite.huggingface.tensors.forms import Weight, form_of, named_form, piece_of
+from praxis_lite.huggingface.tensors.tensor_layouts import Weight, form_of, named_form, piece_of
 from praxis_lite.huggingface.weights import as_tensor, map_tensors, weights_of
 from praxis_lite.layers.base.dims import NONE, Matrix
 from tests.support.goldens import GOLDENS

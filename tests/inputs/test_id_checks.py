@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.core.sharding.inputs import check_ids
+from praxis_lite.core.sharding.batch_sharding import check_ids
 
 SIZES = {"ids": 257, "labels": 257}
 

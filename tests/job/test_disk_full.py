@@ -12,7 +12,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.experiment import registry
-from praxis_lite.host.json_text import descriptor
+from praxis_lite.host.file_reading import descriptor
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trackers.tensorboard import TensorBoard
 from praxis_lite.trackers.tracker_thread import TrackerThread

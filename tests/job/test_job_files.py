@@ -7,8 +7,8 @@ import pytest
 from matplotlib import image
 from tensorboardX.proto import event_pb2
 
+from praxis_lite.config.config_json import load_config_file
 from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.config.text import load_config_file
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.layout_table import read_layout
 from praxis_lite.trainer.metrics.json_lines import read_json_lines

@@ -14,7 +14,7 @@ from praxis_lite.checkpoints.digest import digest_of
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.signals import SIGNALS
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import CHECKOUT, home, launch, lines_of, start_process, succeed, trained
 from tests.support.line_jobs import LINE
@@ -26,8 +26,8 @@ AT_ONCE = "the second signal: ended at once; the newest checkpoint is of step 40
 # other threads run and never comes back to Python, as a compiler does not for long.
 LOOP = '''
 import hashlib, os, signal, sys, threading, time
-from praxis_lite.job.processes import stopping
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes import stop_request
+from praxis_lite.job.processes.stop_request import StopRequest
 
 where, limit, num_processes = sys.argv[1], float(sys.argv[2]) or None, int(sys.argv[3])
 
@@ -35,7 +35,7 @@ def stuck():
     threading.Timer(0.2, print, ("there",), {"flush": True}).start()
     hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
 
-stopping.PEERS_SECONDS = 3.0
+stop_request.PEERS_SECONDS = 3.0
 with StopRequest(limit, num_processes=num_processes) as stop:
     if where == "a restore":
         stuck()
@@ -229,7 +229,7 @@ def test_what_is_ignored_stays_ignored():
 
 FORKED = '''
 import os, signal, time
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 
 with StopRequest() as stop:
     stop.step_ended()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite.job.processes import addresses, gate
+from praxis_lite.job.processes import addresses, coordinator_gate
 from tests.support import coordinated
 from tests.support.job_runs import CHECKOUT
 from tests.support.process_pairs import free_port
@@ -114,9 +114,9 @@ def test_the_coordinator_is_reached_where_it_listens(
 
 def test_the_key_is_its_users_alone(tmp_path):
     file = tmp_path / "key"
-    gate._write_key(file, b"one")
-    gate._write_key(file, b"another")
+    coordinator_gate._write_key(file, b"one")
+    coordinator_gate._write_key(file, b"another")
     assert bytes.fromhex(file.read_text()) == b"another"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["key"]
-    assert stat.S_IMODE(gate.user_folder().stat().st_mode) == 0o700
+    assert stat.S_IMODE(coordinator_gate.user_folder().stat().st_mode) == 0o700

@@ -14,10 +14,10 @@ import pytest
 
 from praxis_lite.job.processes.stacks import asked_for
 from praxis_tools.stuck import Decision, Progress, Stuck
-from praxis_tools.stuck.observed import Observed
 from praxis_tools.stuck.on_host import seen_by_host, state_in_words
 from praxis_tools.stuck.progress import MEETING, ON_DEVICES, Noted
-from praxis_tools.stuck.words import paragraph
+from praxis_tools.stuck.progress_history import Observed
+from praxis_tools.stuck.stuck_report import paragraph
 from tests.support.job_runs import CHECKOUT
 
 INF = math.inf

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.config.text import dump_config, load_config
+from praxis_lite.config.config_json import dump_config, load_config
 from praxis_lite.core import NnxModel
 from praxis_lite.layers import WeightInit
 from praxis_lite.layers.initializers import fans

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.config.text import load_config_file
+from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiments import linen
 from praxis_lite.experiments.linen_models import CausalLm

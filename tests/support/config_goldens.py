@@ -7,7 +7,7 @@ A change of a default, anywhere below an experiment, is then seen in the diff.
 
 import sysconfig
 
-from praxis_lite.config.text import config_lines
+from praxis_lite.config.config_json import config_lines
 from praxis_lite.experiment.registry import HOME, list_experiments, registered
 from tests.support.goldens import GOLDENS
 

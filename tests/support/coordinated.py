@@ -12,7 +12,7 @@ from jax._src.lib import _jax
 
 from praxis_lite.job import processes
 from praxis_lite.job.processes.start import connect_member, start
-from praxis_tools.elastic.order import Order
+from praxis_tools.elastic.worker_order import Order
 
 NAME = "praxis_lite/newest"
 

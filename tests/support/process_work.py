@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, Partitioner, global_batch, simulate_devices
-from praxis_lite.core.sharding.inputs import process_rows
+from praxis_lite.core.sharding.batch_sharding import process_rows
 from praxis_lite.inputs import InMemory
 from praxis_lite.job import processes
 from praxis_lite.job.processes import peers

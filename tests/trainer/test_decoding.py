@@ -9,7 +9,7 @@ from pathlib import Path
 import fiddle as fdl
 import pytest
 
-from praxis_lite.config.text import dump_config, load_config_file
+from praxis_lite.config.config_json import dump_config, load_config_file
 from praxis_lite.decode import BeamSearch
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.json_lines import read_json_lines

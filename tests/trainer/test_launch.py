@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.config.text import load_config_file
+from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.json_lines import read_json_lines

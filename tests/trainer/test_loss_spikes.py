@@ -12,18 +12,18 @@ import pytest
 
 from praxis_lite import ConfigError, LossSpikeSettings, RunConfig
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.config.text import load_config_file
+from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.checks import job_checks
-from praxis_lite.trainer.loss_spikes import (
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.trainer.spike_detector import (
     MAX_ROLL_BACKS,
     LossSpike,
     RollBacks,
     SpikeDetector,
     losses_of_newest,
 )
-from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support import process_pairs
 from tests.support.job_runs import home, launch, lines_of, succeed
 from tests.support.line_jobs import LINE

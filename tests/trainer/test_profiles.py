@@ -16,7 +16,7 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.signals import EndsBySignal
 from praxis_lite.job.processes.stop_consensus import StopConsensus
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.hooks.profile_facts import read_facts
 from praxis_lite.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.trainer.metrics.json_lines import read_json_lines

@@ -8,7 +8,7 @@ import pytest
 from praxis_lite import ConfigError, RunConfig
 from praxis_lite.inputs import InMemory
 from praxis_lite.trainer.hooks.hook import StepMetrics
-from praxis_lite.trainer.hooks.skipped_steps import SkippedSteps
+from praxis_lite.trainer.hooks.skipped_steps_report import SkippedSteps
 
 
 def lines_of(in_a_row, *, debug_nans=False, bad_value=0.0, most=100):

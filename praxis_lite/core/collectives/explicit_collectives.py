@@ -24,7 +24,7 @@ from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.batch_sharding import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.logical_axes import LogicalAxisRules, axes_of
 from praxis_lite.core.sharding.padding import pad_tree, unpad_tree

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 
 PyTree = Any
 

@@ -25,7 +25,7 @@ from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
-from praxis_lite.core.learner.whole_trees import looks_beyond
+from praxis_lite.core.learner.whole_tree_optimizers import looks_beyond
 from praxis_lite.core.sharding.weight_spec import knows_weights, spec_items
 
 PyTree = Any

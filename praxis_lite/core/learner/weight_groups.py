@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from praxis_lite.core.learner.whole_trees import over_whole_tree
+from praxis_lite.core.learner.whole_tree_optimizers import over_whole_tree
 from praxis_lite.core.sharding.devices.axis_types import stated, typed_alike
 from praxis_lite.core.sharding.memory_spaces import is_on_host
 from praxis_lite.core.sharding.weight_spec import spec_items

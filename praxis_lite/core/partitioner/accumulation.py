@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.batch_sharding import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.devices.axis_types import (
     has_no_type,
     is_typed,
@@ -16,7 +17,6 @@ from praxis_lite.core.sharding.devices.axis_types import (
     type_spec,
     with_gradient_terms,
 )
-from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.sharding.split_dims import constrain

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
-from praxis_lite.core.sharding.inputs import GlobalBatch, check_ids
+from praxis_lite.core.sharding.batch_sharding import GlobalBatch, check_ids
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.padding import is_traced
 

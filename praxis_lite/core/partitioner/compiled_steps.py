@@ -9,7 +9,7 @@ import jax
 from praxis_lite.core.partitioner import arguments
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
-from praxis_lite.core.sharding.inputs import (
+from praxis_lite.core.sharding.batch_sharding import (
     GlobalBatch,
     abstract_global_batch,
     check_inputs_split_mapping,

@@ -21,14 +21,14 @@ from praxis_lite.core.partitioner.decoding_weights import DecodingWeights
 from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
-from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, with_auto_axes
-from praxis_lite.core.sharding.inputs import (
+from praxis_lite.core.sharding.batch_sharding import (
     GlobalBatch,
     global_batch,
     is_true_row,
     process_rows,
     replicated_key,
 )
+from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, with_auto_axes
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.sharding.padding import evenly
 from praxis_lite.core.task import Task

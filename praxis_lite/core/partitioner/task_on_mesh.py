@@ -11,17 +11,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.models.layer_paths import naming_the_layer
+from praxis_lite.core.sharding.batch_sharding import (
+    GlobalBatch,
+    batch_spec,
+    reshard_by_rank,
+    true_rows,
+)
 from praxis_lite.core.sharding.devices.axis_types import (
     check_divides,
     has_no_type,
     noting,
     only_axes,
-)
-from praxis_lite.core.sharding.inputs import (
-    GlobalBatch,
-    batch_spec,
-    reshard_by_rank,
-    true_rows,
 )
 from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.split_dims import to_partition_spec

@@ -19,7 +19,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import ElsewhereError, described
 from praxis_lite.inputs.base import IndexedPipeline
-from praxis_lite.inputs.leaves import require_numbers
+from praxis_lite.inputs.batch_arrays import require_numbers
 
 # That are for the parent; a scheduler sends them to all processes of a job.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

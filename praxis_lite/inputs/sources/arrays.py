@@ -8,7 +8,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.inputs.sources.base import Example
-from praxis_lite.inputs.sources.opened import OpenedFiles
+from praxis_lite.inputs.sources.in_place_files import OpenedFiles
 
 
 @dataclasses.dataclass(eq=False)

@@ -20,7 +20,7 @@ from praxis_lite.inputs.base import (
     spec_of_rows,
     zero_rows,
 )
-from praxis_lite.inputs.leaves import stacked
+from praxis_lite.inputs.batch_arrays import stacked
 
 if TYPE_CHECKING:
     import jax

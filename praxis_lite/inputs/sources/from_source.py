@@ -12,7 +12,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.base import NumberedPipeline, described, spec_of_rows, zero_rows
-from praxis_lite.inputs.leaves import stacked
+from praxis_lite.inputs.batch_arrays import stacked
 from praxis_lite.inputs.sources.base import Example, Part, Source, settings_alone
 from praxis_lite.inputs.sources.cache import Made
 from praxis_lite.inputs.sources.derived import code_of, derived, left_out

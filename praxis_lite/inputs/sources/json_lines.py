@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
-from praxis_lite.host.json_text import MOST_NESTED, is_nested
+from praxis_lite.host.file_reading import MOST_NESTED, is_nested
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import FileSource

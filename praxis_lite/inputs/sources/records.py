@@ -16,7 +16,7 @@ from praxis_lite.inputs.base import described
 from praxis_lite.inputs.sources.base import Example, RowsOfFiles
 from praxis_lite.inputs.sources.copied import FileSource
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.opened import OpenedFiles
+from praxis_lite.inputs.sources.in_place_files import OpenedFiles
 from praxis_lite.inputs.sources.tf_example import tf_example
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.host.json_text import lines_of, parse_json
+from praxis_lite.host.file_reading import lines_of, parse_json
 
 _NEWEST_BYTES = 2**16
 

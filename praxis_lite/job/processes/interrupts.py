@@ -2,7 +2,7 @@
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.processes import signals
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 
 __all__ = ("Interrupt",)
 

@@ -21,8 +21,8 @@ from praxis_lite.job import processes
 from praxis_lite.job.events import events
 from praxis_lite.job.processes.beats import Beats, value_of
 from praxis_lite.job.processes.coordination import PeerLost
+from praxis_lite.job.processes.coordinator_gate import wait_until_lost
 from praxis_lite.job.processes.exits import end_now, tell_ends
-from praxis_lite.job.processes.gate import wait_until_lost
 from praxis_lite.job.processes.stacks import AlarmOfLock
 
 BEAT_SECONDS = 2.0

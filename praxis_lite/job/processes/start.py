@@ -17,7 +17,7 @@ from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes import addresses, peers
 from praxis_lite.job.processes.beats import Beats
 from praxis_lite.job.processes.coordination import PeerLost
-from praxis_lite.job.processes.gate import Gate, user_folder
+from praxis_lite.job.processes.coordinator_gate import Gate, user_folder
 from praxis_lite.job.processes.membership import Membership, join
 from praxis_lite.job.processes.standard_output import to_nothing
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from praxis_lite.host.json_text import opened_to_append
+from praxis_lite.host.file_reading import opened_to_append
 from praxis_lite.job.events import events
 from praxis_lite.job.processes.exits import end_now
 from praxis_lite.job.processes.stacks import stacks

@@ -23,7 +23,7 @@ from praxis_lite.layers.stacking.pipelining.microbatches import (
     to_microbatches,
     to_rows,
 )
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.split_model import active_cut
 from praxis_lite.layers.stacking.pipelining.split_ticks import run_split_ticks
 from praxis_lite.layers.stacking.pipelining.ticks import (

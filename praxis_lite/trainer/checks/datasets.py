@@ -8,7 +8,7 @@ from flax.traverse_util import flatten_dict
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.inputs import check_ids
+from praxis_lite.core.sharding.batch_sharding import check_ids
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN, IndexedPipeline
 from praxis_lite.inputs.batches import check_data, check_members, checked_batches, checked_spec

@@ -10,7 +10,7 @@ import numpy as np
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.inputs import check_ids, global_batch
+from praxis_lite.core.sharding.batch_sharding import check_ids, global_batch
 from praxis_lite.decode.continuous_batching import ContinuousBatching, NewTokens, Prompt
 from praxis_lite.decode.loop import sample_keys
 from praxis_lite.decode.sampling import Greedy

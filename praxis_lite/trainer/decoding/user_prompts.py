@@ -12,7 +12,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require, shown
 from praxis_lite.core.task import Task
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.host.json_text import opened
+from praxis_lite.host.file_reading import opened
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.texts import checked, decoded

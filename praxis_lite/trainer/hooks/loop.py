@@ -10,13 +10,13 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.events import COMPILE, events
 from praxis_lite.job.processes.stop_consensus import StopConsensus
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.job.processes.watchdog import Watchdog
 from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.hooks.hook import Hook, overrides
 from praxis_lite.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.loss_spikes import LossSpike
+from praxis_lite.trainer.spike_detector import LossSpike
 
 __all__ = ("Loop",)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import read_json
+from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.job_on_mesh import JobOnMesh

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from praxis_lite.core.errors import shown
 from praxis_lite.job import processes
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 
 NUM_STEPS = 3  # Of a profile whose request says no number.
 MAX_STEPS = 1000

@@ -6,12 +6,12 @@ from praxis_lite.trainer.hooks.evaluations import EarlyStops, Evaluations
 from praxis_lite.trainer.hooks.examples import Examples
 from praxis_lite.trainer.hooks.followed import FollowedEvaluations
 from praxis_lite.trainer.hooks.hook import Hook
-from praxis_lite.trainer.hooks.loss_spikes import LossSpikes
+from praxis_lite.trainer.hooks.loss_spike_hook import LossSpikes
 from praxis_lite.trainer.hooks.metrics_jsonl import MetricsFiles, Progress
 from praxis_lite.trainer.hooks.profiler import Profiler
 from praxis_lite.trainer.hooks.profiles import ProfileBegins, ProfileEnds
 from praxis_lite.trainer.hooks.saves import Saves
-from praxis_lite.trainer.hooks.skipped_steps import SkippedSteps
+from praxis_lite.trainer.hooks.skipped_steps_report import SkippedSteps
 from praxis_lite.trainer.hooks.tracking import Trackers, Tracking
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.progress import ProgressLine

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from praxis_lite.config.text import config_values
+from praxis_lite.config.config_json import config_values
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.experiment.launched_config import LaunchedConfig
-from praxis_lite.host.json_text import content_of
+from praxis_lite.host.file_reading import content_of
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import opened
+from praxis_lite.host.file_reading import opened
 from praxis_lite.trainer.metrics.json_lines import is_step, with_non_finite
 
 __all__ = ("MetricsColumns", "columns_by_dataset")

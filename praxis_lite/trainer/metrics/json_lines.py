@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from praxis_lite.core.errors import ConfigError, is_number
-from praxis_lite.host.json_text import (
+from praxis_lite.host.file_reading import (
     descriptor,
     finish_last_line,
     is_json,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.host.json_text import descriptor
+from praxis_lite.host.file_reading import descriptor
 
 _RETRY_SECONDS = 1.0
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.host.json_text import content_of, opened
+from praxis_lite.host.file_reading import content_of, opened
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.trainer.metrics.json_lines import no_other_changes, strict_json

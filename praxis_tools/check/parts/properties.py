@@ -10,8 +10,8 @@ from flax import nnx
 
 from praxis_lite.core.task import Task
 from praxis_lite.decode.decoder import Prompts
-from praxis_lite.decode.padding import check_has_rows
 from praxis_lite.decode.prefill import prefill
+from praxis_lite.decode.prompt_padding import check_has_rows
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.layers.base.variables import rebuilt
 from praxis_tools.check.runs.on_mesh import Batch

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.sharding.inputs import is_true_row, num_rows_of
+from praxis_lite.core.sharding.batch_sharding import is_true_row, num_rows_of
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.check import Check

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
-from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.task import Task, WeightedScalars
 from praxis_lite.layers.stacking.pipelining.split_model import in_one_microbatch
 

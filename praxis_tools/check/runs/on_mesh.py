@@ -13,7 +13,7 @@ from praxis_lite.core.models.model import MdlVars
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
-from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, batch_spec
+from praxis_lite.core.sharding.batch_sharding import GlobalBatch, abstract_global_batch, batch_spec
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig

@@ -17,9 +17,9 @@ from praxis_lite.checkpoints.steps.manifest import new_manifest
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.job import processes
-from praxis_tools.elastic.order import Order
 from praxis_tools.elastic.peer_saves.pieces import Piece, on_host, own_pieces, process_of
 from praxis_tools.elastic.store_messages import SaveId, StoreClient, StoreFailed
+from praxis_tools.elastic.worker_order import Order
 
 _SAID_SECONDS = 1.0  # A wait for the save before that is not worth a line.
 

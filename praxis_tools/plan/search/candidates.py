@@ -9,7 +9,7 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_tools.plan.search.formulas import POLICIES, Layout, Shape, peak_bytes, step_seconds
 from praxis_tools.plan.topology import Topology
 

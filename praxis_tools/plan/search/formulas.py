@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 
 from praxis_lite.layers.stacking.pipelines import Pipeline
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_tools.plan.chips import Chip
 from praxis_tools.plan.costs import FITTED
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig

@@ -16,7 +16,7 @@ import jax
 
 from praxis_lite.config.build import build
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.launched_config import LaunchedConfig, config_of_experiment
 from praxis_lite.trainer.layout_table import bytes_per_device
 from praxis_tools.explain.compiler_warnings import explained_warnings

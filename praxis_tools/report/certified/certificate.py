@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require, shown
-from praxis_lite.host.json_text import read_json
+from praxis_lite.host.file_reading import read_json
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.same_everywhere import versions
 from praxis_tools.report.certified.facts import Fact, Reading, Scope, facts_of, scope_of

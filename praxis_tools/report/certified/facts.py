@@ -15,7 +15,7 @@ from praxis_lite.experiment.recorded_examples import (
     proof_of_examples,
     train_pipeline,
 )
-from praxis_lite.host.json_text import content_of
+from praxis_lite.host.file_reading import content_of
 from praxis_lite.job.examples.history import Part
 from praxis_lite.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.trainer.metrics.json_lines import json_line, strict_json

@@ -15,11 +15,11 @@ from typing import Any
 from praxis_lite.checkpoints.steps.manifest import digest_of_config
 from praxis_lite.checkpoints.steps.step_files import committed_manifest
 from praxis_lite.config.build import build
-from praxis_lite.config.text import LoadedConfig, load_config_file
+from praxis_lite.config.config_json import LoadedConfig, load_config_file
 from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.experiment.recorded_job import tokenizers_of
 from praxis_lite.experiment.run_config import RunConfig
-from praxis_lite.host.json_text import content_of, parse_json, read_json
+from praxis_lite.host.file_reading import content_of, parse_json, read_json
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.job_history import evaluates

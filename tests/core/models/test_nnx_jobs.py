@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
-from praxis_lite.config.text import load_config_file
+from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.job.job_dir import JobDir
 from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed

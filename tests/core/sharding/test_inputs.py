@@ -7,7 +7,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import global_batch, reshard_by_rank
-from praxis_lite.core.sharding.inputs import (
+from praxis_lite.core.sharding.batch_sharding import (
     abstract_global_batch,
     batch_spec,
     check_inputs_split_mapping,

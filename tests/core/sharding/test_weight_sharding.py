@@ -13,8 +13,8 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError
+from praxis_lite.config.config_json import dump_config, load_config
 from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.core import (
     Fsdp,
     Learner,

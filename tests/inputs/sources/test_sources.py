@@ -31,7 +31,7 @@ from praxis_lite.inputs import (
 )
 from praxis_lite.inputs.base import digest_of
 from praxis_lite.inputs.batches import check_data
-from praxis_lite.inputs.sources import opened
+from praxis_lite.inputs.sources import in_place_files
 from praxis_lite.inputs.sources.faults import BadExample
 
 ROWS = 600
@@ -232,7 +232,7 @@ def test_many_small_files_share_parts_and_are_not_all_open(kind, tmp_path, monke
     _, end, write, _ = KINDS[kind]
     for number in range(103):
         write(tmp_path / f"{number:03}.{end}", 2 * number, 2 * number + 2)
-    monkeypatch.setattr(opened, "_MOST_OPEN", 5)
+    monkeypatch.setattr(in_place_files, "_MOST_OPEN", 5)
     source = source_of(kind, tmp_path)
     assert [plain(source[k]) for k in range(len(source))] == [row(n) for n in range(206)]
     assert [p.stop - p.start for p in source.parts()] == [206]

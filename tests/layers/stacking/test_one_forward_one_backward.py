@@ -26,7 +26,7 @@ from praxis_lite.layers import (
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import InterleavedSchedule
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close

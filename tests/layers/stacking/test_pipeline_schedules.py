@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule, Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import InterleavedSchedule, Schedule
 
 # (stages, microbatches, repeats); circular with fewer microbatches than stages included.
 SIZES = [(1, 1, 1), (2, 5, 1), (3, 2, 1), (5, 7, 1), (3, 3, 2), (3, 7, 2), (2, 5, 3), (4, 1, 3)]

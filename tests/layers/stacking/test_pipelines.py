@@ -29,7 +29,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.base.base_layer import zeros
 from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import (
     CASES,

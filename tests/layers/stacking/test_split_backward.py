@@ -12,7 +12,7 @@ from praxis_lite import ConfigError
 from praxis_lite.core import NnxModel
 from praxis_lite.layers import AuxLoss, BaseLayer, Pipeline, Repeat, intermediates
 from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.split_backward import split_program, used_arguments
 from praxis_tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import (

@@ -8,8 +8,8 @@ import flax.nnx as nnx
 import pytest
 
 from praxis_lite import layers
+from praxis_lite.config.config_json import dump_config, load_config
 from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.config.text import dump_config, load_config
 from praxis_lite.layers import SHARDING_PRESETS, BaseLayer, set_sharding_params, splits
 from tests.support.declared_splits import CasesOfRules, refused, splits_of
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.config.text import dump_config, load_config
+from praxis_lite.config.config_json import dump_config, load_config
 from praxis_lite.core import Learner, MeshConfig, NnxModel, Partitioner, constrain, make_mesh
 from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.decode import Greedy

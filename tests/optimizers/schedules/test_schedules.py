@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.config.text import dump_config, load_config
+from praxis_lite.config.config_json import dump_config, load_config
 from praxis_lite.optimizers import schedules
 from praxis_lite.optimizers.schedules import (
     constant,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from praxis_tools.elastic.changes import last_step_made
+from praxis_tools.elastic.generation_log import last_step_made
 from praxis_tools.elastic.members import Generation, Member
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from praxis_lite.job.job_dir import JobDir
 from praxis_tools.elastic import compiled_programs
-from praxis_tools.elastic.order import Order
+from praxis_tools.elastic.worker_order import Order
 from praxis_tools.elastic.worker_process import WorkerProcess
 from tests.support.job_runs import CHECKOUT, home, launch, lines_of
 from tests.support.process_pairs import free_port

@@ -13,15 +13,15 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes import signals
 from praxis_tools.elastic import (
     leader,
-    sight,
+    liveness,
     stuck_workers,
     supervisor,
     worker_process,
 )
 from praxis_tools.elastic.leader import Settings
 from praxis_tools.elastic.members import Meeting
-from praxis_tools.elastic.order import LOST_PEER_STATUS
 from praxis_tools.elastic.supervisor import Supervisor
+from praxis_tools.elastic.worker_order import LOST_PEER_STATUS
 from praxis_tools.stuck import Progress
 
 TICK = 0.25
@@ -97,10 +97,10 @@ class World:
         self.workers, self.saved, self.furthest = [], 0, 0
         self.losses = []  # Of each start: the steps that were made before and are made again.
         monkeypatch.setattr(PretendedWorker, "world", self)
-        for module in (supervisor, leader, stuck_workers, sight, worker_process):
+        for module in (supervisor, leader, stuck_workers, liveness, worker_process):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(supervisor, "WorkerProcess", PretendedWorker)
-        monkeypatch.setattr(sight, "_refuses", self._refuses)
+        monkeypatch.setattr(liveness, "_refuses", self._refuses)
         monkeypatch.setattr(supervisor.Supervisor, "_check_alone", lambda self: None)
 
     def _refuses(self, address):

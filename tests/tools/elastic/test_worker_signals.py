@@ -12,7 +12,7 @@ from tests.support.job_runs import CHECKOUT
 WORKER = '''
 import os, signal, subprocess, sys, time
 from praxis_lite.job.processes import signals
-from praxis_lite.job.processes.stopping import StopRequest
+from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.job.processes import stacks
 
 with signals.EndsBySignal():

@@ -18,9 +18,9 @@ from praxis_lite.modes.mode import CommandLine
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from praxis_tools.sweep import running
 from praxis_tools.sweep.command import sweep
-from praxis_tools.sweep.settings import SweepSettings
 from praxis_tools.sweep.space import Space
 from praxis_tools.sweep.study import Study
+from praxis_tools.sweep.sweep_settings import SweepSettings
 from praxis_tools.sweep.trial_job import TrialJob
 from tests.support import quick_trial
 from tests.support.job_runs import home

@@ -10,7 +10,7 @@ from flax import nnx
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, NnxModel
-from praxis_lite.core.sharding.inputs import check_ids
+from praxis_lite.core.sharding.batch_sharding import check_ids
 from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.trainer.checks.id_sizes import num_ids_of

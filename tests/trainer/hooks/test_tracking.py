@@ -7,8 +7,8 @@ import fiddle as fdl
 import pytest
 
 from praxis_lite import ConfigError, MLflow, RunConfig, TensorBoard, WeightsAndBiases
+from praxis_lite.config.config_json import config_lines, dump_config, load_config
 from praxis_lite.config.overrides import apply_overrides
-from praxis_lite.config.text import config_lines, dump_config, load_config
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trackers.tracker_thread import TrackerThread
 from praxis_lite.trainer.hooks import tracking

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.host.json_text import read_json
+from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.trainer.metrics import json_lines
 from praxis_lite.trainer.metrics.json_lines import (

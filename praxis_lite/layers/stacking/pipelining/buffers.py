@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 
 # S stages, M microbatches. Names end with the leading dims of their arrays.
 

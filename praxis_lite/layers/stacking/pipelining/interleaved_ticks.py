@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.stacking.pipelining.buffers import shift
-from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import InterleavedSchedule
 from praxis_lite.layers.stacking.pipelining.split_model import SplitModel
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values, pick

@@ -20,14 +20,14 @@ from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.sharding.devices.axis_types import note_untyped, type_spec, untyped
-from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelines import Pipeline
 from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
 from praxis_lite.layers.stacking.pipelining.microbatches import num_microbatches_of
-from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import InterleavedSchedule
 from praxis_lite.layers.stacking.pipelining.split_model import SplitModel, in_one_microbatch
 
 PyTree = Any

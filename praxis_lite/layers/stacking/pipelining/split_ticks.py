@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from praxis_lite.core.collectives.varying import varying_alike
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.buffers import Handover, HandoverGradient
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import StageLayout, Values, gathered, pick
 

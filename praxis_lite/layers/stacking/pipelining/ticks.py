@@ -26,7 +26,7 @@ from praxis_lite.core.sharding.split_dims import (
 )
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.buffers import Handover
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
 # leading dims of their arrays: x_M is [M, rows, ...].

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from praxis_lite.core import MeshConfig, StateLayout, TrainState, make_mesh
-from praxis_tools.elastic.order import Order
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, stores_of
 from praxis_tools.elastic.peer_store import PeerStore
+from praxis_tools.elastic.worker_order import Order
 from tests.checkpoints.saved_steps import SPECS, true_state
 
 KEY = b"of a job"

@@ -10,12 +10,12 @@ import pytest
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.job.processes.coordination import PeerLost
-from praxis_tools.elastic.order import Order
 from praxis_tools.elastic.peer_saves.held_saves import newest_whole
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, neighbour_of
 from praxis_tools.elastic.peer_saves.pieces import own_pieces
 from praxis_tools.elastic.store_messages import SaveId, StoreClient
+from praxis_tools.elastic.worker_order import Order
 from tests.tools.elastic.peer_saves import kept_states
 from tests.tools.elastic.peer_saves.kept_states import Hosts, on_mesh, with_averages
 

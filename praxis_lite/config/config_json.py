@@ -10,13 +10,13 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.config import nodes
+from praxis_lite.config import json_nodes
 from praxis_lite.config.callables import text_of_value
-from praxis_lite.config.nodes import FORMAT, damaged
+from praxis_lite.config.json_nodes import FORMAT, damaged
 from praxis_lite.config.paths import iterate_fields
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.host.json_text import parse_json, read_json
+from praxis_lite.host.file_reading import parse_json, read_json
 
 __all__ = ("LoadedConfig", "load_config_file")
 
@@ -55,7 +55,7 @@ def dump_config(
         ConfigError: A value has no text form, such as a lambda or an array, or is a function from a
             package that `load_config` would refuse; names the path.
     """
-    node = nodes.write(config, {experiment.partition(".")[0], *packages})
+    node = json_nodes.write(config, {experiment.partition(".")[0], *packages})
     header = {"format": FORMAT, "experiment": experiment, "overrides": list(overrides)}
     return json.dumps({**header, "config": node}, indent=1, allow_nan=False) + "\n"
 
@@ -101,7 +101,7 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise damaged("experiment", "it is not module.Class")
     if type(overrides) is not list or not all(type(override) is str for override in overrides):
         raise damaged("overrides", "they are not a list of texts")
-    config = nodes.read(parsed["config"], packages)
+    config = json_nodes.read(parsed["config"], packages)
     if not isinstance(config, fdl.Buildable):
         raise damaged("config", "it is not a config")
     _check_parameters(config)

@@ -20,13 +20,13 @@ from praxis_lite.core.partitioner.steps import decode_step
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.task import Task
 from praxis_lite.layers.base.dense import Dense, is_dense
-from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
-from praxis_lite.layers.whole_model.stored_weights import (
+from praxis_lite.layers.whole_model.decoding_weight_formats import (
     Int8Weight,
     TransposedWeight,
     in_int8,
     transposed,
 )
+from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
 
 Stored = Callable[[jax.Array], Any]
 # What tasks decode, of one row.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from praxis_lite.host.json_text import lines_of, opened_to_append
+from praxis_lite.host.file_reading import lines_of, opened_to_append
 from praxis_tools.elastic.members import Generation, Member
 
 START = "start"  # The kind of the generation that a job begins with.

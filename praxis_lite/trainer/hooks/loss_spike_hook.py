@@ -5,8 +5,8 @@ from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_history import losses_before
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.loss_spikes import LossSpike, SpikeDetector
 from praxis_lite.trainer.metrics.progress import metric_text
+from praxis_lite.trainer.spike_detector import LossSpike, SpikeDetector
 
 
 class LossSpikes(Hook):
