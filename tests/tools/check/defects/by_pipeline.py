@@ -12,8 +12,8 @@ from tests.tools.check import tiny
 from tests.tools.check.defects.defect import Defect, after, replaced
 
 PIPELINING = "praxis_lite.layers.stacking.pipelining"
-SCHEDULE = f"{PIPELINING}.schedules:Schedule"
-INTERLEAVED = f"{PIPELINING}.schedules:InterleavedSchedule"
+SCHEDULE = f"{PIPELINING}.pipeline_schedules:Schedule"
+INTERLEAVED = f"{PIPELINING}.pipeline_schedules:InterleavedSchedule"
 TICKS = f"{PIPELINING}.interleaved_ticks"
 MESH = (2, 1, 1)
 BATCH = ("stage", "data")
