@@ -1,4 +1,4 @@
-"""The parts that tools give to a job that trains: states to begin with, hooks, listeners, a mesh.
+"""The tools of a training job: hooks, listeners, peer saves, and the mesh of an elastic job.
 
 setup.py names them in the entry point `praxis_lite.job_tools`.
 """
@@ -16,7 +16,6 @@ from praxis_tools.modes.elastic import begin_elastic
 from praxis_tools.stuck.beats import StuckBeats
 
 if TYPE_CHECKING:
-
     import jax
 
     from praxis_lite.checkpoints.init.initial_state import Note

@@ -206,7 +206,7 @@ class Rerun:
 
 
 def scalars_of(state: TrainState) -> dict[str, Any]:
-    """Returns the numbers of a state, besides the weights, that a step's gradients depend on."""
+    """Returns the values of a state, other than weights, that a step's gradients depend on."""
     opt_states = {k: x for k, x in state.opt_states.items() if k == "loss_scale"}
     return {"step": state.step, "opt_states": opt_states}
 

@@ -18,7 +18,7 @@ __all__ = ("data_to_save",)
 
 
 class Saves(Hook):
-    """Saves by steps, by seconds, again after a failure, and at the end.
+    """Saves every N steps or seconds, retries failed saves, and saves the last step.
 
     It comes after the hooks whose values it saves, so that these are of the same step.
     """

@@ -101,7 +101,7 @@ class DecodedFile:
         Raises:
           OSError: it cannot be read.
         """
-        takes_newest = self.dataset == COMMAND_LINE  # Command lines add their records at the end.
+        takes_newest = self.dataset == COMMAND_LINE  # A command line appends its records.
         lines, num_lines = collections.deque[bytes](maxlen=most), 0
         with opened(self.path) as file:
             for line in file:

@@ -41,7 +41,7 @@ class SplashOfARow(abc.ABC):
     residual_name: str | None = None
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
-        """Returns differentiable outputs [N, T, K]."""
+        """Returns the attention outputs [N, T, K]; they can be differentiated."""
         with self.noted():
             return self.kernel()(q, k, v, self.segments(ids))
 
