@@ -76,4 +76,4 @@ def test_it_is_short_and_needs_the_core_and_checkpoints_alone():
     )
     assert not loaded & {"fiddle", "tensorflow", "grain", "praxis_tools",
                          *(f"praxis_lite.{name}" for name in of_an_experiment)}
-    assert "examples/minimal.py" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "examples/minimal.py" in (ROOT / "docs/reading_order.md").read_text(encoding="utf-8")

@@ -23,29 +23,29 @@ from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import CHECKOUT
 
 
-def readme_block(name):
-    text = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+def block_of(page, name):
+    text = (CHECKOUT / page).read_text(encoding="utf-8")
     block = re.search(rf"begin {name} -->\n```python\n(.*?)```\n<!-- end {name}", text, re.DOTALL)
-    assert block, f"README.md has no block {name}"
+    assert block, f"{page} has no block {name}"
     return block.group(1)
 
 
-def test_the_readmes_experiment_decodes(monkeypatch):
+def test_the_documented_experiment_decodes(monkeypatch):
     monkeypatch.setattr(registry, "registered", dict(registry.registered))
-    names = {"__name__": "readme"}
-    exec(compile(readme_block("MyLm"), "README.md", "exec"), names)
+    names = {"__name__": "page"}
+    exec(compile(block_of("docs/experiments.md", "MyLm"), "experiments.md", "exec"), names)
     job = fdl.build(configured(names["MyLm"], ["task.decoder.temperature=0.7"]))
     prompts = prompt_batch(job.task, "The class ").element_spec()
     traced = Partitioner(job.task, make_mesh(job.mesh)).decode_step.trace(prompts)
     assert traced.out_info["output_ids"].shape == (1, 1, job.task.decoder.max_decode_steps)
 
 
-def test_the_readmes_settings_apply_to_its_experiment(monkeypatch):
+def test_the_documented_settings_apply_to_it(monkeypatch):
     monkeypatch.setattr(registry, "registered", dict(registry.registered))
-    names = {"__name__": "readme"}
-    exec(compile(readme_block("MyLm"), "README.md", "exec"), names)
-    text = (CHECKOUT / "README.md").read_text(encoding="utf-8").replace("\\\n", "")
-    whole = text[text.index("A field may hold a function") : text.index("`--prompt TEXT")]
+    names = {"__name__": "page"}
+    exec(compile(block_of("docs/experiments.md", "MyLm"), "experiments.md", "exec"), names)
+    text = (CHECKOUT / "docs/commands.md").read_text(encoding="utf-8").replace("\\\n", "")
+    whole = text[text.index("If a field is a function") : text.index("## Prompts")]
     lines = re.findall(r"^    --set .*", whole, flags=re.M)
     assert len(lines) == 4
     for line in lines:
@@ -171,7 +171,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage/__init__.py").touch()
     (tmp_path / "mypackage/experiments.py").write_text(
-        readme_block("MyLm")
+        block_of("docs/experiments.md", "MyLm")
         # Whose library it was.
         + "\nimport praxis_lite.tasks\nprint(praxis_lite.__file__, praxis_lite.tasks.__file__)\n"
     )
@@ -194,7 +194,7 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     # A model that has only learned how often each byte comes stays near 3.2.
     assert steps[-1]["loss"] < 2.4
     assert "trained to step 50" in done.stdout and "heldout: " in done.stdout
-    # The README's next steps: a prompt, also with a temperature.
+    # The page's next steps: a prompt, also with a temperature.
     argv = ["--packages=mypackage", "--job_log_dir=jobs/my_lm", "--prompt", "The class ", "--set"]
     for setting in ("task.decoder.temperature=0.7", "mesh.ici_mesh_shape=1,1,1"):
         done = subprocess.run(
