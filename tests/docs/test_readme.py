@@ -4,12 +4,11 @@ import re
 from pathlib import Path
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+PROGRAM = r"begin mlp -->\n```python\n(.*?)```\n<!-- end mlp -->\n\n((?:    [^\n]*\n)+)"
 
 
 def test_the_program_prints_the_output_shown(capsys):
-    block, output = re.search(
-        r"begin mlp -->\n```python\n(.*?)```\n<!-- end mlp -->\n\n((?:    [^\n]*\n)+)", README, re.DOTALL
-    ).groups()
+    block, output = re.search(PROGRAM, README, re.DOTALL).groups()
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     expected = [line.strip() for line in output.splitlines()]
     actual = capsys.readouterr().out.splitlines()
