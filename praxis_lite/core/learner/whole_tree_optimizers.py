@@ -21,7 +21,7 @@ from flax.traverse_util import unflatten_dict
 from jax.extend.core import jaxprs_in_params
 
 from praxis_lite.core.errors import ConfigError, few, shown
-from praxis_lite.core.jaxprs import followed, with_inner
+from praxis_lite.core.jaxprs import all_eqns, evaluate_jaxpr
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 __all__ = ("updates_of",)
@@ -221,7 +221,7 @@ class _Reader:
 
     def read(self, jaxpr: Any, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
         """Returns the weights that each result depends on; `given`: those of each argument."""
-        return followed(jaxpr, given, self._results, lambda *_: _NOTHING)
+        return evaluate_jaxpr(jaxpr, given, self._results, lambda *_: _NOTHING)
 
     def _results(self, eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]]:
         if eqn.primitive.name == "cond":
@@ -231,7 +231,7 @@ class _Reader:
         is_call = eqn.primitive.name not in ("scan", "while") and len(inner) == 1
         if is_call and len(inner[0].invars) == len(read):
             return self.read(inner[0], read)
-        is_random = any(item.primitive.name.startswith(_RANDOM) for item in with_inner([eqn]))
+        is_random = any(item.primitive.name.startswith(_RANDOM) for item in all_eqns([eqn]))
         self.draws |= is_random and any(read)
         return [_union(*read)] * len(eqn.outvars)
 

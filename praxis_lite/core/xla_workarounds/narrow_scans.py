@@ -12,20 +12,20 @@ from typing import Any
 from jax.extend import core
 from jax.extend.core import primitives
 
-from praxis_lite.core.jaxprs import opened, plain, rewritten, widens
+from praxis_lite.core.jaxprs import expand_high_level, is_widening_cast, open_jaxpr, rewrite_jaxpr
 
 __all__ = ("narrow_scans",)
 
 
 def narrow_scans(jaxpr: Any) -> Any:
     """Returns a program whose scans cast what they stack after the loop rather than in it."""
-    return rewritten(jaxpr, _narrow_scan)
+    return rewrite_jaxpr(jaxpr, _narrow_scan)
 
 
 def _narrow_scan(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     if eqn.primitive is not primitives.scan_p:
         return [eqn]
-    pairs = zip(opened(eqn.params["jaxpr"]).outvars, eqn.outvars, strict=True)
+    pairs = zip(open_jaxpr(eqn.params["jaxpr"]).outvars, eqn.outvars, strict=True)
     # What is carried has no more dims.
     stacked = [i for i, (a, b) in enumerate(pairs) if b.aval.ndim > a.aval.ndim]
     return _with_narrow_outputs(eqn, stacked) or [eqn]
@@ -37,7 +37,7 @@ def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list |
     None if it casts none of them.
     """
     closed = eqn.params["jaxpr"]
-    body, narrow = _narrow_outputs(opened(closed), indices)
+    body, narrow = _narrow_outputs(open_jaxpr(closed), indices)
     if not narrow:
         return None
     outvars, casts = list(eqn.outvars), []
@@ -52,7 +52,7 @@ def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list |
 
 def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.Jaxpr, list[int]]:
     """Returns a program that leaves out the casts of some outputs, and the indices of these."""
-    eqns = list(map(plain, jaxpr.eqns))
+    eqns = list(map(expand_high_level, jaxpr.eqns))
     made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
     outvars, narrow, of_call = list(jaxpr.outvars), [], {}
     for index in indices:
@@ -60,7 +60,7 @@ def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.J
         eqn = None if isinstance(var, core.Literal) else made_by.get(var)
         if eqn is None:
             continue
-        if widens(eqn) and not isinstance(eqn.invars[0], core.Literal):
+        if is_widening_cast(eqn) and not isinstance(eqn.invars[0], core.Literal):
             outvars[index] = eqn.invars[0]
             narrow.append(index)
         elif eqn.primitive in (primitives.remat_p, primitives.jit_p):

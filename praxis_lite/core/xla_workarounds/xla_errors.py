@@ -34,7 +34,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 from jax.interpreters import mlir
 
-from praxis_lite.core.jaxprs import rewritten
+from praxis_lite.core.jaxprs import rewrite_jaxpr
 from praxis_lite.core.sharding.devices.axis_types import is_typed, type_spec, untyped
 
 __all__ = ("without_xla_errors",)
@@ -60,7 +60,7 @@ def without_xla_errors(
     @functools.wraps(function)
     def right(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, static_argnums, return_shape=True)(*args)
-        closed = rewritten(also(closed), _right_equation)
+        closed = rewrite_jaxpr(also(closed), _right_equation)
         arrays = [x for i, x in enumerate(args) if i not in np.atleast_1d(static_argnums)]
         outputs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.jaxprs import FURTHER_TURNS
+from praxis_lite.core.jaxprs import EXTRA_ROUNDS
 from praxis_lite.layers.moe.dispatch import combine, dispatch, places_of
 from praxis_lite.layers.moe.experts import Weights
 
@@ -99,7 +99,7 @@ def in_turns(
     def summed(num_turns: jax.Array, turn: Callable[[jax.Array], PyTree]) -> PyTree:
         first = jnp.zeros((), jnp.int32)
         sums = first + 1, turn(first)
-        with jax.named_scope(FURTHER_TURNS):
+        with jax.named_scope(EXTRA_ROUNDS):
             _, result = jax.lax.while_loop(
                 lambda carry: carry[0] < num_turns,
                 lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], turn(carry[0]))),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
-from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
 from praxis_lite.layers.base.activation_names import named, offloaded
 
 __all__ = ("CHECKPOINT_POLICIES",)
@@ -141,7 +141,7 @@ def _policy(checkpoint_policy: CheckedPolicy) -> Callable[..., Any]:
 
 def _names(step: Callable[..., Any], args: tuple) -> Iterator[str]:
     """Yields the names of activations in a step."""
-    for eqn in with_inner(opened(jax.make_jaxpr(step)(*args)).eqns):
+    for eqn in all_eqns(open_jaxpr(jax.make_jaxpr(step)(*args)).eqns):
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
         elif eqn.primitive.name == "call_hi_primitive":  # With jax_remat3.

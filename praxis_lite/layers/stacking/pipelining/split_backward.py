@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from praxis_lite.core.jaxprs import opened, plain, with_inner
+from praxis_lite.core.jaxprs import all_eqns, expand_high_level, open_jaxpr
 
 PyTree = Any
 
@@ -44,7 +44,7 @@ def split_program(
       num_again: number of leading arguments that `second` gets again, instead of as residuals.
     """
     closed, results = jax.make_jaxpr(program, return_shape=True)(*args)
-    jaxpr = opened(closed)
+    jaxpr = open_jaxpr(closed)
     constants = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     eqns: list[core.JaxprEqn] = []
     outvars = _inlined(closed, jaxpr.invars, eqns, constants)
@@ -79,17 +79,17 @@ def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> li
     """Returns for each leaf of `args` whether results of `program` depend on it."""
     closed = jax.make_jaxpr(program)(*args)
     eqns: list[core.JaxprEqn] = []
-    outvars = _inlined(closed, opened(closed).invars, eqns, {})
+    outvars = _inlined(closed, open_jaxpr(closed).invars, eqns, {})
     used = {atom for atom in outvars if not isinstance(atom, core.Literal)}
     for eqn in _needed(eqns, outvars):
         used |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
-    return [var in used for var in opened(closed).invars]
+    return [var in used for var in open_jaxpr(closed).invars]
 
 
 def _axes_by_hand(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
     """Returns the mesh axes that are manual in all `jax.shard_map`s; None if there are none."""
     of_each = []
-    for eqn in with_inner(eqns):
+    for eqn in all_eqns(eqns):
         if eqn.primitive.name == "shard_map":
             name = next(name for name in eqn.params if name.endswith("manual_axes"))
             of_each.append(frozenset(eqn.params[name]))
@@ -100,7 +100,7 @@ def _inlined(
     program: Any, arguments: Sequence[Any], eqns: list[core.JaxprEqn], constants: dict
 ) -> list[Any]:
     """Appends a program's operations to eqns, with calls inlined, and returns its results."""
-    jaxpr = opened(program)
+    jaxpr = open_jaxpr(program)
     names = dict(zip(jaxpr.invars, arguments, strict=True))
     for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
         constants[var] = value
@@ -108,7 +108,7 @@ def _inlined(
     def renamed(atoms: Iterable[Any]) -> list[Any]:
         return [atom if isinstance(atom, core.Literal) else names.get(atom, atom) for atom in atoms]
 
-    for eqn in map(plain, jaxpr.eqns):
+    for eqn in map(expand_high_level, jaxpr.eqns):
         invars = renamed(eqn.invars)
         if eqn.primitive.name in _CALLS and "jaxpr" in eqn.params:
             outvars = _inlined(eqn.params["jaxpr"], invars, eqns, constants)
