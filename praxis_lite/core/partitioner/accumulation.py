@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.batch_sharding import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.devices.axis_types import (
-    has_no_type,
+    is_type_error,
     is_typed,
-    no_terms,
     note_untyped,
-    summed_terms,
+    reduce_partial,
     type_spec,
-    with_gradient_terms,
+    with_unreduced_gradient,
+    zeros_unreduced,
 )
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import to_device
@@ -84,7 +84,7 @@ def value_and_grad(
                 num_micro_batches=num_micro_batches, inputs_split_mapping=inputs_split_mapping,
             )
         except Exception as error:
-            if not has_no_type(error):
+            if not is_type_error(error):
                 raise
             reason = str(error).strip().splitlines()[0]
             note_untyped("gradients' sum over devices, once for all micro-batches", reason)
@@ -138,7 +138,7 @@ def _summed_once(
 
     Each device adds up its terms of gradients, which are summed over `axes` once, after the loop.
     """
-    params = jax.tree.map(lambda w: with_gradient_terms(to_device(w), axes), params)
+    params = jax.tree.map(lambda w: with_unreduced_gradient(to_device(w), axes), params)
 
     def weighted(fixed: PyTree, params: PyTree, *args: Any) -> tuple[jax.Array, tuple]:
         loss, (metrics, new) = loss_fn(fixed, params, *args)
@@ -163,11 +163,11 @@ def _summed_once(
         )
         return (grad_sums, jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, old)), metrics
 
-    zeros = jax.tree.map(lambda w: no_terms(w, jnp.float32), params)
+    zeros = jax.tree.map(lambda w: zeros_unreduced(w, jnp.float32), params)
     (grad_sums, new), metrics = jax.lax.scan(
         add, (zeros, non_trainable), (cut(inputs, num_micro_batches), jnp.arange(num_micro_batches))
     )
-    return _means(metrics, new, jax.tree.map(summed_terms, grad_sums))
+    return _means(metrics, new, jax.tree.map(reduce_partial, grad_sums))
 
 
 def _as_float32(g: jax.Array) -> jax.Array:

@@ -136,7 +136,7 @@ class Step:
             self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
         # What is on the host is fetched where it is needed, as late as that.
         arrays = self.layout.unpad(arrays, but_on_host=True)
-        arrays = arrays if self.trains else self.layout.in_layers(arrays)
+        arrays = arrays if self.trains else self.layout.wrap_host_weights(arrays)
         return self._pure(arrays, self.where.inputs(batch), key)
 
 

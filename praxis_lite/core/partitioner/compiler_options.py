@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, require_choice, warn_once
-from praxis_lite.core.sharding.devices.xla_options import not_known
+from praxis_lite.core.sharding.devices.xla_options import unknown_option_message
 from praxis_lite.core.sharding.mesh_config import TPUS, CompilerOptions
 
 _UNKNOWN = "No such compile option: "
@@ -96,7 +96,7 @@ def _sentences(refusal: str, mesh: Mesh) -> str:
     if not unknown:
         return f"{refusal}."
     package = "libtpu" if mesh.devices.flat[0].platform == "tpu" else "jaxlib"
-    return not_known(
+    return unknown_option_message(
         unknown[1], package,
         lambda name: not (_refusal(((name, ""),), mesh) or "").startswith(_UNKNOWN),
     )

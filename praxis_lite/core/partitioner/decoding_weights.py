@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.core.models.layers_apart import LayersApart
 from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.models.stacked_weights import UnstackedLayers
 from praxis_lite.core.partitioner.arguments import check_tree
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.leaf_paths import path_of
@@ -31,7 +31,7 @@ class _Form:
     def of(self, x: jax.Array) -> PyTree:
         layers = x.reshape(-1, *x.shape[self.num_apart :]) if self.num_apart else [x]
         stored = [layer if self.stored is None else self.stored(layer) for layer in layers]
-        return LayersApart(stored) if self.num_apart else stored[0]
+        return UnstackedLayers(stored) if self.num_apart else stored[0]
 
 
 class DecodingWeights:

@@ -96,7 +96,8 @@ class Partitioner:
             self.where, self.layout,
             functools.partial(
                 steps.train_step, self.task, learner=self.learner,
-                value_and_grad=self.gradients.value_and_grad, in_layers=self._mdl_layout.in_layers,
+                value_and_grad=self.gradients.value_and_grad,
+                wrap_host_weights=self._mdl_layout.wrap_host_weights,
             ),
             required_inputs=self.task.required_inputs,
             check_rows=functools.partial(

@@ -42,7 +42,7 @@ def train_step(
     *,
     learner: BoundLearner | None = None,
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
-    in_layers: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
+    wrap_host_weights: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state after an update, and metrics.
 
@@ -69,12 +69,12 @@ def train_step(
         fixed: dict[str, Any], trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict, Any]]:
         params = merged(trainable, fixed["frozen"])
-        mdl_vars = in_layers({"params": params, "non_trainable": non_trainable})
+        mdl_vars = wrap_host_weights({"params": params, "non_trainable": non_trainable})
         module = task.module(mdl_vars, key)
         metrics, _ = task.outputs(task.compute_loss, module, task.cast_inputs(inputs), key)
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
-        metrics = {**metrics, **tallies.counted(task.model.tallies(module))}
+        metrics = {**metrics, **tallies.as_metrics(task.model.tallies(module))}
         return scaled_loss, (metrics, task.model.non_trainable(module))
 
     metrics, new_non_trainable, grads = value_and_grad(
@@ -83,7 +83,7 @@ def train_step(
         inputs_split_mapping=task.inputs_split_mapping,
         lay_out=groups.lay_out,
     )
-    metrics, sums = tallies.taken(metrics)
+    metrics, sums = tallies.pop_tallies(metrics)
     if is_scaled:
         grads = jax.tree.map(lambda g: g / scale, to_device(grads))
     new_params, opt_states, learner_scalars, is_skipped = bound.update(

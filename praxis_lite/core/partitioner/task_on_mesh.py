@@ -10,17 +10,17 @@ from flax.core import spmd
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.models.layer_paths import naming_the_layer
+from praxis_lite.core.models.layer_paths import prefix_layer_path
 from praxis_lite.core.sharding.batch_sharding import (
     GlobalBatch,
     batch_spec,
+    drop_padding_rows,
     reshard_by_rank,
-    true_rows,
 )
 from praxis_lite.core.sharding.devices.axis_types import (
     check_divides,
-    has_no_type,
-    noting,
+    collect_untyped_notes,
+    is_type_error,
     only_axes,
 )
 from praxis_lite.core.sharding.leaf_paths import path_of
@@ -53,7 +53,7 @@ class TaskOnMesh:
     def tracing(self) -> Iterator[None]:
         """Sets the mesh while a program is traced, so that no caller has to and no call pays."""
         with (
-            naming_the_layer(),
+            prefix_layer_path(),
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
             flax_axis_rules(self.task.weight_sharding),
         ):
@@ -62,7 +62,7 @@ class TaskOnMesh:
     def inputs(self, batch: GlobalBatch) -> PyTree:
         """Returns a batch's real rows, resharded by rank, in a program."""
         axis_names = self.mesh.axis_names
-        inputs = true_rows(batch, axis_names)
+        inputs = drop_padding_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
 
     def typed(
@@ -102,10 +102,10 @@ class TaskOnMesh:
             explicit = jax.sharding.explicit_axes(pure, axes=self.explicit_axes, in_sharding=types)
             notes.clear()
             try:
-                with noting(notes):
+                with collect_untyped_notes(notes):
                     return explicit(arrays, inputs, key)
             except Exception as error:
-                if not has_no_type(error) or isinstance(error, ConfigError):
+                if not is_type_error(error) or isinstance(error, ConfigError):
                     raise
                 line = user_line(error)
                 place = f" in {line.filename}:{line.lineno} ({line.line})" if line else ""

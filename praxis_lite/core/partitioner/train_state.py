@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.slots import slot_memory, slot_specs
 from praxis_lite.core.learner.update import BoundLearner
-from praxis_lite.core.models.layers_apart import HostWeight
 from praxis_lite.core.models.model import abstract_mdl_vars, spec_leaves
+from praxis_lite.core.models.stacked_weights import HostWeight
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import DEVICE, HOST, is_on_host, to_device, to_host
@@ -152,7 +152,7 @@ class StateLayout:
             shapes = jax.tree.map(lambda x, shape: x if is_on_host(x) else shape, tree, shapes)
         return unpad_tree(tree if but_on_host else to_device(tree), shapes, self.specs)
 
-    def in_layers(self, tree: PyTree) -> PyTree:
+    def wrap_host_weights(self, tree: PyTree) -> PyTree:
         """Returns `tree` as models take it: its leaves on the host as `HostWeight`s."""
         if not self.has_host_memory:  # A strategy may have other leaves than arrays.
             return tree

@@ -21,7 +21,7 @@ from praxis_lite.core.errors import (
 )
 from praxis_lite.core.models.layer_paths import attribute_name
 from praxis_lite.core.sharding.devices.axis_types import (
-    has_no_type,
+    is_type_error,
     is_typed,
     note_untyped,
     type_spec,
@@ -243,7 +243,7 @@ def with_auto_fallback(
     try:
         return method(layer, *args, **kwargs)
     except Exception as error:
-        if not has_no_type(error):
+        if not is_type_error(error):
             raise
         note_untyped(path, str(error).strip().splitlines()[0])
     leaves, structure = jax.tree.flatten((layer, args, dict(kwargs)))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.sharding.devices.axis_types import is_typed, summed_terms, type_spec
+from praxis_lite.core.sharding.devices.axis_types import is_typed, reduce_partial, type_spec
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
 
@@ -149,7 +149,7 @@ def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
 def elementwise(weight: jax.Array) -> jax.Array:
     """Returns a weight for an elementwise product.
 
-    JAX cannot type unreduced gradients there (`axis_types.with_gradient_terms`): this weight's
+    JAX cannot type unreduced gradients there (`axis_types.with_unreduced_gradient`): this weight's
     gradient is summed in each micro-batch.
     """
-    return summed_terms(weight) if is_typed() else weight
+    return reduce_partial(weight) if is_typed() else weight

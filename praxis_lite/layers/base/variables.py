@@ -115,7 +115,7 @@ def stacked(
 
     Args:
       stack_split: how the dim splits.
-      num_dims_apart: number of stacked dims for which decoding may pass `LayersApart`.
+      num_dims_apart: number of stacked dims for which decoding may pass `UnstackedLayers`.
 
     Raises:
       ConfigError: the dim splits, and an inner Repeat has weights in host memory.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.models.layers_apart import layers_of
+from praxis_lite.core.models.stacked_weights import unstacked_layers
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
@@ -289,7 +289,7 @@ class Pipeline(BaseLayer):
         return stack_shape(self.num_layers, self.num_stages, self.circular_repeat)
 
     def _layers_apart(self) -> list[Any] | None:
-        return layers_of(self.blocks, self.num_layers, len(self._stack_shape))
+        return unstacked_layers(self.blocks, self.num_layers, len(self._stack_shape))
 
 
 def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:

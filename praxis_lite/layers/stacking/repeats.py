@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.models.layers_apart import fetched, layers_of
+from praxis_lite.core.models.stacked_weights import unstacked_layers, weights_to_device
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base.activation_names import named
@@ -107,7 +107,7 @@ class Repeat(BaseLayer):
         """Returns the blocks if their weights are not stacked, otherwise None."""
         if self.unroll:
             return self.blocks
-        return layers_of(self.blocks, self.num_layers)
+        return unstacked_layers(self.blocks, self.num_layers)
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
@@ -221,7 +221,7 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False, offload_weights: boo
     def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
         block, key, cache = layer
         if offload_weights:
-            block = fetched(block)
+            block = weights_to_device(block)
         if in_turns:
             block = _of_this_turn(block)
         x, cache = block(x, key=key, cache=cache, **inputs)

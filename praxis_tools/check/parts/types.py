@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import few
 from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.devices.axis_types import STATED, explicit_axes_of
+from praxis_lite.core.sharding.devices.axis_types import RESHARD_SCOPE, explicit_axes_of
 from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.check import Check
 from praxis_tools.check.runs.on_mesh import TaskRunner, on_mesh, structs
@@ -102,9 +102,9 @@ def _borders(jaxpr: Any) -> Iterator[str]:
     """Yields "" for an array that reaches a constraint as it states, else where it is moved."""
     for eqn in all_eqns(jaxpr.eqns):
         name = str(eqn.source_info.name_stack)
-        if eqn.primitive.name != "reshard" or name.rpartition("/")[2] != STATED:
+        if eqn.primitive.name != "reshard" or name.rpartition("/")[2] != RESHARD_SCOPE:
             continue
-        (layer, *_) = layers_of_name(f"{name.removesuffix(STATED)}operation") or [""]
+        (layer, *_) = layers_of_name(f"{name.removesuffix(RESHARD_SCOPE)}operation") or [""]
         if layer.startswith(GRADIENT_OF):
             continue
         x, result = eqn.invars[0].aval, eqn.outvars[0].aval

@@ -95,11 +95,11 @@ def test_a_users_own_option_is_refused_beside_a_presets_that_is_left_out(monkeyp
     taking(monkeypatch, "ac")
     options = {"tpu": {"a?": 1, "b?": 2, "c": 3}}
     assert compiler_options.step_options(options, Tpu()) == {"a": 1, "c": 3}
-    assert "b=2 is left out. b is no option of XLA in libtpu" in caplog.text
-    with pytest.raises(ConfigError, match="v5e: d is no option") as refused:
+    assert "b=2 is left out. b is not an option of XLA in libtpu" in caplog.text
+    with pytest.raises(ConfigError, match="v5e: d is not an option") as refused:
         compiler_options.step_options({"tpu": {"a?": 1, "b?": 2}, "v5e": {"d": 3}}, Tpu())
-    assert "b is no option" not in str(refused.value)
-    with pytest.raises(ConfigError, match="v5e: b is no option"):  # What is said last counts.
+    assert "b is not an option" not in str(refused.value)
+    with pytest.raises(ConfigError, match="v5e: b is not an option"):  # What is said last counts.
         compiler_options.step_options({"tpu": {"b?": 2}, "v5e": {"b": 3}}, Tpu())
 
 
