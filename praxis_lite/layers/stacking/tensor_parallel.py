@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.collectives.vmapped_axes import axes_by_hand
+from praxis_lite.core.collectives.vmapped_axes import manual_axes_for
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import padded_shape
@@ -285,7 +285,7 @@ def run_tensor_parallel(
     computed_again = jax.checkpoint if is_inside else lambda function: function
     mapped = jax.shard_map(
         computed_again(on_a_device),
-        in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=axes_by_hand(axes),
+        in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=manual_axes_for(axes),
         # Required inside a shard_map that checks; elsewhere Pallas kernels lack the types.
         check_vma=is_inside,
     )

@@ -83,7 +83,7 @@ WRONG = {
         lambda p, s, b, k: p.eval_step(
             with_leaf(s.mdl_vars, "softmax", {"logits_ffn": {"linear": {"w": 1.5}}}), b
         ),
-        r"linear/w (is 1.5; wanted is an array|has the shape \(\))",
+        r"linear/w (is 1.5; expected an array|has the shape \(\))",
     ),
     "another dtype": (
         lambda p, s, b, k: p.eval_step(cast(s.mdl_vars, jnp.bfloat16), b),

@@ -147,7 +147,7 @@ def _grads_in_ticks(
     def batch_loss(params: PyTree, microbatch: Any) -> tuple:
         """Returns the loss of a microbatch, and metrics."""
         batch = jax.tree.map(lambda a: a[microbatch], cut)
-        batch = accumulation.spread(batch, inputs_split_mapping)
+        batch = accumulation.constrain_rows(batch, inputs_split_mapping)
         of_batch = key if num_microbatches == 1 else jax.random.fold_in(key, microbatch)
         loss, (metrics, _) = loss_fn(fixed, params, non_trainable, batch, of_batch)
         return loss, metrics
