@@ -49,7 +49,7 @@ def cutting(cut: Cut) -> Iterator[None]:
 
 def in_one_microbatch() -> contextlib.AbstractContextManager[None]:
     """Makes pipelines treat all rows of a call as one microbatch."""
-    return cutting(lambda pipeline, x, key, inputs: pipeline.applied(
+    return cutting(lambda pipeline, x, key, inputs: pipeline.apply_in_microbatches(
         x, 1, key=key, cache=None, **inputs
     )[0])
 

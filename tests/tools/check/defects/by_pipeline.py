@@ -133,7 +133,7 @@ IN_1F1B = {
         "leave", lambda new, ticks, *_: new._replace(
             reported_M=jax.tree.map(lambda a: a.at[0].set(a[-1]), new.reported_M))),
     "stages have each other's layers": after(
-        "praxis_lite.layers.stacking.pipelines:with_free_places",
+        "praxis_lite.layers.stacking.pipelines:pad_stages",
         lambda tree, *_: jax.tree.map(lambda a: jnp.flip(a, 1), tree)),
 }
 IN_THE_LAYER = {
