@@ -236,9 +236,9 @@ class InterleavedTicks:
                 lambda total, part: added(total, _if(counts, part), r), totals, parts
             )
 
-        of_place = 0 if microbatch.ndim else None  # Of each stage, or the same of all.
+        slot_axis = 0 if microbatch.ndim else None  # Of each stage, or the same of all.
         grad_floats = self.work.vmap(
-            second, self.split, in_axes=(1, 1, 0, 0, 0, *[of_place] * 3), out_axes=1
+            second, self.split, in_axes=(1, 1, 0, 0, 0, *[slot_axis] * 3), out_axes=1
         )(
             self.arrays, carry.grad_floats, carry.residuals, stages, since, microbatch, repeat,
             counts,

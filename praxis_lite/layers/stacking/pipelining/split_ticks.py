@@ -106,8 +106,8 @@ class _Ticks:
         floats = floats_of(arrays)
         grad_outputs, grad_values = gradients
         grad_values = {
-            path: of_value / self.schedule.num_microbatches
-            for path, of_value in grad_values.items() if of_value.dtype != jax.dtypes.float0
+            path: grad_value / self.schedule.num_microbatches
+            for path, grad_value in grad_values.items() if grad_value.dtype != jax.dtypes.float0
         }
         split = self.work.split(arrays, floats, key, x_TS[0], grad_values)
         handed = HandoverGradient(self.handover, grad_outputs)
@@ -117,7 +117,7 @@ class _Ticks:
             arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any, grad_y: Any,
             grad_values: Any,
         ) -> tuple:
-            grad_values = {path: pick(of_value, repeat) for path, of_value in grad_values.items()}
+            grad_values = {path: pick(a, repeat) for path, a in grad_values.items()}
             picked = self.work.picked(arrays, microbatch, repeat)
             return split.first(picked, key, stage, microbatch, repeat, x, grad_y, grad_values)
 
