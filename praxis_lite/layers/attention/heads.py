@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
-from praxis_lite.layers.attention.kernels.head_parts import heads_of_parts
+from praxis_lite.layers.attention.kernels.head_parts import padded_num_heads
 from praxis_lite.layers.attention.kv_cache import Cache
 from praxis_lite.layers.attention.projections import (
     AttentionProjection,
@@ -178,7 +178,7 @@ class AttentionHeads(BaseLayer):
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
         """Returns a weight padded with zero heads until `num_parts` divides them.
 
-        Heads are padded as by `heads_of_parts`; a single head of keys and values is replicated.
+        Heads are padded as by `padded_num_heads`; a single head of keys and values is replicated.
 
         Args:
           path: Path of the weight in this layer.
@@ -189,7 +189,7 @@ class AttentionHeads(BaseLayer):
         if self.num_kv_heads == 1 < self.num_heads:  # Its weight has no dim of heads.
             num_q, num_kv, num_copies = -(-self.num_heads // num_parts) * num_parts, 1, 1
         else:
-            num_q, num_kv, num_copies = heads_of_parts(
+            num_q, num_kv, num_copies = padded_num_heads(
                 self.num_heads, self.num_kv_heads, num_parts
             )
         is_kv = path[0] in ("key", "value")
