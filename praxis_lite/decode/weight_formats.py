@@ -23,8 +23,8 @@ from praxis_lite.layers.base.dense import Dense, is_dense
 from praxis_lite.layers.whole_model.decoding_weight_formats import (
     Int8Weight,
     TransposedWeight,
-    in_int8,
-    transposed,
+    to_int8,
+    to_transposed,
 )
 from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
 
@@ -61,7 +61,7 @@ class Round:
     summed_dims: tuple[int, ...]
 
     def __call__(self, weight: jax.Array) -> Int8Weight:
-        return in_int8(weight, self.summed_dims)
+        return to_int8(weight, self.summed_dims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Turn:
     cast: Cast | None
 
     def __call__(self, weight: jax.Array) -> TransposedWeight:
-        return transposed(self.cast(weight) if self.cast else weight, self.summed_dims)
+        return to_transposed(self.cast(weight) if self.cast else weight, self.summed_dims)
 
 
 def stored_forms(task: Task) -> dict[str, Stored]:
@@ -95,7 +95,7 @@ def stored_forms(task: Task) -> dict[str, Stored]:
         layers = _dense_layers(task, "weights_outputs_first", True)
         forms |= {
             path: Turn(dims, forms.get(path)) for path, (layer, dims) in layers.items()
-            if TransposedWeight.is_for(layer.equation)
+            if TransposedWeight.supports(layer.equation)
         }
     if decoder.weights_dtype == "int8":
         layers = _dense_layers(task, "weights_dtype", "int8")
