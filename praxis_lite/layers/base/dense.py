@@ -21,8 +21,8 @@ class Product:
     """How a dense layer multiplies inputs and weight: exactly, in the inputs' dtype.
 
     Subclasses multiply differently. A product has settings but no arrays; weights that it needs
-    belong to the layer. `layer.product = layer.product.with_base(other)` replaces the innermost product,
-    that with `w`, and keeps adapters that were added before.
+    belong to the layer. `layer.product = layer.product.with_base(other)` replaces the innermost
+    product, that with `w`, and keeps adapters that were added before.
     """
 
     def with_base(self, base: "Product") -> "Product":
