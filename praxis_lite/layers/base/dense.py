@@ -21,11 +21,11 @@ class Product:
     """How a dense layer multiplies inputs and weight: exactly, in the inputs' dtype.
 
     Subclasses multiply differently. A product has settings but no arrays; weights that it needs
-    belong to the layer. `layer.product = layer.product.with_base(other)` replaces the innermost
+    belong to the layer. `layer.product = layer.product.over(other)` replaces the innermost
     product, that with `w`, and keeps adapters that were added before.
     """
 
-    def with_base(self, base: "Product") -> "Product":
+    def over(self, base: "Product") -> "Product":
         """Returns this product with `base` as its product with `w`."""
         return base
 
@@ -35,13 +35,13 @@ class Product:
 
     def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
         """Returns the outputs of the layer's equation plus its bias, if any."""
-        return layer.add_bias(self.multiply(layer, inputs))
+        return layer.biased(self.multiplied(layer, inputs))
 
-    def multiply(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
+    def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
         """Returns the outputs of the layer's equation."""
         w = layer.w[...]
         if isinstance(w, StoredWeight):
-            return w.multiply(layer, inputs)
+            return w.multiplied(layer, inputs)
         return einsum(in_order(layer.equation), inputs, layer.kernel(inputs.dtype))
 
     def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -52,7 +52,7 @@ class Product:
         """Implements `Linear.column_factors`."""
         return [(layer.w[...].astype(layer.w.dtype).T, None)]
 
-    def is_additive(self) -> bool:
+    def adds_up(self) -> bool:
         """Returns whether products over parts of the contracted dims sum to the whole product."""
         return True
 
@@ -87,8 +87,8 @@ class StoredWeight(abc.ABC):
         """Returns the weight as an array."""
 
     @abc.abstractmethod
-    def multiply(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
-        """Implements `Product.multiply`."""
+    def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
+        """Implements `Product.multiplied`."""
 
 
 class Dense(BaseLayer):
@@ -183,13 +183,13 @@ class Dense(BaseLayer):
         """Returns the layer's results, given the sum of product and bias."""
         return constrain(outputs, self.activation_split_dims_mapping)
 
-    def add_bias(self, outputs: jax.Array) -> jax.Array:
+    def biased(self, outputs: jax.Array) -> jax.Array:
         """Returns the outputs of the equation plus the bias, if any."""
         if self.b is None:
             return outputs
-        return outputs + broadcast_as(self.align_to(outputs, self.b[...]), outputs)
+        return outputs + broadcast_as(self.beside(outputs, self.b[...]), outputs)
 
-    def align_to(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
+    def beside(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
         """Reshapes an array of the weight's output dims so that it broadcasts to the outputs."""
         operands, results = self.equation.split("->")
         weight = operands.split(",")[1]

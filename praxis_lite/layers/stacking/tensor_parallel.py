@@ -152,7 +152,7 @@ def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
         return
     output = getattr(half.layer, half.output)
     is_scaled = any(
-        isinstance(node, Dense) and not node.product.is_additive()
+        isinstance(node, Dense) and not node.product.adds_up()
         for _, node in nnx.compat.iter_graph(output)
     )
     why = "its product has a scale, of rounding or of DoRA, for all features" if is_scaled else (

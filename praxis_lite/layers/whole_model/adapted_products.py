@@ -94,8 +94,8 @@ class AdaptedProduct(Product):
     scale: float
     weights = ("lora_a", "lora_b")
 
-    def with_base(self, base: Product) -> Product:
-        return dataclasses.replace(self, base=self.base.with_base(base))
+    def over(self, base: Product) -> Product:
+        return dataclasses.replace(self, base=self.base.over(base))
 
     def kernel(self, layer: Dense) -> jax.Array:
         adapters = [getattr(layer, name)[...] for name in self.weights]
@@ -119,8 +119,8 @@ class AdaptedProduct(Product):
         outputs = self.base(layer, inputs)
         return outputs + typed_as(low_rank, outputs)
 
-    def multiply(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        outputs = self.base.multiply(layer, inputs)
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        outputs = self.base.multiplied(layer, inputs)
         return outputs + typed_as(self.low_rank_product(layer, inputs), outputs)
 
     def low_rank_product(self, layer: Dense, inputs: jax.Array) -> jax.Array:
@@ -139,8 +139,8 @@ class AdaptedProduct(Product):
         scaled_a_RD = layer.lora_a[...].T * self.scale
         return [*self.base.column_factors(layer), (layer.lora_b[...].T, scaled_a_RD)]
 
-    def is_additive(self) -> bool:
-        return self.base.is_additive()
+    def adds_up(self) -> bool:
+        return self.base.adds_up()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +163,11 @@ class DecomposedProduct(AdaptedProduct):
         return jnp.einsum(letters, kernel, scales).reshape(w.shape).astype(w.dtype)
 
     def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        return layer.add_bias(self.multiply(layer, inputs))
+        return layer.biased(self.multiplied(layer, inputs))
 
-    def multiply(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        outputs = super().multiply(layer, inputs)
-        return (outputs * layer.align_to(outputs, self._scales_of(layer))).astype(outputs.dtype)
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        outputs = super().multiplied(layer, inputs)
+        return (outputs * layer.beside(outputs, self._scales_of(layer))).astype(outputs.dtype)
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         scales = self._scales_of(layer)[None]
@@ -177,7 +177,7 @@ class DecomposedProduct(AdaptedProduct):
         scales = self._scales_of(layer)[:, None]
         return [(w * scales, a) for w, a in super().column_factors(layer)]
 
-    def is_additive(self) -> bool:
+    def adds_up(self) -> bool:
         return False
 
     def _scales_of(self, layer: Dense) -> jax.Array:

@@ -35,14 +35,14 @@ class Int8Weight(StoredWeight):
     def astype(self, dtype: Any) -> jax.Array:
         return (self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)).astype(dtype)
 
-    def multiply(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         # The barrier keeps the int8 in a loop; otherwise XLA converts it to floats before the loop.
         values, inputs = jax.lax.optimization_barrier((self.values, inputs))
         kernel = values.astype(inputs.dtype).reshape(layer.kernel_shape)
         outputs = jnp.einsum(
             in_order(layer.equation), inputs, kernel, preferred_element_type=jnp.float32
         )
-        return (outputs * layer.align_to(outputs, self.scale)).astype(inputs.dtype)
+        return (outputs * layer.beside(outputs, self.scale)).astype(inputs.dtype)
 
 
 def to_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
@@ -94,7 +94,7 @@ class TransposedWeight(StoredWeight):
         order = _order(self.values.ndim, self.summed_dims)
         return jnp.transpose(self.values, np.argsort(order)).astype(dtype)
 
-    def multiply(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         operands, results = layer.equation.split("->")
         _, weight_letters = operands.split(",")
         sizes = dict(zip(weight_letters, layer.kernel_shape, strict=True))

@@ -71,7 +71,7 @@ class FourBitWeight(StoredWeight):
         values = values.reshape(*before, -1, *after)
         return jax.lax.slice_in_dim(values, 0, self.size, axis=dim).astype(dtype)
 
-    def multiply(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         # The backward pass recomputes the floats, so the residual has only 4 bits.
         @jax.checkpoint
         def product(weight: FourBitWeight, inputs: jax.Array) -> jax.Array:

@@ -123,8 +123,8 @@ class QuantizationRule:
           rows_split: The split of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
-            return product.with_base(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
-        return product.with_base(
+            return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
+        return product.over(
             RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split)
         )
 

@@ -219,7 +219,7 @@ class RoundedProduct(Product):
     scales: str = "channel"
     rows_split: SplitDims = None
 
-    def multiply(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         equation = layer.equation
         free = [letter for letter in string.ascii_letters if letter not in equation]
         num_leading = inputs.ndim - len(equation.partition(",")[0].replace("...", ""))
@@ -254,7 +254,7 @@ class RoundedProduct(Product):
             'QuantizationRule("softmax", qtype=None) before the other rules.'
         )
 
-    def is_additive(self) -> bool:
+    def adds_up(self) -> bool:
         return False
 
 
@@ -270,7 +270,7 @@ class RoundedWeight(Product):
     qtype: str
     block_size: int
 
-    def multiply(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         w = self.kernel(layer).astype(inputs.dtype)
         return einsum(in_order(layer.equation), inputs, w)
 
@@ -291,7 +291,7 @@ class RoundedWeight(Product):
     def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
         return [(self.kernel(layer).T, None)]
 
-    def is_additive(self) -> bool:
+    def adds_up(self) -> bool:
         return False
 
 
