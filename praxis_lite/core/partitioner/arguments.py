@@ -60,6 +60,7 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
       ConfigError: The tree has another type, lacks or has additional leaves, or has a leaf of
         another shape or dtype, on other devices, or deleted. The message says what to pass.
     """
+    check_type(layout, tree, name)
     expected = {leaf.path: leaf for leaf in layout.leaves()}
     actual = dict(leaves_with_path(tree, is_leaf=lambda x: x is None))
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected)
@@ -70,7 +71,7 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
         instead = "the complete tree that this Partitioner's init or steps return"
         if "params" not in tree and f"params/{next(iter(actual), '')}" in expected:
             instead, near = "state.mdl_vars, of which these are the params", ""
-        raise ConfigError(f"{name}{lacks}{has if unknown else '.'}{near} Give {instead}.")
+        raise ConfigError(f"{name}{lacks}{has if unknown else '.'}{near} Pass {instead}.")
     for path, leaf in expected.items():
         _check_leaf(leaf, actual[path], f"{name}/{path}", mesh)
 

@@ -181,9 +181,9 @@ class Partitioner:
         Raises:
           ConfigError: mdl_vars are not weights of this Partitioner.
         """
-        return self.decoding_weights.of(mdl_vars, "for_decoding: mdl_vars", donates=donates)
         name = "for_decoding: mdl_vars"
         return self.decoding_weights.convert(mdl_vars, name, donates=donates)
+
     @property
     def steps(self) -> dict[str, Step]:
         """The steps by kind: "train", "eval", "eval_examples" and "decode"."""

@@ -228,7 +228,7 @@ def test_in_a_function_that_a_shard_map_calls_its_axes_do_not_count():
 
 
 def test_what_cannot_be_mended_is_said(monkeypatch):
-    monkeypatch.setattr(mended_products, "_MOST_ROUNDS", 0)
+    monkeypatch.setattr(mended_products, "_MAX_ROUNDS", 0)
     _, _, (text,) = outcome(WRONG["two orders"], mesh_of(), mend=True)
     assert "could not be patched" in text and "--mode=check" in text
 

@@ -35,6 +35,7 @@ class Carry(NamedTuple):
     grad_floats: list[jax.Array]  # [X, S, ...], float32.
     grad_ends: PyTree
     values: Values  # Values assigned by the blocks, [S, M, R, P, ...].
+    grad_values: Values
     reported_M: PyTree
     weight_M: jax.Array
 

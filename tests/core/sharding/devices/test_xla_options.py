@@ -91,7 +91,7 @@ def test_wrong_options_in_the_environment_are_refused(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"{KNOWN} {WRONG}")
     with pytest.raises(ConfigError) as refused:
         check_environment()
-    assert "Take xla_gpu_graph_level, xla_cpu_fast_math out of XLA_FLAGS" in str(refused.value)
+    assert "Remove xla_gpu_graph_level, xla_cpu_fast_math from XLA_FLAGS" in str(refused.value)
     assert "xla_gpu_enable_command_buffer" in str(refused.value)
 
 
