@@ -238,7 +238,7 @@ def test_the_loop_reads_int8_and_keeps_no_matrix_of_floats():
 
 
 def test_weights_of_another_model_are_refused():
-    with pytest.raises(ConfigError, match="ff_layer.*shape.*wanted"):
+    with pytest.raises(ConfigError, match="ff_layer.*shape.*expected"):
         partitioner_of().for_decoding(weights_of(partitioner_of(num_layers=L + 1)))
 
 
