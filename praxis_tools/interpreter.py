@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.core.jaxprs import followed
+from praxis_lite.core.jaxprs import evaluate_jaxpr
 
 # Primitives that only call another jaxpr.
 CALLS = {
@@ -38,7 +38,7 @@ class Interpreter:
             self.name_stack, self.tracebacks = outer
             return results
 
-        return followed(jaxpr, values, rule, self.constant)
+        return evaluate_jaxpr(jaxpr, values, rule, self.constant)
 
     def results(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Returns the results of an operation of any kind."""

@@ -1,7 +1,7 @@
-"""The framework: a model, its Task, and a Partitioner that computes it on any mesh.
+"""The framework: a model, its Task, and a Partitioner that compiles its steps for any mesh.
 
-It needs only jax, flax, optax and numpy, and never imports the packages built on it: layers,
-optimizers, data, experiments, checkpoints.
+This package needs only jax, flax, optax and numpy. It never imports the packages built on it:
+layers, optimizers, data, experiments, checkpoints.
 """
 
 from praxis_lite.public_names import public_names

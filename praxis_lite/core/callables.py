@@ -1,4 +1,4 @@
-"""Functions that a user gives: their modules, their names in messages, and their arguments."""
+"""Names and argument checks of functions that the user passes in."""
 
 import importlib
 import inspect
@@ -12,7 +12,7 @@ __all__ = ("callable_name", "check_takes", "function_name")
 
 
 def callable_name(function: Callable[..., Any]) -> str:
-    """Returns `module.name` of a function, a class, or an instance that can be called."""
+    """Returns "module.name" of a function, a class or a callable instance."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if not isinstance(name, str):
         return f"{callable_name(type(function))} object"
@@ -20,33 +20,39 @@ def callable_name(function: Callable[..., Any]) -> str:
 
 
 def imported_module(name: str) -> types.ModuleType | None:
-    """Imports a module; returns None if there is none by that name."""
+    """Imports a module; returns None if no module has that name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # The module is there, but something that it imports is not.
+            raise  # The module exists, but one of its own imports is missing.
         return None
 
 
 def function_name(function: Any) -> str:
-    """Returns the name of a function, or of the function that a partial calls."""
+    """Returns the name of a function; for a partial, that of the wrapped function."""
     return callable_name(getattr(function, "func", function))
 
 
 def check_takes(what: str, function: Any, *arguments: str) -> None:
-    """Raises ConfigError if a function of the user's cannot be called with these arguments."""
+    """Raises ConfigError unless the user's function can be called with these arguments.
+
+    Args:
+      what: Path of the setting that the function comes from, for the message.
+      function: The function, possibly a `functools.partial`.
+      arguments: Names of the arguments, passed by position.
+    """
     call = f"({', '.join(arguments)})"
-    require(callable(function), what, function, f"a function of {call}")
+    require(callable(function), what, function, f"a function with the arguments {call}")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # Some functions that are written in C have no signature.
+    except ValueError:  # Some functions written in C have no signature.
         return
     try:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{what} is called with {call}, but {function_name(function)} takes "
+            f"{what} is called with {call}, but {function_name(function)} has the signature "
             f"{signature}: {error}. Change its arguments, or bind the others with "
             "functools.partial (in an experiment: fdl.Partial)."
         ) from None

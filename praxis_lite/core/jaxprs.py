@@ -1,7 +1,7 @@
-"""Programs as JAX writes them (jaxprs): walked, rewritten and followed, from jax 0.10 to 0.12.
+"""Visits, rewrites and evaluates jaxprs; works with jax 0.10 to 0.12.
 
-Callers specify what to do with an operation; this file knows how programs are nested in loops,
-branches and calls.
+Callers say what to do with one equation. This file knows how jaxprs are nested in loops, branches
+and calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,95 +12,103 @@ import jax.numpy as jnp
 from jax.extend import core
 
 __all__ = (
-    "FURTHER_TURNS", "RECOMPUTED", "followed", "of_loop", "opened", "plain", "widens", "with_inner",
+    "EXTRA_ROUNDS", "RECOMPUTED", "all_eqns", "evaluate_jaxpr", "expand_high_level",
+    "is_widening_cast", "open_jaxpr", "split_loop_operands",
 )
 
-# The scope, in names of operations, of what is computed again: by jax.checkpoint, and by our own
-# backward passes.
+# Name scope of operations that are recomputed by jax.checkpoint or by our own backward passes.
 RECOMPUTED = "rematted_computation"
-# Of a loop of unknown length whose turns even loads lack: of an exchange of tokens between experts.
-FURTHER_TURNS = "further_turns_of_experts"
+# Name scope of the extra all-to-all rounds of a mixture of experts, which run only when expert
+# loads are uneven. The number of rounds is not known at compile time.
+EXTRA_ROUNDS = "further_turns_of_experts"
 
 
-def opened(jaxpr: Any) -> core.Jaxpr:
-    """Returns a jaxpr without its constants' values; from jax 0.11 it is the jaxpr itself."""
+def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
+    """Returns the open jaxpr of a ClosedJaxpr; from jax 0.11 on the two are the same object."""
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
-def plain(eqn: core.JaxprEqn) -> core.JaxprEqn:
-    """Returns an operation, or a call of the operations that it stands for.
+def expand_high_level(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns an equation with JAX's high-level primitives expanded to a call of their jaxpr.
 
-    With jax_remat3, jax_custom_vjp3 and jax_custom_jvp3 those are in a Python object, and JAX
-    unfolds it only when it compiles. A name for a policy of jax.checkpoint stays.
+    With the flags jax_remat3, jax_custom_vjp3 and jax_custom_jvp3, JAX keeps the operations of a
+    remat or custom derivative in a Python object until it compiles. Names for the policies of
+    jax.checkpoint are not expanded.
     """
-    of_python = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
-    if of_python is None or type(of_python).__name__ == "CheckpointName":
+    high_level = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+    if high_level is None or type(high_level).__name__ == "CheckpointName":
         return eqn
-    unfolded = jax.jit(lambda *args: eqn.primitive.to_lojax(*args, **eqn.params))
-    (call,) = jax.make_jaxpr(unfolded)(*(var.aval for var in eqn.invars)).eqns
+    expanded = jax.jit(lambda *args: eqn.primitive.to_lojax(*args, **eqn.params))
+    (call,) = jax.make_jaxpr(expanded)(*(var.aval for var in eqn.invars)).eqns
     return eqn.replace(primitive=call.primitive, params=call.params)
 
 
-def with_inner(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
-    """Yields operations, and those of their loops, branches and calls."""
-    for eqn in map(plain, eqns):
+def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
+    """Yields equations, each followed by those of its loops, branches and calls."""
+    for eqn in map(expand_high_level, eqns):
         yield eqn
         for inner in core.jaxprs_in_params(eqn.params):
-            yield from with_inner(inner.eqns)
+            yield from all_eqns(inner.eqns)
 
 
-def rewritten(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]) -> Any:
-    """Returns a program with each operation replaced by those that `rule` returns for it.
+def rewrite_jaxpr(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]) -> Any:
+    """Returns a jaxpr in which each equation is replaced by the equations `rule` returns for it.
 
-    `rule` is given an operation whose own programs are rewritten already. A program that does not
-    change is the very same, and one that is called twice stays one.
+    Inner jaxprs are rewritten before the equation that contains them. An unchanged jaxpr is
+    returned as the same object, and a jaxpr that is called twice is rewritten once.
     """
-    done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}  # With the old ones, whose ids they are.
+    # From id to (old, new); holding the old jaxpr keeps its id from being reused.
+    done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
 
-    def of_value(value: Any) -> Any:
+    def rewrite_param(value: Any) -> Any:
         if isinstance(value, tuple):  # The branches of a condition.
-            new = tuple(map(of_value, value))
+            new = tuple(map(rewrite_param, value))
             return value if _are_same(new, value) else new
         if not isinstance(value, core.Jaxpr | core.ClosedJaxpr):
             return value
-        if opened(value) is not value:
-            inner = of_value(value.jaxpr)
+        if open_jaxpr(value) is not value:
+            inner = rewrite_param(value.jaxpr)
             return value if inner is value.jaxpr else value.replace(jaxpr=inner)
         if id(value) not in done:
-            eqns = [new for eqn in value.eqns for new in replaced(eqn)]
+            eqns = [new for eqn in value.eqns for new in apply_rule(eqn)]
             is_same = _are_same(eqns, value.eqns)
             done[id(value)] = value, value if is_same else value.replace(eqns=eqns)
         return done[id(value)][1]
 
-    def replaced(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
-        unfolded = plain(eqn)
-        new = list(rule(of_equation(unfolded)))
-        return [eqn] if _are_same(new, [unfolded]) else new
+    def apply_rule(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+        expanded = expand_high_level(eqn)
+        new = list(rule(rewrite_inner(expanded)))
+        return [eqn] if _are_same(new, [expanded]) else new
 
-    def of_equation(eqn: core.JaxprEqn) -> core.JaxprEqn:
-        params = {name: of_value(value) for name, value in eqn.params.items()}
+    def rewrite_inner(eqn: core.JaxprEqn) -> core.JaxprEqn:
+        params = {name: rewrite_param(value) for name, value in eqn.params.items()}
         is_same = _are_same(params.values(), eqn.params.values())
         return eqn if is_same else eqn.replace(params=params)
 
-    return of_value(jaxpr)
+    return rewrite_param(jaxpr)
 
 
 def _are_same(new: Iterable[Any], old: Iterable[Any]) -> bool:
     return list(map(id, new)) == list(map(id, old))
 
 
-def followed(
+def evaluate_jaxpr(
     jaxpr: Any, arguments: Iterable[Any], rule: Callable[[core.JaxprEqn, list[Any]], Iterable[Any]],
     constant: Callable[[Any, Any], Any] = lambda value, aval: None,
 ) -> list[Any]:
-    """Evaluates a program on custom values: those of its arguments, and those that `rule` returns.
+    """Evaluates a jaxpr on abstract values of the caller's choice, such as sets of dependencies.
 
     Args:
-      rule: returns the results of an operation, given the values of its operands.
-      constant: returns the value of a constant, given it (None if only its type is known) and
-        its type.
+      jaxpr: A Jaxpr or ClosedJaxpr.
+      arguments: A value per input of the jaxpr.
+      rule: Called with an equation and its operands' values; returns a value per result.
+      constant: Called with a constant (None if only its type is known) and its type; returns its
+        value.
+
+    Returns:
+      A value per output of the jaxpr.
     """
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     known = dict(zip(inner.invars, arguments, strict=True))
     consts = getattr(jaxpr, "consts", (None,) * len(inner.constvars))
     for var, value in zip(inner.constvars, consts, strict=True):
@@ -112,13 +120,20 @@ def followed(
             for atom in atoms
         ]
 
-    for eqn in map(plain, inner.eqns):
+    for eqn in map(expand_high_level, inner.eqns):
         known |= zip(eqn.outvars, rule(eqn, read(eqn.invars)), strict=True)
     return read(inner.outvars)
 
 
-def of_loop(eqn: core.JaxprEqn, operands: Sequence[Any]) -> tuple[Sequence, Sequence, Sequence]:
-    """Returns of a scan constants, carry, arrays; of a while loop its two sorts of them, carry."""
+def split_loop_operands(
+    eqn: core.JaxprEqn, operands: Sequence[Any]
+) -> tuple[Sequence, Sequence, Sequence]:
+    """Splits the operands of a loop by their role.
+
+    Returns:
+      (constants, initial carry, scanned arrays) for a scan; (constants of the condition, constants
+      of the body, initial carry) for a while loop.
+    """
     params = eqn.params
     if eqn.primitive.name == "while":
         first, second = params["cond_nconsts"], params["body_nconsts"]
@@ -129,8 +144,8 @@ def of_loop(eqn: core.JaxprEqn, operands: Sequence[Any]) -> tuple[Sequence, Sequ
     return operands[:first], operands[first : first + second], operands[first + second :]
 
 
-def widens(eqn: core.JaxprEqn) -> bool:
-    """Returns True if an operation casts floats to another type that holds all of them."""
+def is_widening_cast(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation casts floats to another type that represents them exactly."""
     if eqn.primitive.name != "convert_element_type":
         return False
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]

@@ -1,6 +1,6 @@
-"""Metrics of a batch: pairs of a value and its weight, a task's own and those an experiment adds.
+"""Metrics of a batch as (value, weight) pairs: those of the task and those that users add.
 
-Means over micro-batches, devices, hosts and evaluation sets weigh each value by its weight.
+Means over micro-batches, devices, hosts and evaluation sets weight each value by its weight.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.core.callables import check_takes, function_name
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 
-# (outputs, inputs) -> values for the weights of the batch, or (values, weights).
+# (outputs, inputs) -> a value per weight of the batch, or a pair (values, weights).
 Metric = Callable[[Mapping[str, Any], Mapping[str, jax.Array]], Any]
 Pairs = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -25,10 +25,10 @@ _shared: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
 
 
 def share_outputs(outputs: Mapping[str, Any]) -> None:
-    """Gives arrays of a pass, such as logits, to the metrics of its task (`Task.metrics`).
+    """Makes intermediate arrays, such as logits, available to the user's metrics (`Task.metrics`).
 
-    A task calls it in `compute_loss`, and a loss function may; where nobody reads an array it costs
-    nothing. Call it outside of scans and remat, whose arrays do not leave them.
+    A task calls this in `compute_loss`; a loss function may, too. Arrays that no metric reads cost
+    nothing. Call it outside scans and remat, because arrays cannot leave their bodies.
     """
     shared = _shared.get()
     if shared is not None:
@@ -36,8 +36,8 @@ def share_outputs(outputs: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def sharing() -> Iterator[dict[str, Any]]:
-    """Yields a dict that has, after the body, what was shared in it."""
+def collect_shared_outputs() -> Iterator[dict[str, Any]]:
+    """Yields a dict that collects what the body passes to `share_outputs`."""
     token = _shared.set({})
     try:
         yield _shared.get()
@@ -46,7 +46,7 @@ def sharing() -> Iterator[dict[str, Any]]:
 
 
 def check_metrics(task: str, metrics: Any) -> dict[str, Metric]:
-    """Returns a task's metrics; raises ConfigError unless they are functions by name."""
+    """Returns the metrics as a dict; raises ConfigError unless they are functions by name."""
     expected = '{"entropy": fdl.Partial(entropy)}, a function of (outputs, inputs) for each name'
     is_named = isinstance(metrics, Mapping) and all(
         isinstance(name, str) and name for name in metrics
@@ -57,21 +57,22 @@ def check_metrics(task: str, metrics: Any) -> dict[str, Metric]:
     return dict(metrics or {})
 
 
-def values_of(
+def compute_metrics(
     task: str, metrics: Mapping[str, Metric], outputs: Mapping[str, Any],
     inputs: Mapping[str, jax.Array], before: Mapping[str, Any],
 ) -> Pairs:
-    """Returns the (value, weight) of each metric; no gradient is taken through them.
+    """Returns a (value, weight) pair per metric; gradients are not propagated through them.
 
     Args:
-      task: its name.
-      outputs: what the task has shared of the pass.
-      inputs: the batch.
-      before: the task's own metrics.
+      task: Name of the task, for messages.
+      metrics: The user's metrics by name.
+      outputs: Arrays that the task shared during the forward pass.
+      inputs: The batch.
+      before: The task's own metrics by name.
 
     Raises:
-      ConfigError: a metric has the name of one of the task's, reads what is not there, or returns
-        no value for each weight and no pair; names it.
+      ConfigError: A metric has the name of one of the task's own, reads a missing key, or does not
+        return a value per weight or a valid pair. The message names the metric.
     """
     pairs = {}
     if metrics:
@@ -82,8 +83,8 @@ def values_of(
         where = f"{task}.metrics[{name!r}], {function_name(function)},"
         if name in before:
             raise ConfigError(
-                f"{where} has the name of a metric that {task} reports itself: it has "
-                f"{sorted(before)}. Give it another name."
+                f"{where} has the name of a metric that {task} reports itself: {sorted(before)}. "
+                "Rename it."
             )
         actual = function(
             _Named(f"{where} reads outputs", f"{task} shares (share_outputs)", outputs),
@@ -92,30 +93,30 @@ def values_of(
         pairs[name] = weighted_mean(actual, weights_of(inputs))
         if pairs[name] is None:
             raise ConfigError(
-                f"{where} returns {kind_of(actual)}; expected is a value for each of the weights "
-                f"{list(weights_of(inputs).shape)} of the batch, or a pair (values, weights) of "
-                "two scalars or of two arrays of one shape, a row for each of the batch's. A mean "
-                "by itself would count rows of padding: return what it is the mean of."
+                f"{where} returns {kind_of(actual)}; expected values of the shape of the batch's "
+                f"weights, {list(weights_of(inputs).shape)}, or a pair (values, weights) of two "
+                "scalars or of two arrays with a row per example. A mean would include the padding "
+                "rows: return the values that are averaged."
             )
     return pairs
 
 
 class _Named(dict):
-    """A dict whose error for a missing key names the metric that reads it."""
+    """A dict that names the metric in the error for a missing key."""
 
-    def __init__(self, reads: str, has: str, values: Mapping[str, Any]):
+    def __init__(self, reader: str, provider: str, values: Mapping[str, Any]):
         super().__init__(values)
-        self._reads, self._has = reads, has
+        self._reader, self._provider = reader, provider
 
     def __missing__(self, key: str) -> Any:
         raise ConfigError(
-            f"{self._reads}[{key!r}], but {self._has} {sorted(self) or 'nothing'}."
+            f"{self._reader}[{key!r}], but {self._provider} {sorted(self) or 'nothing'}."
             f"{did_you_mean(str(key), self)}"
         )
 
 
 def weights_of(inputs: Mapping[str, Any]) -> jax.Array:
-    """Returns a batch's weights, [B, ...] in float32; if it has none, 1 for each row."""
+    """Returns a batch's weights in float32, [B, ...]; ones, [B], if the batch has no weights."""
     if "weights" in inputs:
         return inputs["weights"].astype(jnp.float32)
     rows = [jnp.shape(x)[:1] for x in jax.tree.leaves(dict(inputs)) if jnp.ndim(x)]
@@ -123,15 +124,15 @@ def weights_of(inputs: Mapping[str, Any]) -> jax.Array:
 
 
 def weighted_mean(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """Returns (mean, weight) in float32 of values for the weights, or None if it has no such form.
+    """Returns the float32 (mean, weight) of a metric's result, or None if it has an invalid form.
 
-    Rows of padding, of which all weights are 0, count for nothing, whatever weights come with the
-    values; a pair of scalars is taken as it is.
+    Padding rows, whose weights are all 0, do not count, even if the metric returns nonzero weights
+    for them. A pair of scalars is returned as it is.
 
     Args:
-      found: values of the shape of `weights`; or a pair of two scalars, or of two arrays of one
-        shape, [B, ...]: values and weights of their own.
-      weights: the batch's, [B, ...].
+      found: Values of the shape of `weights`; or a pair (values, weights) of two scalars, or of two
+        arrays of the same shape, [B, ...].
+      weights: The batch's weights, [B, ...].
     """
     is_pair = isinstance(found, tuple | list) and len(found) == 2
     value, weight = [_real(x) for x in (found if is_pair else (found, weights))]
@@ -150,7 +151,7 @@ def weighted_mean(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _real(x: Any) -> jax.Array | None:
-    """Returns `x` as float32, or None if it is not a real number or an array of them."""
+    """Returns `x` as a float32 array, or None if it is not real-valued."""
     if not isinstance(x, jax.Array | np.ndarray | np.generic | float | int):
         return None
     x = jnp.asarray(x)
@@ -158,40 +159,45 @@ def _real(x: Any) -> jax.Array | None:
     return x.astype(jnp.float32) if is_real else None
 
 
-_WANTED = (
-    'wanted is a pair (value, weight) of scalars for each name, "loss" among them: return '
-    '{"loss": (loss, weight)}, where the weight is what the loss is a mean over, such as '
+_EXPECTED = (
+    'expected a pair (value, weight) of scalars per name, including "loss": return '
+    '{"loss": (loss, weight)}, where the weight is what the loss is averaged over, such as '
     'jnp.sum(inputs["weights"]) or the number of rows'
 )
 
 
 def checked_scalars(name: str, found: Any) -> Pairs:
-    """Returns the result of the function `name`; ConfigError unless it is pairs with a loss."""
+    """Returns the result of the function `name`; raises ConfigError unless it is pairs with a loss.
+
+    Args:
+      name: Name of the function, for messages.
+      found: Its result: a (value, weight) pair of scalars per metric.
+    """
     if not isinstance(found, Mapping) or "loss" not in found:
         names = f"{sorted(found)} without 'loss'" if isinstance(found, Mapping) else kind_of(found)
-        raise ConfigError(f"{name} returns {names}; {_WANTED}.")
+        raise ConfigError(f"{name} returns {names}; {_EXPECTED}.")
     for metric, pair in found.items():
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not all(map(_is_scalar, pair)):
             raise ConfigError(
-                f"{name} returns {kind_of(pair)} as {metric!r}; {_WANTED}. What is to be written "
-                "for each row is a per-example output: return "
+                f"{name} returns {kind_of(pair)} as {metric!r}; {_EXPECTED}. To write a value per "
+                "row, return it as a per-example output: "
                 f"(metrics, {{{metric!r}: ...}})."
             )
     if not jnp.issubdtype(jnp.result_type(found["loss"][0]), jnp.floating):
         raise ConfigError(
             f"{name} returns {kind_of(found['loss'][0])} as the loss, which has no gradient; "
-            "wanted is a float. Counts can be other metrics."
+            "expected a float. Counts can be other metrics."
         )
     return dict(found)
 
 
-def _is_scalar(result: Any) -> bool:
-    return isinstance(result, int | float) or getattr(result, "shape", None) == ()
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or getattr(value, "shape", None) == ()
 
 
 def kind_of(found: Any) -> str:
-    """Returns the kind of a value, in words: "float32[7, 3]", "a tuple of (...)", "None"."""
+    """Returns the kind of a value as text: "float32[7, 3]", "a tuple of (...)", "None"."""
     if isinstance(found, tuple | list):
         return f"a {type(found).__name__} of ({', '.join(map(kind_of, found))})"
     if hasattr(found, "dtype") and hasattr(found, "shape"):

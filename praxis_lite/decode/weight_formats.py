@@ -13,7 +13,7 @@ from flax import nnx
 from jax.extend import core
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.jaxprs import followed, of_loop
+from praxis_lite.core.jaxprs import evaluate_jaxpr, split_loop_operands
 from praxis_lite.core.models.model import abstract_mdl_vars
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.partitioner.steps import decode_step
@@ -23,8 +23,8 @@ from praxis_lite.layers.base.dense import Dense, is_dense
 from praxis_lite.layers.whole_model.decoding_weight_formats import (
     Int8Weight,
     TransposedWeight,
-    in_int8,
-    transposed,
+    to_int8,
+    to_transposed,
 )
 from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
 
@@ -61,7 +61,7 @@ class Round:
     summed_dims: tuple[int, ...]
 
     def __call__(self, weight: jax.Array) -> Int8Weight:
-        return in_int8(weight, self.summed_dims)
+        return to_int8(weight, self.summed_dims)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Turn:
     cast: Cast | None
 
     def __call__(self, weight: jax.Array) -> TransposedWeight:
-        return transposed(self.cast(weight) if self.cast else weight, self.summed_dims)
+        return to_transposed(self.cast(weight) if self.cast else weight, self.summed_dims)
 
 
 def stored_forms(task: Task) -> dict[str, Stored]:
@@ -95,7 +95,7 @@ def stored_forms(task: Task) -> dict[str, Stored]:
         layers = _dense_layers(task, "weights_outputs_first", True)
         forms |= {
             path: Turn(dims, forms.get(path)) for path, (layer, dims) in layers.items()
-            if TransposedWeight.is_for(layer.equation)
+            if TransposedWeight.supports(layer.equation)
         }
     if decoder.weights_dtype == "int8":
         layers = _dense_layers(task, "weights_dtype", "int8")
@@ -157,14 +157,14 @@ def _follow(
         if name == "optimization_barrier":
             return values
         if name == "while":
-            of_cond, of_body, carry = of_loop(eqn, values)
+            of_cond, of_body, carry = split_loop_operands(eqn, values)
             as_is(carry)
             carry = [None] * len(carry)
             _follow(eqn.params["cond_jaxpr"], [*of_cond, *carry], uses)
             as_is(_follow(eqn.params["body_jaxpr"], [*of_body, *carry], uses))
             return nothing
         if name == "scan":
-            consts, carry, xs = of_loop(eqn, values)
+            consts, carry, xs = split_loop_operands(eqn, values)
             as_is(carry)
             as_is(_follow(eqn.params["jaxpr"], [*consts, *[None] * len(carry), *xs], uses))
             return nothing
@@ -181,7 +181,7 @@ def _follow(
         for path in filter(None, values):
             uses[path].add(None)
 
-    return followed(jaxpr, values, rule)
+    return evaluate_jaxpr(jaxpr, values, rule)
 
 
 def _nodes(task: Task) -> list[tuple[str, Any]]:

@@ -38,7 +38,7 @@ def merged_weights(
                 for x, layout in zip(padded, layouts, strict=True)
             ]
             sizes = zip(layouts[0].shape, layouts[0].padded_shape, strict=True)
-            w = layer.product.merged(layer, *arrays)
+            w = layer.product.merge(layer, *arrays)
             return jnp.pad(w, [(0, padded_size - size) for size, padded_size in sizes])
 
         padded = [arrays[name] for name in names]

@@ -1,6 +1,7 @@
-"""Layers: the maths of a single device, and declarations of how arrays split.
+"""Layers: single-device maths, and declarations of how their arrays are split.
 
-Begin with `base/base_layer.py` and `linears.py`. Layers know no device, padding, task or optimizer.
+Start reading at `base/base_layer.py` and `linears.py`. Layers know nothing about devices, padding,
+tasks or optimizers.
 """
 
 from praxis_lite.public_names import public_names

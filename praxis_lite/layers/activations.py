@@ -1,4 +1,4 @@
-"""Activation functions by name. Functions and names are Pax's."""
+"""Activation functions by name, as in Pax."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from praxis_lite.core.errors import ConfigError, did_you_mean
 
 ActivationFn = Callable[[jax.Array], jax.Array]
 
-# By Pax's class names in lower case, underscores where they help; and the exact GELU, Pax's
+# Names are Pax's class names in lower case, with underscores for readability. "gelu_exact" is Pax's
 # GELU(approximate=False).
 ACTIVATIONS: dict[str, ActivationFn] = {
     "relu": jax.nn.relu,
@@ -39,27 +39,27 @@ _BY_FOLDED_NAME = {_folded(name): function for name, function in ACTIVATIONS.ite
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
-    """Returns logits within +-cap by a tanh; a cap of 0 leaves them as they are."""
+    """Limits logits to +-cap by a tanh; with a cap of 0 they are unchanged."""
     return cap * jnp.tanh(logits / cap) if cap > 0.0 else logits
 
 
 def activation_fn(activation: str | ActivationFn, layer: object) -> ActivationFn:
-    """Returns the function that a layer's `activation` stands for.
+    """Returns the activation function that a layer's setting names.
 
     Args:
-      activation: a name in ACTIVATIONS, in any case and with any underscores, as in Pax
-        ("SquaredReLU"); or a function of an array, such as a leaky ReLU with another slope.
-      layer: the layer with this setting.
+      activation: A name in ACTIVATIONS, ignoring case and underscores, as in Pax ("SquaredReLU");
+        or a function of an array, such as a leaky ReLU with another slope.
+      layer: The layer with this setting.
 
     Raises:
-      ConfigError: no activation has that name; names the layer's class and the choices.
+      ConfigError: The name is unknown. The message lists the names.
     """
     if callable(activation):
         return activation
-    result = _BY_FOLDED_NAME.get(_folded(str(activation)))
-    if result is None:
+    function = _BY_FOLDED_NAME.get(_folded(str(activation)))
+    if function is None:
         raise ConfigError(
             f"{type(layer).__name__}.activation is {activation!r}; expected a function or one of "
             f"{', '.join(ACTIVATIONS)}.{did_you_mean(str(activation), ACTIVATIONS)}"
         )
-    return result
+    return function

@@ -1,4 +1,4 @@
-"""Initial values of weights by method and scale. Methods, fans and draws are Pax's WeightInit."""
+"""Initializers of weights, with the methods, fans and distributions of Pax's WeightInit."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _truncated_gaussian(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # Not rescaled: its standard deviation is 0.8796.
+    # Not rescaled, so its standard deviation is 0.8796.
     return jax.random.truncated_normal(key, -2.0, 2.0, shape, dtype)
 
 
@@ -31,7 +31,7 @@ def _constant(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _delta_orthogonal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An orthogonal matrix in the middle of a kernel of zeros (arXiv:1806.05393)."""
+    """Returns zeros with an orthogonal matrix in the middle of the window (arXiv:1806.05393)."""
     if len(shape) < 2:
         return _gaussian(key, shape, dtype)
     gain = max(math.sqrt(shape[-2] / shape[-1]), 1.0)
@@ -40,7 +40,7 @@ def _delta_orthogonal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax
     return jnp.zeros(shape, dtype).at[middle].set(matrix)
 
 
-# What is drawn, and what it is multiplied by besides the scale: of dim 0, or of the fans.
+# The distribution, and the name of its factor in addition to the scale (see `_FACTORS`).
 _METHODS: dict[str, tuple[Draw, str]] = {
     "gaussian": (_gaussian, "one"),
     "gaussian_sqrt_dim": (_gaussian, "dim"),
@@ -65,15 +65,17 @@ def fans(
     shape: Sequence[int], fan_in_axes: Sequence[int] | None = None,
     fan_out_axes: Sequence[int] | None = None,
 ) -> tuple[int, int]:
-    """Returns how many inputs an output has, and how many outputs an input.
+    """Returns (fan in, fan out): the number of inputs per output, and of outputs per input.
 
-    The last two dims are those of the inputs and the outputs. The others, as a convolution's
-    window, multiply both; a vector's dim is both. With axes given, the fans are the products of
-    those dims alone.
+    The last two dims are inputs and outputs. Other dims, such as a convolution's window, multiply
+    both; a vector's size is both. If axes are given, the fans are the products of those dims.
+
+    Raises:
+      ConfigError: Only one of fan_in_axes and fan_out_axes is given.
     """
     if (fan_in_axes is None) != (fan_out_axes is None):
         raise ConfigError(
-            f"fan_in_axes is {fan_in_axes} and fan_out_axes is {fan_out_axes}; set both, or "
+            f"fan_in_axes is {fan_in_axes} and fan_out_axes is {fan_out_axes}; expected both or "
             "neither."
         )
     if len(shape) < 2:
@@ -89,18 +91,19 @@ def fans(
 
 @dataclasses.dataclass(frozen=True)
 class WeightInit:
-    """A function of (key, shape, dtype) that returns a weight's first value.
+    """An initializer: a function of (key, shape, dtype) that returns a weight.
 
-    `WeightInit("gaussian", 0.02)` and `WeightInit.Gaussian(0.02)` are the same; in an experiment,
-    `weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02)`.
+    `WeightInit("gaussian", 0.02)` is the same as `WeightInit.Gaussian(0.02)`; in an experiment,
+    write `weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02)`.
 
     Attributes:
-      method: Pax's name, such as "gaussian_sqrt_fanin"; see the functions below.
-      scale: multiplies what is drawn.
-      fan_in_axes, fan_out_axes: dims that make the fans, see `fans`.
+      method: Name in Pax, such as "gaussian_sqrt_fanin"; see the static methods.
+      scale: Factor of the random numbers.
+      fan_in_axes: Dims of the fan in, see `fans`.
+      fan_out_axes: Dims of the fan out.
 
     Raises:
-      ConfigError: there is no such method, or one of the fans' axes is given without the other.
+      ConfigError: The method is unknown, or only one of the fans' axes is given.
     """
 
     method: str
@@ -117,7 +120,7 @@ class WeightInit:
         shape = tuple(shape)
         scale = self.scale
         if self.method == "delta_orthogonal" and len(shape) > 1:
-            scale = 1.0  # As in Pax, where the matrix has its own.
+            scale = 1.0  # As in Pax, where the matrix has its own scale.
         scale *= _FACTORS[factor](shape, *fans(shape, self.fan_in_axes, self.fan_out_axes))
         return jnp.asarray(scale, dtype) * draw(key, shape, dtype)
 
@@ -148,22 +151,22 @@ class WeightInit:
 
     @staticmethod
     def TruncatedGaussian(scale: float = 1.0) -> "WeightInit":
-        """`scale` times a normal that is cut at +-2."""
+        """`scale` times a normal that is truncated at +-2."""
         return WeightInit("truncated_gaussian", scale)
 
     @staticmethod
     def TruncatedGaussianSqrtDim(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(dim 0) times a normal that is cut at +-2."""
+        """scale / sqrt(dim 0) times a normal that is truncated at +-2."""
         return WeightInit("truncated_gaussian_sqrt_dim", scale)
 
     @staticmethod
     def TruncatedGaussianSqrtFanIn(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(fan in) times a normal that is cut at +-2."""
+        """scale / sqrt(fan in) times a normal that is truncated at +-2."""
         return WeightInit("truncated_gaussian_sqrt_fanin", scale)
 
     @staticmethod
     def TruncatedGaussianSqrtFanOut(scale: float = 1.0) -> "WeightInit":
-        """scale / sqrt(fan out) times a normal that is cut at +-2."""
+        """scale / sqrt(fan out) times a normal that is truncated at +-2."""
         return WeightInit("truncated_gaussian_sqrt_fanout", scale)
 
     @staticmethod
@@ -183,7 +186,7 @@ class WeightInit:
 
     @staticmethod
     def UniformUnitScaling(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale * sqrt(3 / product of all dims but the last)."""
+        """Uniform within +-scale * sqrt(3 / product of all dims except the last)."""
         return WeightInit("uniform_unit_scaling", scale)
 
     @staticmethod
@@ -200,18 +203,18 @@ class WeightInit:
 
     @staticmethod
     def Constant(scale: float = 1.0) -> "WeightInit":
-        """`scale` everywhere."""
+        """`scale` for all elements."""
         return WeightInit("constant", scale)
 
     @staticmethod
     def ScaledDeltaOrthogonal(scale: float = 1.0) -> "WeightInit":
-        """Orthogonal of the last two dims, in the middle of the others; of a vector, Gaussian."""
+        """Orthogonal in the last two dims, in the middle of the others; Gaussian for a vector."""
         return WeightInit("delta_orthogonal", scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class EinsumXavier:
-    """Xavier's uniform draw with the fans of the einsum in which the weight is used.
+    """Xavier's uniform initializer with the fans of the einsum in which the weight is used.
 
     The layer that creates the weight knows its dims and calls `for_dims`.
     """
@@ -220,19 +223,20 @@ class EinsumXavier:
         """Returns the initializer of a weight.
 
         Args:
-          summed, made: its dims of inputs and of outputs. Other dims number independent weights
-            and count in neither fan, as in Pax with explicit axes of fans.
+          summed: Dims of the inputs.
+          made: Dims of the outputs. The other dims stack independent weights and count in neither
+            fan, as in Pax with explicit axes of fans.
         """
         axes = {"in_axis": tuple(summed), "out_axis": tuple(made)}
 
-        def drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        def initialize(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             others = tuple(dim for dim in range(len(shape)) if dim not in (*summed, *made))
             init = jax.nn.initializers.variance_scaling(
                 1.0, "fan_avg", "uniform", batch_axis=others, **axes
             )
             return init(key, shape, dtype)
 
-        return drawn
+        return initialize
 
 
 _FACTORS: dict[str, Callable[[tuple[int, ...], int, int], float]] = {

@@ -1,4 +1,4 @@
-"""Linear, Bias, FeedForward, Mlp and Einsum layers. Names are Pax's."""
+"""Linear, Bias, FeedForward, Mlp and Einsum layers, with the names of Pax."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from praxis_lite.layers.initializers import WeightInit
 
 
 class Linear(Dense):
-    """Returns `inputs @ w`: [..., input_dims] -> [..., output_dims]."""
+    """Computes `inputs @ w`: [..., input_dims] -> [..., output_dims]."""
 
     splits = splits(weight=(None, None), activation=())
     equation = "...d,df->...f"
@@ -38,25 +38,28 @@ class Linear(Dense):
         self.make(*self.dims(input_dims, output_dims), init=weight_init, rngs=rngs)
 
     def factors(self, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns pairs ([..., d], [d, F]) whose products add up to the outputs.
+        """Returns pairs ([..., d], [d, F]) whose products sum to the outputs.
 
-        A chunked softmax computes the logits from them, a chunk of F at a time.
+        A chunked softmax computes logits from them, one chunk of F at a time.
         """
         return self.product.factors(self, inputs)
 
     def column_factors(self) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Returns pairs ([F, d], [d, D]) whose products add up to w transposed.
+        """Returns pairs ([F, d], [d, D]) whose products sum to w transposed.
 
-        None as the second is the identity. A softmax that embeds ids reads rows of the first.
+        None as the second factor is the identity. A softmax that embeds ids reads rows of the
+        first.
         """
         return self.product.column_factors(self)
 
 
 class Bias(BaseLayer):
-    """Returns `inputs + b`: [..., dims] -> [..., dims].
+    """Computes `inputs + b`: [..., dims] -> [..., dims].
 
     Args:
-      bias_init: what each element of b starts with.
+      dims: Size of the last dim.
+      bias_init: Initial value of b's elements.
+      rngs: Random streams of the constructor.
     """
 
     splits = splits(weight=(None,), activation=())
@@ -72,18 +75,22 @@ class Bias(BaseLayer):
 
 
 class FeedForward(BaseLayer):
-    """Returns `activation(inputs @ w + b)`: [..., input_dims] -> [..., output_dims].
+    """Computes `activation(inputs @ w + b)`: [..., input_dims] -> [..., output_dims].
 
-    The bias splits as the weight's output dim does.
+    The bias is split like the weight's output dim.
 
     Args:
-      activation: a name or a function, see `activation_fn`.
-      bias_init: what each element of the bias starts with.
-      checkpoint_str: a name of `inputs @ w`, by which a remat policy can keep it.
-      linear_tpl: the product; called with the sizes, `weight_init`, the split of its outputs and
+      input_dims: Size of the last input dim.
+      output_dims: Size of the last output dim.
+      has_bias: Whether there is a bias.
+      activation: A name or a function, see `activation_fn`.
+      weight_init: Initializer of the weight.
+      bias_init: Initial value of the bias's elements.
+      checkpoint_str: Checkpoint name of `inputs @ w`, by which a remat policy can save it.
+      linear_tpl: The product; called with the sizes, `weight_init`, the split of its outputs and
         `rngs`.
-      bias_tpl: the sum; called with output_dims, `bias_init` and `rngs`.
-      weight_split_dims_mapping: of the weight, [input_dims, output_dims].
+      bias_tpl: The bias; called with output_dims, `bias_init` and `rngs`.
+      weight_split_dims_mapping: Split of the weight, [input_dims, output_dims].
     """
 
     splits = splits(weight=(None, None), activation=())
@@ -122,13 +129,15 @@ class FeedForward(BaseLayer):
 
 
 class Mlp(BaseLayer):
-    """Returns class logits of flattened inputs: [B, ...] -> [B, output_dims].
+    """Computes class logits of flattened inputs: [B, ...] -> [B, output_dims].
 
     Args:
-      input_dims: product of the input's dims but the first.
-      hidden_dims: width of each hidden layer.
-      weight_split_dims_mapping: of each layer's weight, [input, output].
-      activation_split_dims_mapping: of each hidden activation, [batch, hidden].
+      input_dims: Product of the input's dims except the first.
+      hidden_dims: Width of each hidden layer.
+      output_dims: Number of classes.
+      activation: Activation of the hidden layers.
+      weight_split_dims_mapping: Split of each layer's weight, [input, output].
+      activation_split_dims_mapping: Split of each hidden activation, [batch, hidden].
     """
 
     splits = splits(weight=(None, None), activation=())
@@ -169,24 +178,25 @@ _EQUATION = re.compile(r"(\.\.\.)?([a-zA-Z]*),([a-zA-Z]+)->(\.\.\.)?([a-zA-Z]*)"
 
 
 class Einsum(Dense):
-    """Returns `einsum(equation, inputs, w) + b`.
+    """Computes `einsum(equation, inputs, w) + b`.
 
     `Einsum("...d,dnk->...nk", (8, 2, 4))` projects [..., 8] to [..., 2, 4].
 
     Args:
-      equation: of two operands, inputs and weight; "..." stands for any leading dims of the
-        inputs, which the outputs keep.
-      weight_shape: a size for each letter of the weight.
-      has_bias: add b, whose dims are those that the weight gives to the outputs, in their order,
-        and split as the weight's.
-      weight_init: None: Pax's default (Xavier), with the fans of the equation: summed letters
-        are inputs, letters of the weight alone are outputs, and letters that inputs, weight and
-        outputs share number independent layers.
-      weight_split_dims_mapping: of the weight.
-      activation_split_dims_mapping: of the outputs.
+      equation: Equation of inputs and weight; "..." stands for any leading dims of the inputs,
+        which the outputs keep.
+      weight_shape: A size for each letter of the weight.
+      has_bias: Whether to add b. Its dims are those that the weight contributes to the outputs, in
+        their order, split like the weight's.
+      weight_init: Initializer of the weight. None: Pax's default (Xavier), with the fans of the
+        equation: contracted letters are inputs, letters of only the weight are outputs, and letters
+        shared by inputs, weight and outputs stack independent layers.
+      bias_init: Initializer of the bias.
+      weight_split_dims_mapping: Split of the weight.
+      activation_split_dims_mapping: Split of the outputs.
 
     Raises:
-      ConfigError: the equation is not of this form, or does not fit the weight's shape.
+      ConfigError: The equation does not have this form, or does not fit the weight's shape.
     """
 
     splits = splits(weight=(), activation=())
@@ -206,7 +216,7 @@ class Einsum(Dense):
         if len(weight) != len(weight_shape):
             raise ConfigError(
                 f"Einsum.weight_shape is {tuple(weight_shape)}, but the weight of {equation!r} has "
-                f"the {len(weight)} letters {weight!r}. Give a size for each."
+                f"the {len(weight)} letters {weight!r}. Give a size for each letter."
             )
         weight_shape = tuple(weight_shape)
         if weight_init is None:
@@ -220,7 +230,7 @@ class Einsum(Dense):
 
 
 def _weight_letters(equation: str) -> str:
-    """Returns the letters of the weight in an equation of inputs and a weight."""
+    """Returns the letters of the weight in an equation; raises ConfigError for invalid ones."""
     match = _EQUATION.fullmatch(equation.replace(" ", "")) if isinstance(equation, str) else None
     if match is None or bool(match[1]) != bool(match[4]):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm, and a norm of weights, in float32. Names and maths are Pax's."""
+"""Layer norm, RMS norm and weight norm in float32, with the names and maths of Pax."""
 
 import math
 
@@ -15,17 +15,17 @@ from praxis_lite.layers.base.result_types import beside, elementwise
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:
-    """Checks the term that keeps a norm from dividing by zero.
+    """Checks the epsilon of a norm.
 
     Raises:
-      ConfigError: it is not a number of 0 or more; names the layer's class.
+      ConfigError: It is not a number of 0 or more. The message names the layer's class.
     """
-    is_right = is_number(epsilon) and 0.0 <= epsilon < math.inf
-    require(is_right, f"{type(layer).__name__}.epsilon", epsilon, "a number of 0 or more")
+    is_valid = is_number(epsilon) and 0.0 <= epsilon < math.inf
+    require(is_valid, f"{type(layer).__name__}.epsilon", epsilon, "a number of 0 or more")
 
 
 class Norm(BaseLayer):
-    """A norm; all norms are called alike, so that one can replace another in a template."""
+    """Base class of norms, which all have the same arguments, so that they are interchangeable."""
 
     def __call__(
         self,
@@ -34,18 +34,18 @@ class Norm(BaseLayer):
         *,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns normalized inputs; norms over the last dim alone ignore paddings and key.
+        """Returns normalized inputs; norms over only the last dim ignore paddings and key.
 
         Args:
           inputs: [..., dim].
-          paddings: [...], or its first dims, 1.0 for padding.
-          key: given in a training pass.
+          paddings: [...], or leading dims of it; 1.0 for padding.
+          key: Given only in training.
         """
         raise NotImplementedError
 
 
 class _LastDimNorm(Norm):
-    """Returns inputs [..., dim] normalized over the last dim, in their dtype."""
+    """Normalizes inputs [..., dim] over the last dim, and returns them in their dtype."""
 
     splits = splits(weight=(None,), activation=())
 
@@ -64,17 +64,19 @@ class _LastDimNorm(Norm):
 
 
 class LayerNorm(_LastDimNorm):
-    """Returns `(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last dim.
+    """Computes `(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last dim.
 
-    [..., dim] -> [..., dim], in the inputs' dtype. Statistics, scale and bias are computed in
-    float32 whatever that dtype is: Pax's `reductions_in_fp32` is always on. Ba et al. 2016,
-    arXiv:1607.06450.
+    Maps [..., dim] to [..., dim] in the inputs' dtype. Statistics, scale and bias are computed in
+    float32 in any case, as with Pax's `reductions_in_fp32`. Ba et al. 2016, arXiv:1607.06450.
 
     Args:
-      direct_scale: the stored weight is the scale. If not, the scale is 1 + the stored weight, so
-        that weight decay pulls it to 1.
-      use_scale, use_bias: whether there is a scale, and a bias.
-      weight_split_dims_mapping: of scale and bias, [dim].
+      dim: Size of the last dim.
+      direct_scale: Whether the stored weight is the scale. If not, the scale is 1 + the stored
+        weight, so that weight decay pulls it to 1.
+      epsilon: Added to the variance.
+      use_scale: Whether there is a scale.
+      use_bias: Whether there is a bias.
+      weight_split_dims_mapping: Split of scale and bias, [dim].
     """
 
     def __init__(
@@ -105,15 +107,17 @@ class LayerNorm(_LastDimNorm):
 
 
 class RmsNorm(_LastDimNorm):
-    """Returns `x / sqrt(mean(x^2) + epsilon) * scale` over the last dim.
+    """Computes `x / sqrt(mean(x^2) + epsilon) * scale` over the last dim.
 
-    [..., dim] -> [..., dim], in the inputs' dtype; all in between is float32, which Pax's
-    `intermediate_dtype` asks for. Zhang and Sennrich 2019, arXiv:1910.07467.
+    Maps [..., dim] to [..., dim] in the inputs' dtype. Intermediate values are float32, as with
+    Pax's `intermediate_dtype`. Zhang and Sennrich 2019, arXiv:1910.07467.
 
     Args:
-      direct_scale: the stored weight is the scale. If not, the scale is 1 + the stored weight
-        (an offset, as in Gemma).
-      weight_split_dims_mapping: of the scale, [dim].
+      dim: Size of the last dim.
+      epsilon: Added to the mean of squares.
+      direct_scale: Whether the stored weight is the scale. If not, the scale is 1 + the stored
+        weight (an offset, as in Gemma).
+      weight_split_dims_mapping: Split of the scale, [dim].
     """
 
     def __init__(
@@ -136,10 +140,12 @@ class RmsNorm(_LastDimNorm):
 
 
 class RmsNormNoScale(_LastDimNorm):
-    """Returns `x / sqrt(mean(x^2) + epsilon)` over the last dim: RmsNorm without a weight.
+    """Computes `x / sqrt(mean(x^2) + epsilon)` over the last dim: RmsNorm without a weight.
 
     Args:
-      dim: not used; taken so that this can stand where another norm does. Pax's default is 0.
+      dim: Unused; accepted so that this norm can replace others. The default is Pax's.
+      epsilon: Added to the mean of squares.
+      rngs: Unused.
     """
 
     splits = splits(activation=())
@@ -159,7 +165,7 @@ class RmsNormNoScale(_LastDimNorm):
 
 
 class IdentityNorm(Norm):
-    """Returns its inputs; for a template in which no norm is needed."""
+    """Returns its inputs; for templates in which no norm is needed."""
 
     def __init__(self, dim: int = 0, *, rngs: nnx.Rngs | None = None):
         pass
@@ -175,9 +181,9 @@ class IdentityNorm(Norm):
 
 
 class WeightNormL2(BaseLayer):
-    """Returns a weight [..., dim] with columns of length 1 + g: a norm of weights, not activations.
+    """Returns a weight [..., dim] with columns of length 1 + g; for weights, not activations.
 
-    Salimans and Kingma 2016, arXiv:1602.07868; Conv2D's `weight_norm_tpl` takes it.
+    Salimans and Kingma 2016, arXiv:1602.07868; for Conv2D's `weight_norm_tpl`.
     """
 
     splits = splits(weight=(None,))
@@ -192,7 +198,7 @@ class WeightNormL2(BaseLayer):
 
 
 def _to_rank(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns a weight [dim] as float32 [1, ..., 1, dim], to be multiplied with `x`."""
+    """Reshapes a weight [dim] to float32 [1, ..., 1, dim], to be multiplied by `x`."""
     weight = elementwise(weight).astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return beside(weight, x)
 

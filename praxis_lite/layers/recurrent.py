@@ -1,4 +1,4 @@
-"""Griffin's recurrent block in the place of attention, and its recurrence, the RG-LRU."""
+"""Griffin's recurrent block, which can replace attention, and its recurrence, the RG-LRU."""
 
 from typing import Any
 
@@ -17,30 +17,33 @@ from praxis_lite.layers.base.dims import NONE, OF_HEADS, RESIDUAL, Matrix, split
 
 # B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.
 
-# The paper's: a^C is drawn uniformly from this range, and C is the recurrence gate's strength.
+# As in the paper: a^C is initialized uniformly in this range, where C is the strength of the
+# recurrence gate.
 _DECAY_RANGE = (0.9, 0.999)
 _C = 8.0
-# The least 1 - a^2 whose root is taken: bounds the root's gradient to 1000, which is infinite
-# at a = 1. In float32 an `a` so near to 1 is 1.
+# Lower bound of 1 - a^2. It limits the gradient of the square root, which is infinite at a = 1, to
+# 1000. In float32, an `a` this close to 1 equals 1.
 _LEAST_SQUARE = 2.5e-7
 
 
-def _draw_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Returns Lambda such that sigmoid(Lambda)^C is uniform in the paper's range."""
+def _init_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Initializes Lambda such that sigmoid(Lambda)^C is uniform in the paper's range."""
     decay = jax.random.uniform(key, shape, dtype, *_DECAY_RANGE)
     log_a = jnp.log(decay) / _C
     return log_a - jnp.log(-jnp.expm1(log_a))
 
 
 class RgLru(BaseLayer):
-    """Returns h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t) of [B, T, N, K], and its last h.
+    """Computes h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t) for x [B, T, N, K].
 
-    i_t and r_t are sigmoids of x_t under a block-diagonal weight, a_t = sigmoid(Lambda)^(C r_t),
-    C = 8: De et al. 2024, arXiv:2402.19427, section 2.4. Computed in float32.
+    i_t and r_t are sigmoids of x_t multiplied by block-diagonal weights, a_t is
+    sigmoid(Lambda)^(C r_t), and C is 8: De et al. 2024, arXiv:2402.19427, section 2.4. Computed in
+    float32.
 
     Args:
-      num_heads, dim_per_head: N blocks of K by K.
-      weight_split_dims_mapping: of the gates' weights, [N, K, K]; Lambda and biases follow.
+      num_heads: N, the number of blocks of the weights.
+      dim_per_head: K, the size of a block.
+      weight_split_dims_mapping: Split of the gates' weights, [N, K, K]; Lambda and biases follow.
     """
 
     splits = splits(weight=(None, None, None))
@@ -53,7 +56,7 @@ class RgLru(BaseLayer):
         rngs: nnx.Rngs,
     ):
         require_positive(self, num_heads=num_heads, dim_per_head=dim_per_head)
-        # A plain size of inputs: two dims of a weight do not split alike.
+        # The inputs' dim has no name or split: two dims of a weight cannot have the same split.
         N, inner, K = self.dims(num_heads, int(dim_per_head), dim_per_head)
         init = jax.nn.initializers.variance_scaling(
             1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0
@@ -67,7 +70,7 @@ class RgLru(BaseLayer):
 
         self.input_gate_w, self.input_gate_b = gate_weight(), per_dim(zeros)
         self.a_gate_w, self.a_gate_b = gate_weight(), per_dim(zeros)
-        self.a_param = per_dim(_draw_decay)
+        self.a_param = per_dim(_init_decay)
 
     def __call__(
         self,
@@ -77,13 +80,13 @@ class RgLru(BaseLayer):
         skipped: jax.Array | None = None,
         h: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns h of every token, [B, T, N, K], and of the last, float32 [B, N, K].
+        """Returns h for every token, [B, T, N, K], and for the last one, float32 [B, N, K].
 
         Args:
           inputs: [B, T, N, K].
-          starts: bool [B, T], tokens before which h is forgotten.
-          skipped: bool [B, T], tokens that leave h as it is.
-          h: float32 [B, N, K], of what came before.
+          starts: Bool [B, T]: tokens before which h is reset.
+          skipped: Bool [B, T]: tokens that do not change h.
+          h: Float32 [B, N, K]: state after the preceding tokens.
         """
         x = inputs.astype(jnp.float32)
         log_decay = -_C * jax.nn.softplus(-self.a_param[...])
@@ -98,21 +101,21 @@ class RgLru(BaseLayer):
             new = jnp.where(skipped[:, :, None, None], 0.0, new)
         if h is not None:
             new = new.at[:, 0].add(a[:, 0] * h)
-        _, h_BTNK = jax.lax.associative_scan(_one_after_the_other, (a, new), axis=1)
+        _, h_BTNK = jax.lax.associative_scan(_compose, (a, new), axis=1)
         return h_BTNK.astype(inputs.dtype), h_BTNK[:, -1]
 
     def _gate(self, x_BTNK: jax.Array, w: nnx.Param, b: nnx.Param) -> jax.Array:
         return jax.nn.sigmoid(jnp.einsum("btnk,nkl->btnl", x_BTNK, w[...]) + b[...][None, None])
 
 
-def _one_after_the_other(first: tuple, second: tuple) -> tuple[jax.Array, jax.Array]:
-    """Returns the linear map h -> a h + new that applies `first` and then `second`."""
+def _compose(first: tuple, second: tuple) -> tuple[jax.Array, jax.Array]:
+    """Composes two affine maps h -> a h + new; `first` is applied first."""
     (a1, new1), (a2, new2) = first, second
     return a1 * a2, a2 * new1 + new2
 
 
 class CausalConv(BaseLayer):
-    """Returns sum over j of w_j x_{t-j}, plus a bias, per channel: [B, T, N, K] -> the same."""
+    """Computes sum over j of w_j x_{t-j}, plus a bias, per channel; [B, T, N, K] in and out."""
 
     splits = splits(weight=(None, None, None))
 
@@ -133,13 +136,13 @@ class CausalConv(BaseLayer):
     def __call__(
         self, x_BTNK: jax.Array, window: jax.Array, segments: jax.Array | None
     ) -> jax.Array:
-        """Returns [B, T, N, K].
+        """Returns the convolved inputs, [B, T, N, K].
 
         Args:
-          x_BTNK: the inputs.
-          window: [B, J - 1, N, K], the inputs before these.
-          segments: int [B, J - 1 + T], of both; inputs of another segment than the output's count
-            as zeros.
+          x_BTNK: Inputs.
+          window: The inputs before these, [B, J - 1, N, K].
+          segments: Int [B, J - 1 + T], for window and inputs. Inputs of other segments than the
+            output's count as zeros.
         """
         length, taps = x_BTNK.shape[1], self.num_taps
         window = typed_as(window.astype(x_BTNK.dtype), x_BTNK)
@@ -157,23 +160,23 @@ class CausalConv(BaseLayer):
 
 
 class RgLruBlock(BaseLayer):
-    """Returns [B, T, D] mixed along time by a recurrence, and its state: Griffin's block.
+    """Griffin's recurrent block: mixes [B, T, D] along time, and returns the outputs and its state.
 
-    Two projections of the inputs: one goes through a causal convolution and an RgLru, the other
-    through a GELU; their product is projected back (De et al. 2024, arXiv:2402.19427, figure 2).
-    It is called as a causal self-attention, and so can be a Transformer's `tr_atten_tpl`. The state
-    has one size, whatever the length. Time stays whole on a device.
+    Of two projections of the inputs, one passes through a causal convolution and an RgLru, and the
+    other through a GELU; their product is projected back (De et al. 2024, arXiv:2402.19427, figure
+    2). It has the arguments of causal self-attention, so it can be a Transformer's `tr_atten_tpl`.
+    The size of its state does not depend on the length. Time is not split over devices.
 
     Args:
       input_dim: D.
-      num_heads: N, the blocks of the gates' weights.
-      dim_per_head: K; None: input_dim / num_heads. The recurrence is N * K wide.
-      conv_width: taps of the convolution, the current token's included.
-      use_bias: of the three projections.
-      weight_split_dims_mapping: of the projections [D, N, K]; the convolution's and the
-        recurrence's weights split their N and K as these.
-      activation_split_dims_mapping: of what lies between the projections, [B, T, N, K].
-      output_split_dims_mapping: of the outputs, [B, T, D].
+      num_heads: N, the number of blocks of the gates' weights.
+      dim_per_head: K; None: input_dim / num_heads. The recurrence has N * K dims.
+      conv_width: Width of the convolution, including the current token.
+      use_bias: Whether the three projections have biases.
+      weight_split_dims_mapping: Split of the projections, [D, N, K]; the weights of the
+        convolution and the recurrence split N and K in the same way.
+      activation_split_dims_mapping: Split of activations between the projections, [B, T, N, K].
+      output_split_dims_mapping: Split of the outputs, [B, T, D].
     """
 
     cache_skips_padding = True
@@ -210,7 +213,7 @@ class RgLruBlock(BaseLayer):
         self.num_heads, self.dim_per_head, self.conv_width = num_heads, dim_per_head, conv_width
 
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
-        """Returns an empty state: the last inputs of the convolution and h, [B, ..., N, K]."""
+        """Returns an empty state: the convolution's last inputs, and h; [B, ..., N, K]."""
         width = (self.num_heads, self.dim_per_head)
         return {
             "window": jnp.zeros((batch_size, self.conv_width - 1, *width), dtype),
@@ -228,22 +231,23 @@ class RgLruBlock(BaseLayer):
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns the outputs [B, T, D] and, with a cache, the cache after these tokens.
+        """Returns the outputs [B, T, D] and, if there is a cache, the cache after these tokens.
 
         Args:
           inputs: [B, T, D].
-          positions: int [B or 1, T]; None: 0 to T - 1. With a cache, a row whose first position is
-            0 starts anew, and another goes on; they have no other use.
-          segment_ids: int [B, T]; the state starts anew where they change, and 0 is padding.
-          paddings: [B, T], 1.0 for tokens that leave the state as it is: at a row's ends.
-          key: not used; taken as attention takes it.
-          cache: the state after the tokens before.
+          positions: Int [B or 1, T]; None: 0 to T - 1. Only used with a cache: a row whose first
+            position is 0 starts with an empty state.
+          segment_ids: Int [B, T]; the state is reset where they change, and 0 is padding.
+          paddings: [B, T]: 1.0 for tokens that do not change the state, at the ends of a row.
+          atten_mask: Must be None; an argument of attention layers.
+          key: Unused; an argument of attention layers.
+          cache: State after the preceding tokens.
 
         Raises:
-          ConfigError: there is an atten_mask; a recurrence sees all of the past.
+          ConfigError: There is an atten_mask.
         """
         if atten_mask is not None:
-            raise ConfigError("RgLruBlock takes no atten_mask: a recurrence sees all of the past.")
+            raise ConfigError("RgLruBlock has no atten_mask, because a recurrence sees all tokens.")
         batch, length = inputs.shape[:2]
         skipped = None if paddings is None else paddings > 0.5
         if segment_ids is not None:
@@ -251,11 +255,11 @@ class RgLruBlock(BaseLayer):
             skipped = empty if skipped is None else skipped | empty
         state = self.init_cache(batch, length, inputs.dtype) if cache is None else cache
         if cache is not None:
-            # A new sequence may take over a row of the cache, with the old one's state in it.
+            # A new sequence may reuse a row of the cache, which contains the state of the old one.
             first = jnp.zeros((1,), jnp.int32) if positions is None else positions[:, 0]
-            goes_on = jnp.broadcast_to(first, (batch,)) > 0
+            continues = jnp.broadcast_to(first, (batch,)) > 0
             state = jax.tree.map(
-                lambda x: jnp.where(goes_on.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), state
+                lambda x: jnp.where(continues.reshape(-1, *(1,) * (x.ndim - 1)), x, 0), state
             )
         x_BTNK = self._split(self.linear_x(inputs))
         if skipped is not None:
@@ -279,9 +283,9 @@ class RgLruBlock(BaseLayer):
 def _starts_and_segments(
     segment_ids: jax.Array | None, before: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns where a segment starts, and the segments of `before` earlier tokens and of these.
+    """Returns where segments start, and the segments of `before` earlier tokens and of these.
 
-    The earlier ones have the first token's segment: a cache goes on with its row.
+    The earlier tokens have the first token's segment, because a cache continues its row.
     """
     if segment_ids is None:
         return None, None
@@ -293,11 +297,11 @@ def _starts_and_segments(
 def _window_after(
     window_BJNK: jax.Array, x_BTNK: jax.Array, skipped: jax.Array | None
 ) -> jax.Array:
-    """Returns the J - 1 last inputs up to each row's last token that is not skipped."""
+    """Returns the last J - 1 inputs up to each row's last token that is not skipped."""
     taps, length = window_BJNK.shape[1], x_BTNK.shape[1]
     x = jnp.concatenate([window_BJNK, x_BTNK.astype(window_BJNK.dtype)], axis=1)
     if skipped is None:
         return x[:, length:]
     ends_B = jnp.max(jnp.where(skipped, 0, 1 + jnp.arange(length)[None]), axis=1)
-    ends_B = jnp.broadcast_to(ends_B, x_BTNK.shape[:1])  # One row of paddings may be for all.
+    ends_B = jnp.broadcast_to(ends_B, x_BTNK.shape[:1])  # `paddings` may have one row for all.
     return jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, taps))(x, ends_B)

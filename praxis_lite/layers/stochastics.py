@@ -1,4 +1,4 @@
-"""Dropout of elements and of whole residual branches, with the key as an argument."""
+"""Dropout of elements, and of residual branches (stochastic depth)."""
 
 from collections.abc import Sequence
 
@@ -10,21 +10,21 @@ from praxis_lite.layers.base.base_layer import BaseLayer
 
 
 class Dropout(BaseLayer):
-    """Returns inputs with a share zeroed and the rest scaled up; without a key, as they are.
+    """Sets a fraction of the inputs to zero and scales up the rest; without a key, a no-op.
 
-    Srivastava et al. 2014. The mask depends on the key and the shape alone, not on the mesh
+    Srivastava et al. 2014. The mask depends only on the key and the shape, not on the mesh
     (partitionable threefry).
 
     Args:
-      dropout_prob: the share that is zeroed; Pax's `1 - keep_prob`.
-      noise_shape_broadcast_dims: dims along which all elements are dropped or kept together.
+      dropout_prob: Fraction to drop; Pax's `1 - keep_prob`.
+      noise_shape_broadcast_dims: Dims along which elements are dropped together.
     """
 
     def __init__(
         self, dropout_prob: float = 0.0, *, noise_shape_broadcast_dims: Sequence[int] = ()
     ):
-        is_right = 0.0 <= dropout_prob < 1.0
-        require(is_right, "Dropout.dropout_prob", dropout_prob, "0 <= p < 1")
+        is_valid = 0.0 <= dropout_prob < 1.0
+        require(is_valid, "Dropout.dropout_prob", dropout_prob, "0 <= p < 1")
         self.dropout_prob = dropout_prob
         self.noise_shape_broadcast_dims = tuple(noise_shape_broadcast_dims)
 
@@ -39,11 +39,14 @@ class Dropout(BaseLayer):
 
 
 class StochasticResidual(BaseLayer):
-    """Returns `inputs + residual_weight * residual`, without the residual of some rows.
+    """Computes `inputs + residual_weight * residual`, dropping the residual of some rows.
 
-    With a key a row [T, D] of `residual` is kept with the probability `survival_prob`, and then
-    divided by it; without a key all rows are kept as they are. Stochastic depth, Huang et al. 2016,
-    arXiv:1603.09382.
+    With a key, a row [T, D] of `residual` is kept with probability `survival_prob`, and divided by
+    it. Without a key all rows are kept. Stochastic depth, Huang et al. 2016, arXiv:1603.09382.
+
+    Args:
+      residual_weight: Factor of the residual.
+      survival_prob: Probability to keep a row's residual.
     """
 
     def __init__(self, *, residual_weight: float = 1.0, survival_prob: float = 1.0):
@@ -56,7 +59,7 @@ class StochasticResidual(BaseLayer):
     def __call__(
         self, inputs: jax.Array, residual: jax.Array, key: jax.Array | None
     ) -> jax.Array:
-        """Args: inputs and residual [B, ...]."""
+        """Takes inputs and residual [B, ...], and a key in training."""
         if key is not None and self.survival_prob < 1.0:
             shape = (residual.shape[0], *(1,) * (residual.ndim - 1))
             keep = jax.random.bernoulli(key, self.survival_prob, shape)

@@ -1,6 +1,7 @@
-"""How is a model of Linen, or of plain functions, a `Model`?
+"""Adapters that turn Flax Linen modules and plain functions into a `Model`.
 
-One of NNX is `praxis_lite.core.NnxModel`. Never sees a device, a task or what the model computes.
+The adapter for NNX modules is `praxis_lite.core.NnxModel`. Devices, tasks and the computation of a
+model are not handled here.
 """
 
 from praxis_lite.public_names import public_names

@@ -1,4 +1,4 @@
-"""Plain functions as a model: `init(key)` returns the params, a loss is called with them."""
+"""Plain functions as a model: `init(key)` returns the params, and a loss is called with them."""
 
 import collections
 import functools
@@ -22,26 +22,28 @@ Spec = PartitionSpec | tuple | None
 
 
 class FunctionModel(Model):
-    """Params that a function draws: any tree of float arrays, all of it trained.
+    """Params that a function initializes: any tree of float arrays, all of them trained.
 
-    The library sees the tree as nested dicts, whose names are the dict's keys (a "/" in one starts
-    another level, as Haiku's names mean it), the fields of named tuples and dataclasses, and the
-    places in lists and tuples: "layers/0/w". `module` returns the tree as `init` made it.
+    The library sees the tree as nested dicts. Their names are the keys of dicts (a "/" in a key
+    starts another level, as in Haiku), the fields of named tuples and dataclasses, and the indices
+    of lists and tuples: "layers/0/w". `module` returns the tree in the form that `init` returned.
+
+    Arrays that are not trained belong in the loss, bound with functools.partial. Statistics that a
+    loss updates require a Flax model.
 
     Args:
-      init: (key) -> params. More arguments are bound with functools.partial (fdl.Partial).
-      specs: mesh axes by weight: a tree like the params, or a prefix of it as `jax.jit` takes for
-        shardings, or a function of the params' shapes (jax.ShapeDtypeStructs) that returns one.
-        A leaf is a PartitionSpec, or a tuple like it; a short one leaves the last dims whole. Or
-        it is None: the task's `weight_sharding` decides. Where the params are themselves a tuple
-        or list, a tuple stands for its entries.
-
-    What is not trained belongs into the loss, bound with functools.partial; statistics that a loss
-    updates need a Flax model.
+      init: A function from a key to params. Bind further arguments with functools.partial
+        (fdl.Partial).
+      specs: The mesh axes of weights: a tree like the params, or a prefix of it as in the shardings
+        of `jax.jit`, or a function from the params' shapes (jax.ShapeDtypeStructs) to such a tree.
+        A leaf is a PartitionSpec or an equivalent tuple, and a short one does not split the last
+        dims; or it is None, then the `weight_sharding` of the task applies. If the params
+        themselves are a tuple or list, a tuple contains the specs of its entries.
 
     Raises:
-      ConfigError: `init` needs more than a key; when the specs are asked for, `init` returns
-        anything but floats, or `specs` does not match the params. Names the path.
+      ConfigError: `init` needs more than a key. Later, when the specs are read: `init` returns
+        arrays that are not floats, or `specs` does not match the params. The message names the
+        path.
     """
 
     def __init__(self, init: Callable[[jax.Array], PyTree], specs: Any = None):
@@ -50,21 +52,21 @@ class FunctionModel(Model):
 
     @functools.cached_property
     def _abstract(self) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
-        """The paths, shapes and structure of the params; no array is made."""
-        # The key is made inside: outside, two programs would be compiled to make an array of it.
-        shapes = jax.eval_shape(lambda: self._drawn(jax.random.key(0)))
+        """The paths, shapes and structure of the params, without arrays."""
+        # A key from outside would be an array, which takes two compiled programs to create.
+        shapes = jax.eval_shape(lambda: self._init_checked(jax.random.key(0)))
         leaves, structure = jax.tree.flatten_with_path(shapes)
         paths = [_path(path) for path, _ in leaves]
         _check_distinct(paths)
         return paths, [x for _, x in leaves], structure
 
-    def _drawn(self, key: jax.Array) -> PyTree:
+    def _init_checked(self, key: jax.Array) -> PyTree:
         params, init = self._init(key), function_name(self._init)
         leaves = jax.tree.leaves_with_path(params)
         if not leaves:
             raise ConfigError(
-                f"{init} returns no arrays ({type(params).__name__}); expected a tree of float "
-                "arrays, the params. Is a `return` missing?"
+                f"{init} returns no arrays ({type(params).__name__}); expected the params, a tree "
+                "of float arrays. Is a `return` missing?"
             )
         for path, x in leaves:
             is_number = isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
@@ -72,8 +74,8 @@ class FunctionModel(Model):
                 result = jnp.result_type(x) if is_number else type(x).__name__
                 raise ConfigError(
                     f"params/{_path(path)}: {init} returns {result}, which has no gradient; "
-                    "expected floats. Leave it out of the params and bind it to the loss with "
-                    "functools.partial, or make it a float and freeze it "
+                    "expected floats. Move it from the params to the loss, bound with "
+                    "functools.partial; or make it a float and freeze it "
                     "(Learner.bprop_variable_exclusion)."
                 )
         return params
@@ -81,7 +83,7 @@ class FunctionModel(Model):
     def init(self, key: jax.Array) -> MdlVars:
         paths, shapes, _ = self._abstract
         leaves = jax.tree.leaves(self._init(key))
-        # Without the weak type of a Python number, which a step would not return.
+        # Converted, since Python numbers have a weak type, which a step would not preserve.
         arrays = [jnp.asarray(x, s.dtype) for x, s in zip(leaves, shapes, strict=True)]
         return _mdl_vars(paths, arrays)
 
@@ -102,7 +104,7 @@ class FunctionModel(Model):
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> PyTree:
-        """Returns the params, in the tree that `init` makes; functions get keys from the task."""
+        """Returns the params in the tree that `init` returns; functions get keys from the task."""
         paths, _, structure = self._abstract
         params = traverse_util.flatten_dict(whole(mdl_vars["params"]), sep="/")
         return jax.tree.unflatten(structure, [params[path] for path in paths])
@@ -112,11 +114,11 @@ class FunctionModel(Model):
 
 
 def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
-    """Yields the spec of each leaf of `params`; `specs` is a tree like it, or a prefix of it."""
+    """Yields the spec of each leaf of `params`; `specs` is a tree of the same form or a prefix."""
     num_leaves = len(jax.tree.leaves(params))
     is_array = jax.tree_util.all_leaves([params])
     is_spec = specs is None or isinstance(specs, PartitionSpec)
-    # For an array or a dict a tuple cannot be a tree, so it is a spec.
+    # For an array or a dict, a tuple cannot be a tree, so it is a spec.
     if is_spec or (isinstance(specs, tuple) and (is_array or isinstance(params, Mapping))):
         yield from [specs] * num_leaves
     elif num_leaves:
@@ -161,20 +163,20 @@ def _join(path: str, name: str) -> str:
 
 
 def _path(path: tuple) -> str:
-    # A single array has no name of its own.
+    # A single array has no name.
     return path_of(path) or "value"
 
 
 def _check_distinct(paths: list[str]) -> None:
-    """Raises ConfigError if a "/" in a key makes two weights the same, or a weight a dict too."""
+    """Raises a ConfigError if "/" in keys gives two weights, or a weight and a dict, one path."""
     num_of = collections.Counter(paths)
     for path in paths:
         parts = path.split("/")
         parents = ("/".join(parts[:n]) for n in range(1, len(parts)))
         if num_of[path] > 1 or any(parent in num_of for parent in parents):
             raise ConfigError(
-                f"params/{path} stands for several things in the tree: keys are joined by '/', and "
-                "1 is the key '1'. Rename one of them."
+                f"params/{path} refers to more than one entry: keys are joined by '/', and 1 "
+                "equals the key '1'. Rename one of them."
             )
 
 

@@ -1,4 +1,4 @@
-"""What Flax Linen's boxes declare of a weight, and how it is drawn without their constraints."""
+"""Declarations of weights in Flax Linen's boxes, and initialization without their constraints."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any
-# The shape of a weight as its layer sees it, without the dims of stacks, by path.
+# The shapes of weights in their layers, without the dims of stacks, by path.
 OwnShapes = dict[tuple[str, ...], tuple[int, ...]]
 
 
@@ -21,11 +21,11 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
     """Returns the declaration of a leaf of boxed shapes.
 
     Args:
-      path: of the leaf, for the message.
-      leaf: a shape, perhaps boxed.
-      own_shape: the shape that its layer gave it; dims in front of that are layers of a stack.
+      path: The path of the leaf, for messages.
+      leaf: A shape, which may be boxed.
+      own_shape: The shape in its layer; dims in front of it are the layers of a stack.
     """
-    value = unboxed(leaf)
+    value = unbox(leaf)
     spec = WeightSpec(tuple(value.shape), value.dtype)
     num_stacked = 0
     if own_shape is not None and spec.shape[value.ndim - len(own_shape) :] == own_shape:
@@ -44,7 +44,7 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
         )
     return dataclasses.replace(
         spec, logical_axes=names, logical_axis_rules=tuple(leaf.rules or ()), declared_by=by,
-        # The job's rules say what the name of a stack's dim means.
+        # The job's rules map the name of a stack's dim.
         stack_split_dims_mapping=(None,) * num_stacked,
     )
 
@@ -54,22 +54,22 @@ def is_box(x: Any) -> bool:
     return isinstance(x, meta.AxisMetadata)
 
 
-def unboxed(tree: PyTree) -> PyTree:
-    """Returns the boxes' contents. Flax's own `unbox` states the layout too, even of shapes."""
+def unbox(tree: PyTree) -> PyTree:
+    """Returns the contents of boxes. Flax's own `unbox` also constrains the layout of shapes."""
 
-    def value(x: Any) -> Any:
+    def unbox_leaf(x: Any) -> Any:
         while is_box(x):
             x = x.unbox(apply_constraint=False) if isinstance(x, meta.Partitioned) else x.unbox()
         return x
 
-    return jax.tree.map(value, tree, is_leaf=is_box)
+    return jax.tree.map(unbox_leaf, tree, is_leaf=is_box)
 
 
 def _check_box(path: str, leaf: Any) -> None:
-    """Checks a box before Flax states its layout, which JAX refuses in words of its own.
+    """Checks a box before Flax constrains the layout, where errors would be JAX's own.
 
     Raises:
-      ConfigError: its names do not fit the weight's dims, or the axes of the mesh that is set.
+      ConfigError: The box's names do not match the weight's dims, or the axes of the current mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if isinstance(leaf, meta.Partitioned):
@@ -78,35 +78,36 @@ def _check_box(path: str, leaf: Any) -> None:
             spec.partition_spec(mesh.axis_names, path)
 
 
-def drawing_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
-    """Returns an interceptor of methods under which initializers run as if there were no mesh.
+def initialize_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
+    """Returns a method interceptor under which initializers run without a mesh.
 
-    An initializer's box states the layout of what it made, and Flax calls it in every pass to
-    check the shape of each weight. But DenseGeneral flattens its kernel first, and three names on
-    a kernel of two dims are an error of JAX as soon as a mesh is set.
+    The box of an initializer constrains the layout of its array, and Flax calls the initializer in
+    every pass to check the shape of each weight. DenseGeneral flattens its kernel first, and three
+    names for a kernel of two dims are an error in JAX if a mesh is set.
 
     Args:
-      own_shapes: filled with the shape of each weight, by path, as its layer sees it.
+      own_shapes: If given, is filled with the shape of each weight in its layer, by path.
 
     Raises:
-      ConfigError: when an initializer's box does not fit its weight or the mesh; names the weight.
+      ConfigError: In a call: an initializer's box does not match its weight or the mesh. The
+        message names the weight.
     """
 
-    def intercepted(call: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
+    def intercept(call: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
         scope = context.module.scope
         if scope is None or "param" in vars(scope):
             return call(*args, **kwargs)
         flax_param = scope.param
 
         def param(name: str, initializer: Callable, *args: Any, **kwargs: Any) -> Any:
-            def off_mesh(*args: Any, **kwargs: Any) -> Any:
+            def initialize(*args: Any, **kwargs: Any) -> Any:
                 with jax.sharding.use_abstract_mesh(abstract_mesh_of((), ())):
-                    made = initializer(*args, **kwargs)
-                _check_box("/".join(("params", *scope.path, name)), made)
-                return made
+                    boxed = initializer(*args, **kwargs)
+                _check_box("/".join(("params", *scope.path, name)), boxed)
+                return boxed
 
-            value = flax_param(name, off_mesh, *args, **kwargs)
-            array = unboxed(value)
+            value = flax_param(name, initialize, *args, **kwargs)
+            array = unbox(value)
             if own_shapes is not None and hasattr(array, "shape"):
                 own_shapes["params", *scope.path, name] = tuple(array.shape)
             return value
@@ -114,4 +115,4 @@ def drawing_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
         scope.param = param
         return call(*args, **kwargs)
 
-    return intercepted
+    return intercept

@@ -1,4 +1,4 @@
-"""Inputs that initialize a Linen module, described by plain data, and their errors."""
+"""Descriptions of the inputs that initialize a Linen module, and errors in calls of modules."""
 
 import contextlib
 import inspect
@@ -15,47 +15,49 @@ from flax import linen as nn
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
 
-# What a module's method may call the flag of training, and its value in training.
+# The names of a method's argument that selects training, and its value in training.
 TRAINING_FLAGS = {
     "train": True, "training": True, "is_training": True,
     "deterministic": False, "use_running_average": False,
 }
 
 
-def arguments_of(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
+def init_arguments(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
     """Returns the positional and the named arguments that `init_inputs` describes.
 
     Args:
-      init_inputs: a mapping by argument name, a sequence by position, or one input. An input is a
-        shape (float32), a pair (dtype, shape), an array, a ShapeDtypeStruct, a mapping of inputs,
-        or a flag or None, which is passed as it is.
+      init_inputs: A dict by argument name, a sequence by position, or a single input. An input is a
+        shape (float32), a pair (dtype, shape), an array, a ShapeDtypeStruct, a dict of inputs, or a
+        flag or None, which is passed unchanged.
 
     Raises:
-      ConfigError: an input is something else; names it.
+      ConfigError: An input has another type; the message names it.
     """
     if isinstance(init_inputs, Mapping):
         named = {name: _struct(x, f"init_inputs[{name!r}]") for name, x in init_inputs.items()}
         return (), named
-    if _is_one(init_inputs):
+    if _is_single_input(init_inputs):
         return (_struct(init_inputs, "init_inputs"),), {}
     if not isinstance(init_inputs, Sequence) or isinstance(init_inputs, str):
-        raise _no_input("init_inputs", init_inputs)
+        raise _input_error("init_inputs", init_inputs)
     return tuple(_struct(x, f"init_inputs[{i}]") for i, x in enumerate(init_inputs)), {}
 
 
-def filled(struct: Any) -> Any:
-    """Returns an array for a ShapeDtypeStruct: 1.0 of a float dtype, zeros of another."""
+def example_array(struct: Any) -> Any:
+    """Returns ones for a ShapeDtypeStruct of a float dtype, zeros for one of another dtype."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         return struct
     is_float = jnp.issubdtype(struct.dtype, jnp.inexact)
     return (jnp.ones if is_float else jnp.zeros)(struct.shape, struct.dtype)
 
 
-def method_of(module: nn.Module, method: str | Callable[..., Any] | None) -> Callable[..., Any]:
-    """Returns the method as a function of the module and its arguments.
+def resolve_method(
+    module: nn.Module, method: str | Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Returns a method as a function of the module and its arguments; None is `__call__`.
 
     Raises:
-      ConfigError: the module has no method of that name.
+      ConfigError: The module has no method of that name.
     """
     if callable(method):
         return method
@@ -64,19 +66,19 @@ def method_of(module: nn.Module, method: str | Callable[..., Any] | None) -> Cal
         methods = [name for name in vars(type(module)) if not name.startswith("_")]
         raise ConfigError(
             f"{type(module).__name__} has no method {method!r}."
-            f"{did_you_mean(str(method), methods)} Its own are {', '.join(methods)}."
+            f"{did_you_mean(str(method), methods)} Its methods are {', '.join(methods)}."
         )
     return function
 
 
-def flags_of(
+def training_flags(
     function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], *, is_training: bool
 ) -> dict[str, bool]:
-    """Returns the flags of training that `function` takes and the caller has not given."""
+    """Returns those training flags that `function` accepts and the caller did not pass."""
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(None, *args, **kwargs).arguments
-    except TypeError:  # Python words the error better when the function is called.
+    except TypeError:  # The call of the function raises a better error.
         return {}
     return {
         name: is_training == when_training
@@ -87,23 +89,23 @@ def flags_of(
 
 @contextlib.contextmanager
 def as_config_error(
-    module: nn.Module, done: str, args: tuple, kwargs: Mapping[str, Any]
+    module: nn.Module, action: str, args: tuple, kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Turns what Flax and JAX say of a model that is traced into an error that names the layer."""
+    """Turns errors of Flax and JAX from tracing a model into one that names the layer."""
     try:
         yield
     except (flax_errors.FlaxError, TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
-        inputs = ", ".join([*map(_text, args), *(f"{k}={_text(x)}" for k, x in kwargs.items())])
+        inputs = ", ".join([*map(_format, args), *(f"{k}={_format(x)}" for k, x in kwargs.items())])
         raise ConfigError(
-            f"{type(module).__name__} cannot be {done} ({inputs}): "
+            f"{type(module).__name__} cannot be {action} ({inputs}): "
             f"{' '.join(str(error).split())} ({_innermost_layer(error.__traceback__)})"
         ) from error
 
 
 def _innermost_layer(traceback: TracebackType | None) -> str:
-    """Returns the innermost layer and the line of its class that were running."""
+    """Returns the innermost layer that was running and the line of its class."""
     layer = line = None
     while traceback is not None:
         frame = traceback.tb_frame
@@ -113,12 +115,12 @@ def _innermost_layer(traceback: TracebackType | None) -> str:
             if "flax" not in Path(frame.f_code.co_filename).parts:
                 line = f"{Path(frame.f_code.co_filename).name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    return ", ".join(filter(None, [layer and f"layer: {layer}", line])) or "outside its layers"
+    return ", ".join(filter(None, [layer and f"layer: {layer}", line])) or "outside all layers"
 
 
-def _text(x: Any) -> str:
+def _format(x: Any) -> str:
     if isinstance(x, Mapping):
-        return "{" + ", ".join(f"{name}: {_text(child)}" for name, child in x.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_format(child)}" for name, child in x.items()) + "}"
     return f"{jnp.dtype(x.dtype).name}{tuple(x.shape)}" if hasattr(x, "shape") else repr(x)
 
 
@@ -135,7 +137,7 @@ def _is_pair(x: Any) -> bool:
     return is_two and _is_shape(x[1]) and isinstance(x[0], str | type | np.dtype)
 
 
-def _is_one(x: Any) -> bool:
+def _is_single_input(x: Any) -> bool:
     is_array = isinstance(x, jax.ShapeDtypeStruct) or hasattr(x, "__array__")
     return is_array or _is_shape(x) or _is_pair(x)
 
@@ -145,17 +147,17 @@ def _struct(x: Any, name: str) -> Any:
         return x
     if isinstance(x, Mapping):
         return {key: _struct(child, f"{name}[{key!r}]") for key, child in x.items()}
-    if not _is_one(x):
-        raise _no_input(name, x)
+    if not _is_single_input(x):
+        raise _input_error(name, x)
     if _is_pair(x):
         try:
             return jax.ShapeDtypeStruct(tuple(x[1]), jnp.dtype(x[0]))
         except TypeError as error:
-            raise _no_input(name, x) from error
+            raise _input_error(name, x) from error
     return jax.ShapeDtypeStruct(tuple(x), jnp.float32) if _is_shape(x) else x
 
 
-def _no_input(name: str, result: Any) -> ConfigError:
+def _input_error(name: str, result: Any) -> ConfigError:
     return ConfigError(
         f"LinenModel.{name} is {result!r}; expected a shape such as (1, 784), a pair of dtype and "
         'shape such as ("int32", (1, 128)), or an array.'

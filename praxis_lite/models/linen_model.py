@@ -1,4 +1,4 @@
-"""A Flax Linen module as its users write it, seen as plain nested dicts of arrays."""
+"""A user's Flax Linen module as a `Model`, with variables as plain nested dicts of arrays."""
 
 import functools
 import zlib
@@ -14,43 +14,44 @@ from praxis_lite.core.sharding.weight_spec import WeightSpec
 from praxis_lite.models.linen_boxes import (
     OwnShapes,
     boxed_spec,
-    drawing_off_mesh,
+    initialize_off_mesh,
     is_box,
-    unboxed,
+    unbox,
 )
 from praxis_lite.models.linen_inputs import (
-    arguments_of,
     as_config_error,
-    filled,
-    flags_of,
-    method_of,
+    example_array,
+    init_arguments,
+    resolve_method,
+    training_flags,
 )
 
 PyTree = Any
 
 
 class LinenModel(Model):
-    """A Flax Linen module, unchanged.
+    """An unchanged Flax Linen module.
 
-    The collection "params" is what a learner may touch; every other one that `init` makes
-    ("batch_stats", "cache") is "non_trainable", by its name, and mutable in training. What is
-    sown is in neither. Weights in Flax's boxes declare how they split: `nn.with_partitioning` mesh
-    axes, `nn.with_logical_partitioning` names for the job's rules. The state has bare arrays.
+    A learner can train only the collection "params". Every other collection that `init` creates
+    ("batch_stats", "cache") is under "non_trainable" by its name, and is mutable in training. Sown
+    values are in neither. Weights in Flax's boxes declare their splits: `nn.with_partitioning` mesh
+    axes, `nn.with_logical_partitioning` names for the rules of the job. The state has arrays
+    without boxes.
 
     Args:
-      module: built, for instance an `fdl.Config` of its class.
-      init_inputs: what `module.init` gets besides keys: a mapping by argument name, or a sequence
+      module: An instance, for example an `fdl.Config` of its class.
+      init_inputs: The inputs of `module.init` besides keys: a dict by argument name, or a sequence
         by position, of shapes (float32), of pairs (dtype, shape), or of arrays:
-        `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. A flag of training that is not given says
+        `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. A training flag that is not given selects
         evaluation.
-      eval_module: called instead of `module` in evaluation and decoding, with the same weights;
-        for modules that have training as a setting, not as an argument.
-      init_method: the method that creates all variables; None: `__call__`.
-      sown_collections: dropped from the state besides "intermediates" and those to which calls
-        append, as `sow` does by itself.
+      eval_module: A module that replaces `module` in evaluation and decoding, with the same
+        weights; for modules where training is a setting instead of an argument.
+      init_method: The name of the method that creates all variables; None: `__call__`.
+      sown_collections: Collections to drop from the state, besides "intermediates" and those that
+        grow with every call, as `sow` makes them by default.
 
     Raises:
-      ConfigError: from `weight_specs`: the module cannot be initialised with these inputs.
+      ConfigError: From `weight_specs`: the module cannot be initialized with these inputs.
     """
 
     def __init__(
@@ -66,17 +67,17 @@ class LinenModel(Model):
         for name, given in (("module", module), ("eval_module", eval_module)):
             require(
                 isinstance(given, nn.Module), f"LinenModel.{name}", given,
-                "a flax.linen Module that is built",
-                "In an experiment that is an fdl.Config of its class, not an fdl.Partial.",
+                "an instance of flax.linen.Module",
+                "In an experiment, this is an fdl.Config of its class, not an fdl.Partial.",
             )
         self.linen_module, self.eval_module = module, eval_module
-        self.init_method = method_of(module, init_method)
+        self.init_method = resolve_method(module, init_method)
         self._sown_collections = tuple(sown_collections)
-        self._args, self._kwargs = arguments_of(init_inputs)
+        self._args, self._kwargs = init_arguments(init_inputs)
 
     def init(self, key: jax.Array) -> MdlVars:
-        """Returns the result of `module.init({"params": key}, ...)`: its very numbers, unboxed."""
-        return self._split(unboxed(self._init(key)))
+        """Returns the result of `module.init({"params": key}, ...)`, without boxes."""
+        return self._split(unbox(self._init(key)))
 
     def weight_specs(self) -> MdlVars:
         return self._weight_specs
@@ -84,25 +85,25 @@ class LinenModel(Model):
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> "BoundLinen":
-        # In evaluation a task hands keys on by itself (`rngs`): dropout that is not told that it is
-        # evaluation then lacks a key, which is an error, instead of dropping.
+        # In evaluation, a task passes keys itself (`rngs`). Dropout in a module that does not know
+        # that it is evaluated then lacks a key, which raises an error, instead of being applied.
         del eval_key
         module = self.linen_module if key is not None else self.eval_module
         mdl_vars, boxed = whole(mdl_vars), self._abstract[0]
         variables = {"params": mdl_vars["params"], **mdl_vars["non_trainable"]}
         kept = {name: boxed[name] for name in variables if name in boxed}
-        return BoundLinen(module, _as(kept, variables), key)
+        return BoundLinen(module, _restructure(kept, variables), key)
 
     def non_trainable(self, module: "BoundLinen") -> dict[str, Any]:
         expected = self._weight_specs["non_trainable"]
-        return _as(expected, {name: _plain(module.variables[name]) for name in expected})
+        return _restructure(expected, {name: _plain(module.variables[name]) for name in expected})
 
     @functools.cached_property
     def _abstract(self) -> tuple[dict[str, Any], OwnShapes]:
-        """What init returns, boxes and all, with shapes for arrays; and each weight's own shape."""
+        """The variables of init as boxed shapes, and the shape of each weight in its layer."""
         args, kwargs = self._arguments()
         own_shapes: OwnShapes = {}
-        with as_config_error(self.linen_module, "initialised with init_inputs", args, kwargs):
+        with as_config_error(self.linen_module, "initialized with init_inputs", args, kwargs):
             boxed = jax.eval_shape(lambda: self._init(jax.random.key(0), own_shapes))
         return boxed, own_shapes
 
@@ -118,20 +119,20 @@ class LinenModel(Model):
 
     @functools.cached_property
     def _sown(self) -> set[str]:
-        """The collections that are not state: those to which another call would append."""
-        named, before = {"intermediates", *self._sown_collections}, unboxed(self._abstract[0])
+        """The collections that are not part of the state: those that grow with another call."""
+        named, before = {"intermediates", *self._sown_collections}, unbox(self._abstract[0])
         if all(_is_nested_dict(tree) for tree in before.values()):
             return named
 
-        def once_more(variables: dict[str, Any]) -> dict[str, Any]:
-            args, kwargs = jax.tree.map(filled, self._arguments())
+        def call_again(variables: dict[str, Any]) -> dict[str, Any]:
+            args, kwargs = jax.tree.map(example_array, self._arguments())
             return self.linen_module.apply(
                 variables, *args, method=self.init_method, rngs={"params": jax.random.key(0)},
                 mutable=nn.DenyList("params"), **kwargs,
             )[1]
 
-        with nn.intercept_methods(drawing_off_mesh()):
-            after = jax.eval_shape(once_more, before)
+        with nn.intercept_methods(initialize_off_mesh()):
+            after = jax.eval_shape(call_again, before)
         grown = {
             name for name, tree in before.items()
             if name in after and jax.tree.structure(tree) != jax.tree.structure(after[name])
@@ -139,13 +140,13 @@ class LinenModel(Model):
         return named | grown
 
     def _arguments(self) -> tuple[tuple, dict[str, Any]]:
-        flags = flags_of(self.init_method, self._args, self._kwargs, is_training=False)
+        flags = training_flags(self.init_method, self._args, self._kwargs, is_training=False)
         return self._args, {**self._kwargs, **flags}
 
     def _init(self, key: jax.Array, own_shapes: OwnShapes | None = None) -> dict[str, Any]:
-        args, kwargs = jax.tree.map(filled, self._arguments())
-        with nn.intercept_methods(drawing_off_mesh(own_shapes)):
-            # Flax draws what other streams ask for, such as dropout's, from "params".
+        args, kwargs = jax.tree.map(example_array, self._arguments())
+        with nn.intercept_methods(initialize_off_mesh(own_shapes)):
+            # Flax uses "params" for streams without a key, such as dropout's.
             return dict(
                 self.linen_module.init({"params": key}, *args, method=self.init_method, **kwargs)
             )
@@ -156,13 +157,13 @@ class LinenModel(Model):
 
 
 class BoundLinen:
-    """A Linen module with its variables, for a pass: called as the module is.
+    """A Linen module with its variables, for one pass; it is called like the module.
 
     Attributes:
-      linen_module: what is called.
-      variables: by collection; after a call as it left them.
-      sown: what the last call has sown, by collection, "intermediates" among them.
-      key: of the pass; None: evaluation.
+      linen_module: The module.
+      variables: The variables by collection, updated by calls.
+      sown: The values sown in the last call by collection, including "intermediates".
+      key: The key of the pass; None: evaluation.
     """
 
     def __init__(self, linen_module: nn.Module, variables: dict[str, Any], key: jax.Array | None):
@@ -177,34 +178,36 @@ class BoundLinen:
         rngs: Mapping[str, jax.Array] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Returns the result of the module, or of a method of it.
+        """Returns the result of the module, or of one of its methods.
 
-        A flag that the method takes and that is not given is set: `train`, `training`,
-        `is_training`, or `deterministic`, `use_running_average`. In training all collections but
-        "params" are mutable, in evaluation only "cache" and what is sown.
+        Flags that the method accepts and that are not given are set: `train`, `training`,
+        `is_training`, or `deterministic`, `use_running_average`. In training, all collections
+        except "params" are mutable; in evaluation only "cache" and the sown collections are.
 
         Args:
-          method: its name, or the function; None: `__call__`.
-          rngs: keys by stream. None: in evaluation no keys; in training "dropout" gets the pass's
-            key, in a second call of the pass another, and other streams share one.
+          args: Arguments of the method.
+          method: A method's name, or a function; None: `__call__`.
+          rngs: Keys by stream. None: no keys in evaluation. In training, "dropout" gets the pass's
+            key, another one in further calls of the pass, and all other streams share a key.
+          kwargs: Named arguments of the method.
 
         Raises:
-          ConfigError: Flax refuses the call, such as for a weight of another shape.
+          ConfigError: Flax raised an error, for example for a weight with another shape.
         """
         is_training = self.key is not None
-        function = method_of(self.linen_module, method)
-        kwargs |= flags_of(function, args, kwargs, is_training=is_training)
+        function = resolve_method(self.linen_module, method)
+        kwargs |= training_flags(function, args, kwargs, is_training=is_training)
         if rngs is None and is_training:
             key, num_before = self.key, self._num_calls
             key = jax.random.fold_in(key, num_before) if num_before else key
-            # Flax takes "params" for a stream that is missing.
+            # Flax uses "params" for streams that are missing.
             others = jax.random.fold_in(key, zlib.crc32(b"other streams"))
             rngs = {"dropout": key, "params": others}
         self._num_calls += 1
         fixed = ["params"] if is_training else [n for n in self.variables if n != "cache"]
         with (
             as_config_error(self.linen_module, "applied to", args, kwargs),
-            nn.intercept_methods(drawing_off_mesh()),
+            nn.intercept_methods(initialize_off_mesh()),
         ):
             outputs, changed = self.linen_module.apply(
                 self.variables, *args, method=function, rngs=rngs or {},
@@ -212,11 +215,11 @@ class BoundLinen:
             )
         for name, tree in changed.items():
             is_state = name == "cache" or name in self.variables
-            (self.variables if is_state else self.sown)[name] = unboxed(tree)
+            (self.variables if is_state else self.sown)[name] = unbox(tree)
         return outputs
 
     def clone(self, **settings: Any) -> "BoundLinen":
-        """Returns the same weights in the module with other settings, such as `decode=True`."""
+        """Returns the same weights in a module with other settings, such as `decode=True`."""
         return BoundLinen(self.linen_module.clone(**settings), dict(self.variables), self.key)
 
 
@@ -227,7 +230,7 @@ def _is_nested_dict(tree: PyTree) -> bool:
 
 
 def _plain(tree: PyTree) -> PyTree:
-    """Returns nested dicts with string keys: a variable may be any container of arrays."""
+    """Returns nested dicts with string keys; a variable may be any container of arrays."""
     if isinstance(tree, Mapping):
         return {str(name): _plain(child) for name, child in tree.items()}
     if isinstance(tree, tuple | list):
@@ -235,8 +238,8 @@ def _plain(tree: PyTree) -> PyTree:
     return tree
 
 
-def _as(like: PyTree, plain: PyTree) -> PyTree:
-    """Returns the leaves of `plain`, nested dicts, in the containers of `like`."""
+def _restructure(like: PyTree, plain: PyTree) -> PyTree:
+    """Returns the leaves of nested dicts `plain` in the containers of `like`."""
 
     def leaf(path: tuple, _: Any) -> Any:
         node = plain

@@ -1,7 +1,8 @@
-"""Optimizers that optax does not have, or has with other numerics than Pax's.
+"""Optimizers that optax lacks, or whose numerics differ between optax and Pax.
 
-A Learner's `optimizer` is one of them, or one of optax's: `fdl.Partial(optax.sgd, momentum=0.9)`.
-For an optimizer class of Pax take, with Pax's defaults where optax's are others,
+The `optimizer` of a Learner is one of these or one of optax's, such as
+`fdl.Partial(optax.sgd, momentum=0.9)`. The optimizer classes of Pax correspond to (with settings
+to get Pax's defaults where optax's differ):
 
     Sgd, ShardedSgd              optax.sgd
     Adagrad                      optax.adagrad, eps=1e-10 (optax: 1e-7)
@@ -12,14 +13,14 @@ For an optimizer class of Pax take, with Pax's defaults where optax's are others
     Lamb, Lars                   optax.lamb, optax.lars
     ShardedAdafactor             adafactor
 
-and `regularized` around it for l1_regularizer_weight, l2_regularizer_weight, skip_lp_1d_vectors,
-decoupled_weight_decay and SKIP_LP_REGULARIZATION. Clipping of gradients and the EMA are the
-Learner's, and its learning_rate is Pax's learning_rate times lr_schedule (`schedules.scaled`).
+Wrap them in `regularized` for l1_regularizer_weight, l2_regularizer_weight, skip_lp_1d_vectors,
+decoupled_weight_decay and SKIP_LP_REGULARIZATION. The Learner itself clips gradients and has the
+EMA; its learning_rate is Pax's learning_rate times lr_schedule (`schedules.scaled`).
 
-What a Learner takes besides: `DynamicLossScale` for float16, `VariationalNoise`.
+A Learner also accepts `DynamicLossScale`, for float16, and `VariationalNoise`.
 
-Later than Pax are `soap`, Muon (optax's, with `muon_matrices`), and schedule-free AdamW (optax's;
-evaluation takes its averages, see `evaluation_params`).
+Newer than Pax are `soap`, Muon (from optax, with `muon_matrices`), and schedule-free AdamW (from
+optax; evaluation uses its averages, see `evaluation_params`).
 """
 
 from praxis_lite.core.learner.path_masks import collected_patterns, path_mask

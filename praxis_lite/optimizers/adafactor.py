@@ -1,4 +1,4 @@
-"""Adafactor as Pax has it: factored second moments, and a momentum that may be kept in int8.
+"""Adafactor as in Pax: factored second moments, and a momentum that can be stored in int8.
 
 Shazeer & Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018
 (https://arxiv.org/abs/1804.04235).
@@ -26,16 +26,17 @@ MOMENTUM_DTYPES = ("int8", "int16", "bfloat16", "float32")
 
 
 class WeightSlots(NamedTuple):
-    """The slots of a weight. A slot that it does not have is zeros of shape [1], as in Pax.
+    """The slots of a weight. As in Pax, an unused slot is zeros of shape [1].
 
-    So the state has the same leaves whatever is factored, and `slots.py` can compare states of
-    other sizes. Orbax does not save empty arrays.
+    This way the state has the same leaves for all settings, and `slots.py` can compare states of
+    different sizes. Orbax does not save empty arrays.
 
     Attributes:
-      m: momentum, of the weight's shape.
-      m_scale: of an integer momentum: the weight's shape without the first dim.
-      vr, vc: row and column means of the second moment: the weight's shape without one dim.
-      v: second moment of a weight that is not factored: its shape.
+      m: The momentum, with the weight's shape.
+      m_scale: The scales of an integer momentum: the weight's shape without the first dim.
+      vr: The row means of the second moment: the weight's shape without one dim.
+      vc: The column means of the second moment, in the same form.
+      v: The second moment of a weight that is not factored, with the weight's shape.
     """
 
     m: jax.Array
@@ -46,7 +47,7 @@ class WeightSlots(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    """The number of updates made, and a nested dict of each slot of `WeightSlots`."""
+    """The number of updates, and a nested dict for each slot of `WeightSlots`."""
 
     count: jax.Array
     m: PyTree
@@ -76,45 +77,48 @@ def adafactor(
     exclude_from_layerwise_adaptation: Patterns = (),
     maybe_inf_to_nan: bool = True,
 ) -> optax.GradientTransformation:
-    """Returns the Adafactor of Pax's `ShardedAdafactor`, its names and defaults; float32 updates.
+    """Returns Pax's `ShardedAdafactor` with its setting names and defaults; updates are float32.
 
-    `optax.adafactor` makes the same steps with decay_method="pow", a float32 momentum, sorted dims
-    and no weight decay. It has no "adam" decay, integer momentum or layer-wise adaptation, factors
-    the two largest dims rather than the last two, and does not multiply its weight decay by the
-    learning rate.
+    `optax.adafactor` computes the same steps for decay_method="pow", a float32 momentum, sorted
+    dims and no weight decay. It has no "adam" decay, integer momentum or layer-wise adaptation,
+    factors the two largest dims instead of the last two, and does not multiply its weight decay by
+    the learning rate.
 
-    Pax adds 1e-30 mean(gradient^2) to the decay rate and to the step size, to keep XLA from one
-    fusion; that is left out, and shows with gradients of 1e9 and more. With sorted dims Pax
-    normalizes the row statistics of some weights of three or more dims along another dim than the
-    paper; here it is always along the second largest.
+    Pax adds 1e-30 mean(gradient^2) to the decay rate and to the step size, to prevent a fusion in
+    XLA. This term is omitted here; the difference is visible for gradients of 1e9 and more. With
+    sorted dims, Pax normalizes the row statistics of some weights of three or more dims along
+    another dim than the paper; here it is always the second largest.
 
     Args:
-      learning_rate: a number, or a schedule of the number of updates made.
-      decay_method: how the second moments forget. "adam": at rate `decay_adam`, with Adam's
-        correction for the first steps; "pow": 1 - (update number)^-`decay_pow`.
-      decay_adam: in (0, 1), for "adam".
-      decay_pow: above 0, for "pow".
-      beta1: decay of the momentum, an average of steps rather than of gradients; 0: no momentum.
-      quantized_dtype: of the stored momentum: "float32", "bfloat16", or "int8" or "int16" with a
-        float32 scale per column (the max over the first dim).
-      clip_threshold: the most that the root mean square of a weight's step may be before the
-        learning rate; None: no clipping.
-      factored: keeps the second moments of a weight of rank 2 or more as row and column means.
-      sort_factored_second_moment_dims: factors the two largest dims, rather than the last two.
-      min_dim_size_to_factor: with sorted dims, weights whose second largest dim is smaller are not
-        factored.
-      multiply_by_parameter_scale: multiplies the learning rate by the weight's root mean square.
-      epsilon1_grad_sq_reg: added to the squared gradients.
-      epsilon2_param_scale_reg: the least scale of a weight.
-      weight_decay: decoupled, times the learning rate; of all weights, or by pattern, of which the
-        last one that matches from the start of a weight's path counts; None: no decay.
-      layerwise_adaptation: scales each weight's step to the root mean square of the weight (LAMB,
-        https://arxiv.org/abs/1904.00962).
-      exclude_from_layerwise_adaptation: patterns, matched from the start of a weight's path.
-      maybe_inf_to_nan: turns infinities into NaN, so that a division cannot hide them.
+      learning_rate: A number, or a schedule of the number of updates.
+      decay_method: How second moments decay. "adam": at rate `decay_adam`, with Adam's correction
+        for the first steps; "pow": 1 - (update number)^-`decay_pow`.
+      decay_adam: The rate for "adam", in (0, 1).
+      decay_pow: The power for "pow", above 0.
+      beta1: The decay of the momentum, an average of steps rather than of gradients; 0: no
+        momentum.
+      quantized_dtype: The dtype of the stored momentum: "float32", "bfloat16", or "int8" or "int16"
+        with a float32 scale per column (the maximum over the first dim).
+      clip_threshold: The maximum root mean square of a weight's step before the learning rate is
+        applied; None: no clipping.
+      factored: Store the second moments of weights of rank 2 or more as row and column means.
+      sort_factored_second_moment_dims: Factor the two largest dims instead of the last two.
+      min_dim_size_to_factor: With sorted dims, do not factor weights whose second largest dim is
+        smaller.
+      multiply_by_parameter_scale: Multiply the learning rate by the weight's root mean square.
+      epsilon1_grad_sq_reg: A constant that is added to squared gradients.
+      epsilon2_param_scale_reg: The minimum scale of a weight.
+      weight_decay: The decoupled decay, which is multiplied by the learning rate, of all weights;
+        or a dict by pattern, where the last one that matches the start of a weight's path applies;
+        None: no decay.
+      layerwise_adaptation: Scale the step of each weight to the root mean square of the weight
+        (LAMB, https://arxiv.org/abs/1904.00962).
+      exclude_from_layerwise_adaptation: Patterns of weights that are not adapted, matched from the
+        start of their paths.
+      maybe_inf_to_nan: Replace infinities by NaN, since a division would hide them.
 
     Raises:
-      ConfigError: a setting is out of its range, or a pattern is not a regular expression.
+      ConfigError: A setting is out of its range, or a pattern is not a regular expression.
     """
     require_choice("adafactor: decay_method", decay_method, ("adam", "pow"))
     require_choice("adafactor: quantized_dtype", quantized_dtype, MOMENTUM_DTYPES)
@@ -131,16 +135,16 @@ def adafactor(
     decayed = [(path_mask(include=pattern), value) for pattern, value in weight_decay.items()]
     adapted = path_mask(exclude=exclude_from_layerwise_adaptation)
 
-    def dims_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    def dims_to_factor(shape: tuple[int, ...]) -> tuple[int, int] | None:
         if not factored:
             return None
         return factored_dims(shape, sort_factored_second_moment_dims, min_dim_size_to_factor)
 
-    def sticky(x: jax.Array) -> jax.Array:
+    def inf_to_nan(x: jax.Array) -> jax.Array:
         return jnp.where(jnp.isinf(x), jnp.nan, x) if maybe_inf_to_nan else x
 
-    def choices_of(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the weight decay of each weight, and True for each with an adapted step."""
+    def settings_by_weight(params: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns a tree of weight decays, and a tree that is True for weights to adapt."""
         decays = jax.tree.map(lambda _: 0.0, params)
         for mask, value in decayed:
             decays = jax.tree.map(
@@ -149,9 +153,11 @@ def adafactor(
         return decays, adapted(params)
 
     def init(params: PyTree) -> AdafactorState:
-        choices_of(params)  # For `collected_patterns`, which traces `init` alone.
+        settings_by_weight(params)  # For `collected_patterns`, which traces only `init`.
         slots = jax.tree.map(
-            lambda w: zero_slots(w.shape, dims_of(w.shape), quantized_dtype if beta1 else None),
+            lambda w: zero_slots(
+                w.shape, dims_to_factor(w.shape), quantized_dtype if beta1 else None
+            ),
             params,
         )
         return AdafactorState(jnp.zeros((), jnp.int32), *_tree_per_field(slots, WeightSlots))
@@ -164,8 +170,8 @@ def adafactor(
         rate = rate_at(learning_rate, state.count)
         decay = _second_moment_decay(decay_method, decay_adam, decay_pow, state.count)
         steps = jax.tree.map(
-            lambda *of_weight: weight_step(rate, decay, *of_weight),
-            updates, params, *choices_of(params), *state[1:],
+            lambda *args: weight_step(rate, decay, *args),
+            updates, params, *settings_by_weight(params), *state[1:],
         )  # fmt: skip
         updates, slots = _tree_per_field(steps, _Step)
         slots = _tree_per_field(slots, WeightSlots)
@@ -177,25 +183,27 @@ def adafactor(
     ) -> _Step:  # fmt: skip
         slots, weight = WeightSlots(*slots), weight.astype(jnp.float32)
         direction, slots = _normalized(
-            sticky(grad.astype(jnp.float32)), slots, dims_of(weight.shape), decay,
-            epsilon1_grad_sq_reg, sticky,
+            inf_to_nan(grad.astype(jnp.float32)), slots, dims_to_factor(weight.shape), decay,
+            epsilon1_grad_sq_reg, inf_to_nan,
         )  # fmt: skip
         if clip_threshold is not None:
-            direction /= sticky(jnp.maximum(1.0, _rms(direction) / clip_threshold))
+            direction /= inf_to_nan(jnp.maximum(1.0, _rms(direction) / clip_threshold))
         step_size = rate
         if multiply_by_parameter_scale:
             step_size *= jnp.maximum(_rms(weight), epsilon2_param_scale_reg)
         step = step_size * direction
         if beta1:
-            step = sticky(beta1 * momentum_of(slots.m, slots.m_scale) + (1.0 - beta1) * step)
-            m, m_scale = stored_momentum(step, quantized_dtype)
+            step = inf_to_nan(
+                beta1 * dequantize_momentum(slots.m, slots.m_scale) + (1.0 - beta1) * step
+            )
+            m, m_scale = quantize_momentum(step, quantized_dtype)
             slots = slots._replace(m=m, m_scale=m_scale)
         if weight_decay:
             step += weight_decay * rate * weight
         if layerwise_adaptation and is_adapted:
             weight_rms = _rms(weight)
             step_rms = _rms(step / step_size) + epsilon1_grad_sq_reg
-            # A rate of 0 makes the step's 0 / 0, which is not above 0 either.
+            # With a rate of 0, step_rms is 0 / 0 = NaN, which is not above 0 either.
             step *= jnp.where((weight_rms > 0) & (step_rms > 0), weight_rms / step_rms, 1.0)
         return _Step(-step, slots)
 
@@ -203,7 +211,7 @@ def adafactor(
 
 
 class _Step(NamedTuple):
-    """The update of a weight, and its new slots: `WeightSlots`."""
+    """The update of a weight and its new slots."""
 
     update: jax.Array
     slots: WeightSlots
@@ -211,21 +219,21 @@ class _Step(NamedTuple):
 
 def _normalized(
     grad: jax.Array, slots: WeightSlots, dims: tuple[int, int] | None, decay: jax.Array,
-    epsilon: float, sticky: Callable[[jax.Array], jax.Array],
+    epsilon: float, inf_to_nan: Callable[[jax.Array], jax.Array],
 ) -> tuple[jax.Array, WeightSlots]:
-    """Returns the gradient over the root of its second moment, and the slots with that moment."""
+    """Returns the gradient divided by the root of its second moment, and the updated slots."""
 
-    def averaged(old: jax.Array, new: jax.Array) -> jax.Array:
-        return decay * old + (1.0 - decay) * sticky(new)
+    def updated_average(old: jax.Array, new: jax.Array) -> jax.Array:
+        return decay * old + (1.0 - decay) * inf_to_nan(new)
 
     squared = jnp.square(grad) + epsilon
     if dims is None:
-        v = averaged(slots.v, squared)
+        v = updated_average(slots.v, squared)
         return grad / jnp.sqrt(v), slots._replace(v=v)
     row_dim, column_dim = dims
-    vr = averaged(slots.vr, jnp.mean(squared, row_dim))
-    vc = averaged(slots.vc, jnp.mean(squared, column_dim))
-    # The dim of vr that is the weight's column_dim.
+    vr = updated_average(slots.vr, jnp.mean(squared, row_dim))
+    vc = updated_average(slots.vc, jnp.mean(squared, column_dim))
+    # The dim of vr that corresponds to the weight's column_dim.
     mean = jnp.mean(vr, column_dim - (column_dim > row_dim), keepdims=True)
     direction = (
         grad
@@ -238,7 +246,7 @@ def _normalized(
 def _second_moment_decay(
     method: str, decay_adam: float, decay_pow: float, count: jax.Array
 ) -> jax.Array:
-    """Returns the share of the old second moment that is kept; 0 in the first update."""
+    """Returns the fraction of the old second moment that is kept; 0 in the first update."""
     number = count.astype(jnp.float32) + 1.0
     if method == "pow":
         return 1.0 - number**-decay_pow
@@ -251,7 +259,7 @@ def _rms(x: jax.Array) -> jax.Array:
 
 
 def _tree_per_field(tree: PyTree, kind: type[NamedTuple]) -> list[PyTree]:
-    """Returns, for each field of the named tuples in a tree, the tree of what they have there."""
+    """Converts a tree of named tuples to one tree per field."""
     return [
         jax.tree.map(lambda item, i=i: item[i], tree, is_leaf=lambda x: isinstance(x, kind))
         for i in range(len(kind._fields))
@@ -264,15 +272,15 @@ def zero_slots(
     """Returns the slots of a weight before the first update.
 
     Args:
-      shape: of the weight.
-      dims: the two that are factored, rows' statistics dropping the first; None: not factored.
-      momentum_dtype: None: no momentum.
+      shape: The shape of the weight.
+      dims: The two dims to factor; the row statistics drop the first; None: not factored.
+      momentum_dtype: The dtype of the stored momentum; None: no momentum.
     """
     absent = jnp.zeros((1,), jnp.float32)
     if momentum_dtype is None:
         m, m_scale = absent, absent
     else:
-        m, m_scale = stored_momentum(jnp.zeros(shape, jnp.float32), momentum_dtype)
+        m, m_scale = quantize_momentum(jnp.zeros(shape, jnp.float32), momentum_dtype)
     if dims is None:
         return WeightSlots(m, m_scale, absent, absent, jnp.zeros(shape, jnp.float32))
     vr, vc = (jnp.zeros(shape[:dim] + shape[dim + 1 :], jnp.float32) for dim in dims)
@@ -283,10 +291,11 @@ def factored_dims(shape: Shape, by_size: bool, min_size: int) -> tuple[int, int]
     """Returns the dims that the row and the column statistics drop; None for no factoring.
 
     Args:
-      by_size: the largest and second largest dims; else the last and the one before. Of equals
-        the last counts as larger, as in optax, and `slots.py` relies on that; in Pax the first
-        does, so that `vr` and `vc` of such a weight are the other way round.
-      min_size: with `by_size`, the least size of both.
+      shape: The shape of the weight.
+      by_size: Factor the largest and the second largest dims; otherwise the last and the one before
+        it. Of equal dims, the last counts as larger, as in optax; `slots.py` relies on this. In Pax
+        the first does, so `vr` and `vc` of such a weight are exchanged.
+      min_size: With `by_size`, the minimum size of both dims.
     """
     if len(shape) < 2:
         return None
@@ -296,11 +305,11 @@ def factored_dims(shape: Shape, by_size: bool, min_size: int) -> tuple[int, int]
     return (largest, second) if shape[second] >= min_size else None
 
 
-def stored_momentum(m: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Returns (m, m_scale): a float32 momentum as it is kept.
+def quantize_momentum(m: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Returns (m, m_scale), the stored form of a float32 momentum.
 
-    Integers are symmetric about 0, the largest of each column at the end of the range. A scalar
-    has no column and stays float32.
+    Integers are symmetric about 0, with the largest value of each column at the end of the range. A
+    scalar has no column and stays float32.
     """
     if dtype in ("bfloat16", "float32"):
         return m.astype(dtype), jnp.zeros((1,), jnp.float32)
@@ -311,8 +320,8 @@ def stored_momentum(m: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
     return rounded.astype(dtype), scale
 
 
-def momentum_of(m: jax.Array, m_scale: jax.Array) -> jax.Array:
-    """Returns the float32 momentum of what `stored_momentum` returned."""
+def dequantize_momentum(m: jax.Array, m_scale: jax.Array) -> jax.Array:
+    """Returns the float32 momentum from its stored form, see `quantize_momentum`."""
     if jnp.issubdtype(m.dtype, jnp.integer):
         return m.astype(jnp.float32) * m_scale[None]
     return m.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Pax's Adam: the moments it stores are free of bias, and each tensor's update is clipped."""
+"""Pax's Adam: its stored moments are already bias-corrected, and it clips each tensor's update."""
 
 from typing import Any, NamedTuple
 
@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.optimizers.optimizer_settings import (
+    build_clipped_optimizer,
     require_decay_rates,
     require_not_negative,
-    stepped,
 )
 
 PyTree = Any
 
 
 class AdamState(NamedTuple):
-    """count: updates made; m, v: float32 moments of the gradients, their bias corrected."""
+    """The number of updates, and bias-corrected float32 moments m and v of the gradients."""
 
     count: jax.Array
     m: PyTree
@@ -35,26 +35,26 @@ def adam(
 ) -> optax.GradientTransformation:
     """Returns Pax's Adam: m / (sqrt(v + epsilon_root) + epsilon), clipped, plus weight decay.
 
-    Up to the clipping it is `optax.adam`, which is also what Pax's `sharded_adam=False` is. The
-    slots differ: Pax corrects the decay rates for the bias (Shazeer and Stern 2018, "Adafactor",
-    section 7.1), optax what is read from the slots, so optax's m is (1 - beta1**count) times this
-    one; made of optax's, this v would be 2e-5 off after 1,000 updates. Slots are float32 whatever
-    the weights are. Pax's `maybe_inf_to_nan` is not needed: the learner skips a step whose gradient
-    is not finite.
+    Without clipping it is equivalent to `optax.adam`, which is also what Pax's `sharded_adam=False`
+    computes. The slots differ. Pax corrects the decay rates for the bias (Shazeer and Stern 2018,
+    "Adafactor", section 7.1), while optax corrects the values read from the slots, so optax's m is
+    (1 - beta1**count) times this one. Computed from optax's slots, this v would be wrong by 2e-5
+    after 1,000 updates. Slots are float32 for weights of any dtype. Pax's `maybe_inf_to_nan` is not
+    needed, since the learner skips steps with gradients that are not finite.
 
     Args:
-      learning_rate: a number, or a schedule of the number of updates made.
-      beta1: decay rate of m.
-      beta2: decay rate of v.
-      epsilon: added to the root; optax's default is 1e-8.
-      epsilon_root: added under the root.
-      clip_threshold: the most that the root mean square of a tensor's update may be, before the
-        learning rate; 0: no clipping, as in optax.
-      weight_decay: times the weights, all of them, added after the clipping. For one that leaves
-        weights out, see `regularized`.
+      learning_rate: A number, or a schedule of the number of updates.
+      beta1: The decay rate of m.
+      beta2: The decay rate of v.
+      epsilon: A constant that is added to the root; optax's default is 1e-8.
+      epsilon_root: A constant that is added under the root.
+      clip_threshold: The maximum root mean square of a tensor's update before the learning rate is
+        applied; 0: no clipping, as in optax.
+      weight_decay: The factor of the weights, all of them, that is added after clipping. To exclude
+        weights, see `regularized`.
 
     Raises:
-      ConfigError: a setting is out of range.
+      ConfigError: A setting is out of range.
     """
     require_decay_rates("adam", beta1=beta1, beta2=beta2)
     require_not_negative(
@@ -77,10 +77,10 @@ def adam(
         return updates, AdamState(optax.safe_increment(state.count), m, v)
 
     direction = optax.GradientTransformation(init, update)
-    return stepped(direction, learning_rate, clip_threshold, weight_decay)
+    return build_clipped_optimizer(direction, learning_rate, clip_threshold, weight_decay)
 
 
 def _bias_corrected(beta: float, count: jax.Array) -> jax.Array:
-    """Returns the decay rate with which a moment, begun with the first gradient, has no bias."""
+    """Returns the decay rate for which a moment that starts from the first gradient is unbiased."""
     t = count.astype(jnp.float32)
     return beta * (1.0 - beta**t) / (1.0 - beta ** (t + 1.0))

@@ -1,4 +1,4 @@
-"""Pax's Lion: optax's, computed in the gradients' dtype, its momentum stored in bfloat16."""
+"""Pax's Lion: optax's, computed in the dtype of gradients, with the momentum stored in bfloat16."""
 
 from typing import Any, NamedTuple
 
@@ -6,16 +6,16 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.optimizers.optimizer_settings import (
+    build_clipped_optimizer,
     require_decay_rates,
     require_not_negative,
-    stepped,
 )
 
 PyTree = Any
 
 
 class LionState(NamedTuple):
-    """m: momentum of the gradients, in `m_dtype`."""
+    """The momentum m of the gradients, in `m_dtype`."""
 
     m: PyTree
 
@@ -31,22 +31,22 @@ def lion(
 ) -> optax.GradientTransformation:
     """Returns Pax's Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms").
 
-    It is `optax.lion`, but for a momentum in bfloat16, which optax rounds once more on the way.
-    optax's `weight_decay` is 1e-3 by default.
+    It is `optax.lion`, except for a bfloat16 momentum, which optax rounds once more. The default
+    `weight_decay` of optax is 1e-3.
 
     Args:
-      learning_rate: a number, or a schedule of the number of updates made.
-      beta1: share of the momentum in what the sign is taken of.
-      beta2: decay rate of the momentum.
-      clip_threshold: the most that the root mean square of a tensor's update may be, before the
-        learning rate. It is 1 or less without clipping, so only a threshold below 1 has an effect;
-        0: no clipping.
-      weight_decay: times the weights, all of them, added after the clipping. For one that leaves
-        weights out, see `regularized`.
-      m_dtype: of the momentum as it is stored.
+      learning_rate: A number, or a schedule of the number of updates.
+      beta1: The fraction of the momentum in the average whose sign is used.
+      beta2: The decay rate of the momentum.
+      clip_threshold: The maximum root mean square of a tensor's update before the learning rate is
+        applied. Without clipping it is at most 1, so only a threshold below 1 has an effect; 0: no
+        clipping.
+      weight_decay: The factor of the weights, all of them, that is added after clipping. To exclude
+        weights, see `regularized`.
+      m_dtype: The dtype of the stored momentum.
 
     Raises:
-      ConfigError: a setting is out of range.
+      ConfigError: A setting is out of range.
     """
     require_decay_rates("lion", beta1=beta1, beta2=beta2)
     require_not_negative("lion", clip_threshold=clip_threshold, weight_decay=weight_decay)
@@ -58,11 +58,12 @@ def lion(
     def update(
         grads: PyTree, state: LionState, params: PyTree | None = None
     ) -> tuple[PyTree, LionState]:
-        # Cast here: optax would compute in the dtype in which the momentum is stored.
+        # Cast here, because optax would compute in the dtype of the stored momentum.
         m = optax.tree.cast_like(state.m, grads)
-        inner = optax.ScaleByLionState(count=jnp.zeros((), jnp.int32), mu=m)  # It counts in vain.
+        # The count is required by the type, but not used.
+        inner = optax.ScaleByLionState(count=jnp.zeros((), jnp.int32), mu=m)
         updates, inner = signs.update(grads, inner, params)
         return updates, LionState(optax.tree.cast(inner.mu, m_dtype))
 
     direction = optax.GradientTransformation(init, update)
-    return stepped(direction, learning_rate, clip_threshold, weight_decay)
+    return build_clipped_optimizer(direction, learning_rate, clip_threshold, weight_decay)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: keeps the gradients of a float16 pass from vanishing or overflowing."""
+"""Dynamic loss scaling: prevents gradients of a float16 pass from vanishing or overflowing."""
 
 import dataclasses
 import math
@@ -11,22 +11,24 @@ from praxis_lite.core.errors import is_whole, require
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor of the loss that halves when a gradient overflows and else grows now and then.
+    """A factor of the loss that is reduced when gradients overflow, and otherwise grows regularly.
 
-    The step multiplies the loss by it and divides the float32 gradients by it: what float16 would
-    round to zero on the way back (less than 6e-8) survives. Powers of two change no other digit.
-    Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 does not need it.
+    A step multiplies the loss by it and divides the float32 gradients by it. Values that float16
+    would round to zero in the backward pass (less than 6e-8) are preserved. Factors that are powers
+    of two change no other digit. Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 does not need
+    loss scaling.
 
     Attributes:
-      initial_scale: of the first step.
-      growth_interval: after so many finite steps in a row the scale is multiplied by
+      initial_scale: The scale of the first step.
+      growth_interval: The number of consecutive finite steps after which the scale is multiplied by
         growth_factor.
-      growth_factor: above 1.
-      backoff_factor: multiplies the scale after a step that is not finite; between 0 and 1.
-      min_scale, max_scale: the scale stays between them.
+      growth_factor: A factor above 1.
+      backoff_factor: A factor between 0 and 1 that is applied after a step that is not finite.
+      min_scale: The minimum scale.
+      max_scale: The maximum scale.
 
     Raises:
-      ConfigError: a setting is out of its range.
+      ConfigError: A setting is out of its range.
     """
 
     initial_scale: float = 2.0**15
@@ -38,21 +40,24 @@ class DynamicLossScale:
 
     def __post_init__(self):
         lowest, highest = self.min_scale, self.max_scale
-        for setting, is_right, expected in (
+        for setting, is_valid, expected in (
             ("growth_interval", is_whole(self.growth_interval), "a number of steps"),
             ("growth_factor", 1.0 < self.growth_factor < math.inf, "a number above 1"),
             ("backoff_factor", 0.0 < self.backoff_factor < 1.0, "a number between 0 and 1"),
             ("min_scale", 0.0 < lowest < math.inf, "a number above 0"),
-            ("max_scale", lowest <= highest < math.inf, f"a number of min_scale ({lowest}) on"),
+            (
+                "max_scale", lowest <= highest < math.inf,
+                f"a number not below min_scale ({lowest})",
+            ),
             (
                 "initial_scale", lowest <= self.initial_scale <= highest,
                 f"a number from min_scale ({lowest}) to max_scale ({highest})",
             ),
         ):
-            require(is_right, f"DynamicLossScale.{setting}", getattr(self, setting), expected)
+            require(is_valid, f"DynamicLossScale.{setting}", getattr(self, setting), expected)
 
     def init(self) -> dict[str, jax.Array]:
-        """Returns scalars: scale (float32), and num_good_steps (int32) since it last changed."""
+        """Returns scale (float32), and num_good_steps (int32): finite steps since it changed."""
         return {
             "scale": jnp.asarray(self.initial_scale, jnp.float32),
             "num_good_steps": jnp.zeros((), jnp.int32),
@@ -61,7 +66,7 @@ class DynamicLossScale:
     def update(
         self, state: dict[str, jax.Array], is_finite: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the state after a step; is_finite: its loss and all its gradients were."""
+        """Returns the state after a step; `is_finite` covers its loss and all its gradients."""
         num_good_steps = state["num_good_steps"] + 1
         grows = is_finite & (num_good_steps >= self.growth_interval)
         factor = jnp.where(is_finite, 1.0, self.backoff_factor)

@@ -1,19 +1,20 @@
-"""Which weights are matrices, for Muon; AdamW has the rest.
+"""Selects the matrices among weights, for Muon; the other weights are updated by AdamW.
 
-Muon (Keller Jordan 2024) replaces the momentum of a matrix by the nearest orthogonal one, about, by
-five Newton-Schulz steps. optax has it, and asks how each weight is a matrix:
+Muon (Keller Jordan 2024) replaces the momentum of a matrix by approximately the nearest orthogonal
+matrix, in five Newton-Schulz steps. optax implements it, and needs to know how each weight is a
+matrix:
 
     optimizer=fdl.Partial(
         optax.contrib.muon, consistent_rms=0.2, weight_decay=0.1, adam_b2=0.95,
         muon_weight_dimension_numbers=fdl.Config(muon_matrices),
     )
 
-`consistent_rms=0.2` scales a step to the size of AdamW's, so that both take AdamW's learning rate
-and weight decay (Liu et al. 2025, https://arxiv.org/abs/2502.16982); without it a step is scaled by
-sqrt(max(1, outputs / inputs)) and wants a rate of about 0.02. optax's defaults: beta 0.95 with
-Nesterov, which its AdamW then uses too, eps 1e-8, no weight decay.
+`consistent_rms=0.2` scales a step to the size of AdamW's, so both can use AdamW's learning rate and
+weight decay (Liu et al. 2025, https://arxiv.org/abs/2502.16982). Without it, a step is scaled by
+sqrt(max(1, outputs / inputs)), which requires a rate of about 0.02. optax's defaults are beta 0.95
+with Nesterov, which its AdamW then uses too, eps 1e-8 and no weight decay.
 
-Slots: of a matrix one of its shape, half of Adam's; of the others Adam's two.
+A matrix has one slot of its shape, half of Adam's memory; other weights have Adam's two slots.
 """
 
 import re
@@ -30,35 +31,36 @@ from praxis_lite.core.sharding.weight_spec import declared_weight
 
 PyTree = Any
 
-# Weights with these in their paths are AdamW's where their layers do not say what they are.
+# Weights with these names belong to AdamW if their layers declare nothing.
 _ADAMW = re.compile(r"(.*/)?((softmax|logits)/.+|lora_[abm])")
 
 
 def muon_matrices(
     equations: Mapping[str, str | None] | None = None,
 ) -> Callable[[PyTree], PyTree]:
-    """Returns optax's `muon_weight_dimension_numbers`: a function from weights to their matrices.
+    """Returns a `muon_weight_dimension_numbers` for optax, a function from weights to matrices.
 
-    A layer says with each weight which of its dims a product sums over and which it gives to the
-    outputs: weights of attentions are matrices of model dims by all heads; each of a combined
-    query, key and value, each expert, each block of a gate is a matrix of its own. Embeddings,
-    softmaxes, biases, scales, low-rank adapters and weights of one dim are AdamW's. Other weights
-    of two dims, such as Flax's, are matrices of inputs by outputs.
+    A layer declares, with each weight, over which of its dims a product sums and which it adds to
+    the outputs. Attention weights are matrices of model dims by all heads; the query, key and value
+    parts of a combined weight, each expert, and each block of a gate are separate matrices.
+    Embeddings, softmaxes, biases, scales, low-rank adapters and weights with one dim belong to
+    AdamW. Other weights with two dims, such as Flax's, are matrices of inputs by outputs.
 
     Args:
-      equations: patterns, matched from the start of a weight's path under params (`re.match`), to
-        the einsum that the weight is used in, or to None for AdamW; before what the layers say, and
-        the first that matches counts. A dim that is summed over is the matrix's input, one of the
-        outputs alone its output; one of both numbers matrices:
+      equations: A dict from patterns, matched from the start of a weight's path under params
+        (`re.match`), to the einsum that uses the weight, or None for AdamW. It overrides the
+        layers' declarations, and the first matching pattern applies. A dim that is summed over is
+        an input of the matrix, a dim of only the outputs is an output; a dim of both numbers
+        separate matrices:
 
           {"network/.*/w": "hwi,hwio->o",           # a convolution
            ".*/post/w": "nk,nkd->d",                # use_nhd_shape
            ".*/router/w": None}
 
     Raises:
-      ConfigError: a pattern is not a regular expression, or an equation makes no matrix. Later, on
-        a weight: one of three dims or more has no equation, or an equation of another number of
-        dims; names the path.
+      ConfigError: A pattern is not a regular expression, or an equation defines no matrix. Later,
+        for a weight, whose path the message names: it has three or more dims and no equation, or
+        an equation with another number of dims.
     """
     local = [
         (pattern, path_mask(include=pattern), equation, equation and _dims(equation))
@@ -68,7 +70,7 @@ def muon_matrices(
     def matrices(weights: PyTree) -> PyTree:
         masks = [mask(weights) for _, mask, _, _ in local]
 
-        def matrix(path: tuple, weight: Any, *matches: bool) -> MuonDimensionNumbers | None:
+        def matrix_of(path: tuple, weight: Any, *matches: bool) -> MuonDimensionNumbers | None:
             name = path_of(path)
             for (pattern, _, equation, dims), is_match in zip(local, matches, strict=True):
                 if not is_match:
@@ -84,13 +86,13 @@ def muon_matrices(
                 return dims
             return _declared_matrix(name, weight)
 
-        return jax.tree.map_with_path(matrix, weights, *masks)
+        return jax.tree.map_with_path(matrix_of, weights, *masks)
 
     return matrices
 
 
 def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
-    """Returns the matrix that a weight's layer declares; else, of two dims, the weight itself."""
+    """Returns the matrix that a weight's layer declares; by default, a weight of two dims."""
     spec = declared_weight(name)
     if weight.ndim < 2:
         return None
@@ -101,19 +103,19 @@ def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
     if weight.ndim == 2:
         return MuonDimensionNumbers((0,), (1,))
     raise ConfigError(
-        f"muon_matrices: how {name}, {list(weight.shape)}, is a matrix is not known. Say in "
-        f"`equations` which einsum it is used in, such as {{'{re.escape(name)}': 'hwi,hwio->o'}} "
-        "for a convolution, or None for AdamW; or make it with `matrix=` of BaseLayer.weight."
+        f"muon_matrices: cannot treat {name}, {list(weight.shape)}, as a matrix. Set in "
+        f"`equations` the einsum that uses it, such as {{'{re.escape(name)}': 'hwi,hwio->o'}} "
+        "for a convolution, or None for AdamW; or create it with `matrix=` of BaseLayer.weight."
     )
 
 
 def _letters(equation: str) -> tuple[str, str, str]:
-    """Returns the letters of inputs, weight and outputs."""
+    """Returns the dims of inputs, weight and outputs, as letters."""
     result = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
     if not result:
         raise ConfigError(
-            f"muon_matrices: {equation!r} is not an einsum of inputs and a weight, such as "
-            "'d,dnk->nk'. Write one, or None for AdamW."
+            f"muon_matrices: {equation!r} is not an einsum of inputs and a weight. Expected an "
+            "equation such as 'd,dnk->nk', or None for AdamW."
         )
     return result.groups()
 
@@ -125,7 +127,7 @@ def _dims(equation: str) -> MuonDimensionNumbers:
     unused = set(weight) - set(inputs) - set(outputs)
     if not summed or not result or unused or len(set(weight)) < len(weight):
         raise ConfigError(
-            f"muon_matrices: {equation!r} makes no matrix of the weight. It needs a dim that the "
-            "inputs share with it, a dim that the outputs share with it, and each dim once."
+            f"muon_matrices: {equation!r} defines no matrix. The weight needs a dim that it shares "
+            "with the inputs and a dim that it shares with the outputs, each dim once."
         )
     return MuonDimensionNumbers(summed, result)

@@ -1,4 +1,4 @@
-"""Settings that optimizers share: their checks, before anything compiles, and what follows them."""
+"""Checks of settings that optimizers share, and the steps that follow an optimizer's direction."""
 
 import optax
 
@@ -6,38 +6,40 @@ from praxis_lite.core.errors import is_number, require
 
 
 def require_decay_rates(optimizer: str, **rates: float) -> None:
-    """Raises a ConfigError if a rate at which moments decay is not in [0, 1)."""
+    """Raises a ConfigError if a decay rate of moments is not in [0, 1)."""
     for name, rate in rates.items():
-        is_right = is_number(rate) and 0 <= rate < 1
-        require(is_right, f"{optimizer}: {name}", rate, "a number in [0, 1)")
+        is_valid = is_number(rate) and 0 <= rate < 1
+        require(is_valid, f"{optimizer}: {name}", rate, "a number in [0, 1)")
 
 
 def require_not_negative(optimizer: str, **settings: float) -> None:
-    """Raises a ConfigError if a setting that is off at 0 is negative or not a number."""
+    """Raises a ConfigError if a setting, which 0 disables, is negative or not a number."""
     for name, value in settings.items():
-        is_right = is_number(value) and value >= 0
-        require(is_right, f"{optimizer}: {name}", value, "a positive number, or 0 to leave it out")
+        is_valid = is_number(value) and value >= 0
+        require(is_valid, f"{optimizer}: {name}", value, "a positive number, or 0 to disable it")
 
 
 def require_positive(optimizer: str, **settings: float) -> None:
-    """As `require_not_negative`, of settings that cannot be off."""
+    """Raises a ConfigError if a setting, which cannot be disabled, is not a positive number."""
     for name, value in settings.items():
-        is_right = is_number(value) and value > 0
-        require(is_right, f"{optimizer}: {name}", value, "a positive number")
+        is_valid = is_number(value) and value > 0
+        require(is_valid, f"{optimizer}: {name}", value, "a positive number")
 
 
-def stepped(
+def build_clipped_optimizer(
     direction: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
     clip_threshold: float,
     weight_decay: float,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer as Pax makes it of a direction: clipped, plus decay, times the rate.
+    """Returns an optimizer from a direction, as Pax does: clip, add weight decay, apply the rate.
 
     Args:
-      clip_threshold: the most that the root mean square of a tensor's update may be, before the
-        learning rate; 0: no clipping.
-      weight_decay: times the weights, all of them, added after the clipping.
+      direction: The transformation from gradients to directions.
+      learning_rate: A number, or a schedule of the number of updates.
+      clip_threshold: The maximum root mean square of a tensor's update before the learning rate is
+        applied; 0: no clipping.
+      weight_decay: The factor of the weights, all of them, that is added after clipping.
     """
     parts = [direction]
     if clip_threshold:

@@ -1,4 +1,4 @@
-"""Regularisation around any optimizer, as every optimizer of Pax has it."""
+"""Regularization for any optimizer, as all optimizers of Pax have it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,33 +23,33 @@ def regularized(
     skip_lp_regularization: Patterns = (),
     ewc_regularizer_weight: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer with any of three regularisations, and EWC, as Pax applies them.
+    """Returns an optimizer with one of three regularizations, and EWC, as Pax applies them.
 
         fdl.Partial(regularized, optimizer=fdl.Partial(adam, beta2=0.99),
                     decoupled_weight_decay=0.1, skip_lp_regularization=".*/norm")
 
-    L1 and L2 go into the gradient that the optimizer sees, after the learner's clipping, and so
-    into its slots. The decoupled decay (Loshchilov and Hutter 2019) goes past it.
+    L1 and L2 terms are added to the gradient that the optimizer gets, after the learner's clipping,
+    so they also affect its slots. The decoupled decay (Loshchilov and Hutter 2019) does not.
 
     Args:
-      learning_rate: a number, or a schedule of the number of updates made.
-      optimizer: called with `learning_rate`, returns the transformation.
-      l1_regularizer_weight: times the signs of the weights, added to the gradient.
-      l2_regularizer_weight: times the weights, added to the gradient.
-      decoupled_weight_decay: times the learning rate and the weights, taken from the weights.
-      skip_lp_1d_vectors: scalars and vectors have no L1 and L2; the decoupled decay they have, in
-        Pax too.
-      skip_lp_regularization: a pattern, or several, of the weights that are left out of all three:
-        those of Pax's collection SKIP_LP_REGULARIZATION. Matched from the start of a weight's path
-        under params (`re.match`).
-      ewc_regularizer_weight: elastic weight consolidation (Kirkpatrick et al. 2017,
-        arXiv:1612.00796) with all weights alike: half of this, times the learning rate and how far
-        a weight is from what the job began with, is taken from it, past the slots. What it began
-        with is a slot of each weight. For factors of some weights, give them an
-        AuxiliaryOptimizer.
+      learning_rate: A number, or a schedule of the number of updates.
+      optimizer: Builds the transformation from `learning_rate`.
+      l1_regularizer_weight: The factor of the signs of weights, added to the gradient.
+      l2_regularizer_weight: The factor of the weights, added to the gradient.
+      decoupled_weight_decay: The factor of learning rate times weights, subtracted from weights.
+      skip_lp_1d_vectors: Apply no L1 and L2 to scalars and vectors. As in Pax, the decoupled decay
+        still applies to them.
+      skip_lp_regularization: A pattern, or several, of weights without any of the three: those of
+        Pax's collection SKIP_LP_REGULARIZATION. Matched from the start of a weight's path under
+        params (`re.match`).
+      ewc_regularizer_weight: Elastic weight consolidation (Kirkpatrick et al. 2017,
+        arXiv:1612.00796) with equal importance of all weights. Half of this factor, times the
+        learning rate and the difference from the weight at the start of the job, is subtracted from
+        the weight without affecting the slots. A slot stores each initial weight. For factors of
+        some weights, use an AuxiliaryOptimizer.
 
     Raises:
-      ConfigError: two regularisations are set, a weight is negative, or a pattern is not a regular
+      ConfigError: Two regularizations are set, a weight is negative, or a pattern is not a regular
         expression.
     """
     weights = {
@@ -62,8 +62,8 @@ def regularized(
     used = [name for name, weight in weights.items() if weight]
     if len(used) > 1:
         raise ConfigError(
-            f"regularized: {used[0]} and {used[1]} are both set, but only one can be, as in Pax. "
-            "Set the other to 0."
+            f"regularized: {used[0]} and {used[1]} are both set, but as in Pax only one can be "
+            "used. Set one of them to 0."
         )
     exclude = skip_lp_regularization
     lp_mask = path_mask(exclude=exclude, skip_1d_vectors=skip_lp_1d_vectors)
@@ -77,20 +77,20 @@ def regularized(
         rate = _scaled(learning_rate, -decoupled_weight_decay)
         parts.append(optax.add_decayed_weights(rate, mask=path_mask(exclude=exclude)))
     if ewc:
-        parts.append(_towards_the_first(_scaled(learning_rate, -0.5 * ewc)))
+        parts.append(_decay_to_initial_weights(_scaled(learning_rate, -0.5 * ewc)))
     return optax.chain(*parts)
 
 
 class EwcState(NamedTuple):
-    """How many updates were made, and the weights before the first."""
+    """The number of updates, and the weights before the first."""
 
     count: jax.Array
     pretrain_vars: Any
 
 
-def _towards_the_first(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+def _decay_to_initial_weights(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     def init(weights: Any) -> EwcState:
-        # Copies: an array that is in the state twice could not be donated.
+        # Copies, since an array that occurs twice in the state could not be donated.
         return EwcState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, weights))
 
     def update(updates: Any, state: EwcState, weights: Any = None) -> tuple[Any, EwcState]:

@@ -1,15 +1,16 @@
-"""Learning rates as functions of the number of updates made: Pax's schedules under its settings.
+"""Learning rates as functions of the number of updates: Pax's schedules with Pax's settings.
 
 Each function here returns a schedule: a function of a count (int, NumPy integer or traced int32)
-that returns a float32 scalar. A Learner's `learning_rate` takes it, or any of optax's:
+that returns a float32 scalar. `learning_rate` of a Learner accepts such a schedule, or any of
+optax's:
 
     learning_rate=fdl.Config(linear_rampup_cosine_decay,
                              warmup_steps=500, decay_start=501, decay_end=20_000, max=3e-4)
 
-Names are Pax's in snake case. Pax's rate is `learning_rate * schedule(step)`; so is that of
-`scaled(learning_rate, schedule)`. Cosine with restarts is `optax.sgdr_schedule`.
+Names are Pax's in snake case. Pax's rate is `learning_rate * schedule(step)`, which is
+`scaled(learning_rate, schedule)` here. A cosine with restarts is `optax.sgdr_schedule`.
 
-Where two steps are the same (`decay_start == decay_end`), the rate jumps there.
+If two steps are equal (`decay_start == decay_end`), the rate jumps there.
 """
 
 import functools
@@ -47,13 +48,13 @@ __all__ = [
 ]
 
 Count = int | jax.Array
-# A function of the number of updates made; returns the rate, a float32 scalar.
+# A function from the number of updates to the rate, a float32 scalar.
 Schedule = Callable[[Count], jax.Array]
 Point = tuple[float, float]  # (step, value)
 
 
 def scaled(learning_rate: float, schedule: Schedule) -> Schedule:
-    """Returns the schedule `learning_rate * schedule(count)`; Pax's `lr` and `lr_schedule`."""
+    """Returns the schedule `learning_rate * schedule(count)`, as Pax's `lr` and `lr_schedule`."""
     return lambda count: jnp.float32(learning_rate) * jnp.asarray(schedule(count), jnp.float32)
 
 
@@ -65,16 +66,16 @@ def constant(value: float = 1.0) -> Schedule:
 def polynomial(
     *, start: Point = (0, 1.0), limit: Point = (1, 1.0), power: float = 1, origin: str = "start"
 ) -> Schedule:
-    """Returns y0 until x0, y1 from x1 on, and a polynomial in between.
+    """Returns a schedule: y0 until x0, y1 from x1, and a polynomial in between.
 
     Args:
       start: (x0, y0), a step and its value.
       limit: (x1, y1).
-      power: of the share r of the way from x0 to x1.
-      origin: "start": r ** power of the way up; "limit": 1 - (1 - r) ** power of it.
+      power: The power of r, the fraction of the distance from x0 to x1.
+      origin: "start": the fraction of the change is r ** power; "limit": 1 - (1 - r) ** power.
 
     Raises:
-      ConfigError: the steps are not in order, or a setting is out of range.
+      ConfigError: The steps are not in order, or a setting is out of range.
     """
     (x0, y0), (x1, y1) = _points("polynomial", start, limit)
     require_positive("polynomial", power=power)
@@ -89,21 +90,23 @@ def polynomial(
 
 
 def linear(*, start: Point = (0, 1.0), limit: Point = (1, 1.0)) -> Schedule:
-    """Returns y0 until x0, y1 from x1 on, and a line in between; see `polynomial`."""
+    """Returns a schedule: y0 until x0, y1 from x1, and a line in between; see `polynomial`."""
     _points("linear", start, limit)
     return polynomial(start=start, limit=limit)
 
 
 def exponential(*, start: Point = (0, 1.0), limit: Point = (1, 0.5)) -> Schedule:
-    """Returns y0 until x0, y1 from x1 on, and y0 (y1 / y0) ** r at a share r of the way between.
+    """Returns a schedule: y0 until x0, y1 from x1, and y0 (y1 / y0) ** r in between.
+
+    r is the fraction of the distance from x0 to x1.
 
     Raises:
-      ConfigError: the steps are not in order, or a value is not positive.
+      ConfigError: The steps are not in order, or a value is not positive.
     """
     (x0, y0), (x1, y1) = _points("exponential", start, limit)
     for x, y in ((x0, y0), (x1, y1)):
         setting = f"exponential: the value at step {x}"
-        require(y > 0, setting, y, "a positive number", "To reach 0, take another shape.")
+        require(y > 0, setting, y, "a positive number", "To reach 0, use another schedule.")
     logarithm = linear(start=(x0, math.log(y0)), limit=(x1, math.log(y1)))
     return lambda count: jnp.exp(logarithm(count))
 
@@ -114,10 +117,10 @@ def cosine(*, initial_value: float = 1.0, final_value: float = 0.0, total_steps:
 
 
 def delayed_cosine(*, start: Point = (0, 1.0), limit: Point = (1, 0.5)) -> Schedule:
-    """Returns y0 until x0, y1 from x1 on, and half a cosine in between.
+    """Returns a schedule: y0 until x0, y1 from x1, and half a cosine in between.
 
     Raises:
-      ConfigError: the steps are not in order.
+      ConfigError: The steps are not in order.
     """
     (x0, y0), (x1, y1) = _points("cosine", start, limit)
 
@@ -134,13 +137,13 @@ def continuous_schedule(
     half_life_steps: int = 100_000,
     min: float = 0.01,
 ) -> Schedule:
-    """Returns initial_value until start_step, halved every half_life_steps from then on.
+    """Returns a schedule: initial_value until start_step, then halved every half_life_steps.
 
     Args:
-      min: the least share of initial_value.
+      min: The minimum, as a fraction of initial_value.
     """
     require_positive("continuous_schedule", half_life_steps=half_life_steps)
-    expected = "a share of initial_value, 0 < min < 1"
+    expected = "a fraction of initial_value, 0 < min < 1"
     require(0 < min < 1, "continuous_schedule: min", min, expected)
     end = start_step + half_life_steps * math.log2(1 / min)
     return scaled(initial_value, exponential(start=(start_step, 1.0), limit=(end, min)))
@@ -152,8 +155,8 @@ def as_float(count: Count) -> jax.Array:
 
 
 def progress(count: Count, x0: float, x1: float) -> jax.Array:
-    """Returns the share of the way from x0 to x1, from 0 to 1; a jump where they are the same."""
-    # Integers first: float32 has no odd counts above 2**24.
+    """Returns the fraction of the distance from x0 to x1, in [0, 1]; a jump if they are equal."""
+    # Subtract as integers if possible: float32 has no odd integers above 2**24.
     since = as_float(jnp.asarray(count) - x0) if isinstance(x0, int) else as_float(count) - x0
     if x0 == x1:
         return jnp.where(since < 0, 0.0, 1.0).astype(jnp.float32)
@@ -165,14 +168,14 @@ def _points(name: str, start: Any, limit: Any) -> tuple[Point, Point]:
         require(len(point) == 2, f"{name}: {setting}", point, "a pair (step, value)")
     if start[0] > limit[0]:
         raise ConfigError(
-            f"{name}: it starts at step {start[0]} and ends at step {limit[0]}, before. Exchange "
-            "them."
+            f"{name}: it starts at step {start[0]}, but ends at the earlier step {limit[0]}. "
+            "Exchange them."
         )
     return tuple(start), tuple(limit)
 
 
 def require_positive(name: str, **settings: float) -> None:
-    """Checks the settings of the schedule `name`; raises a ConfigError that names the setting."""
+    """Raises a ConfigError if a setting of the schedule `name` is not positive."""
     for setting, value in settings.items():
         require(value > 0, f"{name}: {setting}", value, "a positive number")
 
@@ -180,13 +183,14 @@ def require_positive(name: str, **settings: float) -> None:
 def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedule]) -> Schedule:
     """Returns schedules in sequence, each counting from its own first step.
 
-    `optax.join_schedules`, checked.
+    This is `optax.join_schedules` with checks.
 
     Args:
-      boundaries: the first step of each schedule but the first.
+      boundaries: The first step of each schedule except the first.
+      schedules: The schedules, one more than boundaries.
 
     Raises:
-      ConfigError: boundaries are not in order, or not one fewer than schedules.
+      ConfigError: Boundaries are not in order, or their number is not one less than schedules.
     """
     check_pieces("piecewise_schedule", boundaries, "schedules", schedules, len(boundaries) + 1)
     joined = optax.join_schedules(schedules, boundaries)
@@ -194,24 +198,24 @@ def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedul
 
 
 def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
-    """Returns values[i] from step boundaries[i - 1] on; a boundary fewer than values."""
+    """Returns values[i] from step boundaries[i - 1]; there is one boundary less than values."""
     check_pieces("piecewise_constant", boundaries, "values", values, len(boundaries) + 1)
     return piecewise_schedule(boundaries=boundaries, schedules=[constant(v) for v in values])
 
 
 def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Schedule:
-    """Returns schedules[i] for steps[i] steps, over and over; each is given the absolute count."""
+    """Returns schedules[i] for steps[i] steps, repeated; each gets the absolute count."""
     name = "cycle_schedule"
-    expected = f"as many as schedules ({len(schedules)}), and at least one of each"
+    expected = f"one number per schedule ({len(schedules)}), for at least one schedule"
     require(len(schedules) == len(steps) > 0, f"{name}: steps", steps, expected)
     require_positive(name, **{f"steps[{i}]": n for i, n in enumerate(steps)})
     ends = [sum(steps[: i + 1]) for i in range(len(steps))]
 
     def schedule(count: Count) -> jax.Array:
-        place = jnp.asarray(count) % ends[-1]
+        step_in_cycle = jnp.asarray(count) % ends[-1]
         rate = jnp.asarray(schedules[-1](count), jnp.float32)
         for end, piece in zip(ends[-2::-1], schedules[-2::-1], strict=True):
-            rate = jnp.where(place < end, piece(count), rate)
+            rate = jnp.where(step_in_cycle < end, piece(count), rate)
         return rate
 
     return schedule
@@ -220,7 +224,7 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
 def check_pieces(
     name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], count: int
 ) -> None:
-    """Raises a ConfigError if boundaries are not in order, or there are not `count` pieces."""
+    """Raises a ConfigError if boundaries are not in order or there are not `count` pieces."""
     number, boundaries = f"{name}: the number of {what}", list(boundaries)
     require(len(pieces) == count, number, len(pieces), f"{count}, for boundaries {boundaries}")
     is_ordered = boundaries == sorted(boundaries) and all(b >= 0 for b in boundaries)
@@ -236,19 +240,22 @@ def linear_rampup_polynomial_decay(
     min_ratio: float = 0.01,
     power: float = 1,
 ) -> Schedule:
-    """Returns a line from 0 to `max`, `max` until decay_start, then a polynomial down.
+    """Returns a schedule: a line from 0 to `max`, `max` until decay_start, then a polynomial.
 
     Args:
-      warmup_steps: the step that is the first at `max`.
-      decay_start: the last step at `max`.
-      decay_end: the first step at `max * min_ratio`, where the schedule stays.
-      power: `max - (1 - min_ratio) max r ** power` at a share r of the decay.
+      warmup_steps: The first step at `max`.
+      decay_start: The last step at `max`.
+      decay_end: The first step at `max * min_ratio`, where the schedule stays.
+      max: The maximum rate.
+      min_ratio: The final rate, as a fraction of `max`.
+      power: The rate is `max - (1 - min_ratio) max r ** power` after a fraction r of the decay.
 
     Raises:
-      ConfigError: the steps are not in order, or a setting is out of range.
+      ConfigError: The steps are not in order, or a setting is out of range.
     """
     name, steps = "linear_rampup_polynomial_decay", (warmup_steps, decay_start, decay_end)
-    return _up_and_down(name, functools.partial(polynomial, power=power), *steps, max, min_ratio)
+    decay = functools.partial(polynomial, power=power)
+    return _warmup_and_decay(name, decay, *steps, max, min_ratio)
 
 
 def linear_rampup_cosine_decay(
@@ -259,9 +266,9 @@ def linear_rampup_cosine_decay(
     max: float,
     min_ratio: float = 0.01,
 ) -> Schedule:
-    """Returns `linear_rampup_polynomial_decay` with half a cosine that leads down."""
+    """Returns `linear_rampup_polynomial_decay` with half a cosine as the decay."""
     name, steps = "linear_rampup_cosine_decay", (warmup_steps, decay_start, decay_end)
-    return _up_and_down(name, delayed_cosine, *steps, max, min_ratio)
+    return _warmup_and_decay(name, delayed_cosine, *steps, max, min_ratio)
 
 
 def linear_rampup_exponential_decay(
@@ -272,12 +279,12 @@ def linear_rampup_exponential_decay(
     max: float,
     min_ratio: float = 0.01,
 ) -> Schedule:
-    """Returns `linear_rampup_polynomial_decay` with an exponential that leads down.
+    """Returns `linear_rampup_polynomial_decay` with an exponential decay.
 
     `min_ratio` must be above 0.
     """
     name, steps = "linear_rampup_exponential_decay", (warmup_steps, decay_start, decay_end)
-    return _up_and_down(name, exponential, *steps, max, min_ratio)
+    return _warmup_and_decay(name, exponential, *steps, max, min_ratio)
 
 
 def warmup_stable_decay(
@@ -289,13 +296,14 @@ def warmup_stable_decay(
     min_ratio: float = 0.0,
     shape: str = "1-sqrt",
 ) -> Schedule:
-    """Returns a line up to `max`, `max` for most of the run, and a short decay.
+    """Returns a schedule: a line up to `max`, `max` for most of the run, and a short decay.
 
     Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392, for "1-sqrt".
 
     Args:
-      shape: of the decay, at a share r of it: "linear": 1 - r; "1-sqrt": 1 - sqrt(r); "cosine":
-        (1 + cos(pi r)) / 2. The rest as in `linear_rampup_polynomial_decay`.
+      shape: The decay after a fraction r of its steps: "linear": 1 - r; "1-sqrt": 1 - sqrt(r);
+        "cosine": (1 + cos(pi r)) / 2.
+      others: See `linear_rampup_polynomial_decay`.
     """
     decays = {
         "linear": polynomial,
@@ -304,21 +312,21 @@ def warmup_stable_decay(
     }
     require_choice("warmup_stable_decay: shape", shape, decays)
     steps = warmup_steps, decay_start, decay_end
-    return _up_and_down("warmup_stable_decay", decays[shape], *steps, max, min_ratio)
+    return _warmup_and_decay("warmup_stable_decay", decays[shape], *steps, max, min_ratio)
 
 
 def sqrt_decay(
     *, decay_start: int = 10_000, multiplier: float = 1.0, offset: float = 0.0
 ) -> Schedule:
-    """Returns `multiplier / sqrt(max(count - offset, decay_start))`."""
+    """Returns the schedule `multiplier / sqrt(max(count - offset, decay_start))`."""
     require_positive("sqrt_decay", decay_start=decay_start)
     return lambda count: multiplier / jnp.sqrt(jnp.maximum(as_float(count) - offset, decay_start))
 
 
 def linear_rampup_sqrt_decay(*, peak: float = 1.0, warmup_steps: int = 4000) -> Schedule:
-    """Returns a line up to `peak` at warmup_steps, then `peak * sqrt(warmup_steps / count)`.
+    """Returns a schedule: a line up to `peak` at warmup_steps, then an inverse square root.
 
-    Step 0 has the rate of step 1.
+    The decay is `peak * sqrt(warmup_steps / count)`. Step 0 has the rate of step 1.
     """
     require_positive("linear_rampup_sqrt_decay", warmup_steps=warmup_steps)
 
@@ -336,12 +344,12 @@ def transformer(
     worker_replicas: int = 1,
     decay_end: int | None = None,
 ) -> Schedule:
-    """Returns the rate of Vaswani et al. 2017: 1 / sqrt(model_dim * n) after a linear warm-up.
+    """Returns the schedule of Vaswani et al. 2017: linear warm-up, then 1 / sqrt(model_dim * n).
 
     n is the count plus one; the warm-up lasts `warmup_steps * worker_replicas`.
 
     Args:
-      decay_end: the rate stays as it is at this step; None: it decays for ever.
+      decay_end: The step after which the rate is constant; None: the decay never ends.
     """
     require_positive("transformer", warmup_steps=warmup_steps, worker_replicas=worker_replicas)
     require_positive("transformer", model_dim=model_dim)
@@ -359,35 +367,36 @@ def transformer(
 def linear_rampup_piecewise_constant(
     *, boundaries: Sequence[int], values: Sequence[float]
 ) -> Schedule:
-    """Returns a line from 0 to values[0] at boundaries[0]; values[i] from boundaries[i] on.
+    """Returns a line from 0 to values[0] at boundaries[0], and values[i] from boundaries[i].
 
     Raises:
-      ConfigError: boundaries are not in order, or not as many as values.
+      ConfigError: Boundaries are not in order, or their number is not that of values.
     """
     name = "linear_rampup_piecewise_constant"
-    require(len(boundaries) > 0, f"{name}: boundaries", boundaries, "a step for each value")
+    require(len(boundaries) > 0, f"{name}: boundaries", boundaries, "one step per value")
     check_pieces(name, boundaries, "values", values, len(boundaries))
     steps = piecewise_constant(boundaries=boundaries[1:], values=values)
-    return _ramped_up(boundaries[0], values[0], steps)
+    return _with_warmup(boundaries[0], values[0], steps)
 
 
-def _ramped_up(warmup_steps: int, peak: float, schedule: Schedule) -> Schedule:
-    up = linear(start=(0, 0.0), limit=(warmup_steps, peak))
-    return lambda count: jnp.where(as_float(count) < warmup_steps, up(count), schedule(count))
+def _with_warmup(warmup_steps: int, peak: float, schedule: Schedule) -> Schedule:
+    warmup = linear(start=(0, 0.0), limit=(warmup_steps, peak))
+    return lambda count: jnp.where(as_float(count) < warmup_steps, warmup(count), schedule(count))
 
 
-def _up_and_down(
+def _warmup_and_decay(
     name: str, decay: Callable[..., Schedule], warmup_steps: int, decay_start: int, decay_end: int,
     peak: float, min_ratio: float,
 ) -> Schedule:
-    """Returns `linear_rampup_polynomial_decay` with another decay, its settings checked."""
+    """Returns `linear_rampup_polynomial_decay` with another decay; checks the settings."""
     steps = {"warmup_steps": warmup_steps, "decay_start": decay_start, "decay_end": decay_end}
     require(
         0 <= warmup_steps <= decay_start <= decay_end, f"{name}: {', '.join(steps)}",
         tuple(steps.values()), "0 <= warmup_steps <= decay_start <= decay_end",
-        "All three count from step 0.",
+        "All three are counted from step 0.",
     )
     require_positive(name, max=peak)
-    require(0 <= min_ratio <= 1, f"{name}: min_ratio", min_ratio, "a share of max, from 0 to 1")
-    down = decay(start=(decay_start, peak), limit=(decay_end, peak * min_ratio))
-    return _ramped_up(warmup_steps, peak, down)
+    expected = "a fraction of max, from 0 to 1"
+    require(0 <= min_ratio <= 1, f"{name}: min_ratio", min_ratio, expected)
+    decay_schedule = decay(start=(decay_start, peak), limit=(decay_end, peak * min_ratio))
+    return _with_warmup(warmup_steps, peak, decay_schedule)

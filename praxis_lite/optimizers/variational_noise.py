@@ -1,4 +1,4 @@
-"""Noise on weights while gradients are taken: variational noise, by regex over weight paths."""
+"""Variational noise: noise on weights, selected by a regex, while gradients are computed."""
 
 import dataclasses
 import re
@@ -17,19 +17,19 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class VariationalNoise:
-    """Gradients are taken at weights with Gaussian noise; the update is of those without.
+    """Gradients are computed at weights with Gaussian noise, and applied to the weights without it.
 
-    Pax's `task.train.variational_noise`, whose patterns start with `params/`; Graves 2011,
+    It is Pax's `task.train.variational_noise`, whose patterns start with `params/`. Graves 2011,
     "Practical variational inference for neural networks".
 
     Attributes:
-      scale: standard deviation of the noise.
-      regex: a weight has noise where this matches its path from the start (`re.match`), such as
+      scale: The standard deviation of the noise.
+      regex: Noise is added to weights whose paths match this from the start (`re.match`), such as
         "lm/embedding" or ".*ff_layer".
-      start_step: the first step with noise.
+      start_step: The first step with noise.
 
     Raises:
-      ConfigError: a setting is out of range, or `regex` is not a regular expression.
+      ConfigError: A setting is out of range, or `regex` is not a regular expression.
     """
 
     scale: float
@@ -39,34 +39,34 @@ class VariationalNoise:
     def __post_init__(self):
         require(
             self.scale > 0, "VariationalNoise.scale", self.scale, "a positive standard deviation",
-            "For no noise, leave variational_noise None.",
+            "For no noise, set variational_noise=None.",
         )
         step = self.start_step
         require(step >= 0, "VariationalNoise.start_step", step, "0 or a later step")
         compiled_patterns("VariationalNoise.regex", (self.regex,))
 
     def check(self, weights: PyTree) -> None:
-        """Raises a ConfigError if the pattern matches no weight of a nested dict."""
+        """Raises a ConfigError if the pattern matches no weight of the nested dict `weights`."""
         paths = [path for path, _ in leaves_with_path(weights)]
         if any(self._matches(path) for path in paths):
             return
-        hint = " Leave out params/." if self.regex.startswith("params/") else ""
+        hint = " Omit params/." if self.regex.startswith("params/") else ""
         raise ConfigError(
             f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: "
-            f"{few(paths, 5)}. It is matched from the start of a path.{hint} Fix it, or remove the "
-            "noise."
+            f"{few(paths, 5)}. It is matched from the start of a path.{hint} Correct it, or remove "
+            "the noise."
         )
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
         """Returns `params`, with noise from `start_step` on where the pattern matches.
 
-        A weight's noise depends on the key, its path and its logical shape alone: not on the mesh,
-        nor on what other weights there are.
+        The noise of a weight depends only on the key, its path and its logical shape: not on the
+        mesh, nor on the other weights.
 
         Args:
-          params: nested dict of the weights that are trained; see `check`.
-          key: of this step; other draws may be made with it.
-          step: int32 scalar.
+          params: A nested dict of the trained weights; see `check`.
+          key: The key of this step, which can be used for other draws too.
+          step: An int32 scalar.
         """
         self.check(params)
         scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)
@@ -75,7 +75,7 @@ class VariationalNoise:
             name = path_of(path)
             if not self._matches(name):
                 return weight
-            # Of this name: dropout and others fold the same key with small numbers.
+            # Distinct from the keys of dropout and others, which fold in small numbers.
             weight_key = jax.random.fold_in(key, zlib.crc32(f"variational_noise/{name}".encode()))
             noise = scale * jax.random.normal(weight_key, weight.shape)
             return weight + noise.astype(weight.dtype)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.errors import OutOfMemory, format_bytes
-from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import steps
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -214,7 +214,7 @@ def scalars_of(state: TrainState) -> dict[str, Any]:
 def _rounding_of(jaxpr: Any, platform: str) -> float:
     """Returns the unit of rounding of the narrowest float that a program computes products in."""
     narrowest = float(jnp.finfo(jnp.float32).eps)
-    for eqn in with_inner(opened(jaxpr).eqns):
+    for eqn in all_eqns(open_jaxpr(jaxpr).eqns):
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             continue
         for x in eqn.invars:

@@ -77,7 +77,7 @@ def updated_weights(
     learner, params = bound.learner, old.mdl_vars["params"]
     result: dict[str, jax.Array] = {}
     for name, group in bound.groups.by_name.items():
-        weights, slots = group.of(params), old.opt_states["slots"][name]
+        weights, slots = group.select(params), old.opt_states["slots"][name]
         limits = learner.limits_by_optimizer[group.optimizer_name]
         norm = norms[group.optimizer_name]
         local = jax.tree.map_with_path(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from praxis_lite.core.jaxprs import FURTHER_TURNS
+from praxis_lite.core.jaxprs import EXTRA_ROUNDS
 from praxis_tools.explain.hlo_text import (
     Computation,
     Instruction,
@@ -129,7 +129,7 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
 def is_extra_exchange(program: Program, loop: Instruction) -> bool:
     """Returns whether a loop only runs if expert loads are uneven (extra rounds of all-to-all)."""
     body = program.computations[callees(loop, "body")[0]].values()
-    return any(FURTHER_TURNS in op_name_of(instruction) for instruction in (loop, *body))
+    return any(EXTRA_ROUNDS in op_name_of(instruction) for instruction in (loop, *body))
 
 
 def _comparison(

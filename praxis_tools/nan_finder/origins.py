@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
 from praxis_tools.nan_finder.tags import (
     CONSTANT,
     ELSEWHERE,
@@ -62,7 +62,7 @@ class OriginSearch:
 
     def _traced(self, infinities_count: jax.Array, never: jax.Array, *args: jax.Array) -> list:
         # Twice the number of operations, because JAX may trace a loop's body again.
-        num_operations = 2 * (len(args) + sum(1 for _ in with_inner(self._jaxpr.eqns))) + 1
+        num_operations = 2 * (len(args) + sum(1 for _ in all_eqns(self._jaxpr.eqns))) + 1
         self._num_iterations = int(CONSTANT) // num_operations
         run = TaggedRun(self._num_iterations, infinities_count, never)
         self._operations = run.operations
@@ -89,7 +89,7 @@ class OriginSearch:
 
 def _pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
     """Returns a closed jaxpr with these outputs only, and the operations that they need."""
-    inner, eqns = opened(jaxpr), []
+    inner, eqns = open_jaxpr(jaxpr), []
     outvars = [inner.outvars[i] for i in outputs]
     needed = set(map(id, outvars))
     for eqn in reversed(inner.eqns):

@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.collectives.varying import varying_over
-from praxis_lite.core.jaxprs import of_loop, widens
+from praxis_lite.core.jaxprs import is_widening_cast, split_loop_operands
 from praxis_tools.interpreter import CALLS, Interpreter, bound, mapped
 
 Pair = tuple[Any, Any]  # A value, and its tag.
@@ -116,7 +116,7 @@ class TaggedRun(Interpreter):
     def operation(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         args, tags = _unzipped(operands)
         name, results = eqn.primitive.name, bound(eqn, args)
-        if name in _SAME_NUMBERS or widens(eqn):
+        if name in _SAME_NUMBERS or is_widening_cast(eqn):
             return [(results[0], tags[0])]
         if not any(map(_is_float, results)):
             return [(x, NOWHERE) for x in results]
@@ -172,7 +172,7 @@ class TaggedRun(Interpreter):
 
     def scan(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         params, length = eqn.params, eqn.params["length"]
-        consts, carry, xs = of_loop(eqn, operands)
+        consts, carry, xs = split_loop_operands(eqn, operands)
         arrays, tags = _unzipped(xs)
         loop = Loop(self.name_stack, self.tracebacks, length, params["reverse"])
 
@@ -193,7 +193,7 @@ class TaggedRun(Interpreter):
         return [*last, *((y, _first(tags)) for y, tags in ys)]
 
     def while_loop(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
-        of_cond, of_body, carry = of_loop(eqn, operands)
+        of_cond, of_body, carry = split_loop_operands(eqn, operands)
         loop = Loop(self.name_stack, self.tracebacks, None)
 
         def cond(state: tuple) -> Any:

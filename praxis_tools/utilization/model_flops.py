@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from praxis_lite.core.jaxprs import RECOMPUTED, opened, plain
+from praxis_lite.core.jaxprs import RECOMPUTED, expand_high_level, open_jaxpr
 from praxis_lite.core.learner.update import SCOPE
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
@@ -57,7 +57,7 @@ def model_flops(jaxpr: Any) -> ModelFlops:
     cuDNN) do not count.
     """
     flops, at_least = 0, False
-    for eqn in map(plain, opened(jaxpr).eqns):
+    for eqn in map(expand_high_level, open_jaxpr(jaxpr).eqns):
         scopes = str(eqn.source_info.name_stack)
         if RECOMPUTED in scopes or scopes.split("/")[0] == SCOPE:
             continue

@@ -1,4 +1,4 @@
-"""Programs within programs: walked, rewritten and followed."""
+"""Jaxprs inside jaxprs are visited, rewritten and evaluated."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,13 @@ import pytest
 from jax.extend import core
 from jax.extend.core import primitives
 
-from praxis_lite.core.jaxprs import followed, plain, rewritten, widens, with_inner
+from praxis_lite.core.jaxprs import (
+    all_eqns,
+    evaluate_jaxpr,
+    expand_high_level,
+    is_widening_cast,
+    rewrite_jaxpr,
+)
 
 
 def nested(x):
@@ -30,7 +36,7 @@ def to_cosines(eqn):
 
 
 def names(jaxpr):
-    return [eqn.primitive.name for eqn in with_inner(jaxpr.eqns)]
+    return [eqn.primitive.name for eqn in all_eqns(jaxpr.eqns)]
 
 
 @pytest.fixture(params=[False, True], ids=["today", "next"])
@@ -58,21 +64,24 @@ def test_a_rule_reaches_loops_branches_and_calls(new_forms):
 
     program = jax.make_jaxpr(nested)(X)
     assert names(program).count("sin") >= 5
-    changed = rewritten(program, to_cosines)
+    changed = rewrite_jaxpr(program, to_cosines)
     assert "sin" not in names(changed)
     np.testing.assert_allclose(core.jaxpr_as_fun(changed)(X)[0], cosines(X), rtol=1e-6)
 
 
 def test_a_program_that_no_rule_changes_is_the_very_same():
     program = jax.make_jaxpr(nested)(X)
-    assert rewritten(program, lambda eqn: [eqn]) is program
+    assert rewrite_jaxpr(program, lambda eqn: [eqn]) is program
 
 
 def test_a_program_that_is_called_twice_is_rewritten_once():
     program = jax.make_jaxpr(nested)(X)
     seen = [0, 0]
-    for place, jaxpr in enumerate((program, rewritten(program, to_cosines))):
-        eqns = [eqn for eqn in map(plain, jaxpr.eqns) if eqn.primitive is primitives.jit_p]
+    for place, jaxpr in enumerate((program, rewrite_jaxpr(program, to_cosines))):
+        eqns = [
+            eqn for eqn in map(expand_high_level, jaxpr.eqns)
+            if eqn.primitive is primitives.jit_p
+        ]
         calls = [eqn.params["jaxpr"] for eqn in eqns]
         seen[place] = len({id(getattr(inner, "jaxpr", inner)) for inner in calls}), len(calls)
     assert seen[0] == seen[1]
@@ -87,7 +96,7 @@ def test_values_of_a_users_own_go_where_a_programs_numbers_go():
 
     args = (2.0, 3.0, 5.0)
     traced = jax.make_jaxpr(program)(*args)
-    depends = followed(
+    depends = evaluate_jaxpr(
         traced, map(frozenset, "abc"), lambda eqn, reads: [frozenset().union(*reads)],
         lambda value, aval: frozenset(),
     )
@@ -103,4 +112,4 @@ def test_values_of_a_users_own_go_where_a_programs_numbers_go():
 )
 def test_a_cast_widens_that_loses_no_number(old, new, expected):
     (eqn,) = jax.make_jaxpr(lambda x: x.astype(new))(jnp.zeros(3, old)).eqns
-    assert widens(eqn) is expected
+    assert is_widening_cast(eqn) is expected

@@ -17,7 +17,7 @@ from praxis_lite.core import (
     share_outputs,
     weighted_mean,
 )
-from praxis_lite.core.metrics import values_of, weights_of
+from praxis_lite.core.metrics import compute_metrics, weights_of
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.language_model import LanguageModelTask
@@ -203,9 +203,9 @@ def _on_device(inputs):
 def test_a_batch_of_scalars_alone_has_metrics_of_scalars():
     inputs = {"temperature": jnp.float32(2)}
     assert weights_of(inputs).shape == ()
-    pairs = values_of("Task", {"half": lambda outputs, inputs: (
+    pairs = compute_metrics("Task", {"half": lambda outputs, inputs: (
         inputs["temperature"] / 2, jnp.float32(3)
     )}, {}, inputs, {})
     assert tuple(map(float, pairs["half"])) == (1, 3)
     with pytest.raises(ConfigError, match="half"):
-        values_of("Task", {"half": lambda outputs, inputs: jnp.ones(2)}, {}, inputs, {})
+        compute_metrics("Task", {"half": lambda outputs, inputs: jnp.ones(2)}, {}, inputs, {})

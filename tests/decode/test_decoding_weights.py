@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
-from praxis_lite.core.models.layers_apart import LayersApart
+from praxis_lite.core.models.stacked_weights import UnstackedLayers
 from praxis_lite.core.partitioner import steps
 from praxis_lite.decode import BeamSearch, Greedy, Sample, stored_forms
 from praxis_lite.layers import DotProductAttention, Pipeline, Repeat, Transformer, TransformerLm
@@ -86,7 +86,7 @@ def test_each_layer_lies_as_its_stack_did_and_the_rest_is_the_same_array():
     weights = partitioner.for_decoding(mdl_vars)
     stack = mdl_vars["params"]["transformer"]["blocks"]["ff_layer"]["ffn_layer1"]["linear"]["w"]
     apart = weights["params"]["transformer"]["blocks"]["ff_layer"]["ffn_layer1"]["linear"]["w"]
-    assert isinstance(apart, LayersApart) and len(apart.layers) == L
+    assert isinstance(apart, UnstackedLayers) and len(apart.layers) == L
     for layer, expected in zip(apart.layers, np.asarray(stack), strict=True):
         np.testing.assert_array_equal(layer, expected)
         assert layer.sharding.spec == PartitionSpec(*stack.sharding.spec[1:])
@@ -238,7 +238,7 @@ def test_the_loop_reads_int8_and_keeps_no_matrix_of_floats():
 
 
 def test_weights_of_another_model_are_refused():
-    with pytest.raises(ConfigError, match="ff_layer.*shape.*wanted"):
+    with pytest.raises(ConfigError, match="ff_layer.*shape.*expected"):
         partitioner_of().for_decoding(weights_of(partitioner_of(num_layers=L + 1)))
 
 

@@ -35,7 +35,7 @@ def run(name, job, *settings):
     return [*argv, *(["--set", *settings] if settings else [])]
 
 
-PAIRS = r'wanted is a pair \(value, weight\) of scalars .* return \{"loss": \(loss, weight\)\}'
+PAIRS = r'expected a pair \(value, weight\) of scalars .* return \{"loss": \(loss, weight\)\}'
 # The found and the expected values in the message.
 REFUSED = {
     "NoPairs": rf"Returns.compute_loss returns float32\[\] as 'loss'; {PAIRS}",
@@ -45,20 +45,20 @@ REFUSED = {
     "Nothing": rf"compute_loss returns None; {PAIRS}",
     "Vector": rf"a tuple of \(float32\[13\], a float\) as 'loss'; {PAIRS}",
     "WeightPerRow": rf"a tuple of \(float32\[\], float32\[13\]\) as 'loss'; {PAIRS}",
-    "Count": r"returns int32\[\] as the loss, which has no gradient; wanted is a float",
+    "Count": r"returns int32\[\] as the loss, which has no gradient; expected a float",
     "LossOfTwo": r"called with \(model, inputs, key\), but .*compute_loss takes \(model, inputs\)",
-    "BuiltOptimizer": r"is built already.* Write fdl.Partial\(optax.adamw, .* in place of optax.ad",
-    "NoDecayMethod": r"'decay_method'. Give it .*: fdl.Partial\(adafactor, decay_method=...\)",
-    "NoRate": "scale_by_adam cannot be called with just learning_rate: got an unexpected keyword",
-    "NamedOptimizer": r"is 'adamw'; wanted is a function .* such as fdl.Partial\(optax.adamw",
-    "NoOptimizer": "returns_rate returns a float, which is not an optax.GradientTransformation",
-    "NamedRate": "learning_rate is '1e-3'; wanted is a number, or a schedule",
-    "UnbuiltSchedule": r"Configure a schedule as fdl.Config\(linear_schedule, ...\)",
-    "PartialLearner": r"LossTask.learner is a partial; wanted is a Learner: fdl.Config\(Learner",
+    "BuiltOptimizer": r"is already built.* Write fdl.Partial\(optax.adamw, .* instead of optax.ad",
+    "NoDecayMethod": r"'decay_method'. Set it .*: fdl.Partial\(adafactor, decay_method=...\)",
+    "NoRate": "scale_by_adam cannot be called with only learning_rate: got an unexpected keyword",
+    "NamedOptimizer": r"is 'adamw'; expected a function .* such as fdl.Partial\(optax.adamw",
+    "NoOptimizer": "returns_rate returns a float; expected an optax.GradientTransformation",
+    "NamedRate": "learning_rate is '1e-3'; expected a number, or a schedule",
+    "UnbuiltSchedule": r"Set a schedule as fdl.Config\(linear_schedule, ...\)",
+    "PartialLearner": r"LossTask.learner is a partial; expected a Learner: fdl.Config\(Learner",
     "ConfigModel": r"task.model: Mlp cannot be made: .*'rngs'.* write fdl.Partial\(Mlp, ...\)",
     "NoWidth": r"Mlp lacks width: set it in its config, such as fdl.Partial\(Mlp, width=...\)",
     "Misspelled": "Mlp has no setting 'widht'; it has width. Did you mean width",
-    "BuiltModel": r"model is given as Identity itself; wanted is what builds .* fdl.Partial\(Ident",
+    "BuiltModel": r"model is Identity itself; expected a function .* fdl.Partial\(Ident",
     "AbstractTask": "task: NoComputeLoss cannot be made: .*abstract.*compute_loss",
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",
     "Empty": r"no methods mesh\(\), task\(\), datasets\(\), run\(\). Add.*def mesh",
@@ -171,7 +171,7 @@ def test_options_that_there_are_not_are_told_the_nearest():
         ("--job_dir=x",): "--job_log_dir?",
         ("run.seed=3",): "--set run.seed=3",
         ("--run.seed=3",): "--set run.seed=3",
-        ("--mode=test",): "'test'; wanted is one of train, eval, decode",
+        ("--mode=test",): "'test'; expected one of train, eval, decode",
         ("--mode=eval", "--step=last"): "'last'",
     }.items():
         assert words in refused(*argv)

@@ -106,14 +106,14 @@ def failing(job, fails, number):
             raise OSError(number, os.strerror(number))
         return fstat_of(file)
 
-    def noting(self, step, text):
+    def collect_untyped_notes(self, step, text):
         fstat.step = step
         add(self, step, text)
 
     fstat.step = 0
     with (
         mock.patch.object(os, "fstat", fstat),
-        mock.patch.object(kept_lines.KeptLines, "add", noting),
+        mock.patch.object(kept_lines.KeptLines, "add", collect_untyped_notes),
         mock.patch.object(kept_lines, "_RETRY_SECONDS", 0.0),
     ):
         yield

@@ -35,7 +35,7 @@ ids = ("int32", (1, 4))
 WRONG = {
     "an input that is missing": (
         lambda: LinenModel(Two(), {"ids": ids}),
-        ["Two cannot be initialised with init_inputs (ids=int32(1, 4)", "argument: 'mask'"],
+        ["Two cannot be initialized with init_inputs (ids=int32(1, 4)", "argument: 'mask'"],
     ),
     "an input by another name": (
         lambda: LinenModel(Two(), {"ids": ids, "maks": (1, 4)}),
@@ -43,7 +43,7 @@ WRONG = {
     ),
     "a wrong shape": (
         lambda: LinenModel(Two(wrong=True), [ids, (1, 4)]),
-        ["Two cannot be initialised with init_inputs (int32(1, 4), float32(1, 4), train=False)",
+        ["Two cannot be initialized with init_inputs (int32(1, 4), float32(1, 4), train=False)",
          "dot_general", "(6,) and (5,)", "layer: second", "test_linen_inputs.py:"],
     ),
     "a wrong dtype": (

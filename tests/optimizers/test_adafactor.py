@@ -8,7 +8,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.optimizers import adafactor
-from praxis_lite.optimizers.adafactor import momentum_of, stored_momentum
+from praxis_lite.optimizers.adafactor import dequantize_momentum, quantize_momentum
 
 
 def test_some_settings_equal_optax():
@@ -125,8 +125,8 @@ def test_an_int8_momentum_is_within_half_a_bucket_of_its_column():
     x = np.random.default_rng(0).normal(size=(13, 7)).astype(np.float32)
     x[:, 2] = 0.0
     x[5, 3] = np.nan
-    stored, scale = jax.jit(lambda x: stored_momentum(x, "int8"))(x)
-    back = np.asarray(momentum_of(stored, scale))
+    stored, scale = jax.jit(lambda x: quantize_momentum(x, "int8"))(x)
+    back = np.asarray(dequantize_momentum(stored, scale))
     assert stored.dtype == jnp.int8 and scale.shape == (7,)
     assert np.isnan(back[:, 3]).all()  # The scale keeps what integers cannot.
     fine = [0, 1, 2, 4, 5, 6]
@@ -134,10 +134,10 @@ def test_an_int8_momentum_is_within_half_a_bucket_of_its_column():
     np.testing.assert_allclose(scale[np.array(fine)], largest / 127, rtol=1e-6)
     assert (np.abs(back - x)[:, fine] <= largest / 127 / 2 * 1.0001).all()
     # What came back is stored as the same integers.
-    again, _ = stored_momentum(jnp.asarray(back), "int8")
+    again, _ = quantize_momentum(jnp.asarray(back), "int8")
     np.testing.assert_array_equal(again[:, :2], stored[:, :2])
     with jax.debug_nans(True):  # What integer a NaN becomes is up to the machine.
-        assert not stored_momentum(jnp.zeros((3, 2)), "int8")[0].any()
+        assert not quantize_momentum(jnp.zeros((3, 2)), "int8")[0].any()
 
 
 @pytest.mark.parametrize("settings, message", [

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite import ConfigError
 from praxis_lite.optimizers import low_precision_slots
-from praxis_lite.optimizers.low_precision_slots import stochastically_rounded
+from praxis_lite.optimizers.low_precision_slots import round_stochastically
 
 BF16 = jnp.dtype("bfloat16")
-rounded = jax.jit(stochastically_rounded)
+rounded = jax.jit(round_stochastically)
 
 
 def neighbours(x):

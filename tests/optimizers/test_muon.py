@@ -12,7 +12,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, NnxModel, WeightSpec
-from praxis_lite.core.sharding.weight_spec import knows_weights
+from praxis_lite.core.sharding.weight_spec import with_declared_weights
 from praxis_lite.experiments.moe import PyDocs as MoePyDocs
 from praxis_lite.experiments.seq2seq import Reverse
 from praxis_lite.layers import RgLruBlock
@@ -150,7 +150,7 @@ def first_update():
     optimizer = fdl.build(config())(learning_rate=1.0)
     zeros = jax.tree.map(jnp.zeros_like, tree(0))
     step = lambda g: optimizer.update(g, optimizer.init(g), zeros)[0]  # noqa: E731
-    return tree(3), jax.jit(knows_weights(step, leaves(specs_of(SHAPES))))(tree(3))
+    return tree(3), jax.jit(with_declared_weights(step, leaves(specs_of(SHAPES))))(tree(3))
 
 
 @pytest.mark.parametrize("path", AS_MATRICES)
@@ -186,7 +186,7 @@ def matrices_of(model):
         is_leaf=lambda x: isinstance(x, WeightSpec),
     )
     dims = jax.tree_util.tree_flatten_with_path(
-        knows_weights(muon_matrices(), leaves(specs))(weights),
+        with_declared_weights(muon_matrices(), leaves(specs))(weights),
         is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
     )[0]
     return {

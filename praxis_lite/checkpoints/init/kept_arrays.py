@@ -73,7 +73,7 @@ def in_kept_form(
     true = tuple(slice(size) for size in form.spec.shape)
 
     def kept(x: jax.Array) -> dict[str, jax.Array]:
-        return {name: _padded(part, local[name]) for name, part in form.packed(x[true]).items()}
+        return {name: _padded(part, local[name]) for name, part in form.to_parts(x[true]).items()}
 
     shardings = {name: NamedSharding(mesh, leaf.spec) for name, leaf in local.items()}
     parts = jax.block_until_ready(jax.jit(kept, out_shardings=shardings)(weight))
@@ -96,7 +96,7 @@ def whole_arrays(
             local: Mapping[str, LeafLayout] = local, leaf: LeafLayout = whole_leaf[path],
         ) -> jax.Array:
             logical = {name: x[tuple(map(slice, local[name].shape))] for name, x in parts.items()}
-            return _padded(form.of_parts(logical).astype(form.spec.dtype), leaf)
+            return _padded(form.from_parts(logical).astype(form.spec.dtype), leaf)
 
         parts = {name: result.pop(f"{path}/{name}") for name in form.parts}
         sharding = NamedSharding(mesh, whole_leaf[path].spec)

@@ -1,6 +1,6 @@
-"""Explicit collectives: gradients and metrics in a `jax.shard_map`.
+"""Data parallelism with explicit collectives: gradients and metrics in a `jax.shard_map`.
 
-Knows only the core.
+This package depends only on the core.
 """
 
 from praxis_lite.public_names import public_names

@@ -1,4 +1,4 @@
-"""Data parallelism with explicit collectives: gradients and metrics by `jax.shard_map`."""
+"""Computes gradients and metrics with explicit collectives in a `jax.shard_map`."""
 
 import contextlib
 import dataclasses
@@ -33,35 +33,35 @@ from praxis_lite.core.sharding.weight_spec import WeightSpec
 from praxis_lite.core.task import Task, WeightedScalars
 
 PyTree = Any
-WHOLE = PartitionSpec()
+REPLICATED = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplicitCollectives:
-    """Explicit collectives along some axes in train and eval steps: a Partitioner's `gradients`.
+    """Explicit collectives in train and eval steps; pass it to a Partitioner as `gradients`.
 
-    The state is the same, so checkpoints can be restored without it. Along `data_axes` each device
-    runs the model on its rows of a batch:
+    The state is the same as without it, so checkpoints are interchangeable. Along `data_axes` each
+    device runs the model on its rows of a batch:
 
-    - a weight that splits over them (fully sharded data parallelism) is a block, which is gathered
-      where the model reads it, and again where the backward pass recomputes a layer; its gradient
-      is reduce-scattered;
-    - gradients of other weights, metrics and batch statistics are summed over devices once per
-      step, after all micro-batches. The compiler alone sums gradients once per micro-batch.
+    - A weight that is split over these axes (fully sharded data parallelism) is gathered where the
+      model reads it, and again where the backward pass recomputes a layer. Its gradient is
+      reduce-scattered.
+    - Gradients of other weights, metrics and batch statistics are summed over devices once per
+      step, after all micro-batches. The compiler would sum gradients once per micro-batch.
 
     Splits over other mesh axes are left to the compiler (tensor parallelism). Init, the learner's
     update, decoding and checkpoints are those of any `Partitioner`.
 
-    Means over devices are weighted by the metrics' weights, so that losses and gradients equal
-    those of one device. Values that are not sums over rows differ, as with micro-batches: batch
-    norm uses a device's statistics, and the running ones become the mean over devices, weighted as
-    the loss; a router balances the load of a device. Each device has a different key.
+    Means over devices are weighted by the metrics' weights, so losses and gradients equal those of
+    one device. Values that are not sums over rows differ, as they do with micro-batches: batch norm
+    uses the statistics of a device, and running statistics become the mean over devices, weighted
+    like the loss; a router balances the load per device. Each device has a different key.
 
-    Rows are padded with copies of the first row, with `weights` 0. JAX checks which values vary
+    Batches are padded with copies of the first row, with `weights` 0. JAX checks which values vary
     between devices (`check_vma`).
 
     Attributes:
-      data_axes: mesh axes with explicit collectives.
+      data_axes: Mesh axes with explicit collectives.
     """
 
     data_axes: Sequence[str] = ("data",)
@@ -72,14 +72,14 @@ class ExplicitCollectives:
         """Returns the functions that compute gradients and metrics of a task on a mesh.
 
         Raises:
-          ConfigError: an axis is not in the mesh, or all of them have one device while others have
-            more; a weight's dim splits over a data axis and another one; a stack's layers split
-            over a data axis; weights are in host memory.
+          ConfigError: An axis is not in the mesh, or all `data_axes` have one device while other
+            axes have more; a dim of a weight is split over a data axis and another axis; stacked
+            layers are split over a data axis; weights are in host memory.
         """
         if layout.has_host_memory:
             raise ConfigError(
-                "ExplicitCollectives gathers weights by itself, from device to device, and some "
-                "are in host memory (Repeat.offload_weights). Omit one of the two."
+                "ExplicitCollectives gathers weights between devices, but some weights are in host "
+                "memory (Repeat.offload_weights). Remove one of the two."
             )
         on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, learner)
         return Gradients(
@@ -93,13 +93,14 @@ class _OnMesh:
         learner: BoundLearner,
     ):
         self.data_axes, self.mesh = data_axes, mesh
-        # XLA cannot sum over one device if other axes are left to the compiler: docs/upstream.md.
+        # XLA cannot sum over one device if other axes are left to it: docs/upstream.md.
         self.num_parts = math.prod(mesh.shape[axis] for axis in data_axes)
         require(
             self.num_parts > 1 or mesh.size == 1,
             f"The number of devices along ExplicitCollectives.data_axes {data_axes}",
-            self.num_parts, f"2 or more on the mesh {dict(mesh.shape)}, for XLA cannot compile it",
-            "Leave the Partitioner's gradients out for it, or take another mesh.",
+            self.num_parts, f"2 or more on the mesh {dict(mesh.shape)}, because XLA cannot "
+            "compile it otherwise",
+            "Omit the Partitioner's gradients, or use another mesh.",
         )
         params, groups = layout.select("params"), learner.groups
         self._weights = jax.tree.map_with_path(
@@ -113,13 +114,13 @@ class _OnMesh:
         )
 
     def _mapped_weight(
-        self, path: tuple, true: jax.ShapeDtypeStruct, spec: PartitionSpec, weight_spec: WeightSpec
+        self, path: tuple, shape: jax.ShapeDtypeStruct, spec: PartitionSpec, weight_spec: WeightSpec
     ) -> MappedWeight:
         sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
-        return mapped_weight(path_of(path), true.shape, num_layers, spec, self.data_axes, sizes)
+        return mapped_weight(path_of(path), shape.shape, num_layers, spec, self.data_axes, sizes)
 
     def num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
-        """Returns the rows that a batch lacks to divide over devices and micro-batches."""
+        """Returns the number of padding rows that a batch needs for the division into parts."""
         return num_missing_rows(
             inputs, self.num_parts * num_micro_batches,
             f"{self.num_parts} devices along {self.data_axes} with {num_micro_batches} "
@@ -142,17 +143,18 @@ class _OnMesh:
         inputs_split_mapping: InputsSplitMapping,
         lay_out: Callable[[PyTree], PyTree],
     ) -> tuple[WeightedScalars, PyTree, PyTree]:
-        del lay_out  # The slots' layout names data axes too; sums have the weights' layout here.
+        # The layout of slots contains data axes, too; sums have the layout of the weights here.
+        del lay_out
         inputs = self._padded(inputs, num_micro_batches)
-        # The weight of a device's micro-batch, by which the differentiated loss is divided, so that
-        # it has the size of the loss, which matters for the range of float16.
+        # Expected weight of a device's micro-batch. Dividing by it gives the differentiated value
+        # the size of the loss, which matters for the range of float16.
         size = max(num_weights_of(inputs), 1) / self.num_parts / num_micro_batches
 
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
         ) -> tuple[WeightedScalars, PyTree, PyTree]:
-            # Cast to varying: otherwise JAX would sum gradients of replicated weights in each
-            # micro-batch. They are summed below, once.
+            # Cast to varying, because JAX would otherwise sum gradients of replicated weights in
+            # each micro-batch. They are summed once, below.
             fixed, blocks, old, key = varying_over(
                 (fixed, blocks, non_trainable, key), self.data_axes
             )
@@ -161,16 +163,18 @@ class _OnMesh:
             def local_loss(
                 fixed: Any, blocks: PyTree, old: PyTree, inputs: PyTree, key: jax.Array
             ) -> Any:
-                inputs, counts = counting(inputs)
+                inputs, has_weight = with_nonzero_weights(inputs)
                 params = sharded(blocks, self._trained)
                 loss, (metrics, new) = loss_fn(fixed, params, old, inputs, key)
-                metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+                metrics = {
+                    name: (v, jnp.where(has_weight, w, 0.0)) for name, (v, w) in metrics.items()
+                }
                 weight = jax.lax.stop_gradient(metrics["loss"][1])
                 new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
-                # A sum over rows, to which devices and micro-batches contribute with weight 1.
+                # "loss" with weight 1 turns accumulation's weighted mean into a plain sum.
                 unit = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = unit | {f"mean/{name}": pair for name, pair in metrics.items()}
-                # The sum over devices needs a term of each, even if the numbers are equal.
+                # Every device must contribute to the sum, even if all have the same number.
                 return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 
             metrics, new, grads = accumulation.value_and_grad(
@@ -201,12 +205,12 @@ class _OnMesh:
             inputs,
             (
                 fixed | {"frozen": frozen_blocks},
-                dict.fromkeys(fixed, WHOLE) | {"frozen": frozen_specs},
+                dict.fromkeys(fixed, REPLICATED) | {"frozen": frozen_specs},
             ),
             (blocks, specs),
-            (non_trainable, WHOLE),
-            (key, WHOLE),
-            out=(WHOLE, WHOLE, specs),
+            (non_trainable, REPLICATED),
+            (key, REPLICATED),
+            out=(REPLICATED, REPLICATED, specs),
         )
         whole_specs = jax.tree.map(lambda weight: weight.spec, self._trained)
         return metrics, non_trainable, unpad_tree(grads, trainable, whole_specs)
@@ -215,28 +219,30 @@ class _OnMesh:
         self, task: Task, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
     ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
         def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree, key: Any) -> tuple:
-            inputs, counts = counting(inputs)
+            inputs, has_weight = with_nonzero_weights(inputs)
             blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
             params = sharded(blocks, self._weights)
             mdl_vars = {"params": params, "non_trainable": non_trainable}
             key = jax.random.fold_in(key, jax.lax.axis_index(self.data_axes))
             metrics, examples = steps.eval_step(task, mdl_vars, inputs, key)
-            metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
+            metrics = {
+                name: (v, jnp.where(has_weight, w, 0.0)) for name, (v, w) in metrics.items()
+            }
             return weighted_means(metrics, self.data_axes), examples
 
         metrics, examples = self._on_each_device(
             on_a_device,
             self._padded(inputs, 1),
             self._blocks(mdl_vars["params"], self._weights),
-            (mdl_vars["non_trainable"], WHOLE),
-            (jax.random.key(0) if key is None else key, WHOLE),
-            out=(WHOLE, PartitionSpec(self.data_axes)),
+            (mdl_vars["non_trainable"], REPLICATED),
+            (jax.random.key(0) if key is None else key, REPLICATED),
+            out=(REPLICATED, PartitionSpec(self.data_axes)),
         )
         num_rows = num_rows_of(inputs)
         return metrics, {name: x[:num_rows] for name, x in examples.items()}
 
     def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
-        """Pads weights for the `jax.shard_map`, and returns them with their specs in it."""
+        """Pads weights for the `jax.shard_map`, and returns them with their specs inside it."""
         specs = jax.tree.map(lambda weight: weight.spec, weights)
         mapped_specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
         return pad_tree(params, specs, dict(self.mesh.shape)), mapped_specs
@@ -247,7 +253,7 @@ def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     require(
         not unknown and axes and len(set(axes)) == len(axes), "ExplicitCollectives.data_axes", axes,
-        f"one axis or more of the mesh's {mesh.axis_names}, each once",
+        f"one or more axes of the mesh's {mesh.axis_names}, each once",
         did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
     )
     return axes
@@ -257,74 +263,78 @@ def on_each_device(
     function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any,
     data_axes: tuple[str, ...], axis_rules: LogicalAxisRules = (),
 ) -> Any:
-    """Returns `function(inputs, *others)`, run by each device on its rows; JAX checks the types.
+    """Runs `function(inputs, *others)` on each device, in a `jax.shard_map` over the data axes.
 
     Args:
-      inputs: arrays whose rows the devices divide; scalars go to each.
-      others: (tree, its PartitionSpecs or one for all).
-      out: the specs of what is returned.
-      data_axes: mesh axes; the others are left to the compiler.
-      axis_rules: a job's rules of logical axes, which Linen layers follow.
+      function: A function of this device's rows and the other trees.
+      inputs: Arrays whose rows the devices divide; scalars are replicated.
+      others: Pairs of a tree and its PartitionSpecs (or one for all leaves).
+      out: Specs of the results.
+      data_axes: Manual mesh axes; the others are left to the compiler.
+      axis_rules: A job's rules for logical axes, which Linen layers apply to activations.
 
     Raises:
-      ConfigError: the model constrains an array over a data axis, or a loop or a branch in it has a
-        value that differs between devices in one place only.
+      ConfigError: The model constrains an array over a data axis.
     """
     rows = jax.tree.map(lambda x: PartitionSpec(data_axes) if x.ndim else PartitionSpec(), inputs)
     mapped = jax.shard_map(
         function, in_specs=(rows, *(specs for _, specs in others)), out_specs=out,
         axis_names=set(data_axes),
     )
-    # No constraint inside may name a data axis.
+    # Constraints inside must not use data axes.
     rules = [
         (name, tuple(axis for axis in axes_of(axes) if axis not in data_axes) or None)
         for name, axes in axis_rules
     ]
     with (
-        _saying_what_jax_refuses(data_axes),
+        _explaining_constraint_errors(data_axes),
         spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext(),
     ):
         return mapped(inputs, *(tree for tree, _ in others))
 
 
 @contextlib.contextmanager
-def _saying_what_jax_refuses(data_axes: Sequence[str]) -> Iterator[None]:
+def _explaining_constraint_errors(data_axes: Sequence[str]) -> Iterator[None]:
+    """Converts JAX's error for a constraint over a manual axis to a ConfigError."""
     try:
         yield
     except (TypeError, ValueError) as error:
         if "sharding_constraint" not in str(error) or "Manual" not in str(error):
             raise
         raise ConfigError(
-            f"The model constrains an activation over one of data_axes {data_axes}, along which "
-            "ExplicitCollectives give each device its own rows and nothing else. Leave the axis "
-            "out of jax.lax.with_sharding_constraint (praxis_lite.core.constrain does), or "
-            f"leave the Partitioner's gradients out. JAX says: {error}"
+            f"The model constrains an activation over one of data_axes {data_axes}, but with "
+            "ExplicitCollectives each device has its own rows along them. Remove the axis from "
+            "jax.lax.with_sharding_constraint (praxis_lite.core.constrain does so), or omit the "
+            f"Partitioner's gradients. JAX's error: {error}"
         ) from error
 
 
-def counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+def with_nonzero_weights(
+    inputs: Mapping[str, jax.Array],
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns a device's inputs, and whether any of its rows has a nonzero weight.
 
-    A device without such rows computes with weights of 1, and its results are multiplied by 0: a
-    mean over nothing may be NaN, which would spread to the sums of all devices.
+    If none has, `weights` are replaced by 1, and the caller multiplies results by 0. Otherwise a
+    mean over nothing could be NaN, which would spread to the sums of all devices.
     """
     if "weights" not in inputs:
         return dict(inputs), jnp.ones((), bool)
     weights = inputs["weights"]
-    counts = jnp.any(weights != 0)
-    return {**inputs, "weights": jnp.where(counts, weights, jnp.ones_like(weights))}, counts
+    has_weight = jnp.any(weights != 0)
+    weights = jnp.where(has_weight, weights, jnp.ones_like(weights))
+    return {**inputs, "weights": weights}, has_weight
 
 
 def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
-    """Sums a gradient over the data axes, except those over which its gather has summed it."""
-    done = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
-    axes = tuple(axis for axis in data_axes if axis not in done)
+    """Sums a gradient over the data axes that its gather has not already summed it over."""
+    reduced = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
+    axes = tuple(axis for axis in data_axes if axis not in reduced)
     return jax.lax.psum(grad, axes) if axes else grad
 
 
 @jax.named_scope("sum_over_devices")
 def weighted_means(metrics: WeightedScalars, data_axes: Sequence[str]) -> WeightedScalars:
-    """Returns (weighted mean over devices, total weight) of each metric."""
+    """Returns (weighted mean over devices, total weight) for each metric."""
 
     def mean(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight = jnp.asarray(weight, jnp.float32)
@@ -336,9 +346,9 @@ def weighted_means(metrics: WeightedScalars, data_axes: Sequence[str]) -> Weight
 
 
 def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence[str]) -> PyTree:
-    """Returns variables with the weighted mean of the devices' changes.
+    """Returns `old` plus the weighted mean of the devices' changes.
 
-    Integers and keys are equal on all devices; their maximum is taken.
+    Integers and keys must be equal on all devices; their maximum is returned.
     """
 
     def mean(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -347,7 +357,7 @@ def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(new))
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return jax.lax.pmax(new, data_axes)
-        # Unchanged values keep their bits, infinities too.
+        # Unchanged values must keep their bits, also infinities.
         change = jnp.where(new == old, 0.0, new - old) * weight
         change, total = jax.lax.psum((change, weight), data_axes)
         return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)

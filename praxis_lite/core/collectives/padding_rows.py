@@ -1,4 +1,4 @@
-"""Pads a batch with rows of weight 0 until it divides over devices or microbatches."""
+"""Pads a batch with rows of weight 0, so that devices or microbatches divide its rows."""
 
 import functools
 from collections.abc import Mapping
@@ -14,43 +14,44 @@ PyTree = Any
 
 
 def num_missing_rows(inputs: Mapping[str, PyTree], multiple: int, parts: str) -> int:
-    """Returns the number of rows that a batch needs to be a multiple.
+    """Returns the number of rows to add so that the number of rows is a multiple of `multiple`.
 
     Args:
-      inputs: arrays [B, ...], or their shapes.
-      parts: what its rows are divided over, for the message, such as "4 microbatches".
+      inputs: Arrays [B, ...], or their shapes.
+      multiple: The required divisor.
+      parts: What the rows are divided over, for the message, such as "4 microbatches".
 
     Raises:
-      ConfigError: it needs rows, and has no leaf "weights" to give them weight 0.
+      ConfigError: Rows must be added, but there is no leaf "weights" to give them weight 0.
     """
     num_rows = num_rows_of(inputs)
     num_missing = -num_rows % multiple
     if num_missing and "weights" not in inputs:
         raise ConfigError(
-            f"A batch has {num_rows} rows, which {parts} do not divide, and no leaf 'weights' to "
-            f"mark rows that fill it up: it has {sorted(inputs)}. Make the batch size a multiple "
-            f"of {multiple}, or give each row a weight (1.0) that the task's loss is weighted by."
+            f"A batch has {num_rows} rows, which {parts} do not divide, and it has no leaf "
+            f"'weights' to mark padding rows, only {sorted(inputs)}. Make the batch size a "
+            f"multiple of {multiple}, or add a weight (1.0) per row that the task's loss uses."
         )
     return num_missing
 
 
 def with_padding_rows(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping[str, PyTree]:
-    """Appends copies of the first row with `weights` 0 to a batch.
+    """Appends copies of a batch's first row with `weights` 0.
 
-    With rows of zeros a loss may be NaN, and so may its gradient, as 0 times NaN is NaN.
+    Not rows of zeros: their loss could be NaN, and so could its gradient, as 0 times NaN is NaN.
     """
     if not num_missing:
         return inputs
 
-    def filled(name: str, x: jax.Array) -> jax.Array:
+    def pad(name: str, x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return x
         rows = jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:]))
         return jnp.concatenate([x, jnp.zeros_like(rows) if name == "weights" else rows])
 
-    return {name: jax.tree.map(functools.partial(filled, name), x) for name, x in inputs.items()}
+    return {name: jax.tree.map(functools.partial(pad, name), x) for name, x in inputs.items()}
 
 
 def num_weights_of(inputs: Mapping[str, PyTree]) -> int:
-    """Returns the sum of a batch's weights if all are 1: the size of `weights`, or its rows."""
+    """Returns the sum of a batch's weights if all are 1: the size of `weights`, or of the batch."""
     return inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)

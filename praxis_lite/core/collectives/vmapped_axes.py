@@ -1,7 +1,7 @@
-"""Mesh axes over which a `jax.vmap` is split, which a `jax.shard_map` in it has to take by hand.
+"""Tracks the mesh axes that split the mapped dim of a `jax.vmap`.
 
-It then has its part of the mapped dim on each device. Without that, all devices gather all of it,
-and each computes all.
+A `jax.shard_map` inside the vmap must make these axes manual, too, so that each device has its part
+of the mapped dim. Otherwise all devices gather the complete dim, and each computes all of it.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ _IS_BEFORE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_before", d
 
 
 def vmapped_axes() -> frozenset[str]:
-    """Returns the axes of the `vmap_over` that is traced, or that is to come."""
+    """Returns the axes of the enclosing `vmap_over` calls, including those announced beforehand."""
     return _MAPPED.get()
 
 
-def axes_by_hand(axes: Iterable[str]) -> set[str]:
-    """Returns the axes that a `jax.shard_map` has to take to take these.
+def manual_axes_for(axes: Iterable[str]) -> set[str]:
+    """Returns the axes that a `jax.shard_map` must make manual so that `axes` are manual.
 
-    In a `vmap_over` all: it splits constraints over the others by its own axes, too, which the
-    `jax.shard_map` takes.
+    In a `vmap_over` these are all axes, because it adds its own axes, which are manual in the
+    `jax.shard_map`, to constraints over the others.
     """
     if _IS_BEFORE.get() or not _MAPPED.get():
         return set(axes)
@@ -37,36 +37,36 @@ def axes_by_hand(axes: Iterable[str]) -> set[str]:
 def vmap_over(
     axes: Iterable[str], function: Callable[..., Any], **settings: Any
 ) -> Callable[..., Any]:
-    """Returns `jax.vmap(function, **settings)` whose mapped dim is split over mesh axes."""
+    """Returns `jax.vmap(function, **settings)` with its mapped dim split over mesh axes."""
     axes = tuple(axes)
     if not axes:
         return jax.vmap(function, **settings)
 
-    def within(*args: Any) -> Any:
-        with _in_force(_MAPPED, _MAPPED.get() | set(axes)):
+    def tracked(*args: Any) -> Any:
+        with _set_to(_MAPPED, _MAPPED.get() | set(axes)):
             return function(*args)
 
-    return jax.vmap(within, spmd_axis_name=axes, **settings)
+    return jax.vmap(tracked, spmd_axis_name=axes, **settings)
 
 
 @contextlib.contextmanager
 def before_vmap(axes: Iterable[str]) -> Iterator[None]:
-    """Returns a context in which gradients are traced that a `vmap_over` maps later.
+    """Announces a `vmap_over` that will map the gradients traced in the body.
 
-    JAX's gradient of a `jax.shard_map` sums over the axes that split nothing in it, which would be
-    those of the vmap: it has to have a gradient of its own.
+    JAX's gradient of a `jax.shard_map` sums over axes that split nothing in it. These would be the
+    axes of the vmap, so such a `jax.shard_map` needs a custom gradient.
     """
-    with _in_force(_IS_BEFORE, True), _in_force(_MAPPED, _MAPPED.get() | set(axes)):
+    with _set_to(_IS_BEFORE, True), _set_to(_MAPPED, _MAPPED.get() | set(axes)):
         yield
 
 
 def is_before_vmap() -> bool:
-    """Returns True in `before_vmap`."""
+    """Returns whether code is traced in the body of `before_vmap`."""
     return _IS_BEFORE.get()
 
 
 @contextlib.contextmanager
-def _in_force(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+def _set_to(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
     token = variable.set(value)
     try:
         yield

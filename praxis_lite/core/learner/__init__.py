@@ -1,4 +1,4 @@
-"""Gradients into weights: optimizers, groups of weights, schedules, slots, averages.
+"""Updates of weights: optimizers, groups of weights, schedules, slots, averages.
 
-Never sees a model's layers, a mesh or a loop.
+This package knows nothing about a model's layers, meshes or training loops.
 """

@@ -1,4 +1,4 @@
-"""Gradient norms, gradient clipping, and the norm from which on a step is skipped."""
+"""Gradient norms, gradient clipping, and skipping of steps with large gradients."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class GradientLimits:
-    """How large gradients may be; 0: no limit. The names and rules of Pax's learner.
+    """Limits on the size of gradients, with the names and semantics of Pax's learner; 0: no limit.
 
     Attributes:
-      clip_gradient_norm_to_value: the largest norm of all gradients together.
-      clip_gradient_single_norm_to_value: the largest norm of each weight's gradient, of each layer
-        in a stack.
-      clip_gradient_to_value: the largest magnitude of an element of a gradient.
-      skip_step_gradient_norm_value: a step whose norm before clipping is this or more is skipped.
-      owner: the class that has these settings, for errors.
+      clip_gradient_norm_to_value: Maximum norm of all gradients together.
+      clip_gradient_single_norm_to_value: Maximum norm of each weight's gradient; in a stack, of
+        each layer's.
+      clip_gradient_to_value: Maximum magnitude of a gradient's elements.
+      skip_step_gradient_norm_value: Steps whose norm before clipping is at least this are skipped.
+      owner: The class with these settings, for messages.
 
     Raises:
-      ConfigError: a limit is negative or not a number, or two kinds of clipping are set.
+      ConfigError: A limit is negative or not a number, or two kinds of clipping are set.
     """
 
     clip_gradient_norm_to_value: float = 0.0
@@ -49,44 +49,46 @@ class GradientLimits:
             )
 
     def keeps(self, grad_norm: jax.Array) -> jax.Array:
-        """Returns True if a step with this finite norm is not skipped."""
+        """Returns a bool: False if a step with this finite norm must be skipped."""
         limit = self.skip_step_gradient_norm_value
         return grad_norm < limit if limit else jnp.ones((), bool)
 
     def clipped(self, grads: PyTree, grad_norm: jax.Array) -> PyTree:
-        """Returns a layer's gradients within the limits.
+        """Clips the gradients of one layer.
 
         Args:
-          grads: arrays of any dtype.
-          grad_norm: of all gradients together, not of these alone.
+          grads: Arrays of any dtype.
+          grad_norm: Norm of the gradients of all layers together.
         """
         if self.clip_gradient_norm_to_value:
-            return _scaled(grads, grad_norm, self.clip_gradient_norm_to_value)
+            return _clip_norm(grads, grad_norm, self.clip_gradient_norm_to_value)
         if self.clip_gradient_single_norm_to_value:
-            most = self.clip_gradient_single_norm_to_value
-            return jax.tree.map(lambda g: _scaled(g, global_norm(g), most), grads)
+            max_norm = self.clip_gradient_single_norm_to_value
+            return jax.tree.map(lambda g: _clip_norm(g, global_norm(g), max_norm), grads)
         if self.clip_gradient_to_value:
-            most = self.clip_gradient_to_value
-            return jax.tree.map(lambda g: jnp.clip(g, -most, most), grads)
+            max_value = self.clip_gradient_to_value
+            return jax.tree.map(lambda g: jnp.clip(g, -max_value, max_value), grads)
         return grads
 
 
 def limits_by_optimizer(
     main: GradientLimits, auxiliary: Sequence[Any], apply_separate_scaling: bool
 ) -> dict[str, GradientLimits]:
-    """Returns the limits of each optimizer by name, "" for the main optimizer: `main`, or its own.
+    """Returns the gradient limits of each optimizer by name; "" is the main optimizer.
 
     Args:
+      main: Limits of the main optimizer, and of all others without separate scaling.
       auxiliary: AuxiliaryOptimizers.
+      apply_separate_scaling: Whether each optimizer uses the norm of its own gradients.
 
     Raises:
-      ConfigError: a limit of an auxiliary optimizer is wrong or would be ignored, or gradients are
-        to be scaled separately without auxiliary optimizers.
+      ConfigError: A limit of an auxiliary optimizer is invalid or would be ignored, or separate
+        scaling is set without auxiliary optimizers.
     """
     if apply_separate_scaling and not auxiliary:
         raise ConfigError(
             "Learner.apply_separate_scaling clips each optimizer's gradients by their own norm, "
-            "but there are no auxiliary_optimizers. Leave it out."
+            "but there are no auxiliary_optimizers. Remove it."
         )
     limits = {"": main}
     for aux in auxiliary:
@@ -97,20 +99,20 @@ def limits_by_optimizer(
         is_limited = limit.clip_gradient_norm_to_value or limit.clip_gradient_single_norm_to_value
         if is_limited and not apply_separate_scaling:
             raise ConfigError(
-                f"{limit.owner} sets a clip_gradient_... of its own, but "
-                "Learner.apply_separate_scaling is False, so that all gradients would be clipped "
-                "together by the Learner's. Set apply_separate_scaling=True, or remove it."
+                f"{limit.owner} sets its own clip_gradient_..., but Learner.apply_separate_scaling "
+                "is False, so all gradients are clipped together by the Learner's limits. Set "
+                "apply_separate_scaling=True, or remove the limit."
             )
         limits[aux.name] = limit if apply_separate_scaling else main
     return limits
 
 
 def global_norm(grads: PyTree) -> jax.Array:
-    """Returns the float32 norm of all gradients together; 0 if there are no gradients."""
+    """Returns the float32 norm of all gradients together; 0 for an empty tree."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
-def _scaled(grads: PyTree, norm: jax.Array, most: float) -> PyTree:
-    factor = jnp.minimum(1.0, most / norm)  # A norm of 0: the quotient is inf, the factor 1.
+def _clip_norm(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
+    factor = jnp.minimum(1.0, max_norm / norm)  # A norm of 0 gives inf, and a factor of 1.
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)

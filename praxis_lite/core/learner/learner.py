@@ -1,4 +1,4 @@
-"""Settings of how weights are trained: optimizers, limits, averages, frozen weights."""
+"""Learner: the settings for training weights: optimizers, limits, averages, frozen weights."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimiz
 from praxis_lite.core.learner.optimizer_factories import (
     OptimizerFactory,
     Schedule,
+    build_optimizer,
     checked_rate,
-    made,
 )
 from praxis_lite.core.learner.optimizer_groups import (
     AuxiliaryOptimizer,
@@ -25,63 +25,68 @@ from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
-from praxis_lite.core.learner.whole_tree_optimizers import looks_beyond
-from praxis_lite.core.sharding.weight_spec import knows_weights, spec_items
+from praxis_lite.core.learner.whole_tree_optimizers import couples_weights
+from praxis_lite.core.sharding.weight_spec import spec_items, with_declared_weights
 
 PyTree = Any
 Patterns = str | Sequence[str]
 
 
 class LossScale(Protocol):
-    """A factor of the loss, and its state among the opt_states."""
+    """A factor that the loss is multiplied by, whose state is part of opt_states."""
 
     def init(self) -> dict[str, jax.Array]:
-        """Returns the state of the first step; "scale" in it is the factor."""
+        """Returns the initial state; its entry "scale" is the factor."""
 
     def update(self, state: dict[str, jax.Array], is_finite: jax.Array) -> dict[str, jax.Array]:
-        """Returns the state after a step, whose gradients may not have been finite."""
+        """Returns the state after a step; `is_finite` tells whether its gradients were finite."""
 
 
 class WeightNoise(Protocol):
-    """Noise on the weights that gradients are taken at."""
+    """Noise added to the weights at which gradients are computed."""
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
-        """Returns `params` with the noise of a step."""
+        """Returns `params` with the noise of a step added."""
 
 
 class Learner:
-    """Settings of training; `bind` makes of them the updates of a model's weights.
+    """How weights are trained; `bind` applies the settings to a model's weights.
 
-    Patterns are of weights' paths under params, such as `softmax/logits_ffn/linear/w`. A stack is
-    updated one layer at a time, so an optimizer that looks at whole tensors, such as Adafactor or
-    LAMB, trains it as it trains single layers. One that looks beyond one weight, or draws noise,
-    sees all its weights at once, each layer by itself (`whole_trees`).
+    Patterns are matched against paths of weights under params, such as
+    `softmax/logits_ffn/linear/w`. Stacked weights are updated one layer at a time, so that
+    optimizers that use complete tensors, such as Adafactor or LAMB, train them like separate
+    layers. Optimizers whose updates read other weights or draw random numbers are called once, with
+    a separate leaf per layer (`whole_tree_optimizers`).
 
     Args:
-      optimizer: called with `learning_rate`, returns the optax transformation; an
-        `fdl.Partial(optax.adamw, b2=0.98)` for instance.
-      learning_rate: a number, or a schedule of the number of updates made.
-      auxiliary_optimizers: other optimizers and rates for the weights that match their patterns.
-      apply_separate_scaling: clip, and skip steps, by the norm of each optimizer's gradients; an
-        auxiliary one then has its own limits. False: by the norm of all gradients together.
-      vectorize_on_repeat_prefix: False: an optimizer, and clip_gradient_single_norm_to_value, sees
-        a whole stack as one array.
-      bprop_variable_exclusion: a pattern of whole paths (`re.fullmatch`, as in Pax), or several,
-        of weights that are frozen: they have no gradient, no slots and no average.
-      bprop_variable_inclusion: such patterns of the weights to train; the rest is frozen.
-      clip_gradient_norm_to_value, clip_gradient_single_norm_to_value, clip_gradient_to_value,
-        skip_step_gradient_norm_value: see `GradientLimits`; 0: off.
-      ema_decay: decay of the moving average (EMA) of the trained weights; 0: there is no average.
-      gradient_accumulation_steps: the number of micro-batches that a step's batch is cut into.
-      loss_scale: for float16, a DynamicLossScale; None: no scaling.
-      variational_noise: a VariationalNoise, added to weights while gradients are computed; None: no
+      optimizer: Function of `learning_rate` that returns an optax transformation, such as
+        `fdl.Partial(optax.adamw, b2=0.98)`.
+      learning_rate: A number, or a schedule: a function of the number of updates.
+      auxiliary_optimizers: Other optimizers and rates for weights that match their patterns.
+      apply_separate_scaling: Whether to clip, and skip steps, by the norm of each optimizer's
+        gradients; auxiliary optimizers then have their own limits. False: by the norm of all
+        gradients together.
+      vectorize_on_repeat_prefix: Whether stacked weights are updated one layer at a time. False: an
+        optimizer, and clip_gradient_single_norm_to_value, treats a stack as one array.
+      bprop_variable_exclusion: One or several patterns that match complete paths (`re.fullmatch`,
+        as in Pax) of weights to freeze. Frozen weights have no gradient, slots or average.
+      bprop_variable_inclusion: Such patterns for the weights to train; the others are frozen.
+      clip_gradient_norm_to_value: See `GradientLimits`; 0: off.
+      clip_gradient_single_norm_to_value: See `GradientLimits`; 0: off.
+      clip_gradient_to_value: See `GradientLimits`; 0: off.
+      skip_step_gradient_norm_value: See `GradientLimits`; 0: off.
+      ema_decay: Decay of the moving average (EMA) of the trained weights; 0: no average.
+      gradient_accumulation_steps: Number of micro-batches that a step's batch is divided into.
+      loss_scale: A DynamicLossScale for float16; None: no scaling.
+      variational_noise: A VariationalNoise, added to weights while gradients are computed; None: no
         noise.
-      slot_mesh_axes: mesh axes that slots are split over, in addition to their weights' (ZeRO-1).
-      host_slots: a pattern of complete paths, or several, of weights whose slots and averages are
-        kept in the host's memory, and on the device only during an update; ".*": of all.
+      slot_mesh_axes: Mesh axes that slots are split over, in addition to those of their weights
+        (ZeRO-1).
+      host_slots: One or several patterns that match complete paths of weights whose slots and
+        averages are stored in host memory, and moved to the device only during an update.
 
     Raises:
-      ConfigError: a setting is out of range, or two of them exclude each other.
+      ConfigError: A setting is out of range, or two of them exclude each other.
     """
 
     def __init__(
@@ -135,61 +140,66 @@ class Learner:
         self.loss_scale, self.variational_noise = loss_scale, variational_noise
         self.slot_mesh_axes = tuple(slot_mesh_axes)
         self.learning_rate = checked_rate("Learner.learning_rate", learning_rate)
-        self.optimizer = made(optimizer, learning_rate, "Learner")
+        self.optimizer = build_optimizer(optimizer, learning_rate, "Learner")
         # The main optimizer has no name.
         self._optimizers = {"": self.optimizer} | {
-            aux.name: made(aux.optimizer, aux.learning_rate, f"AuxiliaryOptimizer '{aux.name}'")
+            aux.name: build_optimizer(
+                aux.optimizer, aux.learning_rate, f"AuxiliaryOptimizer '{aux.name}'"
+            )
             for aux in self.auxiliary_optimizers
         }
 
     def bind(
         self, weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None
     ) -> BoundLearner:
-        """Returns the learner of a model's weights, which makes their slots and updates.
+        """Returns the learner for a model's weights, which creates their slots and updates them.
 
         Args:
-          weight_specs: nested dict of WeightSpec.
-          axis_sizes: devices along each mesh axis, in the mesh's order; None: there is no mesh.
+          weight_specs: Nested dict of WeightSpec.
+          axis_sizes: Number of devices along each mesh axis, in the mesh's order; None: no mesh.
 
         Raises:
-          ConfigError: as `optimizer_names`, `host_slots` match no weight, or `slot_mesh_axes` do
+          ConfigError: As `optimizer_names`; or `host_slots` match no weight, or `slot_mesh_axes` do
             not fit the mesh.
         """
         items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
         names = self._optimizer_names(list(items))
-        together = []
+        whole_tree = []
         declared = {path: spec for path, (_, spec) in items.items()}
         optimizers = {
-            name: type(optimizer)(*(knows_weights(part, declared) for part in optimizer))
+            name: type(optimizer)(
+                *(with_declared_weights(function, declared) for function in optimizer)
+            )
             for name, optimizer in self._optimizers.items()
         }
         for name, optimizer in optimizers.items():
-            local = dict(items[path] for path, its_name in names.items() if its_name == name)
+            local = dict(items[path] for path, optimizer_name in names.items()
+                         if optimizer_name == name)
             owner = f"AuxiliaryOptimizer '{name}'" if name else "Learner"
-            if local and looks_beyond(optimizer, local, owner):
-                together.append(name)
+            if local and couples_weights(optimizer, local, owner):
+                whole_tree.append(name)
         by_name = grouped(
             weight_specs, names, optimizers, by_stack=self.vectorize_on_repeat_prefix,
-            together=together,
+            whole_tree=whole_tree,
         )
         specs = None
-        say_own = any(spec.slot_axes is not None for spec in declared.values())
-        if (self.slot_mesh_axes or say_own) and axis_sizes is not None:
+        declares_slots = any(spec.slot_axes is not None for spec in declared.values())
+        if (self.slot_mesh_axes or declares_slots) and axis_sizes is not None:
             specs = extended_specs(weight_specs, self.slot_mesh_axes, axis_sizes)
         on_host = matched_paths(list(items), self.host_slots, "Learner.host_slots", whole=True)
         on_host = frozenset(on_host & names.keys())
         return BoundLearner(self, WeightGroups(weight_specs, by_name, specs), on_host)
 
     def eval_opt_states(self, opt_states: dict[str, PyTree], use_ema: bool) -> dict[str, PyTree]:
-        """Returns the part of `opt_states` that `BoundLearner.eval_params` reads; {}: none.
+        """Returns the part of `opt_states` that `BoundLearner.eval_params` reads; may be empty.
 
         Raises:
-          ConfigError: `use_ema` without an `ema_decay`.
+          ConfigError: `use_ema` is set, but `ema_decay` is 0.
         """
         if use_ema and not self.ema_decay:
             raise ConfigError(
-                "The average of the weights (EMA) is asked for, but Learner.ema_decay is 0, so "
-                "the state has none. Set ema_decay, such as 0.999, and train with it."
+                "The moving average of the weights (EMA) was requested, but Learner.ema_decay is "
+                "0, so the state has none. Set ema_decay, such as 0.999, and train with it."
             )
         if use_ema:
             return {"ema": opt_states["ema"]}

@@ -1,4 +1,4 @@
-"""Assigns an optimizer to each weight by regex over its path, and decides which are frozen."""
+"""Assigns an optimizer to each weight by regexes over paths, and decides which are frozen."""
 
 import dataclasses
 import re
@@ -15,21 +15,23 @@ from praxis_lite.core.learner.path_masks import compiled_patterns
 
 @dataclasses.dataclass(frozen=True)
 class AuxiliaryOptimizer:
-    """An optimizer and rate for the weights whose paths match a pattern, instead of the main pair.
+    """An optimizer and learning rate for weights whose paths match a regex.
 
-    Pax's `auxiliary_regex`, `auxiliary_optimizers` and `auxiliary_names`, an entry of each.
+    Corresponds to an entry each of Pax's `auxiliary_regex`, `auxiliary_optimizers` and
+    `auxiliary_names`.
 
     Attributes:
-      regex: matched from the start of a weight's path under params (`re.match`), such as
+      regex: Matched from the start of a weight's path under params (`re.match`), such as
         `softmax/.*/b$`.
-      optimizer: called with `learning_rate`, returns the optax transformation.
-      learning_rate: a number, or a schedule of the number of updates made.
-      name: of its slots and of its learning rate among the metrics.
-      clip_gradient_norm_to_value, clip_gradient_single_norm_to_value: limits for the gradients of
-        these weights; they need Learner.apply_separate_scaling. See GradientLimits.
+      optimizer: Function of `learning_rate` that returns an optax transformation.
+      learning_rate: A number, or a schedule: a function of the number of updates.
+      name: Name in the paths of its slots and in the metric of its learning rate.
+      clip_gradient_norm_to_value: Limit for the gradients of these weights; see GradientLimits.
+        Requires Learner.apply_separate_scaling.
+      clip_gradient_single_norm_to_value: As above.
 
     Raises:
-      ConfigError: `regex` is not a regular expression, `name` has other characters than letters,
+      ConfigError: `regex` is not a regular expression, `name` has characters other than letters,
         digits, "_" and "-", or the rate is out of range.
     """
 
@@ -52,11 +54,11 @@ class AuxiliaryOptimizer:
 def check_choices(
     auxiliary: Sequence[AuxiliaryOptimizer], exclusion: Sequence[str], inclusion: Sequence[str]
 ) -> None:
-    """Checks a learner's patterns and names before there are weights; raises ConfigErrors."""
+    """Checks a learner's patterns and names before the weights are known."""
     if exclusion and inclusion:
         raise ConfigError(
             f"Learner.bprop_variable_exclusion is {list(exclusion)} and bprop_variable_inclusion "
-            f"is {list(inclusion)}; wanted is one of them. Name the weights to freeze, or the "
+            f"is {list(inclusion)}; expected only one of them. List the weights to freeze, or the "
             "weights to train."
         )
     compiled_patterns("Learner.bprop_variable_exclusion", exclusion)
@@ -73,17 +75,17 @@ def optimizer_names(
     paths: Collection[str], auxiliary: Iterable[AuxiliaryOptimizer] = (),
     exclusion: Iterable[str] = (), inclusion: Iterable[str] = (),
 ) -> dict[str, str]:
-    """Returns by path the optimizer of each trained weight: the name of an auxiliary one, or "".
+    """Returns the optimizer of each trained weight by path: an auxiliary's name, or "" (main).
 
     Args:
-      paths: of all weights, such as "softmax/w".
-      auxiliary: optimizers of the weights that their patterns match; others have the main one.
-      exclusion: patterns of the weights that are not trained; each matches whole paths.
-      inclusion: such patterns of the weights that are; (): all.
+      paths: Paths of all weights, such as "softmax/w".
+      auxiliary: Optimizers of the weights that match their patterns; others use the main one.
+      exclusion: Patterns of frozen weights; a pattern must match the complete path.
+      inclusion: Such patterns of trained weights; (): all.
 
     Raises:
-      ConfigError: a pattern matches no weight, nothing is left to train, an auxiliary optimizer
-        has frozen weights only, or two have the same weight; names the weights.
+      ConfigError: A pattern matches no weight, no weight is trained, or an auxiliary optimizer
+        matches only frozen weights or a weight of another one. The message lists weights.
     """
     frozen = matched_paths(paths, exclusion, "Learner.bprop_variable_exclusion", whole=True)
     if inclusion:
@@ -92,24 +94,24 @@ def optimizer_names(
     if paths and len(frozen) == len(paths):
         raise ConfigError(
             f"Learner.bprop_variable_exclusion is {list(exclusion)}, which freezes all "
-            f"{len(paths)} weights, so there is nothing to train. {_paths_there(paths)} Exclude "
-            "fewer."
+            f"{len(paths)} weights, so nothing is trained. {_paths_there(paths)} Exclude "
+            "fewer weights."
         )
     names = {path: "" for path in paths if path not in frozen}
     for aux in auxiliary:
         setting = f"The regex of the auxiliary optimizer '{aux.name}'"
-        result = matched_paths(paths, (aux.regex,), setting)
-        if result <= frozen:
+        matched = matched_paths(paths, (aux.regex,), setting)
+        if matched <= frozen:
             raise ConfigError(
-                f"{setting}, {aux.regex!r}, matches frozen weights only: "
-                f"{few(sorted(result), 5)}. Remove the optimizer, or train these weights "
+                f"{setting}, {aux.regex!r}, matches only frozen weights: "
+                f"{few(sorted(matched), 5)}. Remove the optimizer, or train these weights "
                 "(bprop_variable_exclusion, bprop_variable_inclusion)."
             )
-        for path in sorted(result - frozen):
+        for path in sorted(matched - frozen):
             if names[path]:
                 raise ConfigError(
-                    f"The weight {path} is matched by the auxiliary optimizers '{names[path]}' "
-                    f"and '{aux.name}', but it can have one only. Change one of their regexes."
+                    f"The weight {path} matches the auxiliary optimizers '{names[path]}' and "
+                    f"'{aux.name}', but it can have only one. Change one of their regexes."
                 )
             names[path] = aux.name
     return names
@@ -118,19 +120,19 @@ def optimizer_names(
 def matched_paths(
     paths: Collection[str], patterns: Iterable[str], setting: str, *, whole: bool = False
 ) -> set[str]:
-    """Returns the paths that any of the patterns matches from their start, or as a whole."""
+    """Returns the paths that any pattern matches, from their start or (`whole`) completely."""
     matched: set[str] = set()
     match = re.fullmatch if whole else re.match
     for pattern in patterns:
-        result = {path for path in paths if match(pattern, path)}
-        if not result:
+        matches = {path for path in paths if match(pattern, path)}
+        if not matches:
             hint = ", which does not begin with params/" if pattern.startswith("params/") else ""
             raise ConfigError(
                 f"{setting}: {pattern!r} matches no weight.{did_you_mean(pattern, paths)} "
-                f"{_paths_there(paths)} A pattern has to match "
-                f"{'the whole of a path' if whole else 'the start of a path'}{hint}."
+                f"{_paths_there(paths)} A pattern must match the "
+                f"{'complete path' if whole else 'start of a path'}{hint}."
             )
-        matched |= result
+        matched |= matches
     return matched
 
 

@@ -1,4 +1,4 @@
-"""Masks of weights by their paths: which of them an optimizer decays or regularises."""
+"""Masks that select weights by path, for example for weight decay."""
 
 import contextlib
 import contextvars
@@ -21,28 +21,28 @@ _collected: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
 def path_mask(
     *, include: Patterns = (), exclude: Patterns = (), skip_1d_vectors: bool = False
 ) -> Callable[[PyTree], PyTree]:
-    """Returns a mask for an optimizer's weight decay: a function from weights to True or False.
+    """Returns a mask for an optimizer's weight decay: a function from weights to bools.
 
         fdl.Partial(optax.adamw, weight_decay=0.1,
                     mask=fdl.Config(path_mask, exclude=(".*/norm",), skip_1d_vectors=True))
 
-    A pattern may match no weight that one optimizer has; see `collected_patterns` for how mistyped
-    ones are found.
+    A pattern need not match a weight of every optimizer; `collected_patterns` finds patterns that
+    match none at all.
 
     Args:
-      include: a pattern, or several, matched from the start of a weight's path under params
-        (`re.match`); other weights are left out. (): all are in.
-      exclude: a pattern, or several, of weights to leave out.
-      skip_1d_vectors: leave out scalars and vectors too; the dims of a stack do not count.
+      include: One or several patterns, matched from the start of a weight's path under params
+        (`re.match`). Only matching weights are included. (): all are.
+      exclude: One or several patterns of weights to leave out.
+      skip_1d_vectors: Whether to leave out scalars and vectors, not counting stacked dims.
 
     Raises:
-      ConfigError: a pattern is not a regular expression.
+      ConfigError: A pattern is not a regular expression.
     """
     setting = "A mask of weights"
     include, exclude = compiled_patterns(setting, include), compiled_patterns(setting, exclude)
 
     def is_masked_in(path: tuple, weight: Any) -> bool:
-        # Keys of dicts alone: a layer of a stack has the name of its stack.
+        # Only dict keys: the layers of a stack share the stack's path.
         keys = tuple(key for key in path if isinstance(key, jax.tree_util.DictKey))
         name = path_of(keys)
         if include and not any(pattern.match(name) for pattern in include):
@@ -62,9 +62,9 @@ def path_mask(
 
 @contextlib.contextmanager
 def collected_patterns() -> Iterator[set[str]]:
-    """Yields a set that the patterns of every mask used inside are added to.
+    """Yields a set to which the patterns of masks used in the body are added.
 
-    The learner, which knows all weights of a model, traces its optimizers' `init` inside:
+    The learner, which knows all weights of a model, traces its optimizers' `init` in the body:
 
         with collected_patterns() as patterns:
             jax.eval_shape(optimizer.init, weights)
@@ -77,11 +77,11 @@ def collected_patterns() -> Iterator[set[str]]:
 
 
 def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern, ...]:
-    """Returns the regular expressions that a setting names, singly or in a list.
+    """Compiles the pattern or patterns of a setting.
 
     Raises:
-      ConfigError: one is not a regular expression; names the setting.
+      ConfigError: A pattern is not a regular expression. The message names the setting.
     """
-    is_one = isinstance(patterns, str) or not isinstance(patterns, Sequence)
-    patterns = (patterns,) if is_one else tuple(patterns)
+    is_single = isinstance(patterns, str) or not isinstance(patterns, Sequence)
+    patterns = (patterns,) if is_single else tuple(patterns)
     return tuple(path_pattern(setting, pattern) for pattern in patterns)

@@ -1,12 +1,12 @@
-"""How an optimizer's slots are split: each slot follows the dims of its weight that it has.
+"""Specs of an optimizer's slots: each dim of a slot is split as the dim of its weight it follows.
 
-No table of optimizers: the optimizer itself is asked. `init` is traced on weights whose dims all
-have different sizes, and a slot's dims are recognised by their sizes. A slot of the weight's own
-shape splits as the weight; a factored one drops the reduced dim's axis; scalars are replicated.
+There is no table of optimizers. Instead `init` is traced on weights whose dims all have different
+sizes, and the dims of a slot are recognized by their sizes. A slot with the weight's shape is split
+as the weight, a factored slot drops the axes of the reduced dim, and scalars are replicated.
 
-With `slot_mesh_axes` slots are split over more axes than their weights, and a weight may declare a
-separate split of its slots, as with Flax's `optimizer_sharding` (`extended_specs`). Those of
-`host_slots` are in the host's memory (`slot_memory`).
+With `slot_mesh_axes`, slots are split over more axes than their weights. A weight may also declare
+a separate split of its slots, as with Flax's `optimizer_sharding` (`extended_specs`). The slots of
+weights that match `host_slots` are in host memory (`slot_memory`).
 """
 
 import functools
@@ -33,27 +33,27 @@ Path = tuple[str, ...]
 def extended_specs(
     weight_specs: PyTree, slot_mesh_axes: Sequence[str], axis_sizes: Mapping[str, int]
 ) -> PyTree:
-    """Returns each weight's PartitionSpec, or that of its `slot_axes`, over `slot_mesh_axes` too.
+    """Returns each weight's spec, or that of its `slot_axes`, extended by `slot_mesh_axes`.
 
-    Slots, averages, gradients and new weights of an update follow these specs.
-    With weights that are replicated over the axes this is ZeRO-1 (Rajbhandari et al. 2020), or the
-    sharded weight update of Xu et al. 2020 (https://arxiv.org/abs/2004.13336).
+    Slots, averages, gradients and the updated weights have these specs during an update. If the
+    weights are replicated over the axes, this is ZeRO-1 (Rajbhandari et al. 2020), or the sharded
+    weight update of Xu et al. 2020 (https://arxiv.org/abs/2004.13336).
 
-    The axes that the weight's spec does not use yet go to one dim, behind the axes that are there,
-    so that a device's part of a slot is within its part of the weight. It is the dim that then
-    has the least padding, the largest of several; a stacked dim only where no other will do, for a
-    gradient comes layer by layer. A weight without a dim of as many elements as devices stays as it
-    is.
+    The axes that the weight's spec does not use yet are appended to those of one dim, so that a
+    device's shard of a slot is part of its shard of the weight. The dim is the one that then has
+    the least padding, and the largest of several. Stacked dims are used only if no other dim fits,
+    because gradients are computed layer by layer. A weight without a dim of as many elements as
+    devices is not extended.
 
     Args:
-      weight_specs: nested dict of WeightSpec.
-      slot_mesh_axes: names of mesh axes.
-      axis_sizes: devices along each mesh axis, in the mesh's order.
+      weight_specs: Nested dict of WeightSpec.
+      slot_mesh_axes: Names of mesh axes.
+      axis_sizes: Number of devices along each mesh axis, in the mesh's order.
 
     Raises:
-      ConfigError: an axis that the mesh does not have, or one named twice.
+      ConfigError: An axis is not in the mesh, or is listed twice.
     """
-    # Checked as the mapping of one dim that splits over all of them.
+    # Validated as the mapping of a single dim that is split over all of them.
     (entry,) = to_partition_spec(
         [tuple(slot_mesh_axes)], tuple(axis_sizes), path="Learner.slot_mesh_axes"
     )
@@ -86,43 +86,43 @@ def _extended(
         if size < math.prod(axis_sizes[axis] for axis in axes):
             continue
         candidate = PartitionSpec(*spec[:dim], entry_of(axes), *spec[dim + 1 :])
-        stored = math.prod(padded_shape(weight.shape, candidate, axis_sizes))
-        candidates.append(((dim < stack_rank, stored, -size, dim), candidate))
+        padded_size = math.prod(padded_shape(weight.shape, candidate, axis_sizes))
+        candidates.append(((dim < stack_rank, padded_size, -size, dim), candidate))
     return min(candidates)[1] if candidates else spec
 
 
 def slot_specs(
     groups: Mapping[str, Group], weight_specs: PyTree, partition_specs: PyTree
 ) -> dict[str, PyTree]:
-    """Returns the PartitionSpec of every slot, by group as `Learner.init` makes them.
+    """Returns the PartitionSpec of every slot, by group, in the structure of `Learner.init`.
 
     Args:
-      groups: of WeightGroups.
-      weight_specs: nested dict of WeightSpec.
-      partition_specs: the same tree of specs, extended to the weights' ranks.
+      groups: Groups of WeightGroups by name.
+      weight_specs: Nested dict of WeightSpec.
+      partition_specs: Tree of PartitionSpecs extended to the weights' ranks.
     """
     return {
-        name: _group_slot_specs(group, group.of(weight_specs), group.of(partition_specs))
+        name: _group_slot_specs(group, group.select(weight_specs), group.select(partition_specs))
         for name, group in groups.items()
     }
 
 
 def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> dict[str, PyTree]:
-    """Returns the memory kind of each slot, and of each average of a weight.
+    """Returns the memory kind of each slot and each average.
 
     Args:
-      opt_shapes: of `BoundLearner.init`.
-      on_host: paths of the weights whose slots are in the host's memory.
+      opt_shapes: Shapes of the result of `BoundLearner.init`.
+      on_host: Paths of weights whose slots are in host memory.
     """
     paths = {tuple(path.split("/")) for path in on_host}
 
     def kind(keys: tuple, slot: jax.ShapeDtypeStruct) -> str:
         path = _names(keys)
-        is_of_weight = any(path[start:] in paths for start in range(len(path)))
-        return HOST if is_of_weight else DEVICE
+        is_listed = any(path[start:] in paths for start in range(len(path)))
+        return HOST if is_listed else DEVICE
 
-    kept = {name: opt_shapes[name] for name in ("slots", "ema") if name in opt_shapes}
-    return jax.tree.map_with_path(kind, kept)
+    trees = {name: opt_shapes[name] for name in ("slots", "ema") if name in opt_shapes}
+    return jax.tree.map_with_path(kind, trees)
 
 
 def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
@@ -141,12 +141,12 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         return jax.eval_shape(group.optimizer.init, structs)
 
     slots = slots_if(lambda shape: shape)
-    # The second is traced only for a slot that the first does not explain.
+    # The second probe is traced only for slots that the first does not explain.
     probes = [(functools.cache(lambda resize=resize: jax.tree.leaves(slots_if(resize))), resize)
               for resize in (_distinct_above, _distinct_below)]
     specs = []
     for i, (path, slot) in enumerate(_leaves(slots)):
-        # A slot's path ends with its weight's, unless it is of the optimizer as a whole.
+        # A slot's path ends with that of its weight, unless it belongs to the optimizer as a whole.
         ends = (path[start:] for start in range(len(path)))
         weight = next((weights[end] for end in ends if end in weights), None)
         if weight is None:
@@ -155,8 +155,8 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         shape, spec = weight
         candidates = ((probe()[i].shape, resize(shape)) for probe, resize in probes)
         dims = _recognise(slot.shape, shape, candidates)
-        # A dim that comes twice, as in a preconditioner [d, d], splits once: an axis cannot split
-        # two dims.
+        # If a slot has the same dim twice, as a preconditioner [d, d], only the first is split,
+        # because an axis cannot split two dims.
         local = [
             None if dim is None or dim in dims[:position] else spec[stack_rank + dim]
             for position, dim in enumerate(dims)
@@ -168,19 +168,22 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
 def _recognise(
     slot_shape: Shape, shape: Shape, candidates: Iterable[tuple[Shape, Shape]]
 ) -> Sequence[int | None]:
-    """Maps each slot dim to the weight dim it follows (None if the optimizer made it)."""
+    """Maps each slot dim to the weight dim it follows, or None if it follows none."""
     for probed_slot, probed in candidates:
         dims = [probed.index(size) if size in probed else None for size in probed_slot]
-        # A dim that the optimizer made has the same size for any weight. If it does not, the
-        # optimizer decides differently at the probed sizes (whether to factor).
-        wanted = [own if d is None else shape[d] for d, own in zip(dims, probed_slot, strict=True)]
-        if wanted == list(slot_shape):
+        # A dim that follows no weight dim has the same size for any weight. Otherwise the optimizer
+        # behaves differently at the probed sizes, for example in whether to factor.
+        expected = [
+            size if dim is None else shape[dim]
+            for dim, size in zip(dims, probed_slot, strict=True)
+        ]
+        if expected == list(slot_shape):
             return dims
     return range(len(shape)) if slot_shape == shape else [None] * len(slot_shape)
 
 
 def _distinct_above(shape: Shape) -> Shape:
-    """Returns the sizes, raised as little as makes them differ, in the same order, and above 1."""
+    """Raises sizes minimally until they differ and exceed 1, keeping their order."""
     sizes, floor = list(shape), 2
     for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d)):
         sizes[dim] = max(shape[dim], floor)
@@ -189,7 +192,7 @@ def _distinct_above(shape: Shape) -> Shape:
 
 
 def _distinct_below(shape: Shape) -> Shape:
-    """Returns the sizes, lowered as little as makes them differ, in the same order."""
+    """Lowers sizes minimally until they differ, keeping their order."""
     sizes, ceiling = list(shape), max(shape, default=0)
     for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d), reverse=True):
         sizes[dim] = min(shape[dim], ceiling)
@@ -198,7 +201,7 @@ def _distinct_below(shape: Shape) -> Shape:
 
 
 def _leaves(tree: PyTree) -> list[tuple[Path, Any]]:
-    """Returns the leaves with the names that dicts give on the way to them."""
+    """Returns the leaves with the dict keys on their paths."""
     return [(_names(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]
 
 

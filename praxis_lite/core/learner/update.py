@@ -1,4 +1,4 @@
-"""The update of a model's weights by a learner, and the steps that are skipped (NaN, infinity)."""
+"""Updates a model's weights and optimizer state, and skips steps that are not finite."""
 
 import dataclasses
 import functools
@@ -25,19 +25,19 @@ __all__ = ("BoundLearner", "SCOPE")
 
 PyTree = Any
 
-SCOPE = "learner"  # In the names of the operations of an update.
+SCOPE = "learner"  # Name scope of the operations of an update.
 
 
 @dataclasses.dataclass
 class BoundLearner:
-    """A learner bound to the weights of a model; made by `Learner.bind`.
+    """A learner bound to the weights of a model; created by `Learner.bind`.
 
     Attributes:
-      learner: the Learner, for its settings.
-      groups: the optimizer of each weight.
-      weights_with_host_slots: paths of the weights whose slots are in the host's memory.
-      layouts: if anything is there, the StateLayouts of the trained "params" and, by name, of
-        opt_states; set by the partitioner.
+      learner: The Learner with its settings.
+      groups: Groups of weights with their optimizers.
+      weights_with_host_slots: Paths of the weights whose slots are in host memory.
+      layouts: StateLayouts of the trained "params" and, by name, of opt_states, if any of their
+        arrays are in host memory; set by the partitioner. Otherwise empty.
     """
 
     learner: Any
@@ -48,15 +48,15 @@ class BoundLearner:
     def init(self, params: PyTree) -> dict[str, PyTree]:
         """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
 
-        If they are set, also "ema" (the average of the trained weights) and "loss_scale".
+        Depending on the learner, also "ema" (the average of the trained weights) and "loss_scale".
 
         Raises:
-          ConfigError: a mask's pattern matches no weight.
+          ConfigError: A mask's pattern matches no weight.
         """
         learner = self.learner
         with collected_patterns() as patterns:
             slots = {
-                name: group.per_layer(group.optimizer.init)(group.of(params))
+                name: group.per_layer(group.optimizer.init)(group.select(params))
                 for name, group in self.groups.by_name.items()
             }
         paths = ["/".join(path) for path, _ in spec_items(self.groups.weight_specs)]
@@ -68,7 +68,7 @@ class BoundLearner:
             "slots": slots,
         }
         if learner.ema_decay:
-            # A copy: an array that is in the state twice could not be donated.
+            # A copy, because donation fails if the state has the same array twice.
             opt_states["ema"] = jax.tree.map(jnp.copy, self.groups.split(params)[0])
         if learner.loss_scale is not None:
             opt_states["loss_scale"] = learner.loss_scale.init()
@@ -80,30 +80,34 @@ class BoundLearner:
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:
         """Returns (params, opt_states, scalars, is_skipped) after a step.
 
-        A step is skipped if its loss, gradient or rate is not finite, or its gradient too large: it
-        changes neither parameters, slots nor average, and schedules do not advance. It is counted.
+        A step is skipped if its loss, gradient or learning rate is not finite, or if its gradient
+        is too large. A skipped step changes neither weights, slots nor averages, and schedules do
+        not advance, but it is counted.
 
         Args:
-          grads: float32, of the trained weights only.
-          params: of all weights.
+          grads: Float32 gradients of the trained weights.
+          opt_states: Optimizer states, as returned by `init` or the previous update.
+          params: All weights.
+          loss: Scalar loss of the step.
 
         Returns:
           The scalars are grad_norm (before clipping), learning_rate, learning_rate/NAME of each
-          auxiliary optimizer, num_skipped_steps and num_skipped_in_a_row; and, if the learner has
-          such a limit or scale, is_gradient_too_large (0 or 1) and loss_scale (of this step).
+          auxiliary optimizer, num_skipped_steps and num_skipped_in_a_row. If the learner has a
+          limit for skipping, is_gradient_too_large (0 or 1); if it has a loss scale, loss_scale
+          (that of this step).
         """
         learner, groups = self.learner, self.groups
         trainable, frozen = groups.split(params)
 
-        def on_device() -> PyTree:
-            return groups.lay_out(self._fetched({"params": grads})["params"])
+        def grads_on_device() -> PyTree:
+            return groups.lay_out(self._to_device({"params": grads})["params"])
 
-        for_norms = on_device()
-        grad_norm = global_norm(for_norms)
+        grads_for_norms = grads_on_device()
+        grad_norm = global_norm(grads_for_norms)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         norms = dict.fromkeys(learner.limits_by_optimizer, grad_norm)
         if learner.apply_separate_scaling:
-            by_optimizer = groups.by_optimizer(for_norms)
+            by_optimizer = groups.by_optimizer(grads_for_norms)
             norms = {name: global_norm(local) for name, local in by_optimizer.items()}
         is_small = jnp.stack([learner.limits.keeps(norm) for norm in norms.values()]).all()
         num_updates = opt_states["num_updates"]
@@ -112,21 +116,23 @@ class BoundLearner:
             rates[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
         is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
 
-        def made(kept: dict[str, PyTree]) -> dict[str, PyTree]:
-            old = self._fetched(kept)
+        def compute_update(stored: dict[str, PyTree]) -> dict[str, PyTree]:
+            old = self._to_device(stored)
             weights = old["params"]
-            # Gradients on the host are fetched again, not kept on the device since the norm.
-            local = on_device() if self.layouts else for_norms
+            # Gradients in host memory are transferred again, because keeping them on the device
+            # after computing the norms would take its memory.
+            local = grads_on_device() if self.layouts else grads_for_norms
             updates, slots = self._updates(local, norms, old["slots"], weights, loss)
             new = {"slots": slots, "params": optax.apply_updates(weights, updates)}
             if learner.ema_decay:
                 new["ema"] = moving_average(old["ema"], weights, learner.ema_decay, num_updates)
-            # Some optimizers return slots of another dtype than their init made.
-            return self._stored(jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old))
+            # Some optimizers return slots of another dtype than their init creates.
+            new = jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old)
+            return self._to_storage(new)
 
         old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
-        in_branch = compiled_platform() == "cpu" or bool(self.layouts)
-        new = _kept_if(is_kept, made, old | {"params": trainable}, in_branch=in_branch)
+        use_cond = compiled_platform() == "cpu" or bool(self.layouts)
+        new = _update_if(is_kept, compute_update, old | {"params": trainable}, use_cond=use_cond)
         trainable = groups.lay_out(new.pop("params"))
         new |= {
             "num_updates": num_updates + jnp.where(is_kept, 1, 0),
@@ -145,13 +151,13 @@ class BoundLearner:
             scalars["loss_scale"] = opt_states["loss_scale"]["scale"]
         return merged(trainable, frozen), new, scalars, ~is_kept
 
-    def _fetched(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns weights and opt_states on the device; those from the host without padding."""
+    def _to_device(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Returns the trees in device memory; arrays from the host are also unpadded."""
         layouts = self.layouts
         return {k: layouts[k].unpad(x) if layouts else x for k, x in trees.items()}
 
-    def _stored(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns them in the memory that `_fetched` took them from, padded if on the host."""
+    def _to_storage(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Inverts `_to_device`: moves arrays that belong in host memory there, padded."""
         layouts = self.layouts
         return {
             k: layouts[k].pad(x, only_on_host=True) if layouts else x for k, x in trees.items()
@@ -161,17 +167,17 @@ class BoundLearner:
         self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
         loss: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree]]:
-        """Returns the updates of the weights and the new slots, one layer of a stack at a time."""
+        """Returns the updates of weights and the new slots, computed one layer at a time."""
         updates: dict[str, Any] = {}
         new_slots = {}
         for name, group in self.groups.by_name.items():
             limits = self.learner.limits_by_optimizer[group.optimizer_name]
             norm = norms[group.optimizer_name]
-            clipped = functools.partial(limits.clipped, grad_norm=norm)
-            local = group.per_weight(clipped, group.of(grads))
+            clip = functools.partial(limits.clipped, grad_norm=norm)
+            local = group.per_weight(clip, group.select(grads))
             update = functools.partial(updates_of, group.optimizer, loss=loss)
             group_updates, new_slots[name] = group.per_layer(update)(
-                local, slots[name], group.of(weights)
+                local, slots[name], group.select(weights)
             )
             updates = merged(updates, group_updates)
         return updates, new_slots
@@ -181,8 +187,11 @@ class BoundLearner:
     ) -> PyTree:
         """Returns the weights to evaluate and decode with.
 
-        With `use_ema` the moving average; otherwise the averages of a schedule-free optimizer, or
-        `params`. Of opt_states only `Learner.eval_opt_states` is read.
+        Args:
+          params: All weights.
+          opt_states: Must contain what `Learner.eval_opt_states` returns; the rest is not read.
+          use_ema: Whether to return the moving average. Otherwise the averages of a schedule-free
+            optimizer are returned, or `params`.
         """
         read = self.learner.eval_opt_states(opt_states, use_ema=use_ema)
         if not read:
@@ -191,21 +200,25 @@ class BoundLearner:
         if use_ema:
             return merged(read["ema"], frozen)
         for name, group in self.groups.by_name.items():
-            frozen = merged(frozen, evaluation_params(read["slots"][name], group.of(params)))
+            averages = evaluation_params(read["slots"][name], group.select(params))
+            frozen = merged(frozen, averages)
         return frozen
 
 
-def _kept_if(
-    is_kept: jax.Array, made: Callable[[PyTree], PyTree], old: PyTree, *, in_branch: bool
+def _update_if(
+    is_kept: jax.Array, compute: Callable[[PyTree], PyTree], old: PyTree, *, use_cond: bool
 ) -> PyTree:
-    """Returns `made(old)` if `is_kept`, else `old`.
+    """Returns `compute(old)` if `is_kept`, else `old`.
 
     Args:
-      in_branch: True: by `jax.lax.cond`. Needed on CPU, where XLA would write out both operands of
-        an element-wise choice, and with slots on the host, which XLA (libtpu 0.0.51) would
-        otherwise fetch at the start of the step, into the memory of activations. False: by an
-        element-wise choice, which XLA fuses with the update.
+      is_kept: Bool scalar.
+      compute: Returns a tree with the structure of `old`.
+      old: The tree before the update.
+      use_cond: Whether to use `jax.lax.cond`. Needed on CPU, where XLA would materialize both
+        operands of an element-wise select, and for slots in host memory, which XLA (libtpu 0.0.51)
+        would otherwise transfer at the start of the step, into the memory of activations. False: an
+        element-wise select, which XLA fuses with the update.
     """
-    if in_branch:
-        return jax.lax.cond(is_kept, made, lambda old: old, old)
-    return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), made(old), old)
+    if use_cond:
+        return jax.lax.cond(is_kept, compute, lambda old: old, old)
+    return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), compute(old), old)

@@ -1,7 +1,7 @@
-"""Groups of weights that an optimizer updates together, computed once for a model on a mesh.
+"""Groups of weights that an optimizer updates together, computed once per model and mesh.
 
 Stacked weights are updated one layer at a time (`jax.vmap` over the stack), as with Pax's
-vectorized variable prefixes, so that every optimizer trains a scanned stack as an unrolled one.
+vectorized variable prefixes, so that optimizers train a scanned stack like an unrolled one.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import optax
 
 from praxis_lite.core.learner.whole_tree_optimizers import over_whole_tree
-from praxis_lite.core.sharding.devices.axis_types import stated, typed_alike
+from praxis_lite.core.sharding.devices.axis_types import constrain_to_spec, with_common_dim_types
 from praxis_lite.core.sharding.memory_spaces import is_on_host
 from praxis_lite.core.sharding.weight_spec import spec_items
 
@@ -32,12 +32,12 @@ class Group:
     """Weights that an optimizer updates together.
 
     Attributes:
-      optimizer: of one layer's weights; or, in a group with `stack_ranks`, of all of them.
-      stack_shape: the leading dims of each weight, which count layers; () for single weights.
-      paths: of the weights.
-      optimizer_name: an auxiliary optimizer's, or "".
-      stack_ranks: of a group whose optimizer looks beyond one weight, how many dims of each weight
-        count layers; None: the optimizer sees the weights of one layer at a time.
+      optimizer: Optimizer of one layer's weights; in a group with `stack_ranks`, of all weights.
+      stack_shape: Leading dims of each weight, which stack layers; () for unstacked weights.
+      paths: Paths of the weights.
+      optimizer_name: Name of an auxiliary optimizer, or "".
+      stack_ranks: Number of dims of each weight that stack layers, for optimizers whose updates
+        read other weights; None: the optimizer updates one layer at a time.
     """
 
     optimizer: optax.GradientTransformation
@@ -46,26 +46,26 @@ class Group:
     optimizer_name: str = ""
     stack_ranks: Mapping[Path, int] | None = None
 
-    def of(self, tree: PyTree) -> dict[str, Any]:
-        """Returns the nested dict of just these weights' leaves of a tree."""
+    def select(self, tree: PyTree) -> dict[str, Any]:
+        """Returns the nested dict of the leaves of a tree at this group's paths."""
         return select(tree, self.paths)
 
     def per_layer(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Returns `fn`, of a layer's trees, mapped over the stacked dims of all its arguments."""
+        """Returns `fn`, a function of one layer's trees, mapped over the group's stacked dims."""
         mapped = _vmapped(fn, len(self.stack_shape))
-        return lambda *trees: mapped(*typed_alike(trees, len(self.stack_shape)))
+        return lambda *trees: mapped(*with_common_dim_types(trees, len(self.stack_shape)))
 
     def per_weight(self, fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-        """Returns the tree after `fn`, which treats each weight by itself, a layer at a time."""
+        """Applies `fn` to each weight of a tree separately, one layer at a time."""
         if self.stack_ranks is None:
             return self.per_layer(fn)(tree)
 
-        def applied(node: Any, path: Path) -> Any:
+        def apply(node: Any, path: Path) -> Any:
             if isinstance(node, Mapping):
-                return {name: applied(child, (*path, name)) for name, child in node.items()}
+                return {name: apply(child, (*path, name)) for name, child in node.items()}
             return _vmapped(fn, self.stack_ranks[path])(node)
 
-        return applied(self.of(tree), ())
+        return apply(self.select(tree), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +73,11 @@ class WeightGroups:
     """The groups of a model's weights, computed by `Learner.bind`.
 
     Attributes:
-      weight_specs: nested dict of WeightSpec, of all weights.
-      by_name: the groups. Weights without a stacked dim are "unstacked", those of a scanned stack
-        of 7 "stack_7"; an auxiliary optimizer's are "NAME.unstacked", "NAME.stack_7".
-      update_specs: a PartitionSpec for each weight, which gradients, slots and averages follow;
-        None: gradients have no stated layout, and slots follow the weights.
+      weight_specs: Nested dict of WeightSpec for all weights.
+      by_name: The groups by name: "unstacked" for weights without a stacked dim, "stack_7" for a
+        scanned stack of 7; with an auxiliary optimizer "NAME.unstacked", "NAME.stack_7".
+      update_specs: A PartitionSpec per weight for its gradient, slots and average; None: gradients
+        are not constrained, and slots follow the weights.
     """
 
     weight_specs: PyTree
@@ -85,36 +85,36 @@ class WeightGroups:
     update_specs: PyTree = None
 
     def split(self, tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns (trained, frozen): nested dicts without each other's leaves.
+        """Splits a tree into nested dicts of (trained, frozen) leaves.
 
         Args:
-          tree: of the weights' structure, with any leaves: arrays, specs.
+          tree: Tree with the structure of the weights and any leaves.
         """
         trained = {path for group in self.by_name.values() for path in group.paths}
-        # In the weights' order: that of a set differs between processes.
+        # In the order of the weights, because the order of a set differs between processes.
         paths = [path for path, _ in spec_items(self.weight_specs)]
         frozen = select(tree, [path for path in paths if path not in trained])
         return select(tree, [path for path in paths if path in trained]), frozen
 
     def by_optimizer(self, tree: PyTree) -> dict[str, list[PyTree]]:
-        """Returns the trained weights' leaves of a tree by the name of their optimizer."""
+        """Returns the leaves of trained weights by the name of their optimizer."""
         local: dict[str, list[PyTree]] = {}
         for group in self.by_name.values():
-            local.setdefault(group.optimizer_name, []).append(group.of(tree))
+            local.setdefault(group.optimizer_name, []).append(group.select(tree))
         return local
 
     def lay_out(self, tree: PyTree) -> PyTree:
-        """Returns `tree` with the layout of `update_specs` stated to XLA, or as it is without them.
+        """Constrains arrays to `update_specs`, if there are any.
 
         Args:
-          tree: a value of the logical shape for each weight, or for each trained one.
+          tree: An array of logical shape per weight, or per trained weight.
         """
 
         def constrain(node: Any, spec: Any) -> Any:
             if isinstance(node, Mapping):
                 return {name: constrain(child, spec[name]) for name, child in node.items()}
-            # Arrays on the host keep the layout they are stored in.
-            return node if is_on_host(node) else stated(node, spec)
+            # Arrays in host memory keep the sharding they are stored with.
+            return node if is_on_host(node) else constrain_to_spec(node, spec)
 
         return tree if self.update_specs is None else constrain(tree, self.update_specs)
 
@@ -122,18 +122,20 @@ class WeightGroups:
 def grouped(
     weight_specs: PyTree, names: Mapping[str, str],
     optimizers: Mapping[str, optax.GradientTransformation], *, by_stack: bool = True,
-    together: Collection[str] = (),
+    whole_tree: Collection[str] = (),
 ) -> dict[str, Group]:
-    """Returns the groups of `WeightGroups` by their names.
+    """Returns the groups of `WeightGroups` by name.
 
     Args:
-      names: of `optimizer_names`.
-      optimizers: by these names.
-      by_stack: False: a stack is one array, and belongs to "unstacked".
-      together: names of optimizers that look beyond one weight: each has one group, "whole".
+      weight_specs: Nested dict of WeightSpec.
+      names: Optimizer names by path, from `optimizer_names`.
+      optimizers: Optimizers by name.
+      by_stack: Whether to update one layer of a stack at a time. False: stacks are single arrays,
+        in "unstacked".
+      whole_tree: Names of optimizers whose updates read other weights. Each has one group, "whole".
     """
     members: dict[tuple[str, tuple[int, ...]], list[Path]] = {}
-    groups, stack_ranks = {}, {name: dict[Path, int]() for name in together}
+    groups, stack_ranks = {}, {name: dict[Path, int]() for name in whole_tree}
     for path, spec in spec_items(weight_specs):
         name = names.get("/".join(path))
         if name in stack_ranks:
@@ -152,7 +154,7 @@ def grouped(
 
 
 def select(tree: PyTree, paths: Iterable[Path]) -> dict[str, Any]:
-    """Returns the nested dict of just the leaves of `tree` at `paths`."""
+    """Returns the nested dict of the leaves of `tree` at `paths`."""
     selected: dict[str, Any] = {}
     for path in paths:
         leaf, target = tree, selected
@@ -163,7 +165,7 @@ def select(tree: PyTree, paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def merged(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict that holds the leaves of both."""
+    """Merges two nested dicts with disjoint leaves."""
     both = dict(a)
     for name, value in b.items():
         both[name] = merged(both[name], value) if name in both else value

@@ -1,4 +1,4 @@
-"""Models: init and apply over nested dicts of arrays; a module of NNX as such a pair.
+"""The model interface (init and apply over nested dicts of arrays), and its implementation for NNX.
 
-Never sees a device, a task or what the model computes.
+This package knows nothing about devices, tasks or what a model computes.
 """

@@ -1,6 +1,7 @@
-"""Which layer of a model an error comes from: its path, read off the error's traceback.
+"""Finds the path of the layer that raised an error, from the error's traceback.
 
-A layer does not know its own path: its parent gives it a name only once it is built.
+A layer does not know its own path, because its parent assigns it to an attribute only after
+constructing it.
 """
 
 import contextlib
@@ -16,30 +17,34 @@ from praxis_lite.core.errors import ConfigError
 
 
 @contextlib.contextmanager
-def naming_the_layer() -> Iterator[None]:
-    """Puts the path of the layer that raised a ConfigError in front of its message."""
+def prefix_layer_path() -> Iterator[None]:
+    """Prefixes the message of a ConfigError with the path of the layer that raised it."""
     try:
         yield
     except ConfigError as error:
         path = layer_path(error.__traceback__)
         if not path or hasattr(error, "layer_path"):
             raise
-        named = type(error)(f"{path}: {error}")
-        named.layer_path = path
-        raise named from error
+        prefixed = type(error)(f"{path}: {error}")
+        prefixed.layer_path = path
+        raise prefixed from error
 
 
 def layer_path(traceback: TracebackType | None) -> str:
-    """Returns the path of the layer that was being built or called when an error was raised.
+    """Returns the path of the innermost layer that was being constructed or called.
 
-    For instance "transformer/blocks/self_attention"; "" of the model itself.
+    Args:
+      traceback: Traceback of the error.
+
+    Returns:
+      A path such as "transformer/blocks/self_attention"; "" for the model itself.
     """
-    # Several frames in a row may be one layer's: Flax's, its constructor, a function in it.
+    # Consecutive frames can belong to one layer: its constructor, its methods, Flax's wrappers.
     per_layer = [list(same) for _, same in itertools.groupby(_module_frames(traceback), _layer_id)]
     names = []
     for frames, children in itertools.pairwise(per_layer):
-        constructors = [item for item in frames if item[0].f_code.co_name == "__init__"]
-        # The innermost, perhaps a base class's, was building the child.
+        constructors = [frame for frame in frames if frame[0].f_code.co_name == "__init__"]
+        # The innermost constructor, perhaps of a base class, was constructing the child.
         (frame, line), (child_frame, _) = (constructors[-1:] or frames)[0], children[0]
         if constructors:
             names.append(_assigned_name(frame, line))
@@ -53,7 +58,7 @@ def _layer_id(frame_and_line: tuple[FrameType, int]) -> int:
 
 
 def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yields the frames of layers' methods, each with the line that it has reached."""
+    """Yields the frames of methods of NNX modules, each with its current line."""
     while traceback is not None:
         if isinstance(traceback.tb_frame.f_locals.get("self"), nnx.Module):
             yield traceback.tb_frame, traceback.tb_lineno
@@ -61,17 +66,17 @@ def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType,
 
 
 def _assigned_name(frame: FrameType, line: int) -> str:
-    """Returns the name that a constructor was about to give to the object it was building."""
+    """Returns the attribute that the current line of a constructor assigns to, or ""."""
     text = linecache.getline(frame.f_code.co_filename, line)
     assignment = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", text)
     return assignment[1] if assignment else ""
 
 
 def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
-    """Returns the name of a layer in its parent, "blocks/3" in a list, or "" if it has none there.
+    """Returns the name of a layer in its parent, such as "blocks/3" in a list, or "".
 
-    A scan or a remat rebuilds a layer, so that it is no longer its parent's own: then this is the
-    first attribute of its class.
+    Scan and remat rebuild a layer, so that it is not the same object as the parent's attribute.
+    Then the name of the first attribute of the same class is returned.
     """
     first_of_class = ""
     for name, value in vars(parent).items():

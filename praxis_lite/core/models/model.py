@@ -13,19 +13,19 @@ from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 __all__ = ("MdlVars", "Model", "spec_leaves")
 
-# {"params": nested dict, "non_trainable": nested dict}, of arrays or of what describes them.
+# {"params": nested dict, "non_trainable": nested dict} of arrays, specs or shapes.
 MdlVars = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedWeight:
-    """A device's block of a weight, inside `jax.shard_map`; `core.collectives` makes them.
+    """A device's block of a weight inside a `jax.shard_map`; `core.collectives` creates them.
 
     Attributes:
-      block: this device's part, padding included.
-      gather: from the block, or one layer's part of it where the weight is stacked, to the whole
-        without padding; the gradient comes back as this device's part of the sum over devices.
-      path: of the weight, for --mode=explain.
+      block: The block of this device, padding included.
+      gather: Returns the complete, unpadded weight for a block, or one layer's weight for one
+        layer of a stacked block. Its gradient is this device's block of the sum over devices.
+      path: Path of the weight, used as a name scope in --mode=explain.
     """
 
     block: jax.Array
@@ -33,62 +33,63 @@ class ShardedWeight:
     path: str = "weights"
 
     def whole(self) -> jax.Array:
-        """Returns the weight, gathered here rather than where a layer reads it."""
+        """Returns the complete weight, gathered by this call rather than when a layer reads it."""
         with jax.named_scope(self.path):
             return self.gather(self.block)
 
 
 class Model(abc.ABC):
-    """A model as the trees of its variables, split once, outside every step.
+    """Interface of a model whose variables are plain nested dicts. Subclass it.
 
-    A learner may touch "params"; "non_trainable" is what a pass assigns (statistics, caches).
+    A learner may update "params". "non_trainable" holds what a forward pass assigns, such as
+    statistics and caches.
     """
-    # By path, "params/ffn/w": the forms of weights that are kept as something else.
+    # By path, such as "params/ffn/w": how weights are stored whose arrays are packed.
     packed_forms: Mapping[str, Any] = {}
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> MdlVars:
-        """Returns freshly drawn variables, without the padding of any mesh."""
+        """Returns freshly initialized variables of logical (unpadded) shapes."""
 
     @abc.abstractmethod
     def weight_specs(self) -> MdlVars:
-        """Returns the tree of `init` with a WeightSpec at each leaf; no array is made."""
+        """Returns the tree of `init` with a WeightSpec per leaf, without creating arrays."""
 
     @abc.abstractmethod
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> Any:
-        """Returns the module that a task calls, with `mdl_vars` in it, for a pass of a traced step.
+        """Returns a module holding `mdl_vars`, for one forward pass of a traced step.
 
         Args:
-          mdl_vars: unpadded arrays, or `ShardedWeight`s, which are gathered when used.
-          key: for dropout and other draws in training; None: evaluation or decoding.
-          eval_key: for what the module's own random streams draw in evaluation or decoding; None:
-            the same numbers in every pass.
+          mdl_vars: Unpadded arrays, or `ShardedWeight`s, which are gathered when read.
+          key: Key for dropout and other random draws in training; None in evaluation and decoding.
+          eval_key: Key for the module's random streams in evaluation and decoding; None: every
+            pass draws the same numbers.
         """
 
     @abc.abstractmethod
     def non_trainable(self, module: Any) -> dict[str, Any]:
-        """Returns the "non_trainable" variables as the pass through `module` left them."""
+        """Returns the "non_trainable" variables after the forward pass through `module`."""
 
     def tallies(self, module: Any) -> dict[str, jax.Array]:
-        """Returns the counts of the pass through `module`, by path: see `Tally`."""
+        """Returns the values of the module's `Tally` variables after the forward pass, by path."""
         return {}
 
     def moved(self, params: Any, sums: Mapping[str, jax.Array]) -> Any:
-        """Returns `params` with the weights set that follow tallies, given their sums by path."""
+        """Returns `params` with the weights updated that follow tallies, from the step's sums."""
         return params
 
     def abstract_module(self) -> Any:
-        """Returns the NNX module with shapes for arrays; None of a model of another kind."""
+        """Returns the NNX module with shapes in place of arrays; None for other kinds of models."""
         return None
 
 
 def abstract_mdl_vars(weight_specs: MdlVars) -> MdlVars:
-    """Returns a jax.ShapeDtypeStruct for each weight: the shapes of `Model.init`, without a trace.
+    """Returns a jax.ShapeDtypeStruct per weight: the shapes of `Model.init`, without tracing it.
 
     Args:
-      weight_specs: of `Model.weight_specs`.
+      weight_specs: Result of `Model.weight_specs`.
     """
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), weight_specs,
@@ -102,7 +103,7 @@ def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
 
 
 def whole(mdl_vars: Any) -> Any:
-    """Returns the tree with each `ShardedWeight` gathered."""
+    """Returns the tree with every `ShardedWeight` gathered."""
     return jax.tree.map(
         lambda x: x.whole() if isinstance(x, ShardedWeight) else x, mdl_vars,
         is_leaf=lambda x: isinstance(x, ShardedWeight),
@@ -110,15 +111,21 @@ def whole(mdl_vars: Any) -> Any:
 
 
 def named_dims(path: str, declared_by: str, names: tuple, shape: tuple[int, ...]) -> tuple:
-    """Returns the names that a declaration gives to dims, with None for the last dims without.
+    """Returns `names` extended with None to the rank of `shape`.
+
+    Args:
+      path: Path of the weight, for the message.
+      declared_by: The declaration of the names, for the message.
+      names: Names of the leading dims.
+      shape: Shape of the weight.
 
     Raises:
-      ConfigError: there are more names than dims; names `path`.
+      ConfigError: There are more names than dims.
     """
-    num_over = len(names) - len(shape)
-    if num_over > 0:
+    num_excess = len(names) - len(shape)
+    if num_excess > 0:
         raise ConfigError(
             f"{path}: {declared_by} has {len(names)} entries, but the weight has {len(shape)} "
-            f"dims, {shape}. Remove {num_over} of them."
+            f"dims, {shape}. Remove {num_excess} of them."
         )
-    return names + (None,) * -num_over
+    return names + (None,) * -num_excess

@@ -1,4 +1,4 @@
-"""The declared split of a variable of an NNX module: Flax's metadata, or a layer's mapping."""
+"""Reads the declared split of an NNX variable: Flax's metadata, or the mapping of our layers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,27 +13,32 @@ from praxis_lite.core.models.nnx_variables import Leaf, value_of
 from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
-# Flax 0.12.8 reads the second (`nnx.training.optimizer.to_opt_state`), proposed as the first.
-_OF_SLOTS = ("opt_sharding", "optimizer_sharding")
+# Flax 0.12.8 reads "optimizer_sharding" (`nnx.training.optimizer.to_opt_state`); the proposal calls
+# it "opt_sharding".
+_SLOT_KEYS = ("opt_sharding", "optimizer_sharding")
 
 
 def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
-    """Returns a variable's declaration, its names not yet turned into mesh axes.
+    """Returns the WeightSpec that a variable declares; names are not resolved to mesh axes yet.
 
     Flax's `out_sharding` (from `nnx.with_partitioning`, `nnx.with_metadata` and
-    `nnx.Param(..., out_sharding=)`; once `sharding=`) becomes `logical_axes`, whose entries may be
-    mesh axes or names: only the rules and the mesh tell. `sharding_rules` becomes
-    `logical_axis_rules`, `optimizer_sharding` `slot_axes`. A mapping of one of our layers comes
-    first.
+    `nnx.Param(..., out_sharding=)`; formerly `sharding=`) becomes `logical_axes`. Its entries may
+    be mesh axes or logical names; only the rules and the mesh tell them apart. `sharding_rules`
+    becomes `logical_axis_rules`, and `optimizer_sharding` becomes `slot_axes`. A mapping of one of
+    our layers takes precedence.
+
+    Args:
+      path: Path of the variable, for messages.
+      leaf: The variable or plain array.
 
     Raises:
-      ConfigError: `out_sharding` or `optimizer_sharding` is longer than the weight's rank, or not a
-        sequence of names, or `sharding_rules` are not pairs; names `path`.
+      ConfigError: `out_sharding` or `optimizer_sharding` has more entries than the weight has
+        dims, or is not a sequence of names; or `sharding_rules` are not pairs.
     """
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
     shape, stack = tuple(value_of(leaf).shape), metadata.get("stack_split_dims_mapping", ())
     own_rank = len(metadata.get("dim_names", shape[len(stack) :]))
-    # Dims in front of those that a layer of ours made count layers, of `nnx.vmap` for instance.
+    # Dims in front of a layer's own dims stack layers, for instance by `nnx.vmap`.
     in_front = (None,) * (len(shape) - len(stack) - own_rank)
     spec = WeightSpec(
         shape, value_of(leaf).dtype, metadata.get("split_dims_mapping"), (*in_front, *stack),
@@ -47,8 +52,8 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         local = named_dims(path, f"{key} {names}", names, shape[len(stack) :])
         return (*(None,) * len(stack), *local)
 
-    # As Flax, an empty one counts as absent.
-    for key in filter(metadata.get, _OF_SLOTS):
+    # Flax also treats an empty entry as absent.
+    for key in filter(metadata.get, _SLOT_KEYS):
         spec = dataclasses.replace(spec, slot_axes=axes(key))
     if spec.split_dims_mapping is not None or not metadata.get("out_sharding"):
         return spec
@@ -59,14 +64,14 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
 
 
 def _names(path: str, key: str, out_sharding: Any) -> tuple:
-    """Returns the entries of a tuple, a PartitionSpec or a NamedSharding, whose mesh is ignored."""
-    result = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
-    is_sequence = isinstance(result, PartitionSpec | Sequence) and not isinstance(result, str)
-    entries = tuple(result) if is_sequence else (object(),)
+    """Returns the entries of a tuple, a PartitionSpec, or the spec of a NamedSharding."""
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    is_sequence = isinstance(spec, PartitionSpec | Sequence) and not isinstance(spec, str)
+    entries = tuple(spec) if is_sequence else (object(),)
     if not all(_is_entry(entry) for entry in entries):
         raise ConfigError(
-            f"{path}: {key} is {out_sharding!r}; wanted is a name or None for each "
-            "dimension, such as (None, 'model')."
+            f"{path}: {key} is {out_sharding!r}; expected a name or None per dimension, such as "
+            "(None, 'model')."
         )
     free = PartitionSpec.UNCONSTRAINED
     return tuple(None if entry is free else entry for entry in entries)
@@ -83,6 +88,6 @@ def _rules(path: str, sharding_rules: Any) -> tuple[tuple[str, Any], ...]:
         return tuple((name, axes) for name, axes in sharding_rules or ())
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path}: sharding_rules are {sharding_rules!r}; wanted are pairs of a name and its "
+            f"{path}: sharding_rules are {sharding_rules!r}; expected pairs of a name and its "
             "mesh axes, such as (('embed', None), ('hidden', 'model'))."
         ) from error

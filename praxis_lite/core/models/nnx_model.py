@@ -1,4 +1,4 @@
-"""A Flax NNX module seen as plain nested dicts of arrays: split once, outside every step."""
+"""NnxModel: the model interface over a Flax NNX module, which is split once, outside every step."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
-from praxis_lite.core.models.layer_paths import naming_the_layer
+from praxis_lite.core.models.layer_paths import prefix_layer_path
 from praxis_lite.core.models.model import MdlVars, Model, ShardedWeight
 from praxis_lite.core.models.nnx_declarations import declared_spec
 from praxis_lite.core.models.nnx_variables import (
@@ -34,7 +34,8 @@ __all__ = ("NnxModel", "mdl_vars_of")
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A module's structure in training and in evaluation, and its abstract leaves by path."""
+    """The graphdefs of a module in training and evaluation mode, and its abstract leaves by path.
+    """
 
     training: nnx.GraphDef
     evaluation: nnx.GraphDef
@@ -42,18 +43,18 @@ class _Split:
 
 
 class NnxModel(Model):
-    """A Flax NNX module, as its users write it.
+    """A Flax NNX module as a `Model`.
 
-    `nnx.Param` variables are "params", which a learner may touch; statistics, caches, counters and
-    plain arrays are "non_trainable". What a pass records (`nnx.Intermediate`) and random streams
-    (the `nnx.Rngs` that `nnx.Dropout` keeps) are in neither: each pass starts with zeros, and with
-    streams that come of the step's key. A pass with a key sets every `deterministic` and
-    `use_running_average` of the module to False, one without to True, as Flax's own `train()` and
-    `eval()` do.
+    `nnx.Param` variables are "params", which a learner may update. Statistics, caches, counters
+    and plain arrays are "non_trainable". Values that a pass records (`nnx.Intermediate`) and random
+    streams (the `nnx.Rngs` that `nnx.Dropout` holds) belong to neither: each pass starts with zeros
+    and with streams derived from the step's key. A pass with a key sets every `deterministic` and
+    `use_running_average` attribute to False, a pass without one to True, as Flax's own `train()`
+    and `eval()` do.
 
     Args:
-      build: called with `rngs`, or with nothing where it takes none, returns the module; usually an
-        `fdl.Partial` once built.
+      build: Function that returns the module. It is called with `rngs` if it takes that argument.
+        Usually a built `fdl.Partial`.
     """
 
     def __init__(self, build: Callable[..., nnx.Module]):
@@ -63,8 +64,8 @@ class NnxModel(Model):
             kind = type(build).__name__
             name = kind if isinstance(build, nnx.Module) else "MyModule"
             raise ConfigError(
-                f"The model is given as {kind} itself; wanted is what builds one for each key: "
-                f"write fdl.Partial({name}, ...) in its place."
+                f"The model is {kind} itself; expected a function that builds it: replace it with "
+                f"fdl.Partial({name}, ...)."
             )
         self.build = build
 
@@ -79,8 +80,8 @@ class NnxModel(Model):
                 graphdefs.append(graphdef)
             return state
 
-        # Not `nnx.eval_shape`: where a mesh is set, it takes every name of a split for an axis.
-        with naming_the_layer():
+        # Not `nnx.eval_shape`: if a mesh is set, it takes every logical name for a mesh axis.
+        with prefix_layer_path():
             abstract_state = jax.eval_shape(state)
         return _Split(*graphdefs, list(nnx.to_flat_state(abstract_state)))
 
@@ -111,21 +112,21 @@ class NnxModel(Model):
         return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
     def non_trainable(self, module: nnx.Module) -> dict[str, Any]:
-        """Returns the "non_trainable" variables as the pass through `module` left them.
+        """Returns the "non_trainable" variables after the forward pass through `module`.
 
         Raises:
-          ConfigError: a variable's shape differs from the constructor's, or the pass made a
-            weight; names the path.
+          ConfigError: The pass changed the shape of a variable, or created a weight.
         """
         before, after = dict(self._split.leaves), dict(leaves_of(module))
         for path, leaf in after.items():
             if path not in before and collection(leaf) == "params":
                 raise ConfigError(
-                    f"{path_text(path)}: the pass made this weight, which no learner trains. Make "
-                    "it in the module's constructor."
+                    f"{path_text(path)}: the forward pass created this weight, which no learner "
+                    "trains. Create it in the module's constructor."
                 )
-        kept = [item for item in before.items() if collection(item[1]) == "non_trainable"]
-        return nested(kept, lambda path, leaf: _as_before(path, leaf, after[path]))["non_trainable"]
+        stored = [item for item in before.items() if collection(item[1]) == "non_trainable"]
+        new = nested(stored, lambda path, leaf: _with_old_dtype(path, leaf, after[path]))
+        return new["non_trainable"]
 
     def tallies(self, module: nnx.Module) -> dict[str, jax.Array]:
         return {
@@ -144,12 +145,12 @@ class NnxModel(Model):
         return traverse_util.unflatten_dict(flat)
 
     def abstract_module(self) -> nnx.Module:
-        """Returns the module with shapes for arrays, for questions that need no weights."""
+        """Returns the module with shapes in place of arrays."""
         return nnx.merge(self._split.training, nnx.from_flat_state(self._split.leaves))
 
     def _built(self, key: jax.Array | int) -> nnx.Module:
-        # Flax would place a weight that declares a split at once: that needs a mesh that is set,
-        # and dims that divide.
+        # With eager sharding, Flax would immediately place weights that declare a split. That needs
+        # a mesh that is set, and dims that divide its axes.
         with nnx.use_eager_sharding(False):
             module = self.build(rngs=nnx.Rngs(key)) if _takes_rngs(self.build) else self.build()
         if not isinstance(module, nnx.Module):
@@ -164,34 +165,34 @@ def mdl_vars_of(module: nnx.Module) -> MdlVars:
     """Returns a module's variables as plain nested dicts with string keys."""
 
     def array(path: Path, leaf: Leaf) -> jax.Array:
-        # With an explicit dtype: that of a Python number gives way to any other's.
+        # An explicit dtype, because arrays of Python scalars are weakly typed.
         return jnp.asarray(value_of(leaf), jnp.result_type(value_of(leaf)))
 
     return nested(leaves_of(module), array)
 
 
-def _as_before(path: Path, before: Leaf, after: Leaf) -> jax.Array:
+def _with_old_dtype(path: Path, before: Leaf, after: Leaf) -> jax.Array:
     value, expected = jnp.asarray(value_of(after)), value_of(before)
     if value.shape != expected.shape:
         raise ConfigError(
-            f"{path_text(path)}: the constructor made it of shape {expected.shape}, and a pass of "
-            f"{value.shape}. A train step keeps it, so its shape must stay the same."
+            f"{path_text(path)}: the constructor created it with shape {expected.shape}, but the "
+            f"forward pass assigned shape {value.shape}. Keep its shape: it is part of the state."
         )
     return value.astype(expected.dtype)
 
 
 _LINEN = (
-    "The model is built as a {}; wanted is a Flax NNX module. A Flax Linen module is given as "
-    "fdl.Config(LinenModel, fdl.Config(...), ...), functions as fdl.Config(FunctionModel, ...)."
+    "The model is built as a {}; expected a Flax NNX module. Wrap a Flax Linen module as "
+    "fdl.Config(LinenModel, fdl.Config(...), ...), and functions as fdl.Config(FunctionModel, ...)."
 )
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
-    """Returns True if `build` is to be called with `rngs`.
+    """Returns whether `build` takes the argument `rngs`.
 
     Raises:
-      ConfigError: it is given a setting that it does not take, or lacks one; names them.
+      ConfigError: A keyword of a partial is not a parameter, or a required argument is missing.
     """
     function, settings, num_positional = build, set(), 0
     while isinstance(function, functools.partial):
@@ -203,34 +204,34 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     if function is object.__init__:
         return False
     parameters = inspect.signature(function).parameters
-    local = [parameter for parameter in parameters if parameter not in ("self", "rngs")]
+    names = [name for name in parameters if name not in ("self", "rngs")]
     missing = [
-        item for item in local[num_positional:]
-        if item not in settings and parameters[item].default is inspect.Parameter.empty
-        and parameters[item].kind not in _VARIADIC
+        name for name in names[num_positional:]
+        if name not in settings and parameters[name].default is inspect.Parameter.empty
+        and parameters[name].kind not in _VARIADIC
     ]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(settings - set(parameters))):
         raise ConfigError(
-            f"{name} has no setting '{unknown[0]}'; it has {', '.join(local) or 'none'}."
-            f"{did_you_mean(unknown[0], local)}"
+            f"{name} has no setting '{unknown[0]}'; it has {', '.join(names) or 'none'}."
+            f"{did_you_mean(unknown[0], names)}"
         )
     if missing:
         function_model = ""
         if inspect.isfunction(build):
-            function_model = f" A function that returns weights: fdl.Config(FunctionModel, {name})."
+            function_model = f" If it returns weights, use fdl.Config(FunctionModel, {name})."
         raise ConfigError(
-            f"{name} lacks {', '.join(missing)}: set it in its config, such as "
+            f"{name} lacks {', '.join(missing)}: set it in the config, such as "
             f"fdl.Partial({name}, {missing[0]}=...).{function_model}"
         )
     return takes_any or "rngs" in parameters
 
 
 def _mark_arrays(module: nnx.Module) -> None:
-    """Makes a module's plain arrays, such as a table of positions, leaves.
+    """Marks a module's plain arrays, such as a table of positions, as leaves.
 
-    Flax does so itself, except under a trace: there it takes them for structure, and the trace's
-    values would leak.
+    Flax does this itself, except while tracing. There it would treat them as structure, and the
+    tracers would leak.
     """
     for _, node in nnx.compat.iter_graph(module):
         if isinstance(node, nnx.Pytree):
@@ -240,8 +241,8 @@ def _mark_arrays(module: nnx.Module) -> None:
 
 
 def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
-    """Returns a module with its dropout and batch norms set for a pass."""
-    # What `Module.train` and `Module.eval` do, whatever a subclass calls by these names.
+    """Sets the mode of a module's dropout and batch norms, and returns the module."""
+    # `Module.train` and `Module.eval` do the same, but subclasses may override these.
     nnx.Module.set_attributes(
         module, deterministic=not is_training, use_running_average=not is_training,
         raise_if_not_found=False, graph=True,

@@ -1,4 +1,4 @@
-"""Whole numbers that passes count, and a weight that follows their sum over a step's batch."""
+"""Tally: counts over a training step's batch, and the weights that are set from these counts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,30 +7,30 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# In the names of a step's metrics, with the path of the tally behind.
+# Prefix of tallies among a step's metrics; the rest of the name is the tally's path.
 TALLY = "tally/"
 
 
 class Tally(nnx.Intermediate):
-    """Whole numbers, float32, that a pass counts, such as the tokens of each expert.
+    """Counts of a forward pass, such as the number of tokens routed to each expert; float32.
 
-    A train step sums them over its batch, each row once: over devices, micro-batches and
-    microbatches of a pipeline. Then it sets a weight beside the tally by them, which no gradient
-    changes: `Tally(zeros, moves="bias", rule=rule)` sets `bias` to `rule(bias, sum)`. In float32
-    sums are exact below 2^24.
+    A train step sums them over its batch, each row once: over devices, micro-batches and the
+    microbatches of a pipeline. Then it sets a weight of the same module, which has no gradient:
+    `Tally(zeros, moves="bias", rule=rule)` sets `bias` to `rule(bias, sum)`. Sums below 2^24 are
+    exact.
     """
 
     moves: str
     rule: Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def counted(tallies: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns tallies of a pass as metrics, whose weighted means over parts are sums over parts."""
+def as_metrics(tallies: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Returns tallies as metrics with weight 1, so that mean times total weight is their sum."""
     return {f"{TALLY}{path}": (value, jnp.ones(())) for path, value in tallies.items()}
 
 
-def taken(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Returns the other metrics, and the sums of the tallies by path."""
+def pop_tallies(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Splits a step's metrics into the task's metrics and the sums of tallies by path."""
     others = {name: pair for name, pair in metrics.items() if not name.startswith(TALLY)}
     sums = {
         name.removeprefix(TALLY): jnp.round(value * weight)

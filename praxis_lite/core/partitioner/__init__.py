@@ -1,4 +1,4 @@
-"""WHERE a task is computed: its layout on a mesh, and compiled init, train, eval and decode steps.
+"""A task's layout on a mesh, and its compiled init, train, eval and decode steps.
 
-Knows shapes, specs and jit, and never what a layer computes.
+This package knows shapes, specs and jit, but not what a layer computes.
 """

@@ -1,4 +1,4 @@
-"""Gradients and metrics of a batch, made whole or a micro-batch at a time: the same numbers."""
+"""Computes the gradients and metrics of a batch, at once or by micro-batches (accumulation)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.batch_sharding import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.devices.axis_types import (
-    has_no_type,
+    is_type_error,
     is_typed,
-    no_terms,
     note_untyped,
-    summed_terms,
+    reduce_partial,
     type_spec,
-    with_gradient_terms,
+    with_unreduced_gradient,
+    zeros_unreduced,
 )
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import to_device
@@ -26,12 +26,12 @@ __all__ = ("LossFn", "value_and_grad")
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
-# (fixed, params, non_trainable, inputs, key) -> (what is differentiated, (metrics, new
+# (fixed, params, non_trainable, inputs, key) -> (differentiated value, (metrics, new
 # non_trainable))
 LossFn = Callable[
     [PyTree, PyTree, PyTree, Batch, jax.Array], tuple[jax.Array, tuple[WeightedScalars, PyTree]]
 ]
-# `value_and_grad` below, or another function of the same arguments.
+# The type of `value_and_grad` below, and of its replacements.
 ValueAndGrad = Callable[..., tuple[WeightedScalars, PyTree, PyTree]]
 
 
@@ -47,44 +47,44 @@ def value_and_grad(
     inputs_split_mapping: InputsSplitMapping = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Returns (metrics, new non_trainable, float32 gradients of params) of a whole batch.
+    """Returns (metrics, new non_trainable, float32 gradients of params) for a batch.
 
-    Where the loss is a weighted mean over rows, any number of micro-batches gives what one batch
-    does, to rounding: gradients are summed in float32, each times the "loss" metric's weight, and
-    divided by the sum of the weights once; metrics are weighted means likewise. A micro-batch of
-    weight 0 counts for nothing, even if its values are NaN. A loss that is not a sum over rows is
-    another number than that of the whole batch: a router's load-balancing loss is the weighted
-    mean of those of the micro-batches, batch norm takes the statistics of each.
+    If the loss is a weighted mean over rows, the result is the same for any number of
+    micro-batches, up to rounding: gradients are summed in float32, weighted by the weight of the
+    "loss" metric, and divided once by the total weight; metrics are weighted means, too. A
+    micro-batch of weight 0 does not count, even if its values are NaN. Losses that are not sums
+    over rows depend on the number of micro-batches: a router's load-balancing loss becomes the
+    weighted mean of the micro-batches' losses, and batch norm uses each micro-batch's statistics.
 
-    Activations are those of one micro-batch at a time; besides there is a float32 sum of gradients.
+    Memory is needed for the activations of one micro-batch and for a float32 sum of gradients.
 
     Args:
-      loss_fn: of what follows, in this order, for the whole batch or a micro-batch.
-      fixed: what no gradient is taken of: `{"frozen": weights, "loss_scale": scalar}`.
-      params: the weights to differentiate by.
-      non_trainable: handed from micro-batch to micro-batch, in order.
-      inputs: arrays [B, ...], cut so that row r is in micro-batch r % N; scalars go to each whole.
-      key: each micro-batch gets its own, folded with its index.
-      num_micro_batches: N. With 1 there is no loop, and the key goes to loss_fn as it is.
-      inputs_split_mapping: by which the rows of each micro-batch are split, as the batch's are.
-      lay_out: returns gradients with the layout stated in which they are summed.
+      loss_fn: Function of the next five arguments, called with the batch or a micro-batch.
+      fixed: Values without gradients: `{"frozen": weights, "loss_scale": scalar}`.
+      params: Weights to differentiate.
+      non_trainable: Variables that are passed from each micro-batch to the next.
+      inputs: Arrays [B, ...]. Row r belongs to micro-batch r % N; scalars to each.
+      key: Each micro-batch uses this key with its index folded in.
+      num_micro_batches: N. With 1 there is no loop, and loss_fn gets `key` itself.
+      inputs_split_mapping: Splits of a micro-batch's arrays by rank, as for the batch.
+      lay_out: Constrains gradients to the layout in which they are summed.
 
     Raises:
-      ConfigError: N does not divide B; while tracing, before anything compiles.
+      ConfigError: N does not divide B; raised while tracing.
     """
     grad_fn = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     if num_micro_batches == 1:
         (_, (metrics, non_trainable)), grads = grad_fn(fixed, params, non_trainable, inputs, key)
         return metrics, non_trainable, jax.tree.map(_as_float32, grads)
 
-    if axes := _axes_of_rows(inputs):
+    if axes := _row_axes(inputs):
         try:
-            return _summed_once(
+            return _value_and_grad_reduced_once(
                 loss_fn, fixed, params, non_trainable, inputs, key, axes,
                 num_micro_batches=num_micro_batches, inputs_split_mapping=inputs_split_mapping,
             )
         except Exception as error:
-            if not has_no_type(error):
+            if not is_type_error(error):
                 raise
             reason = str(error).strip().splitlines()[0]
             note_untyped("gradients' sum over devices, once for all micro-batches", reason)
@@ -93,16 +93,16 @@ def value_and_grad(
         grad_sums, non_trainable = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
-            fixed, params, non_trainable, spread(micro_batch, inputs_split_mapping),
+            fixed, params, non_trainable, constrain_rows(micro_batch, inputs_split_mapping),
             jax.random.fold_in(key, index),
         )
         weight = metrics["loss"][1]
-        counts = weight != 0
+        has_weight = weight != 0
         grad_sums = jax.tree.map(
-            lambda total, g: total + jnp.where(counts, g.astype(jnp.float32) * weight, 0.0),
+            lambda total, g: total + jnp.where(has_weight, g.astype(jnp.float32) * weight, 0.0),
             grad_sums, lay_out(to_device(grads)),
         )
-        new = jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, non_trainable)
+        new = jax.tree.map(lambda n, o: jnp.where(has_weight, n, o), new, non_trainable)
         return (grad_sums, new), metrics
 
     zeros = lay_out(jax.tree.map(lambda w: jnp.zeros_like(to_device(w), jnp.float32), params))
@@ -114,35 +114,35 @@ def value_and_grad(
 
 
 def _means(metrics: PyTree, non_trainable: PyTree, grad_sums: PyTree) -> tuple:
-    """Returns the results of `value_and_grad`, of metrics [N] and sums of weighted gradients."""
+    """Returns the results of `value_and_grad` from stacked metrics [N] and sums of gradients."""
     metrics = {name: weighted_mean(*pairs) for name, pairs in metrics.items()}
     total = metrics["loss"][1]
     divisor = jnp.where(total == 0, 1.0, total)
     return metrics, non_trainable, jax.tree.map(lambda g: g / divisor, grad_sums)
 
 
-def _axes_of_rows(inputs: Batch) -> tuple[str, ...]:
-    """Returns the Explicit axes that the types of a batch split its rows over."""
+def _row_axes(inputs: Batch) -> tuple[str, ...]:
+    """Returns the Explicit axes over which the types of a batch split its rows."""
     if not is_typed():
         return ()
     rows = (type_spec(x)[0] for x in jax.tree.leaves(inputs) if x.ndim)
     return tuple(dict.fromkeys(axis for entry in rows for axis in axes_of(entry)))
 
 
-def _summed_once(
+def _value_and_grad_reduced_once(
     loss_fn: LossFn, fixed: PyTree, params: PyTree, non_trainable: PyTree, inputs: Batch,
     key: jax.Array, axes: tuple[str, ...], *, num_micro_batches: int,
     inputs_split_mapping: InputsSplitMapping,
 ) -> tuple:
-    """Returns the results of `value_and_grad` over Explicit axes.
+    """Implements `value_and_grad` over Explicit axes.
 
-    Each device adds up its terms of gradients, which are summed over `axes` once, after the loop.
+    Each device accumulates its own partial sums; they are reduced over `axes` once, after the loop.
     """
-    params = jax.tree.map(lambda w: with_gradient_terms(to_device(w), axes), params)
+    params = jax.tree.map(lambda w: with_unreduced_gradient(to_device(w), axes), params)
 
     def weighted(fixed: PyTree, params: PyTree, *args: Any) -> tuple[jax.Array, tuple]:
         loss, (metrics, new) = loss_fn(fixed, params, *args)
-        # Here, for JAX has no type of a product with terms.
+        # Weight the loss, not the gradients: JAX has no type for a product of unreduced arrays.
         weight = jax.lax.stop_gradient(metrics["loss"][1])
         return loss * weight.astype(loss.dtype), (metrics, new)
 
@@ -152,22 +152,23 @@ def _summed_once(
         grad_sums, old = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
-            fixed, params, old, spread(micro_batch, inputs_split_mapping),
+            fixed, params, old, constrain_rows(micro_batch, inputs_split_mapping),
             jax.random.fold_in(key, index),
         )
-        counts = metrics["loss"][1] != 0
+        has_weight = metrics["loss"][1] != 0
         grad_sums = jax.lax.cond(
-            counts,
+            has_weight,
             lambda: jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grad_sums, grads),
             lambda: grad_sums,
         )
-        return (grad_sums, jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, old)), metrics
+        new = jax.tree.map(lambda n, o: jnp.where(has_weight, n, o), new, old)
+        return (grad_sums, new), metrics
 
-    zeros = jax.tree.map(lambda w: no_terms(w, jnp.float32), params)
+    zeros = jax.tree.map(lambda w: zeros_unreduced(w, jnp.float32), params)
     (grad_sums, new), metrics = jax.lax.scan(
         add, (zeros, non_trainable), (cut(inputs, num_micro_batches), jnp.arange(num_micro_batches))
     )
-    return _means(metrics, new, jax.tree.map(summed_terms, grad_sums))
+    return _means(metrics, new, jax.tree.map(reduce_partial, grad_sums))
 
 
 def _as_float32(g: jax.Array) -> jax.Array:
@@ -175,51 +176,56 @@ def _as_float32(g: jax.Array) -> jax.Array:
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean of [N, ...] values, and its weight; if all weights are 0, the plain mean."""
+    """Returns the weighted mean of [N, ...] values, and its weight; the mean if all weights are 0.
+
+    Args:
+      values: Values [N, ...].
+      weights: Weights [N].
+    """
     weights = weights.astype(jnp.float32)
     total = jnp.sum(weights)
-    of_values = weights.reshape(-1, *[1] * (values.ndim - 1))
-    weighted_sum = jnp.sum(jnp.where(of_values != 0, values * of_values, 0.0), axis=0)
+    broadcast = weights.reshape(-1, *[1] * (values.ndim - 1))
+    weighted_sum = jnp.sum(jnp.where(broadcast != 0, values * broadcast, 0.0), axis=0)
     mean = weighted_sum / jnp.where(total == 0, 1.0, total)
     return jnp.where(total == 0, jnp.mean(values, axis=0), mean), total
 
 
 def cut(inputs: Batch, num_micro_batches: int) -> Batch:
-    """Returns the inputs by micro-batch: [B, ...] -> [N, B / N, ...], scalars -> [N].
+    """Divides inputs into micro-batches: [B, ...] -> [N, B / N, ...]; scalars -> [N].
 
-    Devices hold rows in blocks. Row r goes to micro-batch r % N, so that each device has as
-    many rows of every micro-batch, and keeps them: no data moves.
+    Each device has a block of consecutive rows. Assigning row r to micro-batch r % N gives every
+    micro-batch the same number of rows on each device, so that no data moves.
     """
     num_rows = num_rows_of(inputs)
     if num_rows % num_micro_batches:
         divisors = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
         raise ConfigError(
             f"Learner.gradient_accumulation_steps is {num_micro_batches}, which does not divide "
-            f"the {num_rows} rows of a batch. Make the batch size of the training data a multiple "
-            f"of {num_micro_batches}, or gradient_accumulation_steps one of {divisors}."
+            f"the {num_rows} rows of a batch. Make the training batch size a multiple of "
+            f"{num_micro_batches}, or set gradient_accumulation_steps to one of {divisors}."
         )
     shape = (num_rows // num_micro_batches, num_micro_batches)
 
-    def cut_leaf(x: jax.Array) -> jax.Array:
+    def divide(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return jnp.broadcast_to(x, (num_micro_batches,))
         return jnp.swapaxes(x.reshape(shape + x.shape[1:]), 0, 1)
 
-    return jax.tree.map(cut_leaf, inputs)
+    return jax.tree.map(divide, inputs)
 
 
-def spread(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
-    """Returns a micro-batch with its layout stated: rows split as those of a whole batch.
+def constrain_rows(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
+    """Constrains a micro-batch to be split like the complete batch.
 
-    Without it XLA would keep uneven rows on every device, and compute everything there.
+    Otherwise XLA would replicate a number of rows that the devices do not divide.
     """
     axis_names = jax.sharding.get_abstract_mesh().axis_names
     mapping = inputs_split_mapping or {}
 
-    def spread_leaf(x: jax.Array) -> jax.Array:
+    def constrain_leaf(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return x
         split = mapping.get(f"map_{x.ndim}d")
         return constrain(x, (axis_names,) if split is None else split)
 
-    return jax.tree.map(spread_leaf, micro_batch)
+    return jax.tree.map(constrain_leaf, micro_batch)

@@ -1,8 +1,8 @@
-"""Checks the arguments of a Partitioner's calls; errors name the wrong one and what to give.
+"""Checks the arguments of a Partitioner's calls; errors name the wrong one and its replacement.
 
 Shapes and dtypes are checked while a step is traced, once per program. Other checks run only after
-JAX has refused a call, so that they cost a correct call nothing. The exception is a deleted array,
-which is checked in each call: with several devices XLA would end the process.
+JAX has rejected a call, so that they cost valid calls nothing. Only deleted arrays are checked in
+each call, because with several devices XLA would crash the process.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,11 +24,12 @@ PyTree = Any
 
 
 def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args: Any) -> Any:
-    """Returns `compiled(*args)`; a wrong argument is named, instead of an error of JAX.
+    """Returns `compiled(*args)`; if JAX raises an error, `check` may replace it by a ConfigError.
 
     Args:
-      compiled: a step, as `jax.jit` returns it.
-      check: called with its arguments; raises a ConfigError if one is wrong.
+      compiled: A step, as returned by `jax.jit`.
+      check: Called with the arguments; raises ConfigError if one of them is invalid.
+      args: Arguments of the step; the first is its state or weights.
     """
     if _is_deleted(args[0]):
         check(*args)
@@ -40,24 +41,24 @@ def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args
         check(*args)
         raise
     except RuntimeError as error:
-        # A program that failed as it ran has taken its state: that is not what was wrong.
+        # If a program fails while it runs, its donated state is deleted, but that is not the cause.
         if "deleted" in str(error):
             check(*args)
         raise
 
 
 def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None = None) -> None:
-    """Checks that a tree is as a layout describes it.
+    """Checks that a tree has the structure, shapes and dtypes of a layout.
 
     Args:
-      layout: of a TrainState or of its mdl_vars.
-      tree: of arrays or tracers, of padded shapes.
-      name: of the argument, "train_step: state".
-      mesh: expected of the arrays; None: not checked.
+      layout: Layout of a TrainState or of its mdl_vars.
+      tree: Arrays or tracers of padded shapes.
+      name: Name of the argument, such as "train_step: state".
+      mesh: Expected mesh of the arrays; None: not checked.
 
     Raises:
-      ConfigError: it is of another type, lacks a leaf, has one too many, or one of another shape or
-        dtype, on other devices, or deleted; says what to give.
+      ConfigError: The tree has another type, lacks or has additional leaves, or has a leaf of
+        another shape or dtype, on other devices, or deleted. The message says what to pass.
     """
     check_type(layout, tree, name)
     expected = {leaf.path: leaf for leaf in layout.leaves()}
@@ -65,140 +66,141 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected)
     if missing or unknown:
         lacks = f" lacks {few(missing)}" if missing else ""
-        has = f"{' and' if missing else ''} has {few(unknown)}, which the model does not have."
+        has = f"{' and' if missing else ''} has {few(unknown)}, which are not in the model."
         near = did_you_mean(unknown[0], expected) if unknown else ""
-        instead = "the tree of this Partitioner's own init or steps, with all its leaves"
+        instead = "the complete tree that this Partitioner's init or steps return"
         if "params" not in tree and f"params/{next(iter(actual), '')}" in expected:
             instead, near = "state.mdl_vars, of which these are the params", ""
-        raise ConfigError(f"{name}{lacks}{has if unknown else '.'}{near} Give {instead}.")
+        raise ConfigError(f"{name}{lacks}{has if unknown else '.'}{near} Pass {instead}.")
     for path, leaf in expected.items():
         _check_leaf(leaf, actual[path], f"{name}/{path}", mesh)
 
 
 def check_type(layout: "StateLayout", tree: PyTree, name: str) -> None:
-    """Checks that a tree is a TrainState, or a dict, as a layout is; raises as `check_tree`."""
+    """Checks that a tree is a TrainState or a dict, like the layout; raises as `check_tree`."""
     if type(tree) is not type(layout.shapes):
-        raise ConfigError(f"{name} is {_described(tree)}; {_wanted(layout.shapes, tree)}")
+        raise ConfigError(f"{name} is {_described(tree)}; {_expected(layout.shapes, tree)}")
 
 
 def check_batch(batch: Any, name: str, mesh: Mesh) -> None:
     """Checks that a batch is a GlobalBatch; raises as `check_tree`."""
     if not isinstance(batch, GlobalBatch):
         raise ConfigError(
-            f"{name} is {_described(batch)}; wanted is a GlobalBatch. Give "
-            "partitioner.global_batch(batch), of a dict of NumPy arrays."
+            f"{name} is {_described(batch)}; expected a GlobalBatch. Pass "
+            "partitioner.global_batch(batch) for a dict of NumPy arrays."
         )
     for path, x in leaves_with_path(batch.inputs):
         _check_devices(x, f"{name}: {path}", mesh, "partitioner.global_batch(batch)")
 
 
 def check_rows(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
-    """Checks that a batch's rows are arrays, and their ids some that the model has.
+    """Checks that a batch has arrays of numbers, and that ids are in the model's range.
 
     Args:
-      call: the call's name, for the message.
-      sizes: as `Task.num_ids`.
+      inputs: The batch.
+      call: Name of the call, for messages.
+      sizes: Number of valid ids by leaf, as from `Task.num_ids`.
 
     Raises:
-      ConfigError: it is a GlobalBatch already, has no leaves, or a leaf is no array of numbers;
-        see `check_ids`.
+      ConfigError: The batch is already a GlobalBatch, has no leaves, or has a leaf that is not an
+        array of numbers; see also `check_ids`.
     """
     check_spec(inputs, call)
     for path, x in leaves_with_path(inputs):
         require(
             x.dtype.kind not in "USOMm", f"{call}: the dtype of {path}", str(x.dtype), "numbers",
-            "A tokenizer makes ids of a text.",
+            "Use a tokenizer to convert texts to ids.",
         )
     if isinstance(inputs, Mapping):
         check_ids(inputs, sizes, call)
 
 
 def check_spec(spec: Any, call: str) -> None:
-    """Checks that a batch's leaves have shapes and dtypes; raises as `check_rows`."""
+    """Checks that a batch's leaves have shapes and dtypes; raises as `check_rows` does."""
     if isinstance(spec, GlobalBatch):
         raise ConfigError(
-            f"{call} was given a GlobalBatch; wanted are its rows before global_batch, NumPy "
-            "arrays or ShapeDtypeStructs."
+            f"{call} was given a GlobalBatch; expected its rows before global_batch: NumPy arrays "
+            "or ShapeDtypeStructs."
         )
-    leaves = leaves_with_path(spec, is_leaf=lambda x: x is None or _is_of_numbers(x))
+    leaves = leaves_with_path(spec, is_leaf=lambda x: x is None or _is_list_of_numbers(x))
     if not leaves:
-        raise ConfigError(f"{call} was given {_described(spec)}; wanted is a dict of arrays.")
+        raise ConfigError(f"{call} was given {_described(spec)}; expected a dict of arrays.")
     for path, x in leaves:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise ConfigError(
-                f"{call}: {path or 'the batch'} is {_described(x)}; wanted is a NumPy array: "
-                "np.asarray(...) of it."
+                f"{call}: {path or 'the batch'} is {_described(x)}; expected a NumPy array. "
+                "Convert it with np.asarray."
             )
 
 
 def check_key(key: Any, name: str, may_be_none: bool = False) -> None:
-    """Checks that a key is a key of `jax.random`; raises as `check_tree`."""
+    """Checks that a key is a `jax.random` key; raises as `check_tree` does."""
     dtype = getattr(key, "dtype", None)
     is_raw = dtype == jnp.uint32 and key.shape[-1:] and key.ndim == 1
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.ndim == 0
     if not (is_raw or is_key or (may_be_none and key is None)):
         raise ConfigError(
-            f"{name} is {_described(key)}; wanted is a key of jax.random. Give "
-            "partitioner.key(seed), or batch_key(seed, step, batch)."
+            f"{name} is {_described(key)}; expected a key of jax.random. Pass "
+            "partitioner.key(seed) or batch_key(seed, step, batch)."
         )
 
 
 def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
     expected = f"{leaf.dtype.name} {leaf.padded_shape}"
     if not hasattr(actual, "shape") or not hasattr(actual, "dtype"):
-        raise ConfigError(f"{name} is {_described(actual)}; wanted is an array, {expected}.")
+        raise ConfigError(f"{name} is {_described(actual)}; expected an array, {expected}.")
     if _is_deleted(actual):
         raise ConfigError(
-            f"{name} is deleted: a train step donates the state that it is given. Continue "
-            "with the state that it returned, or copy what you keep beforehand: "
+            f"{name} is deleted: a train step donates the state that it receives. Continue "
+            "with the state that it returned, or copy the state before the step: "
             "jax.tree.map(jnp.copy, state)."
         )
     if actual.shape != leaf.padded_shape:
         is_logical = actual.shape == leaf.shape
         hint = (
-            "That is its shape without padding: give layout.pad(...) of it, in jax.jit, or what "
-            "this Partitioner's init and steps return." if is_logical else
-            "It is of another model, or of a Partitioner with another mesh."
+            "That is its shape without padding: pass the result of layout.pad(...) in jax.jit, or "
+            "what this Partitioner's init and steps return." if is_logical else
+            "It belongs to another model, or to a Partitioner with another mesh."
         )
         raise ConfigError(
-            f"{name} has the shape {tuple(actual.shape)}; wanted is {expected}"
+            f"{name} has the shape {tuple(actual.shape)}; expected {expected}"
             f"{', padded' if leaf.shape != leaf.padded_shape else ''}. {hint}"
         )
     require(
         actual.dtype == leaf.dtype, f"The dtype of {name}", str(actual.dtype), leaf.dtype.name,
-        "Weights keep the dtype of init; what they are computed in is the model's fprop_dtype.",
+        "Weights keep the dtype of init; set the model's fprop_dtype to compute in another.",
     )
     if mesh is not None:
-        _check_devices(actual, name, mesh, "what this Partitioner's own init or steps return")
+        _check_devices(actual, name, mesh, "what this Partitioner's init or steps return")
 
 
 def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
-    # JAX moves an array that is not committed to its device.
+    # JAX moves uncommitted arrays to the devices of the computation.
     if not isinstance(x, jax.Array) or is_traced(x) or not x.committed:
         return
     devices, local = x.sharding.device_set, set(mesh.devices.flat)
     if devices != local:
         raise ConfigError(
             f"{name} is on {len(devices)} devices that are not the {len(local)} of this "
-            f"Partitioner's mesh {dict(mesh.shape)}. Give {instead}."
+            f"Partitioner's mesh {dict(mesh.shape)}. Pass {instead}."
         )
     if isinstance(x.sharding, NamedSharding) and dict(x.sharding.mesh.shape) != dict(mesh.shape):
         raise ConfigError(
             f"{name} is on the mesh {dict(x.sharding.mesh.shape)}; this Partitioner's is "
-            f"{dict(mesh.shape)}. Give {instead}."
+            f"{dict(mesh.shape)}. Pass {instead}."
         )
 
 
-def _wanted(expected: Any, actual: Any) -> str:
+def _expected(expected: Any, actual: Any) -> str:
     if not isinstance(expected, Mapping):
-        return "wanted is a TrainState: what init or the step before returned."
+        return "expected a TrainState: pass the result of init or of the previous step."
     if hasattr(actual, "mdl_vars"):
-        return "wanted are the mdl_vars of a state: give state.mdl_vars."
-    return "wanted is a dict of params and non_trainable: give state.mdl_vars."
+        return "expected the mdl_vars of a state: pass state.mdl_vars."
+    return "expected a dict of params and non_trainable: pass state.mdl_vars."
 
 
-def _is_of_numbers(x: Any) -> bool:
-    # A list of arrays is a tree; a list of Python numbers was meant as an array.
+def _is_list_of_numbers(x: Any) -> bool:
+    # A list of arrays is a tree, but a list of Python numbers was meant as an array.
     return isinstance(x, list) and not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))
 
 
@@ -213,7 +215,7 @@ def _described(value: Any) -> str:
 
 
 def _is_deleted(tree: Any) -> bool:
-    """Returns True if the first leaf is a deleted array; of a state that is its step."""
+    """Returns whether the first leaf, or the step of a TrainState, is a deleted array."""
     leaf = tree.step if hasattr(tree, "step") else next(iter(jax.tree.leaves(tree)), None)
     is_array = isinstance(leaf, jax.Array) and not is_traced(leaf)
     return is_array and leaf.is_deleted()

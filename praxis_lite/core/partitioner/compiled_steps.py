@@ -1,4 +1,4 @@
-"""The steps of a task on a mesh as objects: called, or traced and lowered for batches to come."""
+"""Step: a compiled step of a task on a mesh, to be called, traced or lowered."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -23,32 +23,32 @@ PyTree = Any
 
 
 class Step:
-    """A step of a task on a mesh, which compiles for each shape of batch that it is called with.
+    """A step of a task on a mesh, compiled once per batch shape.
 
-    It slices the padding off the arrays and the batch, reshards the inputs by rank and runs a pure
-    function.
+    It slices the padding off its arguments, reshards the inputs by rank and calls a pure function.
 
     Args:
-      name: its attribute of the Partitioner, such as "train_step".
-      title: the subject of a sentence: "A training step".
-      where: the task and the mesh.
-      layout: of the arrays that it is called with.
-      pure: called with unpadded arrays, inputs and a key, as if on a single device.
-      required_inputs: the leaves of a batch that the task reads.
-      check_rows: called with the shapes of a batch; raises ConfigError if the rows cannot be cut.
-      is_typed: Explicit axes of the mesh are types in it.
+      name: Name of the Partitioner's attribute, such as "train_step".
+      title: Subject for sentences, such as "A training step".
+      where: The task and the mesh.
+      layout: Layout of the arrays that the step is called with.
+      pure: Function of unpadded arrays, inputs and a key, as if on a single device.
+      required_inputs: Leaves of a batch that the task reads.
+      check_rows: Called with the shapes of a batch; raises ConfigError if its rows cannot be
+        divided.
+      is_typed: Whether the mesh's Explicit axes are part of array types in the step.
 
     Attributes:
-      where: the task and the mesh.
-      layout: of the arrays that it is called with.
-      function: the step before it is compiled, of the same arguments.
-      trains: it takes and returns all of the state; else it takes the weights alone.
-      untyped: once it is traced, by path of a layer why JAX has no types of its inside, where the
-        mesh has Explicit axes.
+      where: The task and the mesh.
+      layout: Layout of the arrays that the step is called with.
+      function: The step before compilation, with the same arguments.
+      trains: Whether the step takes and returns the complete state; otherwise it takes weights.
+      untyped: After tracing on a mesh with Explicit axes: by path, why JAX has no types inside a
+        layer.
     """
 
     trains: bool
-    _arrays: str  # Their name, in messages.
+    _arrays: str  # Name of the first argument, for messages.
     _may_lack_key = False
 
     def __init__(
@@ -63,43 +63,46 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """The name in reports and files: "train", "eval", "eval_examples" or "decode"."""
+        """The kind of the step in reports and files: "train", "eval", "eval_examples", "decode"."""
         return self.name.removesuffix("_step")
 
     def trace(self, *given: Any) -> jax.stages.Traced:
-        """Returns the step traced; the first call finds it traced.
+        """Traces the step; a later call of the same shapes reuses the trace.
 
         Args:
-          given: the shapes and types of a batch's rows; or all arguments of a call.
+          given: The shapes and dtypes of a batch's rows; or all arguments of a call.
+
+        Returns:
+          The traced step.
 
         Raises:
-          ConfigError: what a layer or the task refuses only when it is called, such as an
-            activation's mapping.
+          ConfigError: A layer or the task raises it when called, for example for the mapping of an
+            activation.
         """
         return self._compiled.trace(*(given if len(given) > 1 else self.abstract(*given)))
 
     def lower(self, *given: Any) -> jax.stages.Lowered:
-        """Returns the step lowered; `given` as of `trace`."""
+        """Traces and lowers the step; for `given`, see `trace`."""
         return self.trace(*given).lower()
 
     @property
     def program(self) -> Callable[..., Any]:
-        """The step as `jax.jit` returns it: no argument is checked before a call."""
+        """The step as returned by `jax.jit`, without checks of its arguments."""
         return self._compiled
 
     def num_compiled(self) -> int:
-        """Returns how many programs the calls have compiled."""
+        """Returns the number of programs that calls have compiled."""
         return self._compiled._cache_size()
 
     def check(self, arrays: PyTree, batch: Any, key: Any) -> None:
-        """Raises a ConfigError that names the wrong argument of a call, if any."""
+        """Raises a ConfigError that names the invalid argument of a call, if any."""
         mesh = self.where.mesh
         arguments.check_tree(self.layout, arrays, f"{self.name}: {self._arrays}", mesh)
         arguments.check_batch(batch, f"{self.name}: batch", mesh)
         arguments.check_key(key, f"{self.name}: key", self._may_lack_key)
 
     def check_batch(self, element_spec: PyTree) -> None:
-        """Raises a ConfigError if a batch's leaves disagree on rows, or a rank has no mapping."""
+        """Raises ConfigError if leaves disagree on the number of rows, or a rank has no mapping."""
         arguments.check_spec(element_spec, "check_batch")
         mesh = self.where.mesh
         abstract_global_batch(element_spec, mesh)
@@ -108,10 +111,10 @@ class Step:
         self._check_rows(element_spec)
 
     def abstract(self, element_spec: PyTree) -> tuple[PyTree, GlobalBatch, jax.ShapeDtypeStruct]:
-        """Returns the shapes of a call's arguments for batches of `element_spec`."""
+        """Returns the shapes and shardings of a call's arguments for batches of `element_spec`."""
         arguments.check_spec(element_spec, "trace")
         batch = abstract_global_batch(element_spec, self.where.mesh)
-        # Placed as `key` places it: the compiled program is then the one that calls find cached.
+        # With the sharding of `Partitioner.key`, so that calls reuse the compiled program.
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.where.replicated)
         return self.layout.abstract(self.where.mesh), batch, key
@@ -123,7 +126,7 @@ class Step:
         function.__name__ = f"_{self.name}"
         arrays, whole = self.layout.shardings(self.where.mesh), self.where.replicated
         self.function = function
-        # The batch's sharding is None, "as it comes": `global_batch` has placed it.
+        # The batch has no in_shardings, because `global_batch` has already placed it.
         self._compiled = jax.jit(
             without_xla_errors(function, also=also), in_shardings=(arrays, None, whole),
             out_shardings=(arrays, whole) if self.trains else whole,
@@ -134,14 +137,14 @@ class Step:
     def _computed(self, arrays: PyTree, batch: GlobalBatch, key: Any) -> Any:
         if self.required_inputs:
             self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
-        # What is on the host is fetched where it is needed, as late as that.
+        # Weights in host memory are transferred as late as possible, by the layers that read them.
         arrays = self.layout.unpad(arrays, but_on_host=True)
-        arrays = arrays if self.trains else self.layout.in_layers(arrays)
+        arrays = arrays if self.trains else self.layout.wrap_host_weights(arrays)
         return self._pure(arrays, self.where.inputs(batch), key)
 
 
 class TrainStep(Step):
-    """(state, batch, key) -> (state, outputs); the state that is passed in is donated."""
+    """The step (state, batch, key) -> (state, outputs), which donates the given state."""
 
     trains, _arrays = True, "state"
 
@@ -163,11 +166,11 @@ class TrainStep(Step):
 
 
 class StepOfWeights(Step):
-    """(mdl_vars, batch, key) -> outputs; the weights are kept.
+    """A step (mdl_vars, batch, key) -> outputs, which does not donate the weights.
 
     Args:
-      may_lack_key: without a key a fixed one is taken.
-      in_form: brings the weights of a call into the form of the layout.
+      may_lack_key: Whether the key is optional.
+      in_form: Converts the weights of a call to the step's layout.
     """
 
     trains, _arrays = False, "mdl_vars"

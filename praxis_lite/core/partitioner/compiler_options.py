@@ -1,4 +1,4 @@
-"""The options that XLA compiles steps with."""
+"""The XLA options that steps are compiled with."""
 
 import functools
 import re
@@ -8,37 +8,38 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, require_choice, warn_once
-from praxis_lite.core.sharding.devices.xla_options import not_known
+from praxis_lite.core.sharding.devices.xla_options import unknown_option_message
 from praxis_lite.core.sharding.mesh_config import TPUS, CompilerOptions
 
 _UNKNOWN = "No such compile option: "
 _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
-# Where a "?" ends an option's name, XLA may lack it: it is left out then, with a warning.
-# On TPU: no sums in place of products with one row, which read its memory at a third of its speed.
+# A "?" at the end of a name: the option is omitted, with a warning, if XLA does not have it.
+# On TPU: do not replace matmuls with one row by reductions, which read memory at a third of its
+# bandwidth.
 DECODING = {"xla_tpu_enable_dot_strength_reduction?": False}
-# On TPU: gradients of replicated weights are summed over devices once, after the loops over
-# layers and micro-batches, and not in their every turn. The bytes may be as many as they are.
+# On TPU: reduce gradients of replicated weights over devices once, after the loops over layers and
+# micro-batches, instead of in every iteration, whatever their size.
 ACCUMULATING = {"xla_while_loop_all_reduce_dus_code_motion_max_size_bytes?": 2**40}
 
 
 def init_options(mesh: Mesh) -> dict[str, Any] | None:
-    """Returns compiler options under which init, which runs once, compiles fast.
+    """Returns compiler options for init, which runs once and so should compile fast.
 
-    On CPU LLVM then takes 0.05 s for a random draw, not 0.5. At level 0 shards would round apart.
-    Each jaxlib has the option, so that nothing is compiled to ask.
+    On CPU, LLVM then compiles a random draw in 0.05 s instead of 0.5 s. Level 0 would round shards
+    differently. All jaxlib versions have this option, so it need not be tested.
     """
     return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else None
 
 
 def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] | None:
-    """Returns those of the mesh's devices, for `jax.jit`, or None if there are none.
+    """Returns the compiler options of a mesh's devices for `jax.jit`, or None if there are none.
 
-    A name that ends in "?" is returned without it, if XLA takes the option; else a warning reports
-    that it is left out, and why.
+    A "?" at the end of a name is removed if XLA accepts the option. Otherwise the option is
+    omitted, and a warning gives XLA's reason.
 
     Raises:
-      ConfigError: a platform has another name, or XLA does not know an option or takes another
-        value; nothing large was compiled.
+      ConfigError: A platform is unknown, or XLA rejects an option or its value. Only a constant was
+        compiled to find out.
     """
     options = options or {}
     for name in options:
@@ -46,32 +47,34 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
         require_choice("mesh.compiler_options: a platform or kind of TPU", name, choices)
     device = mesh.devices.flat[0]
     platform, kind = device.platform, TPUS.get(device.device_kind.lower(), "")
-    of_platform = _PLATFORM_OF.get(platform, platform)
+    generic_platform = _PLATFORM_OF.get(platform, platform)
     chosen, may_lack = {}, set()
-    for name, value in (*options.get(of_platform, {}).items(), *options.get(kind, {}).items()):
+    for name, value in (
+        *options.get(generic_platform, {}).items(), *options.get(kind, {}).items()
+    ):
         bare = name.removesuffix("?")
         chosen[bare] = value
         (may_lack.discard if bare == name else may_lack.add)(bare)
     where = f"mesh.compiler_options of {kind or platform}"
-    if not chosen or _refusal((*chosen.items(),), mesh) is None:
+    if not chosen or _rejection((*chosen.items(),), mesh) is None:
         return chosen or None
-    refused = {
+    rejected = {
         name: _sentences(text, mesh) for name, value in chosen.items()
-        if (text := _refusal(((name, value),), mesh))
+        if (text := _rejection(((name, value),), mesh))
     }
-    if mistakes := [said for name, said in refused.items() if name not in may_lack]:
+    if mistakes := [reason for name, reason in rejected.items() if name not in may_lack]:
         raise ConfigError(f"{where}: {' '.join(mistakes)} Fix mesh.compiler_options.")
-    for name, said in refused.items():
-        warn_once(f"{where}: {name}={chosen.pop(name)} is left out. {said}")
-    if chosen and (text := _refusal((*chosen.items(),), mesh)):
-        raise ConfigError(f"{where}: XLA refuses {chosen} together: {text}. Leave one out.")
+    for name, reason in rejected.items():
+        warn_once(f"{where}: {name}={chosen.pop(name)} is omitted. {reason}")
+    if chosen and (text := _rejection((*chosen.items(),), mesh)):
+        raise ConfigError(f"{where}: XLA rejects {chosen} together: {text}. Remove one of them.")
     return chosen or None
 
 
 def more_options(
     more: dict[str, Any], options: dict[str, Any] | None, mesh: Mesh
 ) -> dict[str, Any] | None:
-    """Returns options of steps, and more of ours for a TPU, before which the former count."""
+    """Returns `options` plus additional options for TPUs; `options` take precedence."""
     if mesh.devices.flat[0].platform != "tpu":
         return options
     more = {name: x for name, x in more.items() if name.removesuffix("?") not in (options or {})}
@@ -79,24 +82,25 @@ def more_options(
 
 
 @functools.cache
-def _refusal(options: tuple[tuple[str, Any], ...], mesh: Mesh) -> str | None:
-    """Returns XLA's reason to refuse options, or None if it compiles a constant with them."""
-    whole = NamedSharding(mesh, PartitionSpec())
+def _rejection(options: tuple[tuple[str, Any], ...], mesh: Mesh) -> str | None:
+    """Returns XLA's reason to reject options, or None if it compiles a constant with them."""
+    replicated = NamedSharding(mesh, PartitionSpec())
     try:
-        jax.jit(lambda: 0, out_shardings=whole, compiler_options=dict(options)).lower().compile()
+        constant = jax.jit(lambda: 0, out_shardings=replicated, compiler_options=dict(options))
+        constant.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         text = str(error).partition(": ")[2] or str(error)
         return text.strip().rstrip(".:")
     return None
 
 
-def _sentences(refusal: str, mesh: Mesh) -> str:
+def _sentences(rejection: str, mesh: Mesh) -> str:
     """Returns XLA's reason; for an unknown name, with the name to use instead."""
-    unknown = re.fullmatch(f"{_UNKNOWN}'(.*)'", refusal)
+    unknown = re.fullmatch(f"{_UNKNOWN}'(.*)'", rejection)
     if not unknown:
-        return f"{refusal}."
+        return f"{rejection}."
     package = "libtpu" if mesh.devices.flat[0].platform == "tpu" else "jaxlib"
-    return not_known(
+    return unknown_option_message(
         unknown[1], package,
-        lambda name: not (_refusal(((name, ""),), mesh) or "").startswith(_UNKNOWN),
+        lambda name: not (_rejection(((name, ""),), mesh) or "").startswith(_UNKNOWN),
     )

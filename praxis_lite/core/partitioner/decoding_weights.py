@@ -1,4 +1,4 @@
-"""The weights as decoding reads them: stacks as separate layers, in the form the task asks for."""
+"""Converts weights to the form that decoding reads: unstacked layers, or the task's format."""
 
 import dataclasses
 import functools
@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.core.models.layers_apart import LayersApart
 from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.models.stacked_weights import UnstackedLayers
 from praxis_lite.core.partitioner.arguments import check_tree
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.leaf_paths import path_of
@@ -17,37 +17,42 @@ from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import is_on_host, to_device
 
 PyTree = Any
-# From a layer's weight to the array, or arrays of the same rank, that are kept of it.
+# Converts a layer's weight to the array, or arrays of the same rank, that decoding stores.
 Stored = Callable[[jax.Array], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """The form of a weight in decoding."""
+    """The form of a weight in decoding.
 
-    num_apart: int  # Stacked dims that its layers are taken apart along.
-    stored: Stored | None  # None: a layer is kept as it is.
+    Attributes:
+      num_apart: Number of leading stacked dims along which the weight is unstacked.
+      stored: Conversion of a layer's weight; None: it is not converted.
+    """
 
-    def of(self, x: jax.Array) -> PyTree:
+    num_apart: int
+    stored: Stored | None
+
+    def convert(self, x: jax.Array) -> PyTree:
         layers = x.reshape(-1, *x.shape[self.num_apart :]) if self.num_apart else [x]
         stored = [layer if self.stored is None else self.stored(layer) for layer in layers]
-        return LayersApart(stored) if self.num_apart else stored[0]
+        return UnstackedLayers(stored) if self.num_apart else stored[0]
 
 
 class DecodingWeights:
-    """Brings weights into the form that decoding reads.
+    """Converts weights to the form that decoding reads.
 
-    A stack whose layers are split over devices stays a stack: a separate layer would be on all of
-    them.
+    A stack whose layers are split over devices stays stacked, because each unstacked layer would be
+    on all devices.
 
     Args:
-      layout: of the mdl_vars in training.
-      weight_specs: of the model.
-      mesh: of the arrays.
-      stored: by path, what is kept of a weight: see `Task.stored_for_decoding`.
+      layout: Layout of the mdl_vars in training.
+      weight_specs: Specs of the model's weights.
+      mesh: Mesh of the arrays.
+      stored: Conversions by path: see `Task.stored_for_decoding`.
 
     Attributes:
-      layout: of the mdl_vars in decoding.
+      layout: Layout of the mdl_vars in decoding.
     """
 
     def __init__(
@@ -63,36 +68,36 @@ class DecodingWeights:
             return _Form(0 if is_split else num, stored.get(path))
 
         def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, form: _Form) -> PyTree:
-            # Sizes that all differ tell which dim of the weight one of its form is.
+            # Use a different size for each dim, to recognize the weight's dims in its form.
             sizes = {3 + i: entry for i, entry in enumerate(spec[form.num_apart :])}
             like = jax.ShapeDtypeStruct((*x.shape[: form.num_apart], *sizes), x.dtype)
             return jax.tree.map(
                 lambda stored: PartitionSpec(*map(sizes.get, stored.shape)),
-                jax.eval_shape(form.of, like),
+                jax.eval_shape(form.convert, like),
             )
 
         self._forms = jax.tree.map_with_path(form, layout.specs)
-        shapes = jax.eval_shape(self.form_of, layout.shapes)
+        shapes = jax.eval_shape(self.convert_arrays, layout.shapes)
         specs = jax.tree.map(specs, layout.shapes, layout.specs, self._forms)
         self.layout = StateLayout(shapes, specs, layout.axis_sizes)
 
-    def form_of(self, tree: PyTree) -> PyTree:
-        """Returns a tree of arrays, of any sizes and mesh, in this form."""
-        return jax.tree.map(lambda x, form: form.of(x), tree, self._forms)
+    def convert_arrays(self, tree: PyTree) -> PyTree:
+        """Converts a tree of arrays with any sizes and shardings."""
+        return jax.tree.map(lambda x, form: form.convert(x), tree, self._forms)
 
-    def of(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
-        """Returns weights in this form: those of training, or in this form already.
+    def convert(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
+        """Converts the weights of training; weights in this form already are returned unchanged.
 
-        Weights that stay as they are are the same arrays. The others are copied, one after the
-        other.
+        Weights that need no conversion are the same arrays. The others are copied one by one.
 
         Args:
-          name: of the argument, for messages.
-          donates: a weight is deleted once its copy is there: the memory of one weight more is
-            needed at a time, and not of all.
+          mdl_vars: The weights.
+          name: Name of the argument, for messages.
+          donates: Whether to delete each weight once its copy exists, so that only one weight is in
+            memory twice.
 
         Raises:
-          ConfigError: they are not this model's; names a leaf.
+          ConfigError: They are not this model's weights; the message names a leaf.
         """
         if self.layout.is_of(mdl_vars):
             return mdl_vars
@@ -113,6 +118,6 @@ class DecodingWeights:
 
 @functools.cache
 def _in_form(form: _Form, treedef: Any, *shardings: NamedSharding) -> Callable[[jax.Array], PyTree]:
-    """Returns a compiled function from a weight to its form, laid out as given."""
-    placed = jax.tree.unflatten(treedef, shardings)
-    return jax.jit(lambda x: form.of(to_device(x)), out_shardings=placed)
+    """Returns a compiled function that converts a weight to its form with given shardings."""
+    shardings_tree = jax.tree.unflatten(treedef, shardings)
+    return jax.jit(lambda x: form.convert(to_device(x)), out_shardings=shardings_tree)

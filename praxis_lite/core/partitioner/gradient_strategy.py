@@ -1,4 +1,4 @@
-"""How a batch's gradients and metrics are made on a mesh: by the compiler, or by a strategy."""
+"""How gradients and metrics are computed on a mesh: by the compiler, or by a strategy."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,19 +16,20 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """The functions that make a step's gradients and metrics; by default XLA splits them.
+    """The functions that compute a step's gradients and metrics; by default XLA partitions them.
 
-    It is a strategy, too: the same functions for any task and mesh.
+    An instance is also a GradientStrategy, with the same functions for any task and mesh.
 
     Attributes:
-      value_and_grad: as that of `accumulation`.
-      evaluate: a pure eval step, as `steps.eval_step`.
-      check_rows: called with the shapes of a batch and the number of micro-batches; raises
+      value_and_grad: See `accumulation.value_and_grad`.
+      evaluate: A pure eval step, see `steps.eval_step`.
+      check_rows: Called with the shapes of a batch and the number of micro-batches; raises
         ConfigError if the rows cannot be divided.
-      num_parts: the number of devices that have separate rows and keys; None: the batch is one.
-      num_micro_batches: called with a batch and its number of micro-batches of accumulation;
-        returns into how many N it cuts the batch in all, row r into r % N. None: into those.
-      sums_in_a_loop: gradients are summed in a loop, without accumulation too.
+      num_parts: Number of devices with separate rows and keys; None: the batch is not divided.
+      num_micro_batches: Called with a batch and its number of micro-batches of accumulation;
+        returns the total number N of parts, where row r is in part r % N. None: the number of
+        micro-batches.
+      sums_in_a_loop: Whether gradients are summed in a loop even without accumulation.
     """
 
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad
@@ -39,20 +40,22 @@ class Gradients:
     sums_in_a_loop: bool = False
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> "Gradients":
-        """Returns itself."""
+        """Returns this object."""
         return self
 
 
 class GradientStrategy(Protocol):
-    """Makes `Gradients` for a task on a mesh; it is made before there is a mesh."""
+    """Creates `Gradients` for a task on a mesh."""
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
-        """Returns the functions of a task on a mesh.
+        """Returns the functions for a task on a mesh.
 
         Args:
-          layout: of the weights, `{"params": ..., "non_trainable": ...}`.
-          learner: bound to the weights.
+          task: The task.
+          mesh: The mesh, with Auto axes.
+          layout: Layout of the weights, `{"params": ..., "non_trainable": ...}`.
+          learner: Learner bound to the weights.
 
         Raises:
-          ConfigError: the mesh, or a weight's split, is not one that the strategy can take.
+          ConfigError: The strategy does not support the mesh, or the split of a weight.
         """

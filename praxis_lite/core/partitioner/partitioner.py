@@ -1,4 +1,4 @@
-"""A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
+"""Partitioner: a task on a mesh, with sharded init and compiled train, eval and decode steps."""
 
 import functools
 import operator
@@ -38,29 +38,29 @@ PyTree = Any
 
 
 class Partitioner:
-    """Compiles a task's steps for a mesh; any mesh, an unattached topology's included.
+    """Compiles a task's steps for a mesh; the mesh's devices need not be attached.
 
-    Its steps are objects (`Step`): to be called, or traced and lowered for the shapes of a batch.
+    Steps are `Step` objects, which can be called, or traced and lowered for the shapes of a batch.
 
     Args:
-      task: the single-device view.
-      mesh: its Explicit axes are types of arrays in the train and eval steps. The state is on the
-        mesh of the same devices with Auto axes.
-      gradients: how gradients and metrics are made, such as by ExplicitCollectives of
-        `praxis_lite.core.collectives`; None: XLA splits what one device would do.
-      compiler_options: as of `MeshConfig`.
+      task: The task, written as if for a single device.
+      mesh: Its Explicit axes become part of array types inside train and eval steps. The state is
+        on the mesh of the same devices with Auto axes.
+      gradients: Strategy for computing gradients and metrics, such as ExplicitCollectives of
+        `praxis_lite.core.collectives`; None: XLA partitions the single-device computation.
+      compiler_options: See `MeshConfig`.
 
     Attributes:
-      mesh: with Auto axes, of the state's arrays.
+      mesh: Mesh of the state's arrays, with Auto axes.
       layout: StateLayout of the TrainState.
-      learner: the task's, bound to the weights.
-      gradients: the functions that make gradients and metrics, of the strategy that was given.
-      init: (key) -> TrainState, each array made in its shards.
-      compiler_options: that the steps are compiled with on this mesh; None: there are none.
-      train_options: those of the train step, with what micro-batches need.
+      learner: The task's learner, bound to its weights.
+      gradients: The strategy's functions for gradients and metrics.
+      init: (key) -> TrainState; each array is created in its shards.
+      compiler_options: Compiler options of the steps on this mesh; None: there are none.
+      train_options: Compiler options of the train step, including those for micro-batches.
 
     Raises:
-      ConfigError: a weight's split does not fit, or XLA does not know a compiler option; before
+      ConfigError: A weight's split does not fit, or XLA rejects a compiler option; raised before
         anything compiles.
     """
 
@@ -73,7 +73,7 @@ class Partitioner:
         self.task, self.mesh = task, mesh
         self._num_ids = dict(task.num_ids())
         self.where = where = TaskOnMesh(task, mesh, explicit_axes)
-        with where.tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
+        with where.tracing():  # Initializing a Linen module runs it, and its code may use the mesh.
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
         self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
@@ -82,8 +82,10 @@ class Partitioner:
         self.train_options = self.compiler_options
         if task.learner.gradient_accumulation_steps > 1 or self.gradients.sums_in_a_loop:
             self.train_options = more_options(ACCUMULATING, self.compiler_options, mesh)
-        placed = {"out_shardings": self.layout.shardings(mesh)}
-        self.init = jax.jit(self._init, compiler_options=init_options(mesh), **placed)
+        out_shardings = self.layout.shardings(mesh)
+        self.init = jax.jit(
+            self._init, compiler_options=init_options(mesh), out_shardings=out_shardings
+        )
         self._eval_params = jax.jit(
             self._eval_params_of_state, static_argnames="use_ema",
             out_shardings=self._mdl_layout.shardings(mesh)["params"],
@@ -91,12 +93,13 @@ class Partitioner:
 
     @functools.cached_property
     def train_step(self) -> TrainStep:
-        """The step (state, GlobalBatch, key) -> (state, outputs), which donates its state."""
+        """The step (state, GlobalBatch, key) -> (state, outputs), which donates the state."""
         return TrainStep(
             self.where, self.layout,
             functools.partial(
                 steps.train_step, self.task, learner=self.learner,
-                value_and_grad=self.gradients.value_and_grad, in_layers=self._mdl_layout.in_layers,
+                value_and_grad=self.gradients.value_and_grad,
+                wrap_host_weights=self._mdl_layout.wrap_host_weights,
             ),
             required_inputs=self.task.required_inputs,
             check_rows=functools.partial(
@@ -108,17 +111,17 @@ class Partitioner:
 
     @functools.cached_property
     def eval_step(self) -> StepOfWeights:
-        """The step (mdl_vars, GlobalBatch, key) -> the metrics of a batch, on every device.
+        """The step (mdl_vars, GlobalBatch, key) -> metrics, replicated.
 
-        Without a key it takes a fixed one.
+        The key is optional.
         """
         return self._eval_step("eval_step", lambda metrics, examples, inputs: metrics)
 
     @functools.cached_property
     def eval_examples(self) -> StepOfWeights:
-        """The step of `eval_step`'s arguments -> metrics, outputs [B, ...] by name, and bool [B].
+        """The step of `eval_step`'s arguments -> (metrics, outputs [B, ...] by name, bool [B]).
 
-        The last is False for padding rows.
+        The bools are False for padding rows.
         """
         return self._eval_step(
             "eval_examples", lambda metrics, examples, inputs: (
@@ -138,69 +141,78 @@ class Partitioner:
         )
 
     @functools.cached_property
-    def decode_options(self) -> dict[str, Any] | None:  # For programs that decode.
+    def decode_options(self) -> dict[str, Any] | None:
+        """Compiler options of programs that decode."""
         return more_options(DECODING, self.compiler_options, self.mesh)
 
     @functools.cached_property
-    def decoding_weights(self) -> DecodingWeights:  # Training has no use for it.
+    def decoding_weights(self) -> DecodingWeights:
+        """The conversion of weights to the form that decoding reads."""
         specs, stored = self.task.model.weight_specs(), self.task.stored_for_decoding()
         return DecodingWeights(self._mdl_layout, specs, self.mesh, stored)
 
     @functools.cached_property
     def decode_step(self) -> StepOfWeights:
-        """The step (mdl_vars, GlobalBatch, key) -> outputs, a row per real row of the batch.
+        """The step (mdl_vars, GlobalBatch, key) -> outputs with a row per real row of the batch.
 
-        Weights that are not `for_decoding` it brings into that form at each call.
+        Weights that `for_decoding` has not converted are converted in each call.
         """
         return StepOfWeights(
             "decode_step", "A decoding step", self.where, self.decoding_weights.layout,
             functools.partial(steps.decode_step, self.task),
             required_inputs=self.task.required_decode_inputs, may_lack_key=False,
             check_rows=lambda element_spec: None, compiler_options=self.decode_options,
-            is_typed=False,  # JAX has no type of a cache that is written at a place of its own.
-            in_form=lambda mdl_vars: self.decoding_weights.of(mdl_vars, "decode_step: mdl_vars"),
+            is_typed=False,  # JAX has no type for a cache written at a different index per row.
+            in_form=lambda mdl_vars: self.decoding_weights.convert(
+                mdl_vars, "decode_step: mdl_vars"
+            ),
         )
 
     def for_decoding(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
-        """Returns weights in the form that decoding reads: layers of a stack apart.
+        """Converts weights to the form that decoding reads: unstacked, and in the Decoder's format.
 
-        `decode_step` and programs of `with_mdl_vars` take them, stored as `Decoder` settings say.
+        `decode_step` and programs of `with_mdl_vars` accept the result.
 
         Args:
-          donates: each weight is deleted once its copy exists; otherwise both stay in memory.
+          mdl_vars: Weights of a state.
+          donates: Whether to delete each weight once its copy exists; otherwise both stay in
+            memory.
 
         Raises:
-          ConfigError: mdl_vars are not this Partitioner's.
+          ConfigError: mdl_vars are not weights of this Partitioner.
         """
-        return self.decoding_weights.of(mdl_vars, "for_decoding: mdl_vars", donates=donates)
+        name = "for_decoding: mdl_vars"
+        return self.decoding_weights.convert(mdl_vars, name, donates=donates)
 
     @property
     def steps(self) -> dict[str, Step]:
-        """The steps by their kinds: "train", "eval", "eval_examples" and "decode"."""
-        result = (self.train_step, self.eval_step, self.eval_examples, self.decode_step)
-        return {step.kind: step for step in result}
+        """The steps by kind: "train", "eval", "eval_examples" and "decode"."""
+        steps = (self.train_step, self.eval_step, self.eval_examples, self.decode_step)
+        return {step.kind: step for step in steps}
 
     def key(self, seed: int) -> jax.Array:
-        """Returns the run's key, on every device."""
+        """Returns the key of a run, replicated."""
         return replicated_key(jax.random.key(seed), self.mesh)
 
     def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
-        """Returns the key to evaluate or decode with, on every device.
+        """Returns the key for evaluating or decoding a batch, replicated.
 
         Args:
-          seed, step, batch: the run's, that of the weights, and the batch's index in its dataset.
+          seed: Seed of the run.
+          step: Step of the weights.
+          batch: Index of the batch in its dataset.
         """
-        # `fold_in` would round a float silently; `index` refuses it.
+        # `fold_in` would silently round a float; `operator.index` rejects it.
         key = jax.random.fold_in(jax.random.key(seed), operator.index(step))
         key = jax.random.fold_in(key, operator.index(batch))
         return replicated_key(key, self.mesh)
 
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
-        """Returns a process's NumPy rows as global arrays; see `sharding.global_batch`.
+        """Returns this process's NumPy rows as global arrays; see `batch_sharding.global_batch`.
 
         Raises:
-          ConfigError: a leaf is not an array, or has an id that the model does not have; the leaves
-            disagree on their rows.
+          ConfigError: A leaf is not an array, or has an id that the model does not have; or the
+            leaves disagree on their number of rows.
         """
         arguments.check_rows(inputs, "global_batch", self._num_ids)
         return global_batch(inputs, self.mesh, num_rows)
@@ -210,14 +222,14 @@ class Partitioner:
         return process_rows(num_rows, self.mesh)
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
-        """Returns the mdl_vars to evaluate and decode with: a state's own, or averages of them.
+        """Returns the mdl_vars to evaluate and decode with: those of a state, or averages.
 
         Args:
-          state: only `Learner.eval_opt_states` of its opt_states are read.
-          use_ema: take the moving averages that the learner keeps.
+          state: A TrainState. Of its opt_states, only `Learner.eval_opt_states` are read.
+          use_ema: Whether to return the moving averages of the learner.
 
         Raises:
-          ConfigError: `use_ema`, but the learner keeps no averages.
+          ConfigError: `use_ema` is set, but the learner has no averages.
         """
         arguments.check_type(self.layout, state, "eval_mdl_vars: state")
         names = self.task.learner.eval_opt_states(self.layout.shapes.opt_states, use_ema=use_ema)
@@ -231,17 +243,20 @@ class Partitioner:
         self, function: Callable[..., Any], static_argnums: int | Sequence[int] = (),
         *, has_splits: bool = False,
     ) -> Callable[..., Any]:
-        """Wraps `function`, of logical shapes, to take padded mdl_vars, `for_decoding` or not.
+        """Wraps a function of unpadded weights so that it takes padded mdl_vars.
 
-        To be compiled by `jax.jit` with the same `static_argnums`, for other steps than the three
-        here. A GlobalBatch among the arguments reaches `function` as its inputs. XLA
-        chooses the layout of other arguments and of the results, see `padding.evenly`.
+        Compile the result with `jax.jit` and the same `static_argnums`, for computations other than
+        the steps here. Weights converted by `for_decoding` are accepted, too. GlobalBatches among
+        the arguments are passed to `function` as their inputs. XLA chooses the sharding of other
+        arguments and of the results, see `padding.evenly`.
 
         Args:
-          has_splits: arguments and results have splits already, and are left as they are.
+          function: Function of unpadded weights and `args`.
+          static_argnums: As for `jax.jit`.
+          has_splits: Whether arguments and results already have shardings, which are not changed.
 
         Raises:
-          ConfigError: mdl_vars are not this Partitioner's.
+          ConfigError: mdl_vars are not weights of this Partitioner.
         """
         lay_out = (lambda tree: tree) if has_splits else evenly
 

@@ -1,4 +1,4 @@
-"""Pure train, eval and decode steps, as if on a single device."""
+"""Pure train, eval and decode steps, written as if for a single device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +20,12 @@ __all__ = ("eval_step", "train_step")
 
 
 def init_state(task: Task, key: jax.Array, learner: BoundLearner | None = None) -> TrainState:
-    """Returns a fresh state: variables drawn at their logical shapes, empty slots, step 0.
+    """Returns a fresh state: initialized variables of logical shapes, empty slots, step 0.
 
     Args:
-      learner: bound to the weights; None: to those that the model declares, without a mesh.
+      task: The task.
+      key: Key for the variables.
+      learner: Learner bound to the weights; None: it is bound without a mesh.
     """
     mdl_vars = task.model.init(key)
     opt_states = (learner or _bound_learner(task)).init(mdl_vars["params"])
@@ -42,15 +44,18 @@ def train_step(
     *,
     learner: BoundLearner | None = None,
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
-    in_layers: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
+    wrap_host_weights: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state after an update, and metrics.
 
     Args:
-      key: of the whole run; the step is folded into it.
-      learner: as of `init_state`.
-      value_and_grad: how gradients are made and summed.
-      in_layers: brings mdl_vars into the form that the model takes.
+      task: The task.
+      state: The state before the update.
+      inputs: Rows of a batch, without padding.
+      key: Key of the run; the step is folded into it.
+      learner: See `init_state`.
+      value_and_grad: Computes gradients and metrics of a batch.
+      wrap_host_weights: Converts mdl_vars to the form that the model accepts.
 
     Returns:
       The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
@@ -60,7 +65,7 @@ def train_step(
     learner, groups = bound.learner, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     trainable, frozen = groups.split(params)
-    if learner.variational_noise is not None:  # Of the weights that are differentiated only.
+    if learner.variational_noise is not None:  # Only for weights that are differentiated.
         trainable = learner.variational_noise.apply(trainable, key, state.step)
     is_scaled = learner.loss_scale is not None
     scale = state.opt_states["loss_scale"]["scale"] if is_scaled else jnp.ones(())
@@ -69,12 +74,12 @@ def train_step(
         fixed: dict[str, Any], trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict, Any]]:
         params = merged(trainable, fixed["frozen"])
-        mdl_vars = in_layers({"params": params, "non_trainable": non_trainable})
+        mdl_vars = wrap_host_weights({"params": params, "non_trainable": non_trainable})
         module = task.module(mdl_vars, key)
         metrics, _ = task.outputs(task.compute_loss, module, task.cast_inputs(inputs), key)
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
-        metrics = {**metrics, **tallies.counted(task.model.tallies(module))}
+        metrics = {**metrics, **tallies.as_metrics(task.model.tallies(module))}
         return scaled_loss, (metrics, task.model.non_trainable(module))
 
     metrics, new_non_trainable, grads = value_and_grad(
@@ -83,17 +88,17 @@ def train_step(
         inputs_split_mapping=task.inputs_split_mapping,
         lay_out=groups.lay_out,
     )
-    metrics, sums = tallies.taken(metrics)
+    metrics, sums = tallies.pop_tallies(metrics)
     if is_scaled:
         grads = jax.tree.map(lambda g: g / scale, to_device(grads))
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )
-    # A skipped step leaves no trace: NaN in a running mean would stay forever.
+    # A skipped step must not change the state: NaN in a running mean would stay forever.
     def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_skipped, old, typed_as(new, old))
 
-    # These weights have no gradient, so the learner's update of them is replaced.
+    # These weights have no gradient, so the learner's update of them is discarded.
     moved = task.model.moved(params, sums)
     new_params = jax.tree.map(
         lambda new, old, m: new if m is old else unless_skipped(m, old), new_params, params, moved
@@ -109,10 +114,13 @@ def train_step(
 def eval_step(
     task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array | None = None
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Returns metrics, name -> (value, weight), without dropout; and the per-example outputs.
+    """Returns metrics, name -> (value, weight), without dropout, and per-example outputs.
 
     Args:
-      key: of the batch and the step of the weights; None: one that is always the same.
+      task: The task.
+      mdl_vars: Weights to evaluate.
+      inputs: Rows of a batch, without padding.
+      key: Key derived from the batch and the step of the weights; None: a constant key.
     """
     key = jax.random.key(0) if key is None else key
     module = task.module(mdl_vars, eval_key=key)
@@ -120,5 +128,5 @@ def eval_step(
 
 
 def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
-    """Returns the task's decoded outputs, a row per example; `key` as in `eval_step`."""
+    """Returns the task's decoded outputs with a row per example; for `key`, see `eval_step`."""
     return task.decode(task.module(mdl_vars, eval_key=key), task.cast_inputs(inputs), key)

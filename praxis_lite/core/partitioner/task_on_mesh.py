@@ -1,4 +1,4 @@
-"""A task on a mesh: the context that its programs are traced in, and a batch as they see it."""
+"""TaskOnMesh: the context in which a task's programs are traced, and the batches they see."""
 
 import contextlib
 import dataclasses
@@ -10,17 +10,17 @@ from flax.core import spmd
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.models.layer_paths import naming_the_layer
+from praxis_lite.core.models.layer_paths import prefix_layer_path
 from praxis_lite.core.sharding.batch_sharding import (
     GlobalBatch,
     batch_spec,
+    drop_padding_rows,
     reshard_by_rank,
-    true_rows,
 )
 from praxis_lite.core.sharding.devices.axis_types import (
     check_divides,
-    has_no_type,
-    noting,
+    collect_untyped_notes,
+    is_type_error,
     only_axes,
 )
 from praxis_lite.core.sharding.leaf_paths import path_of
@@ -37,8 +37,9 @@ class TaskOnMesh:
     """A task and the mesh that its programs are compiled for.
 
     Attributes:
-      mesh: of Auto axes.
-      explicit_axes: of them, those that are Explicit inside the steps that are typed.
+      task: The task.
+      mesh: The mesh, with Auto axes.
+      explicit_axes: The axes that are Explicit inside typed steps.
     """
 
     task: Task
@@ -51,32 +52,34 @@ class TaskOnMesh:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Sets the mesh while a program is traced, so that no caller has to and no call pays."""
+        """Sets the mesh while a program is traced, so that callers need not set it."""
         with (
-            naming_the_layer(),
+            prefix_layer_path(),
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
             flax_axis_rules(self.task.weight_sharding),
         ):
             yield
 
     def inputs(self, batch: GlobalBatch) -> PyTree:
-        """Returns a batch's real rows, resharded by rank, in a program."""
+        """Returns a batch's real rows, resharded by rank, inside a program."""
         axis_names = self.mesh.axis_names
-        inputs = true_rows(batch, axis_names)
+        inputs = drop_padding_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
 
     def typed(
         self, pure: Callable[..., Any], specs: PyTree, notes: dict[str, str]
     ) -> Callable[..., Any]:
-        """Returns a pure step (arrays, inputs, key) in which Explicit axes are types of arrays.
+        """Returns a pure step (arrays, inputs, key) in which Explicit axes are part of array types.
 
-        Without such axes it is `pure` itself.
+        Without Explicit axes it is `pure` itself.
 
         Args:
-          specs: of the arrays, extended to their ranks.
-          notes: filled with reasons by the paths of layers that have no types inside.
+          pure: The step, as if on a single device.
+          specs: Specs of the arrays, extended to their ranks.
+          notes: Filled with reasons why layers have no types inside, by the layers' paths.
 
-        The function raises a ConfigError if an Explicit axis does not divide what it splits.
+        Returns:
+          The step. It raises ConfigError if an Explicit axis does not divide a dim that it splits.
         """
         if not self.explicit_axes:
             return pure
@@ -93,25 +96,25 @@ class TaskOnMesh:
             return only_axes(spec, self.explicit_axes)
 
         def typed(arrays: PyTree, inputs: PyTree, key: Any) -> Any:
-            of_inputs = jax.tree.map(spec_of_rows, inputs)
+            input_specs = jax.tree.map(spec_of_rows, inputs)
             types = (
                 jax.tree.map_with_path(type_of, arrays, specs),
-                jax.tree.map_with_path(type_of, inputs, of_inputs),
+                jax.tree.map_with_path(type_of, inputs, input_specs),
                 jax.tree.map(lambda _: PartitionSpec(), key),
             )
             explicit = jax.sharding.explicit_axes(pure, axes=self.explicit_axes, in_sharding=types)
             notes.clear()
             try:
-                with noting(notes):
+                with collect_untyped_notes(notes):
                     return explicit(arrays, inputs, key)
             except Exception as error:
-                if not has_no_type(error) or isinstance(error, ConfigError):
+                if not is_type_error(error) or isinstance(error, ConfigError):
                     raise
                 line = user_line(error)
-                place = f" in {line.filename}:{line.lineno} ({line.line})" if line else ""
+                location = f" in {line.filename}:{line.lineno} ({line.line})" if line else ""
                 raise ConfigError(
-                    f"JAX has no type of a result{place} over the Explicit axes "
-                    f"{self.explicit_axes}: {error} Say it there (out_sharding=, "
+                    f"JAX has no type for a result{location} over the Explicit axes "
+                    f"{self.explicit_axes}: {error} Specify it there (out_sharding=, "
                     "jax.sharding.reshard), compute it by praxis_lite.core.untyped, or set "
                     "mesh.axis_types=auto."
                 ) from error
@@ -121,13 +124,13 @@ class TaskOnMesh:
 
 @contextlib.contextmanager
 def flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
-    """Sets the job's logical axis rules as Flax's, for what constrains activations by names.
+    """Sets the job's logical axis rules as Flax's rules for constraints of activations.
 
-    `nn.with_logical_constraint` and NNX's metadata read them while a step is traced. Without rules
-    nothing is set, and the caller's own context stays.
+    `nn.with_logical_constraint` and NNX's metadata use them while a step is traced. If the job has
+    no rules, the caller's own rules stay in effect.
 
     Raises:
-      ConfigError: a rule has an axis that the mesh of the context, if any, does not have.
+      ConfigError: A rule uses an axis that the current mesh, if any, does not have.
     """
     rules = weight_sharding.rules_in_use if weight_sharding is not None else ()
     mesh = jax.sharding.get_abstract_mesh()

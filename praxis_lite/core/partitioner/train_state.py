@@ -1,4 +1,4 @@
-"""The state of training, and its layout: shapes, specs and padded shapes as an object."""
+"""TrainState, the state of training, and StateLayout: its shapes, specs and padded shapes."""
 
 import dataclasses
 import math
@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.slots import slot_memory, slot_specs
 from praxis_lite.core.learner.update import BoundLearner
-from praxis_lite.core.models.layers_apart import HostWeight
 from praxis_lite.core.models.model import abstract_mdl_vars, spec_leaves
+from praxis_lite.core.models.stacked_weights import HostWeight
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import DEVICE, HOST, is_on_host, to_device, to_host
@@ -28,12 +28,12 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What training carries from step to step; Pax's fields.
+    """The state of training, with Pax's fields.
 
     Attributes:
-      step: int32 scalar: steps made, skipped ones included.
+      step: Int32 scalar: number of steps, including skipped ones.
       mdl_vars: `{"params": ..., "non_trainable": ...}`, nested dicts of arrays.
-      opt_states: of `Learner.init`: counts, `"slots"` by group, what else is set.
+      opt_states: Result of `BoundLearner.init`: counts, `"slots"` by group, and optional states.
     """
 
     step: Any
@@ -43,7 +43,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """An array's layout: its place in the tree and on the mesh, and what decided it."""
+    """The layout of an array: its path, its sharding on the mesh, and what decided it."""
 
     path: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class LeafLayout:
     memory_kind: str = DEVICE
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
-        """Returns the array's sharding and memory on a mesh."""
+        """Returns the array's sharding, including its memory kind, on a mesh."""
         return sharding_of(self.spec, self.memory_kind, mesh)
 
     @property
@@ -64,28 +64,28 @@ class LeafLayout:
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes of a device's part, in its own memory or in the host's."""
+        """Size of a device's shard in bytes, in device or host memory."""
         return math.prod(self.padded_shape) * self.dtype.itemsize // self.num_shards
 
     @property
     def padding_share(self) -> float:
-        """The share of the stored elements that are padding."""
+        """Fraction of the stored elements that are padding."""
         padded = math.prod(self.padded_shape)
         return 1.0 - math.prod(self.shape) / padded if padded else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """The place of each leaf of a tree: pads, slices, places and reports.
+    """The layout of each leaf of a tree, with methods to pad, slice and place the tree.
 
     Attributes:
-      shapes: tree of ShapeDtypeStruct: the logical, unpadded shapes.
-      specs: the same tree of PartitionSpec, extended to each leaf's rank.
-      axis_sizes: devices along each mesh axis, in the mesh's order.
-      declared_by: what decided the split of a weight, by its path in the tree.
-      notes: sentences on weights left replicated and names that were dropped.
-      memory_kinds: the same tree of "device" or "pinned_host"; None: all are on the devices.
-      forms: by path, of weights that have several leaves, the arrays that are kept of each.
+      shapes: Tree of ShapeDtypeStruct with logical (unpadded) shapes.
+      specs: Tree of PartitionSpec, extended to each leaf's rank.
+      axis_sizes: Number of devices along each mesh axis, in the mesh's order.
+      declared_by: What decided the split of a weight, by its path in the tree.
+      notes: Sentences on replicated weights and dropped names.
+      memory_kinds: Tree of "device" or "pinned_host"; None: all arrays are in device memory.
+      forms: By path, for weights that are stored as several arrays: how they are packed.
     """
 
     shapes: PyTree
@@ -108,7 +108,7 @@ class StateLayout:
 
     @property
     def padded_shapes(self) -> PyTree:
-        """The tree of ShapeDtypeStruct that arrays have wherever they cross a jit boundary."""
+        """The tree of ShapeDtypeStructs that arrays have at a jit boundary."""
 
         def padded(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(padded_shape(x.shape, spec, self.axis_sizes), x.dtype)
@@ -121,17 +121,18 @@ class StateLayout:
         return jax.tree.unflatten(structure, [sharding_of(*item, mesh) for item in kinds])
 
     def abstract(self, mesh: Mesh) -> PyTree:
-        """Returns padded ShapeDtypeStructs with their shardings: what to lower or restore for."""
+        """Returns padded ShapeDtypeStructs with shardings, for lowering or restoring."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             self.padded_shapes, self.shardings(mesh),
         )
 
     def pad(self, tree: PyTree, *, only_on_host: bool = False) -> PyTree:
-        """Returns `tree` padded, each leaf in its memory; a leaf that is already stays as it is.
+        """Pads `tree` and moves each leaf to its memory; leaves already in this form are unchanged.
 
         Args:
-          only_on_host: only leaves whose place is the host's memory.
+          tree: Arrays with logical or padded shapes.
+          only_on_host: Whether to process only leaves that belong in host memory.
         """
         leaves, structure = jax.tree.flatten(tree)
         specs, kinds = jax.tree.leaves(self.specs), self._kinds
@@ -141,28 +142,28 @@ class StateLayout:
         return jax.tree.unflatten(structure, [to_host(x) if k == HOST else x for x, k in padded])
 
     def unpad(self, tree: PyTree, *, but_on_host: bool = False) -> PyTree:
-        """Returns `tree` without padding, on the device.
+        """Returns `tree` without padding, in device memory.
 
         Args:
-          but_on_host: leaves in the host's memory stay there, padded, until they are fetched by
-            another call.
+          tree: Arrays with padded shapes.
+          but_on_host: Whether leaves in host memory stay there, padded.
         """
         shapes = self.shapes
         if but_on_host:
             shapes = jax.tree.map(lambda x, shape: x if is_on_host(x) else shape, tree, shapes)
         return unpad_tree(tree if but_on_host else to_device(tree), shapes, self.specs)
 
-    def in_layers(self, tree: PyTree) -> PyTree:
-        """Returns `tree` as models take it: its leaves on the host as `HostWeight`s."""
-        if not self.has_host_memory:  # A strategy may have other leaves than arrays.
+    def wrap_host_weights(self, tree: PyTree) -> PyTree:
+        """Wraps leaves in host memory as `HostWeight`s, as models accept them."""
+        if not self.has_host_memory:  # A gradient strategy may use leaves that are not arrays.
             return tree
         return jax.tree.map(
-            lambda x, of, spec: HostWeight(x, of.shape, spec) if is_on_host(x) else x,
+            lambda x, shape, spec: HostWeight(x, shape.shape, spec) if is_on_host(x) else x,
             tree, self.shapes, self.specs,
         )
 
     def is_of(self, tree: PyTree) -> bool:
-        """Returns True if a tree has this structure, and leaves of these dtypes."""
+        """Returns whether a tree has this structure and leaves of these dtypes."""
         leaves, structure = jax.tree.flatten(tree)
         expected, expected_structure = jax.tree.flatten(self.shapes)
         return structure == expected_structure and all(
@@ -180,14 +181,14 @@ class StateLayout:
         return dataclasses.replace(layout, forms=forms)
 
     def mapped(self, function: Callable[[PyTree], PyTree]) -> "StateLayout":
-        """Returns the layout of some of the leaves, as `function` chooses them of a tree."""
+        """Returns the layout of the leaves that `function` selects from a tree."""
         kinds = None if self.memory_kinds is None else function(self.memory_kinds)
         return StateLayout(
             function(self.shapes), function(self.specs), self.axis_sizes, memory_kinds=kinds
         )
 
     def leaves(self) -> Iterator[LeafLayout]:
-        """Yields each leaf's layout in the tree's order."""
+        """Yields each leaf's LeafLayout in the tree's order."""
         leaves, specs = leaves_with_path(self.shapes), jax.tree.leaves(self.specs)
         for (path, x), spec, kind in zip(leaves, specs, self._kinds, strict=True):
             axes = [axis for entry in spec for axis in axes_of(entry)]
@@ -201,26 +202,26 @@ class StateLayout:
 
 
 def sharding_of(spec: PartitionSpec, memory_kind: str, mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of an array in a memory of a mesh's devices."""
-    # The device's memory is the default, and is not named: some backends have only one.
+    """Returns the sharding of an array in a memory space of a mesh's devices."""
+    # Device memory is the default and is not named, because some backends have only one kind.
     return NamedSharding(mesh, spec, **({"memory_kind": HOST} if memory_kind == HOST else {}))
 
 
 def layout_and_learner(
     task: Task, axis_sizes: Mapping[str, int]
 ) -> tuple[StateLayout, BoundLearner]:
-    """Returns the layout of a task's TrainState on a mesh, and the learner of its weights.
+    """Returns the layout of a task's TrainState on a mesh, and its bound learner.
 
-    No array is made.
+    No array is created.
 
     Args:
-      task: its model declares splits, its learner has slots.
-      axis_sizes: devices along each mesh axis, in the mesh's order.
+      task: The task; its model declares splits, its learner determines slots.
+      axis_sizes: Number of devices along each mesh axis, in the mesh's order.
 
     Raises:
-      ConfigError: a weight's split does not fit its shape or the axes (names its path), or the
-        learner's `slot_mesh_axes` not the mesh; a pattern of the learner's matches nothing; noise
-        is added to weights in the host's memory.
+      ConfigError: A weight's split does not fit its shape or the axes, `slot_mesh_axes` do not fit
+        the mesh, a pattern of the learner matches nothing, or noise is added to weights in host
+        memory.
     """
     decisions = decide_shardings(task.model.weight_specs(), task.weight_sharding, axis_sizes)
     weight_specs, axis_names = decisions.weight_specs, tuple(axis_sizes)
@@ -252,8 +253,8 @@ def layout_and_learner(
         params = layout.select("mdl_vars").select("params")
         if params.has_host_memory and learner.learner.variational_noise is not None:
             raise ConfigError(
-                "Learner.variational_noise adds to weights before a step, and some are in the "
-                "host's memory (Repeat.offload_weights). Leave one of the two out."
+                "Learner.variational_noise adds noise to weights before a step, but some weights "
+                "are in host memory (Repeat.offload_weights). Remove one of the two."
             )
         learner.layouts = {name: opt_layout.select(name) for name in opt_shapes} | {
             "params": params.mapped(lambda tree: groups.split(tree)[0]),

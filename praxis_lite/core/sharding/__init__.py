@@ -1,4 +1,4 @@
-"""WHERE arrays live: meshes, mappings, rules, padding, batches.
+"""Where arrays are placed: meshes, split-dims mappings, rules, padding, batches.
 
-Never sees a layer, a model or a step.
+This package knows nothing about layers, models or steps.
 """

@@ -1,4 +1,4 @@
-"""How a batch reaches the devices: checked, split over the mesh at entry, resharded inside."""
+"""Batches on devices: checked, split over the whole mesh on entry, resharded inside steps."""
 
 import dataclasses
 import math
@@ -19,18 +19,18 @@ __all__ = (
 )
 
 PyTree = Any
-# Split dims of a batch's arrays by their rank: "map_1d", "map_2d", ...; None: not resharded.
+# Split dims of a batch's arrays by rank: "map_1d", "map_2d", ...; None: arrays stay as they come.
 InputsSplitMapping = Mapping[str, SplitDims] | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GlobalBatch:
-    """A batch on the devices: rows padded to a multiple of the devices; the number of real rows.
+    """A batch as global arrays, whose rows are padded to a multiple of the number of devices.
 
     Attributes:
-      inputs: arrays [padded rows, ...] split on dim 0 over all mesh axes; scalars replicated.
-      num_rows: of real rows. Static, so that the padding is sliced off at no cost.
+      inputs: Arrays [padded rows, ...] split on dim 0 over all mesh axes; replicated scalars.
+      num_rows: Number of real rows. Static, so that slicing off the padding costs nothing.
     """
 
     inputs: PyTree
@@ -38,34 +38,34 @@ class GlobalBatch:
 
 
 def batch_spec(rank: int, axis_names: Sequence[str]) -> PartitionSpec:
-    """Returns the entry spec of a batch leaf: dim 0 over the whole mesh; of a scalar, replicated.
+    """Returns the spec of a batch's leaf on entry: dim 0 over the whole mesh; scalars replicated.
 
-    Pax's `shard_on_batch_dim_partition_spec`.
+    Like Pax's `shard_on_batch_dim_partition_spec`.
     """
     return PartitionSpec(tuple(axis_names), *[None] * (rank - 1)) if rank else PartitionSpec()
 
 
 def num_rows_of(inputs: PyTree) -> int:
-    """Returns the rows (dim 0) that all leaves of a batch agree on; 0 if all are scalars.
+    """Returns the number of rows (dim 0) of a batch's leaves; 0 if all leaves are scalars.
 
     Raises:
-      ConfigError: the leaves disagree; names each with its shape.
+      ConfigError: The leaves disagree. The message lists each leaf's shape.
     """
     rows = {path: leaf.shape for path, leaf in leaves_with_path(inputs) if leaf.ndim}
     if len({shape[0] for shape in rows.values()}) > 1:
-        result = ", ".join(f"{name} {shape}" for name, shape in rows.items())
+        shapes = ", ".join(f"{name} {shape}" for name, shape in rows.items())
         raise ConfigError(
-            f"The leaves of a batch disagree on the number of rows (the first dim): {result}. Make "
-            "the input pipeline give every leaf the same first dim."
+            f"The leaves of a batch disagree on the number of rows (the first dim): {shapes}. "
+            "Make the input pipeline give every leaf the same first dim."
         )
     return next(iter(rows.values()))[0] if rows else 0
 
 
 def is_true_row(inputs: Mapping[str, Any]) -> Any:
-    """Returns bool [B]: True for rows with a weight above zero, False for padding.
+    """Returns bool [B]: True for rows with a nonzero weight, False for padding rows.
 
     Args:
-      inputs: arrays of NumPy or JAX; without "weights" every row is real.
+      inputs: NumPy or JAX arrays. Without "weights" every row is real.
     """
     num_rows = num_rows_of(inputs)
     if "weights" not in inputs:
@@ -74,37 +74,39 @@ def is_true_row(inputs: Mapping[str, Any]) -> Any:
 
 
 def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) -> slice:
-    """Returns the rows of a batch that a process feeds: those that its devices hold.
+    """Returns the slice of a batch's rows that a process feeds to its devices.
 
-    The batch is padded to a multiple of the devices and split over all of them in the mesh's
-    order, so a process may hold fewer rows than another, or nothing. Where its devices do not
-    follow each other in that order, the rows in between are in the slice too.
+    The batch is padded to a multiple of the number of devices and split over all of them in the
+    mesh's order. So a process may feed fewer rows than another, or none. If its devices are not
+    contiguous in that order, the slice includes the rows in between.
 
     Args:
-      process_index: None: this process.
+      num_rows: Number of rows of the global batch.
+      mesh: All of its axes split the rows.
+      process_index: Index of the process; None: this process.
     """
     index = jax.process_index() if process_index is None else process_index
     rows_per_device = math.ceil(num_rows / mesh.size)
-    places = [place for place, item in enumerate(mesh.devices.flat) if item.process_index == index]
-    if not places:
+    positions = [i for i, device in enumerate(mesh.devices.flat) if device.process_index == index]
+    if not positions:
         return slice(0, 0)
-    start, stop = places[0] * rows_per_device, (places[-1] + 1) * rows_per_device
+    start, stop = positions[0] * rows_per_device, (positions[-1] + 1) * rows_per_device
     return slice(min(start, num_rows), min(stop, num_rows))
 
 
 def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> GlobalBatch:
-    """Returns a process's part of a batch as global arrays over `mesh`, padded with zero rows.
+    """Returns this process's rows of a batch as global arrays, padded with rows of zeros.
 
     Args:
-      inputs: NumPy arrays: the rows `process_rows(num_rows, mesh)`.
-      mesh: all its axes split the rows.
-      num_rows: of the global batch; None: this process holds all of them.
+      inputs: NumPy arrays with the rows `process_rows(num_rows, mesh)`.
+      mesh: All of its axes split the rows.
+      num_rows: Number of rows of the global batch; None: this process has all of them.
 
     Raises:
-      ConfigError: the leaves disagree on their rows.
+      ConfigError: The leaves disagree on their number of rows.
     """
-    held = num_rows_of(inputs)
-    num_rows = held if num_rows is None else num_rows
+    num_local_rows = num_rows_of(inputs)
+    num_rows = num_local_rows if num_rows is None else num_rows
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
     shardings = jax.tree.map(
         lambda x: NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names)), inputs
@@ -125,8 +127,8 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
                 return x
             start, stop, _ = index[0].indices(padded_rows)
             rows = x[start - first : max(min(stop, num_rows) - first, start - first)]
-            filler = np.zeros((stop - start - len(rows), *x.shape[1:]), x.dtype)
-            return np.concatenate([rows, filler])
+            padding = np.zeros((stop - start - len(rows), *x.shape[1:]), x.dtype)
+            return np.concatenate([rows, padding])
 
         shape = (padded_rows, *x.shape[1:]) if x.ndim else ()
         return jax.make_array_from_callback(shape, sharding, block)
@@ -135,17 +137,17 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
 
 
 def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
-    """Returns a JAX key on every device of the mesh; the same key is given in every process."""
+    """Returns a key replicated over the mesh; every process must pass the same key."""
     replicated = NamedSharding(mesh, PartitionSpec())
     if jax.process_count() == 1:
         return jax.device_put(key, replicated)
-    # `device_put` of an array to devices of other processes is for NumPy arrays alone.
+    # `device_put` to devices of other processes accepts only NumPy arrays.
     data = jax.device_put(np.asarray(jax.random.key_data(key)), replicated)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
 def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
-    """Returns the result of `global_batch` for batches of `element_spec`, as shapes."""
+    """Returns the shapes of `global_batch`'s result for batches of `element_spec`."""
     num_rows = num_rows_of(element_spec)
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
 
@@ -158,8 +160,8 @@ def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
 
 
 @jax.named_scope("inputs")
-def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
-    """Returns the batch's inputs without the padding rows, in a compiled step."""
+def drop_padding_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
+    """Returns a batch's inputs without the padding rows, inside a compiled step."""
 
     def cut(x: jax.Array) -> jax.Array:
         if x.ndim == 0 or x.shape[0] == batch.num_rows:
@@ -173,9 +175,9 @@ def true_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
 def reshard_by_rank(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> PyTree:
-    """Returns the inputs, each constrained by the entry `map_<rank>d` of the mapping, if any.
+    """Constrains each input to the split of its rank, `map_<rank>d`, if the mapping is not None.
 
-    Pax's `reshard_input_based_on_rank_fn`. Raises as `check_inputs_split_mapping`.
+    Like Pax's `reshard_input_based_on_rank_fn`. Raises as `check_inputs_split_mapping` does.
     """
     check_inputs_split_mapping(inputs, inputs_split_mapping, axis_names)
     if inputs_split_mapping is None:
@@ -188,22 +190,22 @@ def reshard_by_rank(
 def check_inputs_split_mapping(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> None:
-    """Checks that every leaf's rank has an entry, and that the entries fit.
+    """Checks that the mapping has a valid entry for every rank among the inputs.
 
     Raises:
-      ConfigError: a rank has no entry (names the leaf, its shape, the key to add), or an entry is
-        not a split-dims mapping for it.
+      ConfigError: A rank has no entry (the message shows the entry to add), or an entry is not a
+        valid split-dims mapping for its rank.
     """
     for path, x in leaves_with_path(inputs):
         if x.ndim == 0 or inputs_split_mapping is None:
             continue
         key = f"map_{x.ndim}d"
         if key not in inputs_split_mapping:
-            of_rows = next((split[:1] for split in inputs_split_mapping.values() if split), None)
+            example = next((split[:1] for split in inputs_split_mapping.values() if split), None)
             raise ConfigError(
                 f"inputs_split_mapping.{key} is missing: the batch leaf {path} of shape {x.shape} "
                 f"needs it, and the mapping has {sorted(inputs_split_mapping)}. Add "
-                f"{key!r}: {of_rows}, or None to leave the array as it comes."
+                f"{key!r}: {example}, or None to leave the array as it comes."
             )
         if inputs_split_mapping[key] is not None:
             setting = f"inputs_split_mapping['{key}']"
@@ -213,44 +215,44 @@ def check_inputs_split_mapping(
 def check_ids(
     inputs: Mapping[str, Any], sizes: Mapping[str, int], where: str, *, first_row: int = 0
 ) -> None:
-    """Checks that the integers of a batch are ids that its model has.
+    """Checks that the integers of a batch are ids that the model has.
 
-    An id that is too large is always refused: an embedding returns NaN for it, which spreads.
-    Labels and negative ids are checked only where `weights` are above 0: others are padding.
+    Ids that are too large are rejected even in padding, because an embedding lookup returns NaN for
+    them, which spreads. Negative ids, and labels, are checked only where `weights` are above 0.
 
     Args:
-      inputs: the rows that this process has of a batch, as NumPy arrays.
-      sizes: how many ids there are, by the leaf's name (`Task.num_ids`).
-      where: the dataset and the batch, for the message.
-      first_row: the number in the whole batch of the first row here.
+      inputs: This process's rows of a batch, as NumPy arrays.
+      sizes: Number of valid ids, by the leaf's name (`Task.num_ids`).
+      where: The dataset and the batch, for the message.
+      first_row: Index of the first row in the global batch.
 
     Raises:
-      ConfigError: names the dataset, the row and the value.
+      ConfigError: The message names the dataset, the row and the value.
     """
     for name, size in sizes.items():
         x = np.asarray(inputs.get(name, ()))
-        # Two passes over a few integers: what follows is for what one of them has found.
+        # Two cheap passes; the code below only runs if one of them found an invalid value.
         if x.dtype.kind not in "iu" or not x.size or (x.min() >= 0 and x.max() < size):
             continue
         weighs = _weighs(x, inputs.get("weights")) if name in ("ids", "labels") else False
         is_wrong = (x < 0) & weighs | (x >= size) & (weighs if name == "labels" else True)
-        for place in np.argwhere(is_wrong)[:1]:
+        for index in np.argwhere(is_wrong)[:1]:
             if name == "segment_pos":
                 raise ConfigError(
-                    f"{where}: row {first_row + place[0]} of {name} has {x[tuple(place)]}; wanted "
-                    f"are positions from 0 to {size - 1}, for the model has {size}. Shorten the "
-                    "sequences, or give it more (max_seq_length, max_positions)."
+                    f"{where}: row {first_row + index[0]} of {name} has {x[tuple(index)]}; "
+                    f"expected positions from 0 to {size - 1}, because the model has {size}. "
+                    "Shorten the sequences, or increase max_seq_length or max_positions."
                 )
             raise ConfigError(
-                f"{where}: row {first_row + place[0]} of {name} has {x[tuple(place)]}; wanted are "
-                f"ids from 0 to {size - 1}, for the model's vocab_size is {size} (num_classes of a "
-                "classifier). Enlarge it, or mend the data: pad with 0, and give what is to count "
-                "for nothing a weight of 0."
+                f"{where}: row {first_row + index[0]} of {name} has {x[tuple(index)]}; expected "
+                f"ids from 0 to {size - 1}, because the model's vocab_size (num_classes of a "
+                f"classifier) is {size}. Increase it, or fix the data: pad with 0, and give "
+                "padding a weight of 0."
             )
 
 
 def _weighs(x: np.ndarray, weights: Any) -> Any:
-    """Returns where the ids `x` have a weight above 0, to be broadcast to their shape."""
+    """Returns where the ids `x` have a weight above 0, broadcastable to their shape."""
     if weights is None:
         return True
     is_counted = np.asarray(weights) > 0

@@ -1,4 +1,4 @@
-"""The paths of a tree's leaves as text, "params/softmax/w", and patterns that match them."""
+"""Paths of a tree's leaves as text, such as "params/softmax/w", and patterns that match them."""
 
 import re
 from collections.abc import Callable
@@ -12,32 +12,32 @@ __all__ = ("leaves_with_path", "path_of")
 
 
 class BadPattern(ConfigError, re.error):
-    """A pattern that is not a regular expression."""
+    """A pattern that is not a valid regular expression."""
 
-    __init__ = Exception.__init__  # re.error's wants the position.
+    __init__ = Exception.__init__  # The constructor of re.error requires other arguments.
 
 
 def path_of(keys: tuple) -> str:
-    """Returns the path of a leaf of the keys that JAX gives it: joined by "/"."""
+    """Returns the path of a leaf from its JAX keys, joined by "/"."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def leaves_with_path(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-    """Returns (path, leaf) for each leaf of a tree; `is_leaf` as of `jax.tree.leaves`."""
+    """Returns (path, leaf) for each leaf of a tree; `is_leaf` is that of `jax.tree.leaves`."""
     return [(path_of(keys), x) for keys, x in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)]
 
 
 def path_pattern(setting: str, pattern: Any) -> re.Pattern:
-    """Returns the regular expression that a setting names.
+    """Compiles the pattern of a setting.
 
     Raises:
-      BadPattern: it is none, and so a re.error too; names the setting.
+      BadPattern: The pattern is not a valid regular expression. BadPattern is also a re.error.
     """
     try:
         return re.compile(pattern)
     except (re.error, TypeError) as error:
         raise BadPattern(
-            f"{setting}: {pattern!r} is no regular expression: {error}. Mend the pattern."
+            f"{setting}: {pattern!r} is not a valid regular expression: {error}. Fix the pattern."
         ) from error

@@ -1,4 +1,4 @@
-"""Logical axis names: a model's names of its weights' dims, turned into mesh axes."""
+"""Resolves logical axis names, a model's names for its weights' dims, to mesh axes."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
@@ -13,24 +13,24 @@ LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
 
 
 def axes_of(entry: MeshAxes | Iterable[str]) -> tuple[str, ...]:
-    """Returns a dim's entry of a spec as a tuple of names."""
+    """Returns an entry of a PartitionSpec as a tuple of axis names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def entry_of(axes: tuple[str, ...]) -> MeshAxes:
-    """Returns a tuple of names as a dim's entry of a spec: None, a name, or the tuple."""
+    """Returns a tuple of axis names as an entry of a PartitionSpec: None, a name, or the tuple."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedSplit:
-    """What became of a weight's logical axes.
+    """The mesh axes of a weight with logical axes.
 
     Attributes:
-      spec: mesh axes per dim: None, a name, or a tuple of names.
-      mapped: a text 'name->axes' for each name that has mesh axes now.
-      dropped: a sentence for each name whose mesh axes another dim has.
-      unmapped: the names that no rule mentions.
+      spec: Mesh axes per dim: None, a name, or a tuple of names.
+      mapped: "name->axes" for each name that was resolved to mesh axes.
+      dropped: A sentence for each name whose mesh axes are already used by another dim.
+      unmapped: Names without a rule.
     """
 
     spec: tuple[MeshAxes, ...]
@@ -47,22 +47,22 @@ def logical_to_mesh_axes(
     taken: Collection[str] = (),
     path: str = "logical axes",
 ) -> NamedSplit:
-    """Returns the mesh axes of dims that have names; Flax Linen's `nn.logical_to_mesh_axes`.
+    """Returns the mesh axes for a weight's logical axes, as Flax Linen's function of that name.
 
-    Rules are gone through in their order. A rule counts if its name is one of the weight's and has
-    no mesh axes yet, and if no other dim has any of the rule's axes; a later rule of the same name
-    is the fallback. `(name, None)` settles that a name is not split.
+    Rules are applied in order. A rule applies if its name is one of the weight's, is not resolved
+    yet, and no other dim uses any of the rule's axes. A later rule with the same name is the
+    fallback. `(name, None)` resolves a name to "not split".
 
     Args:
-      logical_axes: a name, a tuple of names, or None per dim.
+      logical_axes: A name, a tuple of names, or None per dim.
       rules: (name, mesh axes) pairs.
-      axis_names: mesh axes; a name without a rule that is one of them stands for it, as in Flax
-        NNX. In Linen no name does: ().
-      taken: mesh axes that split the weight already.
-      path: of the weight, for messages.
+      axis_names: Mesh axes. A name without a rule that is a mesh axis resolves to that axis, as in
+        Flax NNX. (): no name does, as in Linen.
+      taken: Mesh axes that already split the weight.
+      path: Path of the weight, for messages.
 
     Raises:
-      ConfigError: a name comes twice.
+      ConfigError: A name occurs twice.
     """
     names = [name for entry in logical_axes for name in axes_of(entry)]
     for name in names:
@@ -72,17 +72,17 @@ def logical_to_mesh_axes(
                 "Give one of the dims another name, or None."
             )
     ruled = {name for name, _ in rules}
-    by_themselves = [(name, name) for name in names if name in axis_names and name not in ruled]
+    implicit = [(name, name) for name in names if name in axis_names and name not in ruled]
     owners = dict.fromkeys(taken, "another dim")
     assigned: dict[str, tuple[str, ...]] = {}
-    busy: dict[str, list[str]] = {}
-    for name, entry in (*rules, *by_themselves):
+    unavailable: dict[str, list[str]] = {}
+    for name, entry in (*rules, *implicit):
         if name not in names or name in assigned:
             continue
         axes = axes_of(entry)
-        held = [f"{axis} ({owners[axis]} has it)" for axis in axes if axis in owners]
-        if held:
-            busy.setdefault(name, []).extend(held)
+        in_use = [f"{axis} ({owners[axis]} has it)" for axis in axes if axis in owners]
+        if in_use:
+            unavailable.setdefault(name, []).extend(in_use)
             continue
         assigned[name] = axes
         owners.update(dict.fromkeys(axes, f"'{name}'"))
@@ -93,16 +93,18 @@ def logical_to_mesh_axes(
         ),
         mapped=tuple(f"{name}->{'+'.join(assigned[name])}" for name in names if assigned.get(name)),
         dropped=tuple(
-            f"'{name}' does not get {', '.join(held)}"
+            f"'{name}' does not get {', '.join(in_use)}"
             + (f", but {'+'.join(assigned[name]) or 'no axis'}" if name in assigned else "")
-            for name, held in busy.items()
+            for name, in_use in unavailable.items()
         ),
-        unmapped=tuple(name for name in names if name not in assigned and name not in busy),
+        unmapped=tuple(
+            name for name in names if name not in assigned and name not in unavailable
+        ),
     )
 
 
 def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], ...]:
-    """Returns logical axis rules as tuples; a ConfigError names an entry that is no pair."""
+    """Returns logical axis rules as tuples; raises ConfigError for an entry that is not a pair."""
     checked = []
     for rule in rules:
         is_pair = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
@@ -110,8 +112,8 @@ def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], 
         is_list = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
         require(
             isinstance(name, str) and (axes is None or is_list), f"{setting}: a rule", rule,
-            "a pair of a logical axis's name and a mesh axis, a tuple of them, or None",
-            "Write ('mlp', 'mdl'), for instance.",
+            "a pair of a logical axis name and a mesh axis, a tuple of mesh axes, or None",
+            "For example, write ('mlp', 'mdl').",
         )
         checked.append((name, axes if axes is None or isinstance(axes, str) else tuple(axes)))
     return tuple(checked)
@@ -119,27 +121,27 @@ def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class MeshRules:
-    """Mesh axes by the names a model uses for its dims, given to the model's constructor.
+    """Maps a model's names for its dims to mesh axes; passed to the model's constructor.
 
-    `MeshRules(embed=None, mlp="mdl")("embed", "mlp")` is `(None, "mdl")`; the model passes the
-    result where mesh axes are expected, as Flax's language model example (lm1b_nnx) does. Unlike
-    rules of a job, it resolves names at once.
+    `MeshRules(embed=None, mlp="mdl")("embed", "mlp")` returns `(None, "mdl")`, which the model
+    passes wherever mesh axes are expected, as in Flax's language model example (lm1b_nnx). Unlike
+    the rules of a job, MeshRules resolves names immediately.
     """
 
     pairs: tuple[tuple[str, MeshAxes], ...]
 
     def __init__(self, **mesh_axes: MeshAxes | Sequence[str]):
-        # Sorted tuples: an NNX module may hold this object as a static, so hashable, attribute.
+        # Sorted tuples, because an NNX module may hold this object as a static, hashable attribute.
         object.__setattr__(self, "pairs", checked_rules(sorted(mesh_axes.items()), "MeshRules"))
 
     def __call__(self, *names: str | None) -> tuple[MeshAxes, ...]:
-        """Returns the mesh axes of each name; of None, None. Raises ConfigErrors on others."""
+        """Returns the mesh axes of each name, and None for None; other names raise ConfigError."""
         mesh_axes = dict(self.pairs)
         for name in names:
             if name is not None and name not in mesh_axes:
                 raise ConfigError(
-                    f"MeshRules: the model asks for the mesh axes of '{name}', and there are those "
-                    f"of {', '.join(mesh_axes) or 'none'}.{did_you_mean(name, mesh_axes)} Say "
+                    f"MeshRules: the model uses the name '{name}', but there are only "
+                    f"{', '.join(mesh_axes) or 'no names'}.{did_you_mean(name, mesh_axes)} Use "
                     f"MeshRules(..., {name}=AXES), or {name}=None for a dim that is not split."
                 )
         return tuple(None if name is None else mesh_axes[name] for name in names)

@@ -1,8 +1,8 @@
-"""Arrays in a device's memory or in its host's, and moves between the two.
+"""Moves arrays between device memory and host memory.
 
-Arrays in the host's memory are sharded as on the devices: each device's part is in the memory of
-its host, in pages that the device can read (`pinned_host`). In a program the memory is part of
-JAX's types: an array has to be moved to the device before it is used.
+Arrays in host memory are sharded as on the devices: each device's shard is in the memory of its
+host, in pinned pages that the device can read (`pinned_host`). In a traced program the memory space
+is part of an array's type; an array must be moved to the device before it is used.
 """
 
 from typing import Any
@@ -17,16 +17,16 @@ DEVICE, HOST = "device", "pinned_host"
 
 
 def is_on_host(x: Any) -> bool:
-    """Returns True if an array, or a value of a program, is in the host's memory."""
+    """Returns whether an array or tracer is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """Returns a tree of a program with all its arrays on the device."""
+    """Moves all arrays of a traced tree to device memory."""
     space = jax.memory.Space.Device
     return jax.tree.map(lambda x: jax.device_put(x, space) if is_on_host(x) else x, tree)
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Returns an array of a program, moved to the host."""
+    """Moves a traced array to host memory."""
     return x if is_on_host(x) else jax.device_put(x, jax.memory.Space.Host)

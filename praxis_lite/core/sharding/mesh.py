@@ -1,4 +1,4 @@
-"""The devices that there are, and the mesh over them. No other file asks JAX for devices."""
+"""Creates meshes from the available devices. No other file queries JAX for devices."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES, mesh_of
 from praxis_lite.core.sharding.devices.device_order import (
-    of_each_process,
+    devices_per_process,
     simulated_grid,
     torus_grid,
 )
@@ -29,13 +29,14 @@ _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfig:
-    """Returns `config` with the size of -1, if any, such that all devices are used.
+    """Returns `config` with a size of -1 replaced, so that the mesh uses all devices.
 
     Args:
-      num_devices: that there are; None: those that JAX shows, attached or simulated.
+      config: A mesh config; without a size of -1 it is returned unchanged.
+      num_devices: Number of devices; None: that of JAX's devices, attached or simulated.
 
     Raises:
-      ConfigError: the other sizes do not divide the number of devices.
+      ConfigError: The product of the other sizes does not divide the number of devices.
     """
     if -1 not in config.ici_mesh_shape:
         return config
@@ -44,27 +45,34 @@ def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfi
     others *= math.prod(config.dcn_mesh_shape or ())
     if count % others:
         raise ConfigError(
-            f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)} cannot be filled: its other sizes "
-            f"make {others} (slices included), which does not divide {count} devices. Change them."
+            f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)}: the product of the other sizes "
+            f"is {others} (slices included), which does not divide {count} devices. Change them."
         )
     shape = tuple(count // others if size == -1 else size for size in config.ici_mesh_shape)
     return dataclasses.replace(config, ici_mesh_shape=shape)
 
 
 def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
-    """Makes JAX's CPU backend show `num_devices` devices; call it before JAX makes an array.
+    """Makes JAX's CPU backend have `num_devices` devices; call it before JAX creates an array.
 
-    Each of several processes simulates its part of them, and at most MAX_SIMULATED_DEVICES; a
-    larger mesh needs devices that exist. Programs on accelerators see no change. A device count
-    that the user has set in the environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS) is kept.
+    Each process simulates its share, at most MAX_SIMULATED_DEVICES; larger meshes need real
+    devices. Programs on accelerators are not affected. If the user sets the device count in the
+    environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS), that count is used.
 
-    Returns the number that this process is to simulate, where the user has set none.
+    On jax 0.10 and few cores, a step with independent collectives may hang and abort after 40 s:
+    each device starts the ready collectives in a different order, and waits in one for peers that
+    wait in another. Therefore NPROC enlarges XLA's thread pool, and XLA's concurrency-optimized
+    scheduler is disabled. With that scheduler lm.PyDocs hung within 253 steps; without it, it did
+    not hang in 700.
 
-    On jax 0.10 and few cores a step with independent collectives may hang, and aborts after 40 s:
-    each device starts those that are ready in a different order, and waits in one for peers that
-    wait in another. So NPROC enlarges XLA's pool of threads, and XLA must not schedule for
-    concurrency: with that scheduler lm.PyDocs hung within 253 steps, without it not in 700.
+    Args:
+      num_devices: Number of devices of all processes together.
+      num_processes: Number of processes that share them.
+
+    Returns:
+      The number of devices that this process simulates unless the user sets another.
     """
+    # If the division has a remainder, `make_mesh` reports it: there may be accelerators.
     # If it does not divide, `make_mesh` reports it: an accelerator may be there.
     leave_absent_tpus_alone()
     num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
@@ -73,90 +81,94 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     if _SCHEDULER_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_SCHEDULER_FLAG}=false".strip()
     if not _is_chosen_by_user():
-        # If JAX has made its devices already, as in a notebook, they stay: `make_mesh` reports it.
+        # Once JAX has created its devices, as in a notebook, they stay: `make_mesh` reports it.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", num_simulated)
     return num_simulated
 
 
 def all_devices() -> list[jax.Device]:
-    """Returns the devices that JAX shows, attached or simulated, of all processes."""
+    """Returns the devices of all processes, attached or simulated."""
     leave_absent_tpus_alone()
     return jax.devices()
 
 
 def simulated_devices(count: int) -> list[jax.Device]:
-    """Returns `count` simulated CPU devices, or as many as JAX makes, even next to accelerators."""
+    """Returns up to `count` simulated CPU devices, even if accelerators are attached."""
     simulate_devices(count)
     return jax.devices("cpu")[:count]
 
 
 def _is_chosen_by_user() -> bool:
-    """Returns True if the environment sets the number of simulated CPU devices."""
+    """Returns whether the environment sets the number of simulated CPU devices."""
     return "JAX_NUM_CPU_DEVICES" in os.environ or (
         "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh of `config`, over `devices` or all devices there are.
+    """Returns the mesh of `config` over `devices`, by default over all devices.
 
-    On CPU, where devices are simulated, they are taken in order; on accelerators `mesh_utils`
-    orders them by their interconnect (and slices by the DCN shape).
+    Simulated CPU devices are used in order. On accelerators, `mesh_utils` orders devices by their
+    interconnect, and slices by the DCN shape.
+
+    Args:
+      config: Axes and sizes of the mesh.
+      devices: Devices of the mesh; None: all devices.
 
     Raises:
-      ConfigError: there are too few devices, or accelerators are left over without
+      ConfigError: There are too few devices, or accelerators would be unused without
         `allow_unused_devices`.
     """
     devices = list(all_devices() if devices is None else devices)
-    wanted, platform = config.num_devices, devices[0].platform
-    if wanted > len(devices):
+    num_needed, platform = config.num_devices, devices[0].platform
+    if num_needed > len(devices):
         limit = f", of which at most {MAX_SIMULATED_DEVICES} are simulated"
         if _is_chosen_by_user():
             more = " For more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
-        elif platform == "cpu" and wanted <= MAX_SIMULATED_DEVICES:
+        elif platform == "cpu" and num_needed <= MAX_SIMULATED_DEVICES:
             more = (
-                f" For more, call simulate_devices({wanted}), or train, before JAX makes its first "
-                "array: restart Python, in a notebook the kernel, and do that first."
+                f" For more, restart Python (in a notebook, the kernel) and call "
+                f"simulate_devices({num_needed}) or train before JAX creates an array."
             )
         else:
             more = ""
         raise ConfigError(
-            f"{config} needs {wanted} devices, but there are {len(devices)} "
-            f"({platform}{limit if platform == 'cpu' else ''}). Change mesh.ici_mesh_shape (or "
-            f"mesh.dcn_mesh_shape) so that its product is at most that.{more}"
+            f"{config} needs {num_needed} devices, but there are {len(devices)} "
+            f"({platform}{limit if platform == 'cpu' else ''}). Reduce the product of "
+            f"mesh.ici_mesh_shape and mesh.dcn_mesh_shape to at most that.{more}"
         )
-    if wanted < len(devices) and platform != "cpu" and not config.allow_unused_devices:
+    if num_needed < len(devices) and platform != "cpu" and not config.allow_unused_devices:
         raise ConfigError(
-            f"{config} uses {wanted} of {len(devices)} {platform} devices; the others would idle. "
-            "Enlarge mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true."
+            f"{config} uses {num_needed} of {len(devices)} {platform} devices; the others would be "
+            "idle. Enlarge mesh.ici_mesh_shape, or set mesh.allow_unused_devices=true."
         )
     num_processes = len({device.process_index for device in devices})
     if platform == "cpu" and num_processes > 1:
-        devices = of_each_process(config, devices, num_processes)
+        devices = devices_per_process(config, devices, num_processes)
     else:
-        devices = devices[:wanted]
-    lay_out = simulated_grid if platform == "cpu" else torus_grid
-    grid = lay_out(config, devices)
+        devices = devices[:num_needed]
+    make_grid = simulated_grid if platform == "cpu" else torus_grid
+    grid = make_grid(config, devices)
     if len({device.process_index for device in devices}) < num_processes:
         raise ConfigError(
-            f"{config} has no device of some of the {num_processes} processes. Enlarge "
-            "mesh.ici_mesh_shape, or start fewer."
+            f"{config} does not include devices of all {num_processes} processes. Enlarge "
+            "mesh.ici_mesh_shape, or start fewer processes."
         )
-    return mesh_of(grid, config.axis_names, [AXIS_TYPES[x] for x in config.axis_type_words])
+    return mesh_of(grid, config.axis_names, [AXIS_TYPES[name] for name in config.axis_type_names])
 
 
 def attached_devices() -> tuple[int, str]:
-    """Returns how many devices there are, attached or simulated, and their platform."""
+    """Returns the number of devices, attached or simulated, and their platform."""
     devices = all_devices()
     return len(devices), devices[0].platform
 
 
 def attached_mesh(config: MeshConfig) -> MeshConfig:
-    """Returns a mesh with the axes of `config` over all accelerators attached, or a CPU.
+    """Returns a mesh with the axes of `config` over all attached accelerators, or one CPU.
 
-    It is `config` itself if it has as many devices. Else all devices are along its longest axis,
-    the first of equals, so that what it splits over that axis stays split.
+    If `config` has as many devices, it is returned. Otherwise all devices are along its longest
+    axis (the first of several), so that dims that are split over that axis stay split.
     """
     devices = all_devices()
     count = len(devices) if devices[0].platform != "cpu" else 1
@@ -169,6 +181,6 @@ def attached_mesh(config: MeshConfig) -> MeshConfig:
 
 
 def compiled_platform() -> str:
-    """Returns the platform that is compiled for: of the mesh set, which need not be attached."""
+    """Returns the platform that programs compile for: that of the current mesh, if one is set."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.default_backend() if device is None else device.platform

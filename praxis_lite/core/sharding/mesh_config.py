@@ -1,4 +1,4 @@
-"""MeshConfig: the axes of a mesh and their sizes, as an experiment specifies them."""
+"""MeshConfig: the axes of a mesh and their sizes, as set by an experiment."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES
 __all__ = ("MeshConfig", "TPUS")
 
 CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
-# Names of TPUs, as topologies and compiler_options have them, by `jax.Device.device_kind`.
+# From `jax.Device.device_kind` to the TPU's name in topologies and compiler_options.
 TPUS = {
     "tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5": "v5p", "tpu v5p": "v5p",
     "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
@@ -22,19 +22,19 @@ class MeshConfig:
     """The number of devices along each named axis.
 
     Attributes:
-      ici_mesh_shape: devices along each axis within a slice (fast interconnect). One size may be
-        -1: as many as there are devices for.
-      dcn_mesh_shape: slices along each axis (data-centre network); None: there is one slice.
-      axis_names: the names that split-dims mappings use, outermost axis first.
-      allow_unused_devices: accept a mesh smaller than the accelerators there are.
-      allow_split_physical_axes: let an axis take a part of a TPU torus's dim, where the sizes do
-        not match the torus otherwise; collectives along it then share links with another axis.
-      compiler_options: by platform ("cpu", "gpu", "tpu") or kind of TPU ("v4", "v5e", "v5p",
-        "v6e", "tpu7x"), options of XLA by name for the train, eval and decode steps; those of a
-        kind count before those of "tpu". Those of other devices wait until a job runs there. An
-        option that the compiler lacks is an error; of a name with "?" at its end, a warning.
-      axis_types: "auto", or "explicit": in training and evaluation JAX's types of arrays say how
-        they split over it, checked while a step is traced. A word for all axes, or one for each.
+      ici_mesh_shape: Devices along each axis within a slice (fast interconnect). One size may be
+        -1, for as many as there are devices.
+      dcn_mesh_shape: Slices along each axis (data-center network); None: there is one slice.
+      axis_names: Names for split-dims mappings, outermost axis first.
+      allow_unused_devices: Whether the mesh may be smaller than the number of accelerators.
+      allow_split_physical_axes: Whether an axis may use part of a dim of a TPU torus, if the sizes
+        do not match the torus otherwise. Its collectives then share links with another axis.
+      compiler_options: XLA options by name for the train, eval and decode steps, by platform
+        ("cpu", "gpu", "tpu") or kind of TPU ("v4", "v5e", "v5p", "v6e", "tpu7x"). Options of a kind
+        override those of "tpu"; options of other devices are ignored. An option that the compiler
+        does not have is an error, or a warning if its name ends in "?".
+      axis_types: "auto" or "explicit", for all axes or one per axis. Over an explicit axis, JAX's
+        array types contain the sharding in train and eval steps, checked while they are traced.
     """
 
     ici_mesh_shape: Sequence[int]
@@ -48,48 +48,48 @@ class MeshConfig:
     def __post_init__(self):
         names = tuple(self.axis_names)
         if len(set(names)) != len(names):
-            raise ConfigError(f"mesh.axis_names {names} names an axis twice. Make them distinct.")
+            raise ConfigError(f"mesh.axis_names {names} has a name twice. Make them distinct.")
         for field in ("ici_mesh_shape", "dcn_mesh_shape"):
             shape = getattr(self, field)
             if shape is None:
                 continue
-            may_fill = field == "ici_mesh_shape"
-            is_right = len(shape) == len(names) and list(shape).count(-1) <= may_fill and all(
+            may_be_free = field == "ici_mesh_shape"
+            is_valid = len(shape) == len(names) and list(shape).count(-1) <= may_be_free and all(
                 isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
                 for size in shape
             )
             expected = f"one positive integer for each of the axes {names}" + (
-                ", or -1 for one of them" if may_fill else ""
+                ", or -1 for one of them" if may_be_free else ""
             )
             change = f"Fix mesh.{field} or mesh.axis_names."
-            require(is_right, f"mesh.{field}", tuple(shape), expected, change)
+            require(is_valid, f"mesh.{field}", tuple(shape), expected, change)
         if not isinstance(self.axis_types, str):
-            expected = f"a word of {', '.join(AXIS_TYPES)}, or one for each of the axes {names}"
+            expected = f"one of {', '.join(AXIS_TYPES)}, or one per axis of {names}"
             require(
                 isinstance(self.axis_types, Sequence) and len(self.axis_types) == len(names),
                 "mesh.axis_types", self.axis_types, expected,
             )
-        for word in self.axis_type_words:
-            require_choice("mesh.axis_types", word, AXIS_TYPES)
+        for name in self.axis_type_names:
+            require_choice("mesh.axis_types", name, AXIS_TYPES)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Devices along each axis: the ICI and DCN shapes multiplied, axis by axis.
+        """Devices along each axis: the product of the ICI and DCN shapes.
 
         Raises:
-          ConfigError: a size is -1, and `filled_mesh` has not filled it.
+          ConfigError: A size is -1; `filled_mesh` replaces it.
         """
         if -1 in self.ici_mesh_shape:
             raise ConfigError(
-                f"mesh.ici_mesh_shape {tuple(self.ici_mesh_shape)} has a size of -1, which is "
-                "known only where the devices are. Call filled_mesh(config) first, or say a number."
+                f"mesh.ici_mesh_shape {tuple(self.ici_mesh_shape)} has a size of -1, which depends "
+                "on the devices. Call filled_mesh(config) first, or set a number."
             )
         dcn_mesh_shape = self.dcn_mesh_shape or (1,) * len(self.ici_mesh_shape)
         return tuple(i * d for i, d in zip(self.ici_mesh_shape, dcn_mesh_shape, strict=True))
 
     @property
-    def axis_type_words(self) -> tuple[str, ...]:
-        """The word of `axis_types` for each axis."""
+    def axis_type_names(self) -> tuple[str, ...]:
+        """The entry of `axis_types` for each axis."""
         types, names = self.axis_types, self.axis_names
         return (types,) * len(names) if isinstance(types, str) else tuple(types)
 
@@ -102,19 +102,19 @@ class MeshConfig:
 
 
 def merged_options(first: CompilerOptions | None, more: CompilerOptions | None) -> CompilerOptions:
-    """Returns the options of both; `first`, with its "tpu" for all kinds of TPU, takes precedence.
+    """Returns the union of both; options in `first`, including those of "tpu", take precedence.
 
-    A name that ends in "?", which XLA may lack, is the same option as the name without it.
+    A name with a "?" suffix (XLA may not have the option) and without it are the same option.
     """
     first, more = first or {}, more or {}
     merged = {}
     for name in more | first:
-        own = dict(first.get(name, {}))
-        of_all = first.get("tpu", {}) if name in TPUS.values() else {}
-        before = {key.removesuffix("?") for key in (*own, *of_all)}
+        preferred = dict(first.get(name, {}))
+        of_all_tpus = first.get("tpu", {}) if name in TPUS.values() else {}
+        present = {key.removesuffix("?") for key in (*preferred, *of_all_tpus)}
         others = {
             key: value for key, value in more.get(name, {}).items()
-            if key.removesuffix("?") not in before
+            if key.removesuffix("?") not in present
         }
-        merged[name] = others | own
+        merged[name] = others | preferred
     return merged

@@ -1,8 +1,8 @@
-"""Uneven sharding: padded arrays at a program's boundary, their logical shapes inside.
+"""Pads arrays at a program's boundary, so that dims need not divide the mesh axes.
 
-JAX refuses an uneven sharding wherever an array crosses jit or device_put and accepts it inside.
-So, as Pax does, arrays are padded with zeros at the boundary, sliced on entry, padded on exit. A
-leaf that its axes divide passes through without any operation.
+JAX rejects uneven shardings of arrays that cross a jit or device_put boundary, but accepts them
+inside a program. So, as Pax does, arrays are padded with zeros at the boundary: sliced on entry and
+padded again on exit. Leaves that divide their axes pass through without any operation.
 """
 
 import math
@@ -13,49 +13,52 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.sharding.devices.axis_types import stated
+from praxis_lite.core.sharding.devices.axis_types import constrain_to_spec
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
 
 
 def is_traced(x: Any) -> bool:
-    """Returns True if `x` stands for an array while a program is traced."""
+    """Returns whether `x` is a tracer."""
     return isinstance(x, jax.core.Tracer)
 
 
 def padded_shape(
     shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Returns `shape` with each dim rounded up to a multiple of the devices it is split over.
+    """Returns `shape` with each dim rounded up to a multiple of the number of its shards.
 
     Args:
-      shape: without padding.
-      spec: at most an entry per dim: None, an axis name, or a tuple of them.
-      axis_sizes: devices along each mesh axis.
+      shape: Logical shape.
+      spec: At most one entry per dim: None, an axis name, or a tuple of names.
+      axis_sizes: Number of devices along each mesh axis.
     """
     padded = list(shape)
     for dim, entry in enumerate(spec):
-        parts = math.prod(axis_sizes[axis] for axis in axes_of(entry))
-        padded[dim] = math.ceil(shape[dim] / parts) * parts
+        num_shards = math.prod(axis_sizes[axis] for axis in axes_of(entry))
+        padded[dim] = math.ceil(shape[dim] / num_shards) * num_shards
     return tuple(padded)
 
 
 @jax.named_scope("pad")
 def pad_tree(tree: PyTree, specs: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-    """Returns `tree` with zeros appended so that each dim divides its axes.
+    """Pads every leaf with zeros until each dim divides its mesh axes.
 
     Args:
-      tree: arrays without padding.
-      specs: a PartitionSpec per leaf, extended to the leaf's rank.
-      axis_sizes: devices along each mesh axis.
+      tree: Arrays with logical shapes.
+      specs: A PartitionSpec per leaf, extended to the leaf's rank.
+      axis_sizes: Number of devices along each mesh axis.
+
+    Returns:
+      The padded tree; leaves that already divide are returned unchanged.
     """
 
     def pad(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         padded = padded_shape(x.shape, spec, axis_sizes)
         if padded == x.shape:
             return x
-        # Annotate before padding: a pad op alone does not fix the layout for XLA.
+        # Constrain before padding, because XLA does not infer a sharding from a pad op alone.
         return jnp.pad(
             _annotate(x, spec), [(0, p - dim) for p, dim in zip(padded, x.shape, strict=True)]
         )
@@ -64,12 +67,12 @@ def pad_tree(tree: PyTree, specs: PyTree, axis_sizes: Mapping[str, int]) -> PyTr
 
 
 def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
-    """Returns `tree` without its padding: the inverse of `pad_tree`.
+    """Slices the padding off every leaf: the inverse of `pad_tree`.
 
     Args:
-      tree: arrays of padded shapes.
-      shapes: a ShapeDtypeStruct per leaf, of its shape without padding.
-      specs: a PartitionSpec per leaf.
+      tree: Arrays with padded shapes.
+      shapes: A ShapeDtypeStruct per leaf with its logical shape.
+      specs: A PartitionSpec per leaf.
     """
 
     def unpad(
@@ -77,7 +80,7 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
     ) -> jax.Array:
         if x.shape == shape.shape:
             return x
-        # --mode=explain then tells which leaf the compiler gathers here.
+        # The name scope tells --mode=explain which leaf the compiler gathers here.
         with jax.named_scope("unpad/" + jax.tree_util.keystr(path, simple=True, separator="/")):
             return _annotate(x[tuple(slice(dim) for dim in shape.shape)], spec)
 
@@ -85,14 +88,14 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
 
 
 def evenly(tree: PyTree) -> PyTree:
-    """Returns arrays that XLA splits evenly where they cross a program's boundary.
+    """Constrains arrays so that XLA shards them evenly at a program's boundary.
 
-    XLA chooses the layout of an argument or a result without a stated one, and splits four rows
-    over eight devices in a way that JAX cannot represent (IndivisibleError). So a dim that the
-    number of devices does not divide is replicated; XLA may split the others.
+    XLA chooses the sharding of unannotated arguments and results. For four rows on eight devices it
+    chooses one that JAX cannot represent (IndivisibleError). So dims that the number of devices
+    does not divide are replicated; XLA still chooses the sharding of the others.
 
     Args:
-      tree: tracers, of a program on the mesh that is set; other values are returned unchanged.
+      tree: Tracers of a program on the current mesh; other values are returned unchanged.
     """
     size = jax.sharding.get_abstract_mesh().size
 
@@ -109,4 +112,4 @@ def evenly(tree: PyTree) -> PyTree:
 def _annotate(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return stated(x, spec)
+    return constrain_to_spec(x, spec)

@@ -1,4 +1,4 @@
-"""Rules, and their names: the type of a rule, and a strategy's strings that stand for rules."""
+"""The Rule type and its arguments, and parsing of the strings that name rules in a strategy."""
 
 import ast
 import dataclasses
@@ -13,7 +13,7 @@ Spec = tuple[MeshAxes, ...]
 
 
 class UnknownName(ConfigError, KeyError):
-    """A rule that is not registered, or an axis that the mesh does not have."""
+    """A name of a rule that is not registered, or of an axis that the mesh does not have."""
 
     __str__ = Exception.__str__  # KeyError's is the repr of the message.
 
@@ -23,13 +23,13 @@ class Leaf:
     """An array as rules see it.
 
     Attributes:
-      path: what patterns are matched with, whole.
-      shape: without padding.
-      dtype: anything that `numpy.dtype` takes.
-      logical_axes: a name, a tuple of names or None per dim; None: it has no names.
-      logical_axis_rules: (name, mesh axes) pairs of this leaf alone, before the job's.
-      spec: where rules start: mesh axes per dim; (): nothing is split.
-      num_stacked: how many leading dims count layers rather than a tensor's own elements.
+      path: Path of the array; patterns must match all of it.
+      shape: Logical shape.
+      dtype: Anything that `numpy.dtype` accepts.
+      logical_axes: A name, a tuple of names, or None per dim; None: the array has no names.
+      logical_axis_rules: (name, mesh axes) pairs for this leaf alone; they precede the job's.
+      spec: Initial mesh axes per dim; (): nothing is split.
+      num_stacked: Number of leading dims that stack layers.
     """
 
     path: str
@@ -43,13 +43,14 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class JobMesh:
-    """What rules know in addition to the leaf.
+    """The mesh and the job's settings, as rules see them.
 
     Attributes:
-      axis_sizes: devices along each mesh axis, in the mesh's order.
-      logical_axis_rules: (name, mesh axes) pairs, first match wins.
-      allow_padding: `Fsdp` may split a dim that does not divide.
-      unmapped_is_error: a logical axis without a rule is an error; False: it is not split.
+      axis_sizes: Number of devices along each mesh axis, in the mesh's order.
+      logical_axis_rules: (name, mesh axes) pairs; the first match wins.
+      allow_padding: Whether `Fsdp` may split a dim that its devices do not divide.
+      unmapped_is_error: Whether a logical axis without a rule is an error. Otherwise it is not
+        split.
     """
 
     axis_sizes: Mapping[str, int]
@@ -60,13 +61,13 @@ class JobMesh:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A rule's result for a leaf's spec.
+    """The result of a rule for a leaf.
 
     Attributes:
-      spec: mesh axes per dim.
-      note: what deserves to be reported.
-      skipped: why the rule left the leaf; reported only if no other rule splits it.
-      by: what decided, if it is not the rule itself.
+      spec: Mesh axes per dim.
+      note: A note for the layout report.
+      skipped: Why the rule did not split the leaf; reported only if no other rule splits it.
+      by: What decided the spec, if it was not the rule itself.
     """
 
     spec: Spec
@@ -75,27 +76,32 @@ class Outcome:
     by: str = ""
 
 
-# (spec so far, leaf, job_mesh) -> the new spec, or an Outcome; `spec` has an entry per dim.
+# (spec so far, leaf, job_mesh) -> the new spec or an Outcome. `spec` has an entry per dim.
 Rule = Callable[[Spec, Leaf, JobMesh], Spec | Outcome]
 
 REGISTERED: dict[str, Callable[..., Rule]] = {}
 
 
 def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Rule]]:
-    """Returns a decorator of a Rule's class, or of a function that returns a Rule, for strings.
+    """Returns a decorator that registers a Rule class, or a function that returns a Rule.
+
+    Args:
+      name: Name of the rule in the strings of a strategy.
 
     Raises:
-      ConfigError: the name is taken, or not an identifier.
+      ConfigError: The name is already registered, or is not an identifier.
     """
 
     def register(factory: Callable[..., Rule]) -> Callable[..., Rule]:
-        there = REGISTERED.get(name)
-        # A module that is loaded anew, or a notebook's cell, registers its own again.
-        is_same = there is None or (there.__module__, there.__qualname__) == (
+        registered = REGISTERED.get(name)
+        # A reloaded module, or a notebook cell that runs again, may register its rule again.
+        is_same = registered is None or (registered.__module__, registered.__qualname__) == (
             factory.__module__, factory.__qualname__
         )
         if not name.isidentifier() or not is_same:
-            raise ConfigError(f"register_rule: {name!r} is taken, or not an identifier. Rename it.")
+            raise ConfigError(
+                f"register_rule: {name!r} is already registered or is not an identifier. Rename it."
+            )
         REGISTERED[name] = factory
         return factory
 
@@ -103,12 +109,12 @@ def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Ru
 
 
 def rule_text(rule: Rule) -> str:
-    """Returns a rule as a strategy's string would have it."""
+    """Returns a rule as the string that a strategy would use for it."""
     if isinstance(rule, functools.partial):
         settings = [*map(repr, rule.args), *(f"{k}={v!r}" for k, v in rule.keywords.items())]
         return f"{rule_text(rule.func)}({', '.join(settings)})"
     if not dataclasses.is_dataclass(rule):
-        # What a registered function returns has that function's name in its own.
+        # The qualified name of a closure begins with the name of the registered function.
         return getattr(rule, "__qualname__", type(rule).__name__).partition(".<locals>")[0]
     settings = []
     for field in dataclasses.fields(rule):
@@ -123,30 +129,33 @@ def rule_text(rule: Rule) -> str:
 
 
 def parsed_rules(rules: Any) -> tuple[Rule, ...]:
-    """Returns the rules that a string, a rule, or a nested sequence of both stands for, in order.
+    """Returns the rules in a string, a rule, or a nested sequence of both, in order.
 
-    A string is one or more of a registered rule's name or call, with `|` between:
-    `'shard_dim("mdl", -1)|fsdp("data", 0)'`. Arguments are literals; nothing is evaluated.
+    A string has one or more rules separated by `|`, each a registered name or a call of it:
+    `'shard_dim("mdl", -1)|fsdp("data", 0)'`. Arguments must be literals; nothing is evaluated.
 
     Raises:
-      UnknownName: a name that is not registered; a KeyError too.
-      ConfigError: what cannot be read, arguments that a rule does not take, or not a rule.
+      UnknownName: A rule is not registered. UnknownName is also a KeyError.
+      ConfigError: A string cannot be parsed, a rule does not accept its arguments, or an object is
+        not a rule.
     """
     if isinstance(rules, str):
         try:
             node = ast.parse(rules.strip(), mode="eval").body
         except (SyntaxError, ValueError) as error:
-            raise ConfigError(f"The rules {rules!r} cannot be read: {error}. {_WANTED}") from error
-        return tuple(_called(call, rules) for call in _alternatives(node))
+            raise ConfigError(
+                f"The rules {rules!r} cannot be parsed: {error}. {_EXPECTED}"
+            ) from error
+        return tuple(_build_rule(call, rules) for call in _alternatives(node))
     if callable(rules):
         return (rules,)
     if isinstance(rules, Iterable) and not isinstance(rules, Mapping):
         return tuple(rule for part in rules for rule in parsed_rules(part))
-    raise ConfigError(f"{rules!r} is no rule. {_WANTED}")
+    raise ConfigError(f"{rules!r} is not a rule. {_EXPECTED}")
 
 
-_WANTED = (
-    "Wanted is a rule, a list of rules, or a string such as "
+_EXPECTED = (
+    "Expected a rule, a list of rules, or a string such as "
     """'shard_dim("mdl", -1)|fsdp("data", 0)'."""
 )
 
@@ -159,16 +168,16 @@ def _alternatives(node: ast.expr) -> Iterator[ast.expr]:
         yield node
 
 
-def _called(node: ast.expr, text: str) -> Rule:
+def _build_rule(node: ast.expr, text: str) -> Rule:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name):
-        raise ConfigError(f"The rules {text!r} have {ast.unparse(node)!r}. {_WANTED}")
+        raise ConfigError(f"The rules {text!r} contain {ast.unparse(node)!r}. {_EXPECTED}")
     name = call.func.id
     if name not in REGISTERED:
         raise UnknownName(
-            f"The rules {text!r} name '{name}', and there are {', '.join(REGISTERED)}."
-            f"{did_you_mean(name, REGISTERED)} A rule of your own is registered by "
-            "`register_rule` in a module that is loaded; or give the object in place of the string."
+            f"The rules {text!r} contain '{name}', but the registered rules are "
+            f"{', '.join(REGISTERED)}.{did_you_mean(name, REGISTERED)} Register a custom rule with "
+            "`register_rule` in a module that is imported, or pass the object instead of a string."
         )
     try:
         args = [ast.literal_eval(arg) for arg in call.args]
@@ -178,6 +187,6 @@ def _called(node: ast.expr, text: str) -> Rule:
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"The rules {text!r} have {ast.unparse(node)!r}: {error}. Arguments are literals, of "
-            "those that the rule takes."
+            f"The rules {text!r} contain {ast.unparse(node)!r}: {error}. Pass literals for the "
+            "parameters of the rule."
         ) from error

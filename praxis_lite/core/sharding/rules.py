@@ -1,6 +1,6 @@
-"""The four rules of Big Vision's `infer_sharding`, with its answers where it has any.
+"""The four rules of Big Vision's `infer_sharding`, compatible with the original.
 
-A rule takes an array's split so far and returns the next one. `strategies` chooses the rules of
+A rule takes the spec of an array so far and returns a new spec. `strategies` chooses the rules of
 each array (https://github.com/google-research/big_vision).
 """
 
@@ -28,13 +28,13 @@ from praxis_lite.core.sharding.rule_names import (
 @register_rule("replicate")
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """Checks that nothing splits the leaf: in a strategy it documents a replicated leaf."""
+    """Checks that nothing splits the leaf; documents replicated leaves in a strategy."""
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         if any(entry is not None for entry in spec):
             raise ConfigError(
-                f"{leaf.path}: `replicate` wants it whole, but it is split as {spec} already. "
-                "Remove one of the two."
+                f"{leaf.path}: `replicate` expects a replicated array, but it is already split as "
+                f"{spec}. Remove one of the two."
             )
         return Outcome(spec)
 
@@ -42,16 +42,16 @@ class Replicate:
 @register_rule("fsdp")
 @dataclasses.dataclass(frozen=True)
 class Fsdp:
-    """Splits the largest free dim that the devices divide; equal sizes: the last of them.
+    """Splits the largest unsplit dim that the devices divide; of equal dims, the last.
 
-    With `allow_padding`, if the devices divide no free dim, it splits the largest free one that has
-    an element for each device. A dim that counts layers is taken where no other will do.
+    With `allow_padding`, if the devices divide no unsplit dim, it splits the largest one that has
+    an element per device. Dims that stack layers are split only if no other dim can be.
 
     Attributes:
-      axis: a mesh axis, or several, over which the one dim is split.
-      min_size_to_shard_mb: a leaf of at most so many MiB stays whole.
-      min_weight_size: in its place, a leaf of at most so many elements stays whole, as in the
-        notebook on FSDP by shard_map, which has 2**18.
+      axis: A mesh axis, or several, over which one dim is split.
+      min_size_to_shard_mb: Leaves of at most this many MiB are replicated.
+      min_weight_size: If set, leaves of at most this many elements are replicated instead, as in
+        JAX's notebook on FSDP with shard_map, which uses 2**18.
     """
 
     axis: str | Sequence[str]
@@ -69,28 +69,28 @@ class Fsdp:
             if axis not in job_mesh.axis_sizes:
                 names = tuple(job_mesh.axis_sizes)
                 raise UnknownName(
-                    f"{leaf.path}: {rule_text(self)} names the axis '{axis}', but the mesh has "
+                    f"{leaf.path}: {rule_text(self)} uses the axis '{axis}', but the mesh has "
                     f"{names}.{did_you_mean(axis, names)} Fix the rule or mesh.axis_names."
                 )
         num_shards = math.prod(job_mesh.axis_sizes[axis] for axis in axes)
-        size, most = math.prod(leaf.shape), self.min_weight_size
-        if most is None:
+        size, max_size = math.prod(leaf.shape), self.min_weight_size
+        if max_size is None:
             size *= np.dtype(leaf.dtype).itemsize
-            most = self.min_size_to_shard_mb * 2**20
-        if size <= most:
+            max_size = self.min_size_to_shard_mb * 2**20
+        if size <= max_size:
             elements = self.min_weight_size
             limit = f"{self.min_size_to_shard_mb} MiB" if elements is None else f"{elements:,}"
             return Outcome(spec, skipped=f"size at most {limit}")
-        # Not numpy.argsort: what it does with equal sizes depends on the processor.
+        # Not numpy.argsort, whose order of equal sizes depends on the processor.
         dims = sorted(range(len(spec)), key=lambda dim: (leaf.shape[dim], dim), reverse=True)
         for is_stacked in (False, True):
-            same = [dim for dim in dims if (dim < leaf.num_stacked) == is_stacked]
-            free = [dim for dim in same if spec[dim] is None]
-            fit = [dim for dim in free if leaf.shape[dim] % num_shards == 0]
-            if not fit and job_mesh.allow_padding:
-                fit = [dim for dim in free if leaf.shape[dim] >= num_shards]
-            if fit:
-                return Outcome((*spec[: fit[0]], axes, *spec[fit[0] + 1 :]))
+            candidates = [dim for dim in dims if (dim < leaf.num_stacked) == is_stacked]
+            unsplit = [dim for dim in candidates if spec[dim] is None]
+            fitting = [dim for dim in unsplit if leaf.shape[dim] % num_shards == 0]
+            if not fitting and job_mesh.allow_padding:
+                fitting = [dim for dim in unsplit if leaf.shape[dim] >= num_shards]
+            if fitting:
+                return Outcome((*spec[: fitting[0]], axes, *spec[fitting[0] + 1 :]))
         expected = "has as many elements as" if job_mesh.allow_padding else "divides by"
         return Outcome(spec, note=f"no free dim {expected} the {num_shards} devices")
 
@@ -98,12 +98,13 @@ class Fsdp:
 @register_rule("shard_dim")
 @dataclasses.dataclass(frozen=True)
 class ShardDim:
-    """Splits a single dim.
+    """Splits one dim.
 
     Attributes:
-      axis: a mesh axis, or several.
-      dim: which; negative: from the end. The first of n dims is 0, not -n, as in Big Vision.
-      ignore_ndim_error: leave a leaf without that dim as it is, rather than raise.
+      axis: A mesh axis, or several.
+      dim: Index of the dim; negative indices count from the end. As in Big Vision, the first of n
+        dims is 0, and -n is an error.
+      ignore_ndim_error: Whether to leave leaves without that dim unchanged instead of raising.
     """
 
     axis: str | Sequence[str]
@@ -120,15 +121,15 @@ class ShardDim:
             if self.ignore_ndim_error:
                 return Outcome(spec, skipped=f"no dim {self.dim}")
             raise ConfigError(
-                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}: the dim has "
-                f"to be below {len(spec)} in absolute value. Let the pattern match fewer leaves, "
-                "or say ignore_ndim_error=True."
+                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}: the absolute "
+                f"value of the dim must be below {len(spec)}. Let the pattern match fewer leaves, "
+                "or set ignore_ndim_error=True."
             )
         dim = self.dim % len(spec)
         if spec[dim] is not None:
             raise ConfigError(
-                f"{leaf.path}: {rule_text(self)} wants dim {dim}, which {spec[dim]} splits "
-                f"already: its split is {spec}. Choose another dim, or remove one of the two."
+                f"{leaf.path}: {rule_text(self)} splits dim {dim}, which is already split over "
+                f"{spec[dim]}: its spec is {spec}. Choose another dim, or remove one of the two."
             )
         return Outcome((*spec[:dim], axes_of(self.axis), *spec[dim + 1 :]))
 
@@ -136,10 +137,10 @@ class ShardDim:
 @register_rule("logical_partitioning")
 @dataclasses.dataclass(frozen=True)
 class LogicalPartitioning:
-    """Splits the dims with logical names that stand for mesh axes; see `logical_to_mesh_axes`.
+    """Splits the dims whose logical names resolve to mesh axes; see `logical_to_mesh_axes`.
 
-    The rules are the leaf's own, then the job's; a name without a rule that is a mesh axis stands
-    for it. A name whose mesh axes are taken is dropped, and reported.
+    The leaf's own rules apply first, then the job's. A name without a rule that is a mesh axis
+    resolves to that axis. A name whose mesh axes are already used is dropped and reported.
     """
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
@@ -148,7 +149,7 @@ class LogicalPartitioning:
         names = tuple(leaf.logical_axes)
         if len(names) > len(spec):
             raise ConfigError(
-                f"{leaf.path}: it has {len(names)} logical axes {names}, but {len(spec)} dims: its "
+                f"{leaf.path} has {len(names)} logical axes {names}, but {len(spec)} dims: its "
                 f"shape is {leaf.shape}. Remove {len(names) - len(spec)} of the names."
             )
         rules = (*leaf.logical_axis_rules, *job_mesh.logical_axis_rules)
@@ -159,18 +160,18 @@ class LogicalPartitioning:
         if split.unmapped and job_mesh.unmapped_is_error:
             name, known = split.unmapped[0], dict(rules)
             raise ConfigError(
-                f"{leaf.path}: the name '{name}' of its logical axes {names} has no rule, and is "
+                f"{leaf.path}: the name '{name}' of its logical axes {names} has no rule and is "
                 f"not a mesh axis ({', '.join(job_mesh.axis_sizes)}). There are rules for "
                 f"{', '.join(known) or 'no name'}."
                 f"{did_you_mean(name, (*known, *job_mesh.axis_sizes))} Add ('{name}', AXES) to "
-                "WeightSharding.logical_axis_rules, with None for AXES where it is not split."
+                f"WeightSharding.logical_axis_rules, or ('{name}', None) to replicate the dim."
             )
         merged = list(spec)
         for dim, axes in enumerate(split.spec):
             if axes is not None and spec[dim] is not None:
                 raise ConfigError(
-                    f"{leaf.path}: its name '{names[dim]}' wants dim {dim} for {axes}, which "
-                    f"{spec[dim]} splits already: its split is {spec}. Remove one of the two."
+                    f"{leaf.path}: its name '{names[dim]}' splits dim {dim} over {axes}, but it is "
+                    f"already split over {spec[dim]}: its spec is {spec}. Remove one of the two."
                 )
             merged[dim] = spec[dim] if axes is None else axes
         notes = list(split.dropped)

@@ -1,7 +1,7 @@
-"""Strategies: the rules that split each array, chosen by patterns of their paths.
+"""Strategies: rules for splitting each array, chosen by patterns that match the arrays' paths.
 
-For trees that declare nothing. Patterns and the string form are Big Vision's; a leaf has the rules
-of the first pattern that matches its whole path.
+For trees that declare no shardings. Patterns and rule strings are those of Big Vision: the rules
+of the first pattern that matches an array's complete path apply.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-import praxis_lite.core.sharding.rules  # noqa: F401 - it registers the library's rules.
+import praxis_lite.core.sharding.rules  # noqa: F401 - registers the library's rules.
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.leaf_paths import path_of, path_pattern
 from praxis_lite.core.sharding.logical_axes import LogicalAxisRules, checked_rules
@@ -39,23 +39,23 @@ def infer_sharding(
     *,
     logical_axis_rules: LogicalAxisRules = (),
 ) -> PyTree:
-    """Returns the tree with a NamedSharding in the place of each array.
+    """Returns a NamedSharding for each array of a tree, as Big Vision's `infer_sharding` does.
 
-    Arguments and answers are those of Big Vision's `infer_sharding`. The result goes to
-    `jax.device_put`, or to `jax.jit` as `out_shardings`. `fsdp` leaves whole what does not divide.
+    Pass the result to `jax.device_put`, or to `jax.jit` as `out_shardings`. `fsdp` replicates
+    arrays without a dim that its devices divide.
 
     Args:
-      tree: arrays, or what has their shape and dtype (`jax.eval_shape` gives it). Names of dims
-        are read from Flax's boxes (`nn.LogicallyPartitioned`), which are taken off.
-      strategy: (pattern, rules) pairs, such as `[(".*/kernel", 'fsdp("data")')]`. An array has the
-        rules of the first pattern that matches the whole of its path, "encoder/0/kernel"; without
-        one it is on every device. See `rule_names.parsed_rules` for rules.
-      mesh: over its axes arrays are split.
-      logical_axis_rules: (name, mesh axes) pairs, for the rule `logical_partitioning`.
+      tree: Arrays, or objects with a shape and dtype, such as the result of `jax.eval_shape`.
+        Flax's boxes (`nn.LogicallyPartitioned`) are removed; they provide names of dims.
+      strategy: (pattern, rules) pairs, such as `[(".*/kernel", 'fsdp("data")')]`. The rules of the
+        first pattern that matches the complete path of an array, such as "encoder/0/kernel", apply;
+        without a match, the array is replicated. For rules, see `rule_names.parsed_rules`.
+      mesh: Mesh that arrays are split over.
+      logical_axis_rules: (name, mesh axes) pairs for the rule `logical_partitioning`.
 
     Raises:
-      ConfigError: a rule or a pattern cannot be read, an axis is not in the mesh or wanted twice;
-        names the array.
+      ConfigError: A rule or a pattern cannot be parsed, or an axis is not in the mesh or used
+        twice. The message names the array.
     """
     flat, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_box)
     leaves = []
@@ -74,16 +74,16 @@ def infer_sharding(
 
 
 def _is_box(x: Any) -> bool:
-    # Of Flax Linen, which this package does not import.
+    # A box of Flax Linen, which this package does not import.
     return hasattr(x, "names") and hasattr(x, "unbox")
 
 
 def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
-    """Returns (pattern, rules) pairs, the patterns checked and the rules parsed.
+    """Checks the patterns of a strategy and parses its rules.
 
     Raises:
-      BadPattern: a pattern is not a regular expression; a re.error too.
-      ConfigError: see `parsed_rules`; or an entry is not a pair.
+      BadPattern: A pattern is not a regular expression. BadPattern is also a re.error.
+      ConfigError: See `parsed_rules`; or an entry is not a pair.
     """
     pairs = []
     for entry in strategy:
@@ -94,21 +94,21 @@ def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], .
         if not isinstance(rules, str) and isinstance(rules, Sequence) and not rules:
             raise ConfigError(
                 f"strategy: the pattern {pattern!r} has no rules ({rules!r}). Write 'replicate' "
-                "for weights that are to be whole, or remove the pattern."
+                "for replicated weights, or remove the pattern."
             )
         pairs.append((pattern, rules))
-    # A pattern that cannot be read comes before a rule that cannot, as in Big Vision.
+    # As in Big Vision, an invalid pattern is reported before an invalid rule.
     return tuple((pattern, parsed_rules(rules)) for pattern, rules in pairs)
 
 
 @dataclasses.dataclass(frozen=True)
 class RuledSplit:
-    """What rules made of a leaf.
+    """The result of applying rules to a leaf.
 
     Attributes:
-      spec: mesh axes per dim.
-      decided_by: the rules that changed the spec, as a strategy has them; "": nothing changed it.
-      notes: what is to be reported: why it is whole, or was not split further.
+      spec: Mesh axes per dim.
+      decided_by: The rules that changed the spec, as in a strategy; "" if none did.
+      notes: Notes for the report: why the leaf is replicated, or was not split further.
     """
 
     spec: Spec
@@ -119,17 +119,17 @@ class RuledSplit:
 def rule_shardings(
     leaves: Iterable[Leaf], strategy: Strategy, job_mesh: JobMesh
 ) -> dict[str, RuledSplit | None]:
-    """Returns by path the rules' split of each leaf; None for a leaf that no pattern matches.
+    """Returns the split of each leaf by path; None for leaves that no pattern matches.
 
     Args:
-      leaves: of a tree.
-      strategy: (pattern, rules) pairs; see `parsed_rules`. A leaf has the rules of the first
-        pattern that matches its whole path, applied in order, each to what the last one left.
-      job_mesh: sizes of the mesh axes, and the job's settings of names and padding.
+      leaves: Leaves of a tree.
+      strategy: (pattern, rules) pairs; see `parsed_rules`. The rules of the first pattern that
+        matches the complete path of a leaf are applied in order, each to the previous result.
+      job_mesh: Sizes of the mesh axes, and the job's settings for names and padding.
 
     Raises:
-      ConfigError: two rules want one dim or one axis twice, an axis is not in the mesh, and what
-        the rules raise; names the leaf.
+      ConfigError: Two rules split the same dim or use the same axis, an axis is not in the mesh, or
+        a rule raises an error. The message names the leaf.
     """
     pairs = parsed_strategy(strategy)
     splits: dict[str, RuledSplit | None] = {}
@@ -140,15 +140,15 @@ def rule_shardings(
 
 
 def first_match(pairs: Sequence[tuple[str, Any]], path: str) -> int | None:
-    """Returns the place of the first pattern that matches the whole path."""
+    """Returns the index of the first pattern that matches the complete path, or None."""
     return next((i for i, (pattern, _) in enumerate(pairs) if re.fullmatch(pattern, path)), None)
 
 
 def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSplit:
-    """Returns how `rules`, in order, split a leaf.
+    """Applies rules to a leaf in order.
 
     Raises:
-      ConfigError: see `rule_shardings`.
+      ConfigError: See `rule_shardings`.
     """
     spec = (*leaf.spec, *(None,) * (len(leaf.shape) - len(leaf.spec)))
     notes, skipped, deciding = [], [], []
@@ -156,7 +156,7 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
         text, outcome = rule_text(rule), rule(spec, leaf, job_mesh)
         if not isinstance(outcome, Outcome):
             outcome = Outcome(outcome)
-        # A rule, also a user's, must return one entry per dim and each axis once.
+        # Rules, including the user's, must return an entry per dim and use each axis once.
         checked = to_partition_spec(
             outcome.spec, tuple(job_mesh.axis_sizes), rank=len(leaf.shape),
             path=f"{leaf.path}, split by {text}",
@@ -167,6 +167,6 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
         if outcome.note:
             notes.append(f"{text}: {outcome.note}")
         if outcome.skipped:
-            skipped.append(f"{text}: left whole, {outcome.skipped}")
+            skipped.append(f"{text}: replicated, {outcome.skipped}")
     notes += skipped if all(entry is None for entry in spec) else []
     return RuledSplit(spec, "|".join(deciding), tuple(notes))

@@ -1,4 +1,4 @@
-"""Decides the mesh axes that each weight splits over, from all declarations and rules."""
+"""Decides which mesh axes split each weight, from declarations and rules."""
 
 import dataclasses
 import functools
@@ -22,24 +22,24 @@ class WeightSharding:
     """A job's rules for weights whose layers declare no mesh axes.
 
     Attributes:
-      strategy: (pattern, rules) pairs. A weight has the rules of the first pattern that matches
-        the whole of its path under params; rules are a string such as
-        `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule, or a list of both. They start from what
-        the layer declares in mesh axes. Names count only where the rules say
-        `logical_partitioning`; those of a weight that no pattern matches are resolved directly.
+      strategy: (pattern, rules) pairs. The rules of the first pattern that matches the complete
+        path of a weight under params apply. Rules are a string such as
+        `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule, or a list of both. They start from the
+        mesh axes that the layer declares. They use logical names only if they contain
+        `logical_partitioning`. The names of weights that no pattern matches are resolved directly.
         None: no weight has rules.
-      logical_axis_rules: (name, mesh axes) pairs, of which the first that fits wins; or several
-        such lists by name.
-      logical_axis_rules_name: which of several.
-      allow_padding: `fsdp` may split a dim that its devices do not divide.
-      unmapped_logical_axes: what a name is that has no rule and is not a mesh axis: an "error",
-        or not split and reported ("replicate").
-      stack_axis_names: names of leading dims that count layers: an optimizer that looks at whole
-        tensors sees one layer at a time.
+      logical_axis_rules: (name, mesh axes) pairs, of which the first applicable one wins; or
+        several such lists by name.
+      logical_axis_rules_name: The list to use if there are several.
+      allow_padding: Whether `fsdp` may split a dim that its devices do not divide.
+      unmapped_logical_axes: How to treat a name that has no rule and is not a mesh axis: "error",
+        or "replicate" to leave the dim unsplit and report it.
+      stack_axis_names: Names of leading dims that stack layers. Optimizers that use complete
+        tensors see one layer at a time.
 
     Raises:
-      ConfigError: a pattern or rule cannot be read, `strategy` or the rules of a pattern are
-        empty, or `logical_axis_rules_name` names no list.
+      ConfigError: A pattern or rule cannot be parsed, `strategy` or the rules of a pattern are
+        empty, or `logical_axis_rules_name` is not the name of a list.
     """
 
     strategy: Sequence[tuple[str, Any]] | None = None
@@ -59,34 +59,34 @@ class WeightSharding:
         require(not isinstance(names, str), "WeightSharding.stack_axis_names", names, expected)
         if self.strategy is not None and not len(self.strategy):
             raise ConfigError(
-                f"WeightSharding.strategy is {self.strategy!r}, which says nothing; wanted are "
-                """(pattern, rules) pairs, such as (".*", 'fsdp("data")'). Add one, or leave it """
-                "out (None) where logical_axis_rules or the layers decide."
+                f"WeightSharding.strategy is {self.strategy!r}; expected "
+                """(pattern, rules) pairs, such as (".*", 'fsdp("data")'). Add one, or omit the """
+                "strategy (None) if logical_axis_rules or the layers decide."
             )
-        # Read here, so that errors are raised before a model is built.
+        # Parse here, so that errors are raised before a model is built.
         _ = self.pairs, self.rules_in_use
 
     @functools.cached_property
     def pairs(self) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
-        """The strategy with its rules parsed."""
+        """The strategy with parsed rules."""
         return parsed_strategy(self.strategy or ())
 
     @functools.cached_property
     def rules_in_use(self) -> tuple[tuple[str, MeshAxes], ...]:
-        """The logical axis rules in use."""
+        """The logical axis rules to apply."""
         rules, name = self.logical_axis_rules, self.logical_axis_rules_name
         setting = "WeightSharding.logical_axis_rules"
         if not isinstance(rules, Mapping):
             if name is not None:
                 raise ConfigError(
-                    f"{setting}_name is {name!r}, but logical_axis_rules are one list. Remove the "
-                    "name, or give several lists by name."
+                    f"{setting}_name is {name!r}, but logical_axis_rules is a single list. Remove "
+                    "the name, or pass several lists by name."
                 )
             return checked_rules(rules, setting)
         checked = {key: checked_rules(rule, f"{setting}[{key!r}]") for key, rule in rules.items()}
         if name not in checked:
             raise ConfigError(
-                f"{setting}_name is {name!r}, and the lists are {', '.join(checked) or 'none'}."
+                f"{setting}_name is {name!r}, but the lists are {', '.join(checked) or 'none'}."
                 f"{did_you_mean(name or '', checked)} Set it to one of them."
             )
         return checked[name]
@@ -94,11 +94,11 @@ class WeightSharding:
 
 @dataclasses.dataclass(frozen=True)
 class ShardingDecisions:
-    """What was decided of every weight of a job on a mesh.
+    """The splits of all weights of a job on a mesh.
 
     Attributes:
-      weight_specs: the model's tree, every split as mesh axes, `declared_by` filled in.
-      notes: sentences on what was left whole or dropped; one for all weights of which it is true.
+      weight_specs: The model's tree with every split as mesh axes and `declared_by` filled in.
+      notes: Sentences about replicated weights and dropped names, each listing its weights.
     """
 
     weight_specs: PyTree
@@ -108,17 +108,17 @@ class ShardingDecisions:
 def decide_shardings(
     weight_specs: PyTree, declared: WeightSharding | None, axis_sizes: Mapping[str, int]
 ) -> ShardingDecisions:
-    """Returns the splits of all weights over the axes of a mesh.
+    """Decides how all weights are split over the axes of a mesh.
 
     Args:
-      weight_specs: {"params", "non_trainable"}: nested dicts of WeightSpec, as the model declares
-        them. Patterns see the first only.
-      declared: the job's rules; None: it has no rules.
-      axis_sizes: devices along each mesh axis, in the mesh's order.
+      weight_specs: {"params", "non_trainable"}: nested dicts of WeightSpec, as declared by the
+        model. Patterns are matched against "params" only.
+      declared: The job's rules; None: it has no rules.
+      axis_sizes: Number of devices along each mesh axis, in the mesh's order.
 
     Raises:
-      ConfigError: a pattern matches no weight, two rules want one dim, an axis is not in the mesh,
-        a name has no rule, there are more names than dims; names the weight.
+      ConfigError: A pattern matches no weight, two rules split the same dim, an axis is not in the
+        mesh, a name has no rule, or there are more names than dims.
     """
     declared = declared or WeightSharding()
     check_axes(declared.rules_in_use, axis_sizes)
@@ -130,9 +130,9 @@ def decide_shardings(
     _check_patterns(declared.pairs, paths)
     has_rules = bool(declared.pairs or declared.rules_in_use)
     used: set[int] = set()
-    notes: dict[str, list[str]] = {}  # What is to be said, and of which weights.
+    notes: dict[str, list[str]] = {}  # From a note to the weights that it applies to.
 
-    def decided(path: tuple[str, ...], spec: WeightSpec) -> WeightSpec:
+    def decide(path: tuple[str, ...], spec: WeightSpec) -> WeightSpec:
         leaf, is_param = _leaf(path, spec, declared, axis_sizes), path[0] == "params"
         index = first_match(declared.pairs, leaf.path) if is_param else None
         if index is not None:
@@ -142,8 +142,8 @@ def decide_shardings(
             split, by, message = _by_names(spec, leaf, job_mesh)
         else:
             split, by, message = _as_declared(spec, leaf, is_noted=has_rules and is_param)
-        slot_axes, notes_of_slots = _slots(path, spec, declared, job_mesh)
-        for note in (*message, *notes_of_slots):
+        slot_axes, slot_notes = _slots(path, spec, declared, job_mesh)
+        for note in (*message, *slot_notes):
             notes.setdefault(note, []).append(f"{leaf.path} {list(spec.shape)}")
         spec = dataclasses.replace(
             spec, declared_by=by, slot_axes=slot_axes, logical_axis_rules=()
@@ -157,15 +157,15 @@ def decide_shardings(
             logical_axes=None,
         )
 
-    def mapped(node: Any, path: tuple[str, ...]) -> Any:  # In the order in which layers declare.
+    def decide_all(node: Any, path: tuple[str, ...]) -> Any:  # In the order of declaration.
         if isinstance(node, WeightSpec):
-            return decided(path, node)
-        return {name: mapped(child, (*path, name)) for name, child in node.items()}
+            return decide(path, node)
+        return {name: decide_all(child, (*path, name)) for name, child in node.items()}
 
-    decided_specs = mapped(weight_specs, ())
+    decided_specs = decide_all(weight_specs, ())
     sentences = [f"{_some(weights)}: {text}." for text, weights in notes.items()]
     sentences += [
-        f"rule '{pattern}': earlier patterns have all the weights that it matches."
+        f"rule '{pattern}': earlier patterns match all weights that it matches."
         for index, (pattern, _) in enumerate(declared.pairs) if index not in used
     ]
     return ShardingDecisions(decided_specs, tuple(sentences))
@@ -174,14 +174,14 @@ def decide_shardings(
 def _leaf(
     path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, axis_sizes: Mapping[str, int]
 ) -> Leaf:
-    """Returns a weight as rules see it: its whole shape, split as its layer declares."""
+    """Returns a weight as rules see it: its complete shape, split as its layer declares."""
     start = tuple(spec.partition_spec(tuple(axis_sizes), "/".join(path)))
     num_stacked, names = len(spec.stack_split_dims_mapping), spec.logical_axes
     if names is not None:
         ruled = {*dict(declared.rules_in_use), *dict(spec.logical_axis_rules), *axis_sizes}
         is_stack = [name in declared.stack_axis_names for name in names]
         num_named = is_stack.index(False) if False in is_stack else len(is_stack)
-        # Where a stack's own mapping splits its dim, that decides; a stack needs no rule.
+        # The stack's own mapping takes precedence; names that count layers need no rule.
         names = tuple(
             None if any(start[dim : dim + 1]) or (is_stack[dim] and name not in ruled) else name
             for dim, name in enumerate(names)
@@ -192,7 +192,7 @@ def _leaf(
     return Leaf(name, spec.shape, spec.dtype, names, rules, start, num_stacked)
 
 
-# How a weight splits (of the whole shape; None: as the layer declares), what decided it, and notes.
+# The spec of the complete shape (None: as the layer declares), what decided it, and notes.
 _Decision = tuple[Spec | None, str, Sequence[str]]
 
 
@@ -204,7 +204,7 @@ def _by_strategy(
     by = split.decided_by or f"{'|'.join(map(rule_text, rules))} leaves it as it is"
     start = f"{_declared_by(spec)}, then " if any(leaf.spec) else ""
     if leaf.logical_axes and not any(isinstance(rule, LogicalPartitioning) for rule in rules):
-        notes.append("logical names do not count, for want of logical_partitioning")
+        notes.append("its logical names are ignored, because logical_partitioning is missing")
     notes = [f"{source}: {note}" for note in notes]
     return split.spec, f"{start}{source}: {by}", notes
 
@@ -219,19 +219,20 @@ def _by_names(spec: WeightSpec, leaf: Leaf, job_mesh: JobMesh) -> _Decision:
 def _slots(
     path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, job_mesh: JobMesh
 ) -> tuple[Spec | None, Sequence[str]]:
-    """Returns the split of a weight's slots if it declares one, else None; and notes."""
+    """Returns the spec of a weight's slots if it declares one, otherwise None; and notes."""
     if spec.slot_axes is None:
         return None, ()
-    own = dataclasses.replace(
+    slots = dataclasses.replace(
         spec, split_dims_mapping=None, logical_axes=spec.slot_axes, declared_by="its slots"
     )
-    split, _, notes = _by_names(own, _leaf(path, own, declared, job_mesh.axis_sizes), job_mesh)
+    leaf = _leaf(path, slots, declared, job_mesh.axis_sizes)
+    split, _, notes = _by_names(slots, leaf, job_mesh)
     return split, notes
 
 
 def _as_declared(spec: WeightSpec, leaf: Leaf, *, is_noted: bool) -> _Decision:
     is_silent = spec.split_dims_mapping is None and not any(leaf.spec)
-    notes = ("left whole: no pattern or name splits it",) if is_silent and is_noted else ()
+    notes = ("replicated: no pattern or name splits it",) if is_silent and is_noted else ()
     return None, _declared_by(spec), notes
 
 
@@ -247,12 +248,12 @@ def _declared_by(spec: WeightSpec) -> str:
 
 
 def check_axes(rules: AxisRules, axis_sizes: Mapping[str, int]) -> None:
-    """Raises a ConfigError if a rule names an axis that the mesh does not have."""
+    """Raises ConfigError if a rule uses an axis that the mesh does not have."""
     for name, entry in rules:
         for axis in axes_of(entry):
             if axis not in axis_sizes:
                 raise ConfigError(
-                    f"WeightSharding.logical_axis_rules: {(name, entry)} has the axis '{axis}', "
+                    f"WeightSharding.logical_axis_rules: {(name, entry)} uses the axis '{axis}', "
                     f"but the mesh has {tuple(axis_sizes)}.{did_you_mean(axis, axis_sizes)} Fix "
                     "the rule or mesh.axis_names."
                 )
@@ -264,12 +265,12 @@ def _check_patterns(pairs: Sequence[tuple[str, Any]], paths: Sequence[str]) -> N
             continue
         hint = did_you_mean(pattern, paths)
         if part := next((path for path in paths if re.search(pattern, path)), ""):
-            hint = f" It matches a part of {part}: begin it with '.*', or end it so."
+            hint = f" It matches a part of {part}: add '.*' at its beginning or end."
         if pattern.startswith("params/"):
-            hint = " A path does not begin with params/."
+            hint = " Paths do not begin with params/."
         raise ConfigError(
-            f"WeightSharding.strategy: {pattern!r} matches no weight. A pattern is of whole paths."
-            f"{hint} There are {_some(paths) or 'no weights'}."
+            f"WeightSharding.strategy: {pattern!r} matches no weight. A pattern must match the "
+            f"complete path.{hint} There are {_some(paths) or 'no weights'}."
         )
 
 

@@ -19,20 +19,23 @@ class WeightSpec:
     """A weight as the partitioner sees it.
 
     Attributes:
-      shape: stacked dims first.
-      dtype: of the stored weight.
-      split_dims_mapping: split of the dims that the layer declared; None: replicated.
-      stack_split_dims_mapping: an entry per stacked dim, outermost first. Its length is the number
-        of leading dims that count layers.
-      logical_axes: a name or None per dim of the whole shape, which rules turn into mesh axes; in
-        place of the two mappings. None: the weight has no names.
-      logical_axis_rules: (name, mesh axes) pairs of this weight alone, before the job's.
-      slot_axes: as logical_axes, of its slots; mesh axes once decided. None: as the weight.
-      declared_by: what decided the split, as the layout reports it.
-      matrix: own dims that a product sums over, and that it gives to outputs; None: not known.
-      num_dims_apart: of so many outermost stacked dims the model takes the layers as arrays of
-        their own too (`LayersApart`).
-      memory_kind: "pinned_host": the host's memory, of which the model takes it (`HostWeight`).
+      shape: Logical shape, stacked dims first.
+      dtype: Dtype of the stored weight.
+      split_dims_mapping: Split of the layer's own dims; None: replicated.
+      stack_split_dims_mapping: An entry per stacked dim, outermost first. Its length is the number
+        of leading dims that stack layers.
+      logical_axes: A name or None per dim of the complete shape, which rules resolve to mesh axes;
+        used instead of the two mappings. None: the weight has no names.
+      logical_axis_rules: (name, mesh axes) pairs for this weight alone; they precede the job's.
+      slot_axes: Like logical_axes, for the weight's slots; mesh axes once resolved. None: slots are
+        split as the weight.
+      declared_by: What decided the split, as shown in the layout report.
+      matrix: The weight's own dims that a matmul contracts, and those that become outputs; None:
+        unknown.
+      num_dims_apart: Number of leading stacked dims that the model also accepts unstacked
+        (`UnstackedLayers`).
+      memory_kind: "pinned_host" for weights in host memory, which the model receives as
+        `HostWeight`s.
     """
 
     shape: tuple[int, ...]
@@ -52,14 +55,14 @@ class WeightSpec:
         return self.shape[: len(self.stack_split_dims_mapping)]
 
     def partition_spec(self, axis_names: tuple[str, ...], path: str) -> PartitionSpec:
-        """Returns the spec of the whole array, extended to its rank.
+        """Returns the spec of the complete array, extended to its rank.
 
         Raises:
-          ConfigError: the mapping does not fit the shape or the axes; names `path`.
+          ConfigError: The mapping does not fit the shape or the axes. The message names `path`.
         """
         own_rank = len(self.shape) - len(self.stack_split_dims_mapping)
         mapping = () if self.split_dims_mapping is None else self.split_dims_mapping
-        # Checked by itself first: the message then shows what the layer's author wrote.
+        # Checked separately first, so that the message shows the mapping as the author wrote it.
         to_partition_spec(mapping, axis_names, rank=own_rank, path=path)
         return to_partition_spec(
             (*self.stack_split_dims_mapping, *mapping), axis_names, rank=len(self.shape), path=path
@@ -69,7 +72,7 @@ class WeightSpec:
 def spec_items(
     weight_specs: Any, prefix: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], WeightSpec]]:
-    """Yields (path, spec) of every weight of a nested dict."""
+    """Yields (path, spec) of every weight in a nested dict."""
     for name, child in weight_specs.items():
         if isinstance(child, WeightSpec):
             yield (*prefix, name), child
@@ -81,17 +84,17 @@ _declared = contextvars.ContextVar("declared weights")
 
 
 def declared_weight(path: str) -> WeightSpec | None:
-    """Returns the WeightSpec at a path under params while an optimizer runs; None: unknown."""
+    """Returns the WeightSpec at a path under params while an optimizer runs, or None."""
     return _declared.get({}).get(path)
 
 
-def knows_weights(function: Callable, declared: Mapping[str, WeightSpec]) -> Callable:
-    """Returns an optimizer's function that gets the specs by path from `declared_weight`."""
+def with_declared_weights(function: Callable, declared: Mapping[str, WeightSpec]) -> Callable:
+    """Wraps an optimizer's function so that `declared_weight` returns the given specs in it."""
 
     @functools.wraps(function)
-    def knowing(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         context = contextvars.copy_context()
         context.run(_declared.set, declared)
         return context.run(function, *args, **kwargs)
 
-    return knowing
+    return wrapped

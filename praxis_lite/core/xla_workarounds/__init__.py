@@ -1,6 +1,6 @@
-"""Workarounds for XLA bugs in lowered programs, before they are compiled.
+"""Workarounds for XLA bugs, applied to traced or lowered programs before they are compiled.
 
-Knows no tasks, layers or jobs.
+This package knows nothing about tasks, layers or jobs.
 """
 
 from praxis_lite.public_names import public_names

@@ -1,8 +1,8 @@
-"""Works around an XLA bug that permutes results of some matmuls on 3-axis meshes.
+"""Works around an XLA bug that permutes the results of some matmuls on 3-axis meshes.
 
-For each product found by `product_orders`, constraints fix the splits of operands and results to
-those of Shardy's propagation, and make XLA first compute results in the operands' order of devices
-and then move them. Other splits in the program do not change.
+For each matmul found by `product_orders`, sharding constraints fix its operands and results to the
+shardings of Shardy's propagation. XLA then first computes the results in the device order of the
+operands, and moves them afterwards. Other shardings in the program do not change.
 """
 
 import dataclasses
@@ -31,36 +31,36 @@ from praxis_lite.core.xla_workarounds.product_orders import (
 __all__ = ("MendedFunction", "mended", "mended_export")
 
 _COMPARE = "compare the job with one device by --mode=check"
-_NOT_MENDED = f"It could not be mended: before you rely on it, {_COMPARE}"
-_NOT_READ = "Products that XLA may permute on three axes of a mesh were not looked for"
-# Later rounds fix products whose splits changed by the constraints of earlier ones.
-_MOST_ROUNDS = 4
+_NOT_PATCHED = f"It could not be patched: before you rely on it, {_COMPARE}"
+_NOT_SEARCHED = "The program was not searched for matmuls that XLA may permute on 3-axis meshes"
+# Later rounds patch matmuls whose shardings were changed by the constraints of earlier rounds.
+_MAX_ROUNDS = 4
 
 
 def mended(
     lowered: jax.stages.Lowered, mesh: Mesh, say: Callable[[str], None] = warn_once
 ) -> jax.stages.Lowered:
-    """Edits a program in place so that XLA permutes none of its products, and returns it.
+    """Patches a program in place so that XLA permutes the results of no matmul, and returns it.
 
-    JAX caches the program: later calls of the same function compile the edited one.
+    JAX caches the program: later calls of the same function compile the patched one.
 
     Args:
-      lowered: not compiled or called yet.
-      mesh: of its arrays.
-      say: called with a sentence for each fixed product; or with the reason why a program cannot be
-        read, such as one for GSPMD.
+      lowered: A program that was neither compiled nor called yet.
+      mesh: Mesh of its arrays.
+      say: Called with a sentence per patched matmul, or with the reason why a program cannot be
+        searched, for example because it is for GSPMD.
     """
     if len(_sizes(mesh)) > 2:
-        _mend_module(lowered.compiler_ir(), mesh, say)
+        _patch_module(lowered.compiler_ir(), mesh, say)
     return lowered
 
 
 def mended_export(
     exported: jax.export.Exported, mesh: Mesh, say: Callable[[str], None] = warn_once
 ) -> jax.export.Exported:
-    """Returns an exported program, edited as by `mended`.
+    """Returns an exported program, patched as by `mended`.
 
-    Shardy cannot read programs with a symbolic number of rows.
+    Programs with a symbolic number of rows cannot be patched, because Shardy does not accept them.
     """
     if len(_sizes(mesh)) < 3:
         return exported
@@ -68,9 +68,9 @@ def mended_export(
     for dialect in (chlo, sdy, stablehlo):
         dialect.register_dialect(context)
     module = mlir.deserialize_portable_artifact(exported.mlir_module_serialized, context)
-    if not _mend_module(module, mesh, say):
+    if not _patch_module(module, mesh, say):
         return exported
-    # As in jax.export: readable by jax versions of the last weeks.
+    # As in jax.export: readable by the jax versions of the last four weeks.
     version = stablehlo.get_version_from_compatibility_requirement(
         stablehlo.StablehloCompatibilityRequirement.WEEK_4
     )
@@ -79,42 +79,42 @@ def mended_export(
 
 
 class MendedFunction:
-    """A function of `jax.jit`, edited by `mended` on its first call.
+    """A jitted function whose program is patched by `mended` in its first call.
 
     Args:
-      jitted: always called with the same shapes, so that it has one program.
-      mesh: of its arguments.
+      jitted: Result of `jax.jit`; always called with the same shapes, so that it has one program.
+      mesh: Mesh of its arguments.
     """
 
     def __init__(self, jitted: Any, mesh: Mesh):
-        self._jitted, self._mesh, self._is_mended = jitted, mesh, False
+        self._jitted, self._mesh, self._is_patched = jitted, mesh, False
 
     def __call__(self, *args: Any) -> Any:
-        if not self._is_mended:
+        if not self._is_patched:
             mended(self._jitted.trace(*args).lower(), self._mesh)
-            self._is_mended = True
+            self._is_patched = True
         return self._jitted(*args)
 
 
-def _mend_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
-    """Edits a program; returns True if it had such products. Arguments are as of `mended`."""
+def _patch_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
+    """Patches a program in place; returns whether it had affected matmuls. See `mended`."""
     if not jax.config.jax_use_shardy_partitioner:
-        say(f"{_NOT_READ}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")
+        say(f"{_NOT_SEARCHED}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")
         return False
     sentences: dict[int, str] = {}
     with module.context, ir.Location.unknown():
         try:
-            for num_rounds in range(_MOST_ROUNDS + 1):
+            for num_rounds in range(_MAX_ROUNDS + 1):
                 at_risk = products_at_risk(module, _sizes(mesh))
                 if not at_risk:
                     break
                 products = list(ops(module.operation, PRODUCT))
                 for number, copies in at_risk.items():
-                    is_last = num_rounds == _MOST_ROUNDS
-                    result = _NOT_MENDED if is_last else _mend(products[number], copies)
-                    sentences[number] = _sentence(copies, result)
+                    is_last = num_rounds == _MAX_ROUNDS
+                    outcome = _NOT_PATCHED if is_last else _patch(products[number], copies)
+                    sentences[number] = _sentence(copies, outcome)
         except (ir.MLIRError, ValueError) as error:
-            say(f"{_NOT_READ}: Shardy says {shown(str(error), 300)} You can {_COMPARE}.")
+            say(f"{_NOT_SEARCHED}: Shardy reports {shown(str(error), 300)} You can {_COMPARE}.")
     for sentence in dict.fromkeys(sentences.values()):
         say(sentence)
     return bool(sentences)
@@ -124,42 +124,46 @@ def _sizes(mesh: Mesh) -> dict[str, int]:
     return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 
-def _mend(op: Any, copies: Sequence[Product]) -> str:
-    """Edits a product that XLA may permute; returns what becomes of its results.
+def _patch(op: Any, copies: Sequence[Product]) -> str:
+    """Adds constraints around a matmul that XLA may permute; returns a description of the change.
 
     Args:
-      op: of the program that will be compiled.
-      copies: it in each call of its function, after propagation.
+      op: The matmul, in the program that will be compiled.
+      copies: The matmul in each call of its function, after propagation.
     """
     result, product = op.results[0], copies[0]
     with ir.InsertionPoint.after(op):
         if any(copy.shardings != product.shardings for copy in copies):
-            free = sdy.PropagationBarrierOp(result, sdy.PropagationDirection.FORWARD)
-            result.replace_all_uses_except(free.result, free.operation)
+            barrier = sdy.PropagationBarrierOp(result, sdy.PropagationDirection.FORWARD)
+            result.replace_all_uses_except(barrier.result, barrier.operation)
             return (
-                "Here they first split as the operands do, for its function is called with several "
-                "splits: then they may be whole over more devices"
+                "Its results are now first split as its operands, because its function is called "
+                "with several splits; they may be replicated over more devices"
             )
         spec, dropped = _in_one_order(product)
-        first = sdy.ShardingConstraintOp(result, _held(product, product.result, spec))
-        result.replace_all_uses_except(first.result, first.operation)
-        then = sdy.ShardingConstraintOp(first.result, _held(product, product.result))
-        first.result.replace_all_uses_except(then.result, then.operation)
+        constraint = sdy.ShardingConstraintOp(result, _closed(product, product.result, spec))
+        result.replace_all_uses_except(constraint.result, constraint.operation)
+        final = sdy.ShardingConstraintOp(constraint.result, _closed(product, product.result))
+        constraint.result.replace_all_uses_except(final.result, final.operation)
     with ir.InsertionPoint(op):
         for number, split in enumerate((product.lhs, product.rhs)):
-            held = sdy.ShardingConstraintOp(op.operands[number], _held(product, split))
-            op.operands[number] = held.result
+            constraint = sdy.ShardingConstraintOp(op.operands[number], _closed(product, split))
+            op.operands[number] = constraint.result
     size = format_bytes(int(product.result.bits // 8))
     if not dropped:
-        return f"Here they are made in the operand's order and moved: {size} more from each device"
-    whole = math.prod(product.sizes[axis] for axis in dropped)
+        return (
+            "Its results are now computed in the operand's order and moved: "
+            f"{size} more from each device"
+        )
+    num_copies = math.prod(product.sizes[axis] for axis in dropped)
     return (
-        f"Here they are first whole over {axes_text(dropped)}: {whole} times {size} on each device"
+        f"Its results are now first replicated over {axes_text(dropped)}: {num_copies} times "
+        f"{size} on each device"
     )
 
 
 def _in_one_order(product: Product) -> tuple[Spec, list[str]]:
-    """Returns how the results split in the operand's order, and the axes left out for that."""
+    """Returns a spec of the results in the operand's order, and the axes removed for that."""
     spec, dropped = product.result.spec, []
     conflict = product.conflict(spec)
     moved = [tuple(sorted(entry, key=[*conflict.summed, *conflict.before].index)) for entry in spec]
@@ -171,12 +175,13 @@ def _in_one_order(product: Product) -> tuple[Spec, list[str]]:
     return spec, dropped
 
 
-def _held(product: Product, split: Split, spec: Spec | None = None) -> Any:
-    """Returns a sharding that propagation leaves as it is.
+def _closed(product: Product, split: Split, spec: Spec | None = None) -> Any:
+    """Returns a sharding that propagation does not change.
 
     Args:
-      split: of an array of the product.
-      spec: the axes that split it instead, of the same dims or none.
+      product: The matmul.
+      split: Sharding of one of its arrays.
+      spec: Mesh axes per dim to use instead; they must be a permutation or subset of the split's.
     """
     if split.sharding is None:
         dims, unreduced = [[]] * len(split.spec), []
@@ -193,13 +198,13 @@ def _held(product: Product, split: Split, spec: Spec | None = None) -> Any:
     )
 
 
-def _sentence(copies: Sequence[Product], result: str) -> str:
+def _sentence(copies: Sequence[Product], outcome: str) -> str:
     risk = next(filter(None, (product.conflict(product.result.spec) for product in copies)))
     summed = axes_text(risk.summed)
     return (
-        f"XLA may permute the results of a matrix product, {copies[0].name}: it sums over "
-        f"{summed}, which splits the results, too, and the other axes are in the order "
-        f"{axes_text(risk.before)} in an operand and {axes_text(risk.after)} in the results "
-        f"(docs/upstream/matmul_rows.md). {result}. This would not be if you split both in the "
-        f"same order, or the results not over {summed}."
+        f"XLA may permute the results of the matmul {copies[0].name}: it sums over {summed}, which "
+        f"also splits the results, and the other axes are in the order {axes_text(risk.before)} in "
+        f"an operand and {axes_text(risk.after)} in the results (docs/upstream/matmul_rows.md). "
+        f"{outcome}. To avoid this, split both in the same order, or do not split the results over "
+        f"{summed}."
     )

@@ -1,9 +1,9 @@
-"""Loops that keep what they computed in bfloat16 in bfloat16.
+"""Moves casts from bfloat16 to float32 out of scans, so that stacked outputs stay in bfloat16.
 
-The gradient of a float32 weight that a layer computes with in bfloat16 is a bfloat16 product, cast
-to float32 as the last thing that the layer's backward pass does. A scan over layers would keep the
-gradients of all layers after the cast, in twice the memory. Here the cast comes after the scan: the
-same numbers, but for digits that XLA may keep where a rounding is followed by a cast back.
+If a layer computes in bfloat16, the gradient of its float32 weight is a bfloat16 product that the
+layer's backward pass casts to float32 as its last operation. A scan over layers would stack the
+gradients after the cast, in twice the memory. Here the cast comes after the scan. The results are
+the same, except that XLA may keep more digits where it fuses a rounding with a cast back.
 """
 
 from collections.abc import Collection
@@ -12,32 +12,34 @@ from typing import Any
 from jax.extend import core
 from jax.extend.core import primitives
 
-from praxis_lite.core.jaxprs import opened, plain, rewritten, widens
+from praxis_lite.core.jaxprs import expand_high_level, is_widening_cast, open_jaxpr, rewrite_jaxpr
 
 __all__ = ("narrow_scans",)
 
 
 def narrow_scans(jaxpr: Any) -> Any:
-    """Returns a program whose scans cast what they stack after the loop rather than in it."""
-    return rewritten(jaxpr, _narrow_scan)
+    """Returns a jaxpr whose scans cast their stacked outputs after the loop instead of in it."""
+    return rewrite_jaxpr(jaxpr, _narrow_scan)
 
 
 def _narrow_scan(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     if eqn.primitive is not primitives.scan_p:
         return [eqn]
-    pairs = zip(opened(eqn.params["jaxpr"]).outvars, eqn.outvars, strict=True)
-    # What is carried has no more dims.
+    pairs = zip(open_jaxpr(eqn.params["jaxpr"]).outvars, eqn.outvars, strict=True)
+    # Stacked outputs have one dim more than in the body; carried values do not.
     stacked = [i for i, (a, b) in enumerate(pairs) if b.aval.ndim > a.aval.ndim]
     return _with_narrow_outputs(eqn, stacked) or [eqn]
 
 
 def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list | None:
-    """Returns an equation that calls a program, those outputs narrow, and the casts behind it.
+    """Returns `eqn` with narrow outputs, followed by their casts; None if it casts none of them.
 
-    None if it casts none of them.
+    Args:
+      eqn: An equation with an inner jaxpr.
+      indices: Indices of the outputs to consider.
     """
     closed = eqn.params["jaxpr"]
-    body, narrow = _narrow_outputs(opened(closed), indices)
+    body, narrow = _narrow_outputs(open_jaxpr(closed), indices)
     if not narrow:
         return None
     outvars, casts = list(eqn.outvars), []
@@ -51,29 +53,29 @@ def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list |
 
 
 def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.Jaxpr, list[int]]:
-    """Returns a program that leaves out the casts of some outputs, and the indices of these."""
-    eqns = list(map(plain, jaxpr.eqns))
-    made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
-    outvars, narrow, of_call = list(jaxpr.outvars), [], {}
+    """Returns the jaxpr without the casts of some outputs, and the indices of these outputs."""
+    eqns = list(map(expand_high_level, jaxpr.eqns))
+    producers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    outvars, narrow, by_call = list(jaxpr.outvars), [], {}
     for index in indices:
         var = outvars[index]
-        eqn = None if isinstance(var, core.Literal) else made_by.get(var)
+        eqn = None if isinstance(var, core.Literal) else producers.get(var)
         if eqn is None:
             continue
-        if widens(eqn) and not isinstance(eqn.invars[0], core.Literal):
+        if is_widening_cast(eqn) and not isinstance(eqn.invars[0], core.Literal):
             outvars[index] = eqn.invars[0]
             narrow.append(index)
         elif eqn.primitive in (primitives.remat_p, primitives.jit_p):
-            of_call.setdefault(id(eqn), (eqn, []))[1].append(index)
-    for eqn, result in of_call.values():
-        places = {index: eqn.outvars.index(outvars[index]) for index in result}
-        new = _with_narrow_outputs(eqn, sorted(set(places.values())))
+            by_call.setdefault(id(eqn), (eqn, []))[1].append(index)
+    for eqn, output_indices in by_call.values():
+        positions = {index: eqn.outvars.index(outvars[index]) for index in output_indices}
+        new = _with_narrow_outputs(eqn, sorted(set(positions.values())))
         if new is None:
             continue
-        at = next(i for i, item in enumerate(eqns) if item is eqn)
-        eqns[at : at + 1] = new
-        for index, place in places.items():
-            var = new[0].outvars[place]
+        start = next(i for i, other in enumerate(eqns) if other is eqn)
+        eqns[start : start + 1] = new
+        for index, position in positions.items():
+            var = new[0].outvars[position]
             if var is not outvars[index]:
                 outvars[index] = var
                 narrow.append(index)

@@ -1,9 +1,9 @@
 """Finds matmuls whose results XLA's partitioner may permute, in programs before compilation.
 
-On a mesh of three axes XLA silently returns wrong results of some products
-(docs/upstream/matmul_rows.md). If an axis that is summed over also splits the results, it groups
-devices by that axis, and numbers the devices of a group by their order in the larger operand and by
-their order in the results. If these differ, parts of the results may be permuted.
+On a mesh of three axes, XLA silently returns wrong results for some matmuls
+(docs/upstream/matmul_rows.md). If an axis that is contracted also splits the results, XLA groups
+devices by that axis. It numbers the devices of a group by their order in the larger operand, and
+again by their order in the results. If these orders differ, parts of the results may be permuted.
 """
 
 import itertools
@@ -16,18 +16,18 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
 
 PRODUCT = "stablehlo.dot_general"
-_NUMBER = "number"  # An attribute of products, for as long as they are looked at.
-# The mesh axes, of several devices, that split each dim of an array.
+_NUMBER = "number"  # Temporary attribute that identifies matmuls across propagation.
+# Per dim of an array, the mesh axes (with more than one device) that split it.
 Spec = list[tuple[str, ...]]
 
 
 class Conflict(NamedTuple):
-    """Two orders of a product's devices.
+    """The two device orders of a matmul that XLA may permute.
 
     Attributes:
-      summed: the axes that are summed over, and split the results.
-      before: the other axes, as an operand has them.
-      after: as the results have them.
+      summed: Axes that are contracted and also split the results.
+      before: The other axes, in the order of an operand.
+      after: The other axes, in the order of the results.
     """
 
     summed: list[str]
@@ -36,12 +36,12 @@ class Conflict(NamedTuple):
 
 
 class Split:
-    """How an array splits.
+    """The sharding of an array.
 
     Attributes:
-      sharding: Shardy's, or None if the array is whole.
-      spec: the axes that split each dim.
-      bits: of a part.
+      sharding: Shardy's sharding, or None if the array is replicated.
+      spec: Mesh axes per dim.
+      bits: Size of a shard in bits.
     """
 
     def __init__(self, value: Any, sizes: Mapping[str, int]):
@@ -59,18 +59,20 @@ class Split:
 
 
 class Product:
-    """A matrix product of a program after propagation, in which each function has one call.
+    """A matmul of a program after propagation, when each function has only one call.
 
     Args:
-      op: the product.
-      sizes: of the mesh axes of several devices.
-      calls: by the name of a function.
+      op: The matmul.
+      sizes: Sizes of the mesh axes with more than one device.
+      calls: The calls of functions by the function's name.
 
     Attributes:
-      lhs, rhs, result: how its operands and its results split.
-      shardings: of the three, to compare.
-      sizes: of the mesh axes of several devices that are not manual here.
-      name: its name scopes.
+      lhs: Sharding of the left operand.
+      rhs: Sharding of the right operand.
+      result: Sharding of the results.
+      shardings: The three shardings as text, for comparison.
+      sizes: Sizes of the mesh axes that have more than one device and are not manual here.
+      name: Name scopes of the matmul.
     """
 
     def __init__(self, op: Any, sizes: Mapping[str, int], calls: Mapping[str, Any]):
@@ -81,46 +83,50 @@ class Product:
         self.shardings = [str(x.sharding) for x in (self.lhs, self.rhs, self.result)]
         self._dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
         names = re.search(r'"([^"]*)"', str(op.location))
-        self.name = names[1] if names else "without a name"
+        self.name = names[1] if names else "(unnamed)"
 
     def conflict(self, spec: Spec) -> Conflict | None:
-        """Returns the two orders if the results split by `spec`; None: XLA has but one."""
+        """Returns the conflicting orders if the results are split by `spec`; None if they agree."""
         used = {axis for entry in spec for axis in entry}
-        whole = math.prod(size for axis, size in self.sizes.items() if axis not in used)
-        # XLA lays out the smaller operand as the larger one.
+        num_replicas = math.prod(size for axis, size in self.sizes.items() if axis not in used)
+        # XLA lays out the smaller operand like the larger one.
         operand, summed = (
             (self.lhs, self._dims.lhs_contracting_dimensions) if self.lhs.bits > self.rhs.bits
             else (self.rhs, self._dims.rhs_contracting_dimensions)
         )
-        for some in _parts(list(summed)):
-            axes = {axis for dim in some for axis in operand.spec[dim]}
-            of_results = [dim for dim, entry in enumerate(spec) if entry and axes.issuperset(entry)]
-            if not axes or axes != {axis for dim in of_results for axis in spec[dim]}:
+        for dims in _subsets(list(summed)):
+            axes = {axis for dim in dims for axis in operand.spec[dim]}
+            result_dims = [
+                dim for dim, entry in enumerate(spec) if entry and axes.issuperset(entry)
+            ]
+            if not axes or axes != {axis for dim in result_dims for axis in spec[dim]}:
                 continue
-            if whole > 1 and whole % math.prod(self.sizes[axis] for axis in axes) == 0:
-                continue  # Of results that are whole over as many devices XLA orders these.
-            before, after = self._axes(operand.spec, some), self._axes(spec, of_results)
+            if num_replicas > 1 and num_replicas % math.prod(self.sizes[x] for x in axes) == 0:
+                continue  # XLA orders the replicas of the results instead.
+            before, after = self._axes(operand.spec, dims), self._axes(spec, result_dims)
             if before != after:
                 return Conflict([axis for axis in self.sizes if axis in axes], before, after)
         return None
 
-    def _axes(self, spec: Spec, but: Any) -> list[str]:
-        """Returns the axes of the dims that are not in `but`, then those that split no dim."""
+    def _axes(self, spec: Spec, excluded: Any) -> list[str]:
+        """Returns the axes of dims that are not in `excluded`, then those that split no dim."""
         used = {axis for entry in spec for axis in entry}
-        axes = [axis for dim, entry in enumerate(spec) if dim not in but for axis in entry]
+        axes = [axis for dim, entry in enumerate(spec) if dim not in excluded for axis in entry]
         return axes + [axis for axis in self.sizes if axis not in used]
 
 
 def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Product]]:
-    """Returns the products that XLA may permute, by their numbers among all of the module.
+    """Returns the matmuls that XLA may permute, by their index among all matmuls of the module.
 
-    Shardy copies a function for each of its calls: all copies of its product are returned.
+    Shardy copies a function for each of its calls; all copies of a matmul are returned.
 
     Args:
-      sizes: of the mesh axes of several devices.
+      module: The program.
+      sizes: Sizes of the mesh axes with more than one device.
 
     Raises:
-      ir.MLIRError, ValueError: Shardy does not read the module.
+      ir.MLIRError: Shardy does not accept the module.
+      ValueError: Shardy does not accept the module.
     """
     program = module.operation.clone()
     for number, op in enumerate(ops(program, PRODUCT)):
@@ -135,13 +141,13 @@ def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Pr
         number = ir.IntegerAttr(op.attributes[_NUMBER]).value
         copies.setdefault(number, []).append(Product(op, sizes, calls))
     return {
-        number: same for number, same in copies.items()
-        if any(product.conflict(product.result.spec) for product in same)
+        number: group for number, group in copies.items()
+        if any(product.conflict(product.result.spec) for product in group)
     }
 
 
 def ops(op: Any, name: str) -> Iterator[Any]:
-    """Yields the operations of a name in an operation's regions."""
+    """Yields the operations of that name in an operation's regions, recursively."""
     for block in itertools.chain.from_iterable(op.regions):
         for inner in block:
             if inner.operation.name == name:
@@ -149,31 +155,31 @@ def ops(op: Any, name: str) -> Iterator[Any]:
             yield from ops(inner.operation, name)
 
 
-def _parts(dims: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yields each choice of one or more of the dims that are summed: XLA may group by some."""
+def _subsets(dims: list[int]) -> Iterator[tuple[int, ...]]:
+    """Yields each nonempty subset of the contracted dims, because XLA may group by any of them."""
     for count in range(len(dims), 0, -1):
         yield from itertools.combinations(dims, count)
 
 
 def _sharding(value: Any) -> Any:
-    """Returns the sharding of a value after propagation, or None if the value is whole."""
+    """Returns the sharding of a value after propagation, or None if it is replicated."""
     if isinstance(value.owner, ir.Block):
         number, op = ir.BlockArgument(value).arg_number, value.owner.owner.operation
         name = {"sdy.manual_computation": "in_shardings"}.get(op.name, "sdy.sharding")
         if op.name == "func.func":
             if "arg_attrs" not in op.attributes:
                 return None
-            of_argument = ir.DictAttr(ir.ArrayAttr(op.attributes["arg_attrs"])[number])
-            return sdy.TensorShardingAttr(of_argument[name]) if name in of_argument else None
+            attributes = ir.DictAttr(ir.ArrayAttr(op.attributes["arg_attrs"])[number])
+            return sdy.TensorShardingAttr(attributes[name]) if name in attributes else None
     else:
         number, op = ir.OpResult(value).result_number, value.owner
         name = {"sdy.manual_computation": "out_shardings"}.get(op.name, "sdy.sharding")
-        if "sharding" in op.attributes:  # It states one.
+        if "sharding" in op.attributes:  # A sharding constraint.
             return sdy.TensorShardingAttr(op.attributes["sharding"])
     if name not in op.attributes:
         return None
-    of_values = sdy.TensorShardingPerValueAttr(op.attributes[name])
-    return sdy.TensorShardingAttr(of_values.shardings[number])
+    per_value = sdy.TensorShardingPerValueAttr(op.attributes[name])
+    return sdy.TensorShardingAttr(per_value.shardings[number])
 
 
 def _manual_axes(op: Any, calls: Mapping[str, Any]) -> set[str]:
@@ -187,5 +193,5 @@ def _manual_axes(op: Any, calls: Mapping[str, Any]) -> set[str]:
 
 
 def axes_text(axes: list[str]) -> str:
-    """Returns the names of axes, each in quotation marks."""
+    """Returns the names of axes, each in quotes."""
     return ", ".join(f"'{axis}'" for axis in axes)

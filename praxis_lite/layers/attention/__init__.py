@@ -1,4 +1,4 @@
 """Attention: weights (`heads`), layers (`attentions`, `latent`), `masks`, `kernels` and `kv_cache`.
 
-Nothing here knows a transformer block.
+Nothing here depends on transformer layers.
 """

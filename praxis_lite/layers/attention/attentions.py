@@ -1,4 +1,4 @@
-"""Multi-head attention to the inputs or to encoded ones, with masks and caches."""
+"""DotProductAttention: multi-head self-attention and cross-attention, with masks and caches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,63 +41,65 @@ from praxis_lite.layers.stochastics import Dropout
 
 
 class DotProductAttention(AttentionHeads):
-    """Returns attention of [B, T, D] to itself or to `encoded` [B, S, D], and the cache.
+    """Attention of [B, T, D] to itself or to `encoded` [B, S, D]; returns outputs and the cache.
 
-    Vaswani et al. 2017, arXiv:1706.03762; names, defaults and numerics are Pax's. Softmax in
-    float32.
+    Vaswani et al. 2017, arXiv:1706.03762, with the names, defaults and numerics of Pax. Softmax is
+    computed in float32.
 
     Args:
       input_dim: D; or dims of "query", "key" and "value", if inputs and `encoded` differ.
       num_heads: N.
       hidden_dim: K is hidden_dim / N unless dim_per_head is set; None: D.
-      dim_per_head: K. As in Pax, the scale of queries (without the per-dim scale) stays that of
-        hidden_dim / N, unless scale_query_by_dim_per_head.
-      num_kv_heads: G, heads of keys and values, each read by N / G heads of queries
+      dim_per_head: K. As in Pax, the scale of queries (without the per-dim scale) is still that of
+        hidden_dim / N, unless scale_query_by_dim_per_head is set.
+      num_kv_heads: G, heads of keys and values, each shared by N / G heads of queries
         (arXiv:2305.13245; 1: arXiv:1911.02150); None: N.
-      is_causal: of self-attention. True: a token sees itself and earlier tokens. False: it sees all
-        tokens. None: True, unless the call passes an atten_mask, which then decides alone, as in
-        Pax, except that a window still applies.
-      is_cross_attention: keys and values come from `encoded`.
-      window: a token sees itself and the window - 1 tokens before it: Pax's left_context. The cache
+      is_causal: For self-attention. True: a token sees itself and earlier tokens. False: it sees
+        all tokens. None: True, unless the call passes an atten_mask, which then is the only mask,
+        as in Pax, except for a window.
+      is_cross_attention: Whether keys and values come from `encoded`.
+      window: A token sees itself and the window - 1 preceding tokens: Pax's left_context. The cache
         stores window + SPARE_PLACES tokens.
-      right_context: without is_causal, the number of later tokens that a token sees; None: all, or
+      right_context: Without is_causal, the number of later tokens that a token sees; None: all, or
         window - 1.
-      use_bias: of the projections.
-      use_output_bias: of the projection of outputs; None: as use_bias.
-      internal_gshard_gaussian_init: draw the separate projections as Gaussians of the variances
-        1 / (D K) of queries, 1 / D of keys and values, 1 / (N K) of outputs (GShard's).
-      combine_qkv: one weight for queries, keys and values.
-      internal_enable_query_scale: scale queries.
-      internal_enable_per_dim_scale: scale them by a learned scale per dim.
-      scale_query_by_dim_per_head: see dim_per_head.
-      scale_logits_by_head_dims: multiply logits by 1 / sqrt(K).
-      atten_logit_cap: cap logits by tanh; 0.0: no cap.
-      attention_extra_logit: an additional logit, whose value is zero.
-      attention_sinks: such a logit for each head, learned (arXiv:2309.17453).
-      zero_fully_masked: zeros for a query without visible keys, as in cross-attention, instead of
-        the mean of all values.
-      use_rotary_position_emb: rotate queries and keys by their positions.
-      ln_tpl: norm of queries and keys, after rotation as in Pax, called with (K, rngs=).
-      ln_before_rotary: normalize before the rotation, as in Qwen 3 and Gemma 3.
-      ln_over_heads: normalize over all heads at once, as in OLMo 2; ln_tpl gets (N K, rngs=).
-      relative_bias_tpl: bias by distance, called with (N, rngs=).
-      float32_logits: logits and softmax are float32, as in Pax; False: the queries' dtype, which
-        halves the memory in bfloat16, as in MaxText.
-      atten_dropout_prob: of the attention probabilities.
-      output_proj_use_nhd_shape: keep the output weight as [N, K, D].
+      use_bias: Whether the projections have biases.
+      use_output_bias: Whether the output projection has a bias; None: as use_bias.
+      internal_gshard_gaussian_init: Whether separate projections are initialized as Gaussians with
+        the variances 1 / (D K) of queries, 1 / D of keys and values, 1 / (N K) of outputs (as in
+        GShard).
+      combine_qkv: Whether queries, keys and values share one weight.
+      internal_enable_query_scale: Whether queries are scaled.
+      internal_enable_per_dim_scale: Whether they are scaled by a learned scale per dim.
+      scale_query_by_dim_per_head: See dim_per_head.
+      scale_logits_by_head_dims: Whether logits are multiplied by 1 / sqrt(K).
+      atten_logit_cap: Limit of logits, by a tanh; 0.0: no limit.
+      attention_extra_logit: An additional logit, whose value is zero.
+      attention_sinks: Whether each head has such a logit, which is learned (arXiv:2309.17453).
+      zero_fully_masked: Whether queries without visible keys give zeros, as in cross-attention,
+        instead of the mean of all values.
+      use_rotary_position_emb: Whether queries and keys are rotated by their positions.
+      ln_tpl: Norm of queries and keys, called with (K, rngs=); applied after rotation, as in Pax.
+      ln_before_rotary: Whether to normalize before the rotation, as in Qwen 3 and Gemma 3.
+      ln_over_heads: Whether to normalize over all heads at once, as in OLMo 2; ln_tpl is called
+        with (N K, rngs=).
+      relative_bias_tpl: Bias of logits by distance, called with (N, rngs=).
+      float32_logits: Whether logits and softmax are float32, as in Pax. False: the queries' dtype,
+        which halves the memory in bfloat16, as in MaxText.
+      atten_dropout_prob: Dropout probability of the attention probabilities.
+      output_proj_use_nhd_shape: Whether the output weight is stored as [N, K, D].
       atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "tokamax", "chunked" or
         "blocked", see `choose_kernel`. The choice and its reason are logged once.
-      atten_chunk_size: queries and keys of a chunk of the chunked kernel; queries of a block of the
-        blocked one.
-      weight_split_dims_mapping: of the projections' weights, as [D, N, K].
-      activation_split_dims_mapping: of queries, keys, values and the cache, [B, T, N, K].
-      kv_split_dims_mapping: of keys, values and the cache, [B, S, G, K], if different; a single
-        head is replicated. None: a cache with fewer heads than devices splits over time.
-      output_split_dims_mapping: of the outputs, [B, T, D].
-      context_parallel: explicit collectives for time that splits over devices, a name in
-        CONTEXT_PARALLEL. None, and in calls with a cache: the compiler's.
-      tensor_parallel: explicit collectives along the mesh axis that splits N, a name in
-        TENSOR_PARALLEL. None, and in calls with a cache: the compiler's.
+      atten_chunk_size: Number of queries and keys in a chunk of the chunked kernel; number of
+        queries in a block of the blocked kernel.
+      weight_split_dims_mapping: Split of the projections' weights, as [D, N, K].
+      activation_split_dims_mapping: Split of queries, keys, values and the cache, [B, T, N, K].
+      kv_split_dims_mapping: Split of keys, values and the cache, [B, S, G, K], if different; a
+        single head is replicated. None: the time of a cache with fewer heads than devices is split.
+      output_split_dims_mapping: Split of the outputs, [B, T, D].
+      context_parallel: Explicit collectives if time is split over devices, a name in
+        CONTEXT_PARALLEL. None, and in calls with a cache: those of the compiler.
+      tensor_parallel: Explicit collectives along the mesh axis that splits N, a name in
+        TENSOR_PARALLEL. None, and in calls with a cache: those of the compiler.
     """
 
     cache_skips_padding = True
@@ -131,10 +133,10 @@ class DotProductAttention(AttentionHeads):
         **settings: Any,
     ):
         require_positive(self, atten_chunk_size=atten_chunk_size)
-        is_right = atten_logit_cap >= 0.0
+        is_valid = atten_logit_cap >= 0.0
         cap_setting = f"{type(self).__name__}.atten_logit_cap"
-        require(is_right, cap_setting, atten_logit_cap, "a positive cap, or 0.0 for none")
-        # Whether a caller's mask alone decides what is visible, and whether it is refused.
+        require(is_valid, cap_setting, atten_logit_cap, "a positive cap, or 0.0 for none")
+        # Whether a mask passed by the caller replaces the causal mask, and whether it is an error.
         self.mask_is_all = is_causal is None and window is None
         self.refuses_mask = is_causal is True and window is None
         is_causal = is_causal is not False
@@ -195,7 +197,7 @@ class DotProductAttention(AttentionHeads):
         *,
         encoded_length: int | None = None,
     ) -> Cache:
-        """Returns an empty cache, see `empty_cache`, split as keys and values."""
+        """Returns an empty cache (see `empty_cache`), split like keys and values."""
         cache = empty_cache(self, batch_size, max_seq_length, dtype, encoded_length)
         return laid_out(cache, self._split_of_cache())
 
@@ -214,24 +216,26 @@ class DotProductAttention(AttentionHeads):
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns outputs [B, T, D] and the cache with these tokens in it.
+        """Returns outputs [B, T, D] and the updated cache.
 
-        With a cache the tokens are stored at their positions and attend to all positions up to
-        their own; rows may be at different positions, and a row is one segment. Cross-attention
-        stores the keys and values of `encoded` in the cache, so that later calls do not need
-        `encoded`.
+        With a cache, tokens are stored at their positions, and attend to all positions up to their
+        own; rows may be at different positions, and a row is one segment. Cross-attention stores
+        the keys and values of `encoded` in the cache, so that later calls do not need `encoded`.
 
         Args:
           inputs: [B, T, D].
-          encoded: [B, S, D], to attend to; None: the inputs, or those in the cache.
-          positions: int [B or 1, T], consecutive in T; None: 0 to T - 1.
-          segment_ids: int [B, T]; tokens see their segment.
-          paddings: [B, T], 1.0 for padding, which no token sees.
-          encoded_paddings, encoded_segment_ids, encoded_positions: the same of `encoded`, [B, S].
-            Tokens that see none of it get zeros, except padding (segment 0).
-          atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is hidden where it is below half of
+          encoded: [B, S, D], to attend to; None: the inputs, or `encoded` in the cache.
+          positions: Int [B or 1, T], consecutive in T; None: 0 to T - 1.
+          segment_ids: Int [B, T]; tokens see only their own segment.
+          paddings: [B, T]: 1.0 for padding, which no token sees.
+          encoded_paddings: Paddings of `encoded`, [B, S].
+          encoded_segment_ids: Segments of `encoded`, [B, S]. Tokens that see none of it get zeros,
+            except padding (segment 0).
+          encoded_positions: Positions of `encoded`, [B, S].
+          atten_mask: Float [B or 1, 1 or N, 1 or T, S]; a key is hidden where it is below half of
             LARGE_NEGATIVE. It is not added to the logits.
-          key: enables dropout.
+          key: Key for dropout; None: no dropout.
+          cache: Cache of the preceding tokens, or None.
         """
         check_call(self, inputs, encoded, cache, atten_mask, segment_ids)
         rows = {
@@ -243,27 +247,30 @@ class DotProductAttention(AttentionHeads):
         if axis is None:
             outputs, cache = self._attend(inputs, rows, key, cache)
         else:
-            half = ShardedLayer(
+            sharded = ShardedLayer(
                 self, lambda layer, x, rows: layer._attend(x, rows)[0],
                 self.output_split_dims_mapping,
                 reads_sequences=True, output="post", prepared=self._heads_for,
             )
-            outputs = run_tensor_parallel(half, axis, inputs, rows)
+            outputs = run_tensor_parallel(sharded, axis, inputs, rows)
         return named(outputs, "out_proj"), cache
 
     def _attend(
         self, inputs: jax.Array, rows: Mapping[str, jax.Array | None], key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns outputs and cache; for a device's part of the heads, its term of the outputs.
+        """Returns outputs and cache; for a device's shard of the heads, its partial sum of outputs.
 
         Args:
-          rows: the arguments of `__call__` with a dim of rows, by name.
+          inputs: [B, T, D].
+          rows: The arguments of `__call__` that have a dim of rows, by name.
+          key: Key for dropout, or None.
+          cache: Cache of the preceding tokens, or None.
         """
         encoded, positions, segment_ids = map(rows.get, ("encoded", "positions", "segment_ids"))
         atten_mask = rows.get("atten_mask")
         # Created here they are constants, so that XLA folds the rotary sines and cosines. As inputs
-        # of a scan these would be recomputed for each head of each layer.
+        # of a scan, they would be recomputed for each head of each layer.
         positions = _positions(positions, inputs)
         is_cross = self.is_cross_attention or encoded is not None
         if is_cross:
@@ -289,9 +296,9 @@ class DotProductAttention(AttentionHeads):
                 cache, kv, positions, mask, self._split_of_cache(), is_cross=is_cross
             )
             atten_mask = mask_of_keys(atten_mask, kv_positions)
-            # The cache may be wider, and is not converted for each token.
+            # The cache may have a wider dtype, and must not be converted for each token.
             q_BTNK = q_BTNK.astype(jnp.promote_types(q_BTNK.dtype, kv["key"].dtype))
-            if self.split_of_time() is not None:  # Each device has a part of the keys of all heads.
+            if self.split_of_time() is not None:  # Each device has some of the keys of all heads.
                 q_BTNK = constrain(q_BTNK, self.activation_split_dims_mapping[:2])
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))
@@ -306,7 +313,7 @@ class DotProductAttention(AttentionHeads):
             split=self.activation_split_dims_mapping,
             sinks_N=None if self.sinks is None else self.sinks[...],
             context_parallel=self.context_parallel,
-            dtype=inputs.dtype,  # Rotary positions may give float32.
+            dtype=inputs.dtype,  # Rotary embeddings may return float32.
         )
         if is_cross:
             encoded_BTNK = mask.zeros_where_none_is_seen(encoded_BTNK, kv["key"].shape[1])
@@ -314,6 +321,6 @@ class DotProductAttention(AttentionHeads):
 
 
 def _positions(given: jax.Array | None, x: jax.Array | None) -> jax.Array | None:
-    """Returns the positions of x [B, T, ...]: 0 to T - 1 if none are given; None without an x."""
-    is_known = given is not None or x is None
-    return given if is_known else jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+    """Returns the positions of x [B, T, ...], by default 0 to T - 1; None if there is no x."""
+    is_given = given is not None or x is None
+    return given if is_given else jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]

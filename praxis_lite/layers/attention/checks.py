@@ -1,4 +1,4 @@
-"""Checks of attention: sizes of heads, and settings and arguments that exclude each other."""
+"""Checks of attention layers: sizes of heads, and contradictory settings and arguments."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,11 +12,14 @@ from praxis_lite.layers.base.calls import require_positive
 
 
 class HeadSizes(NamedTuple):
-    """N heads of queries and G of keys and values, with K dims each.
+    """N heads of queries and G heads of keys and values, with K dims each.
 
     Attributes:
       input_dims: D of "query", "key" and "value".
-      hidden_dim: Pax's, of which plain query scaling takes the N-th part.
+      hidden_dim: Pax's hidden_dim; without a learned scale, queries are scaled by hidden_dim / N.
+      N: Number of heads of queries.
+      G: Number of heads of keys and values.
+      K: Dims per head.
     """
 
     input_dims: dict[str, int]
@@ -30,10 +33,10 @@ def head_sizes(
     layer: object, input_dim: int | Mapping[str, int], hidden_dim: int | None, num_heads: int,
     dim_per_head: int | None, num_kv_heads: int | None,
 ) -> HeadSizes:
-    """Returns the sizes of the heads of `layer`.
+    """Returns the sizes of the heads of `layer`; arguments are settings of DotProductAttention.
 
     Raises:
-      ConfigError: the settings contradict each other; names the layer's class and the setting.
+      ConfigError: The settings contradict each other.
     """
     name = type(layer).__name__
     inputs = ("query", "key", "value")
@@ -60,22 +63,22 @@ def head_sizes(
     if num_heads % G:
         divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
         raise ConfigError(
-            f"{name}.num_kv_heads is {G}, which does not divide the {num_heads} heads. Choose one "
-            f"of {divisors}."
+            f"{name}.num_kv_heads is {G}, which does not divide the {num_heads} heads. Set it to "
+            f"one of {divisors}."
         )
     return HeadSizes(dict(input_dim), hidden, num_heads, G, K)
 
 
 def require_one_source(layer: object, is_one: bool) -> None:
-    """Checks that queries, keys and values can be a single product.
+    """Checks that queries, keys and values can be computed by a single product.
 
     Raises:
-      ConfigError: they cannot; names the layer's class.
+      ConfigError: They cannot.
     """
     if not is_one:
         raise ConfigError(
-            f"{type(layer).__name__}.combine_qkv needs queries, keys and values of one shape from "
-            "one input: no cross-attention, num_kv_heads or input_dim per input. Set "
+            f"{type(layer).__name__}.combine_qkv requires queries, keys and values of the same "
+            "shape from one input: no cross-attention, num_kv_heads or input_dim per input. Set "
             "combine_qkv=False."
         )
 
@@ -84,18 +87,18 @@ def check_contexts(
     layer: object, is_causal: bool, is_cross_attention: bool, window: int | None,
     right_context: int | None,
 ) -> None:
-    """Checks how far a token sees, before and after it.
+    """Checks the settings for how far a token sees, before and after it.
 
     Raises:
-      ConfigError: two settings exclude each other; names the layer's class and the setting.
+      ConfigError: Two settings exclude each other.
     """
     name = type(layer).__name__
     if window is not None:
         require_positive(layer, window=window)
     if is_cross_attention and (window is not None or right_context is not None):
         raise ConfigError(
-            f"{name}: window and right_context limit attention of a row to itself; "
-            "is_cross_attention=True attends to another. Leave them out."
+            f"{name}: window and right_context limit self-attention, but "
+            "is_cross_attention=True attends to other inputs. Omit them."
         )
     require(
         right_context is None or (right_context >= 0 and not is_causal), f"{name}.right_context",
@@ -104,15 +107,15 @@ def check_contexts(
 
 
 def require_one_segment(layer: object, cache: Any, segment_ids: jax.Array | None) -> None:
-    """Checks that no segments come with a cache, which would not hide them from each other.
+    """Checks that a call with a cache has no segments, because a cache has no segment ids.
 
     Raises:
-      ConfigError: they do; names the layer's class.
+      ConfigError: It has.
     """
     if cache is not None and segment_ids is not None:
         raise ConfigError(
-            f"{type(layer).__name__}: the call passes a cache and segment_ids. With a cache a row "
-            "is one segment: give each sequence its own row, and omit segment_ids."
+            f"{type(layer).__name__}: the call passes both a cache and segment_ids. With a cache, "
+            "a row is one segment: put each sequence in its own row, and omit segment_ids."
         )
 
 
@@ -123,7 +126,7 @@ def check_call(
     """Checks that a call has keys to attend to, and a valid cache and mask.
 
     Raises:
-      ConfigError: one is missing or invalid; suggests what to pass instead.
+      ConfigError: One of them is missing or invalid.
     """
     name = type(layer).__name__
     if layer.is_cross_attention and encoded is None and cache is None:
@@ -148,14 +151,14 @@ def check_call(
     attends_to_itself = not layer.is_cross_attention and encoded is None
     if atten_mask is not None and attends_to_itself and layer.refuses_mask:
         raise ConfigError(
-            f"{name}.is_causal is True, and the call passes an atten_mask; as in Pax, the mask "
-            f"alone decides what a token sees. Omit is_causal, and {HIDE_LATER}."
+            f"{name}.is_causal is True, but the call passes an atten_mask, which as in Pax would "
+            f"be the only mask. Omit is_causal, and {HIDE_LATER}."
         )
     if encoded is None:
         return
     if layer.combined_qkv is not None:
         raise ConfigError(
-            f"{name}.combine_qkv takes keys and values from the inputs and cannot attend to "
+            f"{name}.combine_qkv computes keys and values from the inputs and cannot attend to "
             "`encoded`. Set combine_qkv=False."
         )
     if encoded.shape[0] != inputs.shape[0]:
@@ -165,6 +168,6 @@ def check_call(
         )
     if cache is not None and "encoded_visible" not in cache:
         raise ConfigError(
-            f"{name}: the cache is one of attention to the inputs. Build the layer with "
-            "is_cross_attention=True to keep `encoded` in it."
+            f"{name}: the cache is for self-attention. Build the layer with "
+            "is_cross_attention=True to store `encoded` in it."
         )

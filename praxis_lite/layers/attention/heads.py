@@ -1,4 +1,4 @@
-"""The projections of attention to queries, keys and values. Names are Pax's."""
+"""The projections of attention to queries, keys and values, with the names of Pax."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
-from praxis_lite.layers.attention.kernels.head_parts import heads_of_parts
+from praxis_lite.layers.attention.kernels.head_parts import padded_num_heads
 from praxis_lite.layers.attention.kv_cache import Cache
 from praxis_lite.layers.attention.projections import (
     AttentionProjection,
@@ -28,9 +28,9 @@ from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalE
 
 
 class AttentionHeads(BaseLayer):
-    """Projects inputs [B, T, D] to queries [B, T, N, K] and `encoded` to keys, values [B, S, G, K].
+    """Projects inputs to queries [B, T, N, K], and `encoded` to keys and values [B, S, G, K].
 
-    Settings: see DotProductAttention, which is one.
+    Base class of DotProductAttention, which documents the settings.
     """
 
     splits = OF_HEADS | splits(kv=(), output=RESIDUAL)
@@ -75,7 +75,7 @@ class AttentionHeads(BaseLayer):
             kwargs = {"use_bias": use_bias, "rngs": rngs, **kwargs}
             if internal_gshard_gaussian_init and fans:
                 kwargs["params_init"] = jax.nn.initializers.normal(math.prod(fans) ** -0.5)
-            if heads == 1 < N:  # Pax's multi-query attention has no dim of heads there.
+            if heads == 1 < N:  # In Pax, multi-query attention has no dim of heads there.
                 return headless_proj_tpl(dim, K, **kwargs)
             return template(dim, heads, K, **kwargs)
 
@@ -96,7 +96,7 @@ class AttentionHeads(BaseLayer):
                 dims = sizes.K
             require(
                 dims > 0, f"{type(self).__name__}.hidden_dim", sizes.hidden_dim,
-                f"{N} or more: queries are scaled by hidden_dim / num_heads",
+                f"{N} or more, because queries are scaled by hidden_dim / num_heads",
                 "Or set scale_query_by_dim_per_head=True.",
             )
             self.query_scale = float(dims**-0.5)
@@ -109,7 +109,7 @@ class AttentionHeads(BaseLayer):
         self.ln_before_rotary, self.ln_over_heads = ln_before_rotary, ln_over_heads
         self.num_heads, self.num_kv_heads, self.dim_per_head = N, sizes.G, sizes.K
         self.features_split = N.split
-        # Mesh axes that split the time of the cache if there are too few heads.
+        # Mesh axes that split the time of the cache if it has fewer heads than devices.
         self.cache_split = None
         if self.kv_split_dims_mapping is None and self.activation_split_dims_mapping is not None:
             kv_split = (*self.activation_split_dims_mapping, None, None, None, None)[:4]
@@ -123,48 +123,48 @@ class AttentionHeads(BaseLayer):
         self, inputs: jax.Array, encoded: jax.Array | None, positions: jax.Array,
         kv_positions: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns queries of inputs, and keys and values of `encoded`, or None without it."""
+        """Returns queries of the inputs, and keys and values of `encoded` (None without it)."""
 
-        def normed(heads: jax.Array, norm: Any) -> jax.Array:
+        def normalize(heads: jax.Array, norm: Any) -> jax.Array:
             if norm is None or not self.ln_over_heads:
                 return heads if norm is None else norm(heads)
             return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
-        def rotated(heads: jax.Array, positions: jax.Array, norm: Any) -> jax.Array:
+        def rotate(heads: jax.Array, positions: jax.Array, norm: Any) -> jax.Array:
             if self.ln_before_rotary:
-                heads = normed(heads, norm)
+                heads = normalize(heads, norm)
             if self.rotary_position_emb is not None:
                 heads = self.rotary_position_emb(heads, positions)
-            return heads if self.ln_before_rotary else normed(heads, norm)
+            return heads if self.ln_before_rotary else normalize(heads, norm)
 
         if self.combined_qkv is not None:
             q_BTNK, k_BSGK, v_BSGK = named(self.combined_qkv(inputs), "combined_qkv_proj")
         else:
             q_BTNK = self.query(inputs)
-        # Also constrain the projections' outputs: a split of time outside is then gathered before
-        # them; otherwise XLA may gather their weights.
-        q_BTNK = named(self._laid_out(q_BTNK), "query_proj")
-        q_BTNK = rotated(q_BTNK, positions, self.layer_norm_q)
+        # Also constrain the outputs of the projections: if time is split before them, it is then
+        # gathered before the projections. Otherwise XLA may gather their weights.
+        q_BTNK = named(self._constrain(q_BTNK), "query_proj")
+        q_BTNK = rotate(q_BTNK, positions, self.layer_norm_q)
         if self.per_dim_scale is not None:
             q_BTNK = self.per_dim_scale(q_BTNK)
-        q_BTNK = self._laid_out(q_BTNK * self.query_scale)
+        q_BTNK = self._constrain(q_BTNK * self.query_scale)
         if encoded is None:
             return q_BTNK, None
         if self.combined_qkv is None:
             k_BSGK, v_BSGK = self.key(encoded), self.value(encoded)
-        kv = self._kv_laid_out({"key": k_BSGK, "value": v_BSGK})
-        k_BSGK = rotated(named(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
+        kv = self._constrain_kv({"key": k_BSGK, "value": v_BSGK})
+        k_BSGK = rotate(named(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
         v_BSGK = named(kv["value"], "value_proj")
-        return q_BTNK, self._kv_laid_out({"key": k_BSGK, "value": v_BSGK})
+        return q_BTNK, self._constrain_kv({"key": k_BSGK, "value": v_BSGK})
 
-    def _laid_out(self, x_BTNK: jax.Array) -> jax.Array:
+    def _constrain(self, x_BTNK: jax.Array) -> jax.Array:
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
-    def _kv_laid_out(self, kv: Cache) -> Cache:
+    def _constrain_kv(self, kv: Cache) -> Cache:
         return {name: constrain(x, self.kv_split_dims_mapping) for name, x in kv.items()}
 
     def split_of_time(self) -> DimSplit:
-        """Returns the axes that split the cache's time because there are too few heads, or None."""
+        """Returns the axes that split the cache's time if it has fewer heads than devices."""
         return self.cache_split if self.num_kv_heads < num_shards_of(self.cache_split) else None
 
     def _split_of_cache(self) -> SplitDims:
@@ -176,18 +176,20 @@ class AttentionHeads(BaseLayer):
         return B, G, S, K
 
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
-        """Returns a weight padded with zero heads until they divide into `num_parts`.
+        """Returns a weight padded with zero heads until `num_parts` divides them.
 
-        As `heads_of_parts`; a single head of keys and values is replicated.
+        Heads are padded as by `padded_num_heads`; a single head of keys and values is replicated.
 
         Args:
-          path: of the weight in this layer.
-          weight: has the heads, or their dims head by head, in `dim`.
+          path: Path of the weight in this layer.
+          weight: A weight with the heads, or their dims head by head, in `dim`.
+          dim: The dim of heads.
+          num_parts: Number of devices.
         """
         if self.num_kv_heads == 1 < self.num_heads:  # Its weight has no dim of heads.
             num_q, num_kv, num_copies = -(-self.num_heads // num_parts) * num_parts, 1, 1
         else:
-            num_q, num_kv, num_copies = heads_of_parts(
+            num_q, num_kv, num_copies = padded_num_heads(
                 self.num_heads, self.num_kv_heads, num_parts
             )
         is_kv = path[0] in ("key", "value")

@@ -1,4 +1,4 @@
-"""The cache of keys and values in decoding: all tokens, or a ring of the last ones."""
+"""The cache of keys and values for decoding: of all tokens, or a ring buffer of the last ones."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,11 +18,12 @@ from praxis_lite.core.sharding.split_dims import (
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import pad_to
 
-# B batch, T new tokens, S places, G heads of keys and values, K dims per head.
+# B batch, T new tokens, S cached tokens, G heads of keys and values, K dims per head.
 Cache = dict[str, jax.Array]
 
-# The cache of a layer with a window has this many places beyond it: that many of a row's newest
-# tokens may be taken back, and others written in their places, before a token that is seen is lost.
+# The ring buffer of a layer with a window is larger than the window by this number of tokens. That
+# many of a row's latest tokens may be discarded and overwritten (speculative decoding) before a
+# visible token is lost.
 SPARE_PLACES = 16
 
 
@@ -31,25 +32,32 @@ def empty_cache(
 ) -> Cache:
     """Returns the empty cache of an attention layer: keys and values of zeros, [B, G, S, K].
 
-    Heads come before time, so that each token's products read a head's rows in place, without a
-    copy. A cross-attention cache also has `encoded_visible`, bool [B, S], and S is
-    `encoded_length`. A layer with a window stores a ring of the last tokens: S is at most window +
-    SPARE_PLACES.
+    Heads precede time, so that each token's products read the entries of a head in place, without a
+    copy. A cache for cross-attention also has `encoded_visible`, bool [B, S], and S is
+    `encoded_length`. A layer with a window stores the last tokens in a ring buffer: S is at most
+    window + SPARE_PLACES.
+
+    Args:
+      layer: An attention layer.
+      batch_size: B.
+      max_seq_length: Maximum number of tokens of a row.
+      dtype: Dtype of the activations.
+      encoded_length: Maximum length of `encoded`, for cross-attention.
 
     Raises:
-      ConfigError: cross-attention without encoded_length, or bidirectional attention, where a later
-        token would change what earlier ones gave.
+      ConfigError: Cross-attention without encoded_length; or bidirectional attention, where later
+        tokens change the outputs of earlier ones.
     """
     name, is_cross = type(layer).__name__, layer.is_cross_attention
     if is_cross and encoded_length is None:
         raise ConfigError(
-            f"{name}.init_cache of cross-attention needs encoded_length, the length of the "
-            "longest `encoded` that it will keep."
+            f"{name}.init_cache of cross-attention requires encoded_length, the length of the "
+            "longest `encoded` to store."
         )
     if not layer.is_causal and not is_cross:
         raise ConfigError(
-            f"{name} with is_causal=False has no cache: a later token changes what earlier "
-            "ones see. Run the whole sequence, or set is_causal=True."
+            f"{name} with is_causal=False has no cache, because later tokens change the outputs of "
+            "earlier ones. Process the complete sequence, or set is_causal=True."
         )
     length = encoded_length if is_cross else max_seq_length
     if layer.left_context is not None:
@@ -62,18 +70,18 @@ def empty_cache(
 
 
 def stored_dtype(dtype: Any) -> jnp.dtype:
-    """Returns the dtype of a cache for activations of `dtype`: on a CPU float32 or wider.
+    """Returns the dtype of the cache for activations of `dtype`; on CPU at least float32.
 
-    XLA's CPU backend cannot write into an array of 16-bit floats: for each token it converts the
-    array to float32 and back. `stored` still rounds the values to the precision of `dtype`.
+    XLA's CPU backend cannot update arrays of 16-bit floats in place: for each token it would
+    convert the array to float32 and back. `stored` still rounds values to the precision of `dtype`.
     """
     return jnp.promote_types(dtype, jnp.float32 if compiled_platform() == "cpu" else dtype)
 
 
 def stored(new: Cache, dtype: Any) -> Cache:
-    """Returns new cache entries in the cache's dtype, rounded to that of the activations.
+    """Casts new cache entries to the cache's dtype, rounded to that of the activations.
 
-    `reduce_precision` rounds them, because XLA removes pairs of casts in some programs.
+    They are rounded by `reduce_precision`, because XLA removes pairs of casts in some programs.
     """
     if stored_dtype(dtype) == dtype:
         return new
@@ -85,12 +93,12 @@ def stored(new: Cache, dtype: Any) -> Cache:
 
 
 def by_heads(kv: Cache) -> Cache:
-    """Swaps [B, S, G, K], the layout of keys and values, and [B, G, S, K], that of the cache."""
+    """Swaps [B, S, G, K], the layout of keys and values, with [B, G, S, K], that of the cache."""
     return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
 
 
 def laid_out(cache: Cache, split: SplitDims) -> Cache:
-    """Constrains the sharding of a cache; `split` is of keys and values, [B, ..., S, K]."""
+    """Constrains the sharding of a cache; `split` is that of keys and values, [B, ..., S, K]."""
     if split is None:
         return cache
     splits = {"encoded_visible": (split[0], split[-2])}
@@ -100,10 +108,13 @@ def laid_out(cache: Cache, split: SplitDims) -> Cache:
 def append(
     cache: Cache, new: Cache, positions: jax.Array, split: SplitDims = None
 ) -> Cache:
-    """Returns the cache with T new entries [B, ..., T, K] from each row's first position on.
+    """Writes T new entries [B, ..., T, K] to the cache, from each row's first position on.
 
     Args:
-      split: of the cache, as of `written`.
+      cache: The cache.
+      new: New entries by name.
+      positions: Int [B or 1, T], consecutive.
+      split: Split of the cache, see `written`.
     """
     return {name: written(cache[name], x, positions[:, 0], split) for name, x in new.items()}
 
@@ -111,10 +122,13 @@ def append(
 def written(
     old: jax.Array, new: jax.Array, start_B: jax.Array, split: SplitDims = None
 ) -> jax.Array:
-    """Returns `old` [B, ..., S, K] with `new` [B, ..., T, K] from each row's place `start_B` on.
+    """Returns `old` [B, ..., S, K] with `new` [B, ..., T, K] written at each row's `start_B`.
 
     Args:
-      split: how `old` splits over the devices; None: unknown.
+      old: Cached entries.
+      new: New entries.
+      start_B: Index of the first new entry in each row, [B or 1].
+      split: Split of `old`; None: unknown.
     """
     new = new.astype(old.dtype)
     if start_B.shape[0] == 1:
@@ -130,21 +144,21 @@ def written(
 def _scattered(
     old: jax.Array, new: jax.Array, place_B: jax.Array, split: SplitDims
 ) -> jax.Array:
-    """Returns `old` [B, ..., S, K] with an entry `new` [B, ..., K] in each row's place.
+    """Returns `old` [B, ..., S, K] with an entry `new` [B, ..., K] written at each row's index.
 
-    On TPU slices at different places become a loop over the rows, which makes a token of 32 rows
-    3.5 times slower. A scatter is in place, but only into the rows of a matrix does it keep the
-    array's layout. So each device scatters into its part, reshaped to a matrix.
+    On TPU, slices at different indices become a loop over the rows, which makes decoding of 32 rows
+    3.5 times slower. A scatter is in place, but only preserves the array's memory layout if it
+    writes rows of a matrix. So each device scatters into its shard, reshaped to a matrix.
     """
 
-    def of_part(old: jax.Array, new: jax.Array, place_B: jax.Array) -> jax.Array:
-        *rows, num_places, dims = old.shape
+    def scatter(old: jax.Array, new: jax.Array, place_B: jax.Array) -> jax.Array:
+        *rows, length, dims = old.shape
         num_rows = math.prod(rows)
         place = place_B.reshape(-1, *[1] * (len(rows) - 1))
-        # A place past the end is past that of all rows, and is dropped.
-        place = jnp.where(place < num_places, place, num_rows * num_places)
-        index = jnp.arange(num_rows).reshape(rows) * num_places + place
-        # Heads first, the order in which the products before leave them: other orders add a copy.
+        # An index beyond the end is set beyond the end of all rows, and is dropped.
+        place = jnp.where(place < length, place, num_rows * length)
+        index = jnp.arange(num_rows).reshape(rows) * length + place
+        # Heads first, the order in which the preceding products write them; others add a copy.
         index, new = jnp.moveaxis(index, 0, -1).reshape(-1), jnp.moveaxis(new, 0, -2)
         flat = old.reshape(-1, dims).at[index].set(
             new.reshape(-1, dims), mode="drop", unique_indices=True
@@ -153,7 +167,7 @@ def _scattered(
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names):
-        return of_part(old, new, place_B)
+        return scatter(old, new, place_B)
     spec = to_partition_spec(split or (), mesh.axis_names, rank=old.ndim)
     parts = [num_shards_of(axes) for axes in spec]
     divides = all(size % num == 0 for size, num in zip(old.shape, parts, strict=True))
@@ -161,11 +175,11 @@ def _scattered(
         put = jax.vmap(lambda old, new, place: old.at[..., place, :].set(new, mode="drop"))
         return put(old, new, place_B)
     specs = spec, PartitionSpec(*spec[:-2], spec[-1]), PartitionSpec(spec[0])
-    return jax.shard_map(of_part, in_specs=specs, out_specs=spec)(old, new, place_B)
+    return jax.shard_map(scatter, in_specs=specs, out_specs=spec)(old, new, place_B)
 
 
 def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cache:
-    """Returns the cache with the keys and values [B, G, S, K] of `encoded` in its first places.
+    """Writes the keys and values [B, G, S, K] of `encoded` to the beginning of the cache.
 
     Raises:
       ConfigError: `encoded` is longer than the cache.
@@ -173,26 +187,33 @@ def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cach
     length, room = new["key"].shape[2], cache["key"].shape[2]
     if length > room:
         raise ConfigError(
-            f"encoded has {length} positions, but the cache was made for {room}. Call init_cache "
-            f"with encoded_length of {length} or more."
+            f"encoded has {length} positions, but the cache has room for {room}. Call init_cache "
+            f"with an encoded_length of at least {length}."
         )
     if visible_BS is None:
         visible_BS = jnp.ones((new["key"].shape[0], length), bool)
-    kept = {
+    updated = {
         name: jax.lax.dynamic_update_slice(
             cache[name], new[name].astype(cache[name].dtype), (0, 0, 0, 0)
         )
         for name in ("key", "value")
     }
-    return kept | {"encoded_visible": pad_to(visible_BS, room, 1)}
+    return updated | {"encoded_visible": pad_to(visible_BS, room, 1)}
 
 
 class CacheUpdate(NamedTuple):
-    """A cache with new tokens in it, and the keys to which these attend."""
+    """An updated cache, and the keys that the new tokens attend to.
+
+    Attributes:
+      cache: The cache with the new tokens.
+      kv: Keys and values, [B, S, G, K].
+      positions: Positions of the keys, int [B or 1, S]; negative for missing keys.
+      mask: Mask of new tokens and keys.
+    """
 
     cache: Cache
-    kv: Cache  # [B, S, G, K].
-    positions: jax.Array  # int [B or 1, S], of the keys; negative where there is none.
+    kv: Cache
+    positions: jax.Array
     mask: AttentionMask
 
 
@@ -200,98 +221,101 @@ def update_cache(
     cache: Cache, kv: Cache | None, positions: jax.Array, mask: AttentionMask,
     split: SplitDims, *, is_cross: bool,
 ) -> CacheUpdate:
-    """Appends T new tokens to a cache, or `encoded` in cross-attention, if it is given.
+    """Writes T new tokens to a cache; in cross-attention, writes `encoded` if it is given.
 
     Args:
-      kv: new keys and values, [B, T or S, G, K]; None: `encoded` is in the cache already.
-      positions: int [B or 1, T], consecutive.
-      mask: of a call without a cache; has the window and the padding.
-      split: of the cache, [B, G, S, K].
-      is_cross: whether the keys belong to `encoded`.
+      cache: The cache.
+      kv: New keys and values, [B, T or S, G, K]; None: `encoded` is already in the cache.
+      positions: Int [B or 1, T], consecutive.
+      mask: Mask of a call without a cache; provides the window and the padding.
+      split: Split of the cache, [B, G, S, K].
+      is_cross: Whether the keys belong to `encoded`.
 
     Raises:
       ConfigError: `encoded` is longer than the cache.
     """
     new, window = None if kv is None else by_heads(kv), mask.left_context
-    num_places = cache["key"].shape[2]
+    length = cache["key"].shape[2]
     if is_cross:
         cache = cache if new is None else keep_encoded(cache, new, mask.kv_visible_BS)
         mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
-    elif window is not None and num_places >= window + SPARE_PLACES:
-        in_ring = _few_in_ring if positions.shape[1] <= SPARE_PLACES + 1 else _many_in_ring
-        return in_ring(cache, new, positions, mask, split)
+    elif window is not None and length >= window + SPARE_PLACES:
+        is_short = positions.shape[1] <= SPARE_PLACES + 1
+        update = _update_ring if is_short else _update_ring_by_block
+        return update(cache, new, positions, mask, split)
     else:
         cache = append(cache, new, positions, split)
         mask = AttentionMask(window, 0, q_index_BT=positions)
     cache = laid_out(cache, split)
-    return CacheUpdate(cache, by_heads(cache), jnp.arange(num_places, dtype=jnp.int32)[None], mask)
+    return CacheUpdate(cache, by_heads(cache), jnp.arange(length, dtype=jnp.int32)[None], mask)
 
 
-def _few_in_ring(
+def _update_ring(
     cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
 ) -> CacheUpdate:
-    """Returns the result of `update_cache` for few tokens, which overwrite no visible ones.
+    """Implements `update_cache` for so few tokens that they overwrite no visible ones.
 
     A token is stored at its position modulo the ring's length S. So the position of an entry is the
-    latest one, up to the newest token's, that is equal to its index modulo S. Tokens that were
-    taken back count as S positions earlier, which is outside of the window.
+    latest one, up to that of the newest token, that equals its index modulo S. Discarded tokens
+    count as S positions earlier, which is outside the window.
     """
-    num_places = cache["key"].shape[2]
-    kept = cache
+    length = cache["key"].shape[2]
+    updated = cache
     for t in range(positions.shape[1]):
-        place_B = positions[:, t] % num_places
+        index_B = positions[:, t] % length
         row = {name: x[..., t : t + 1, :] for name, x in new.items()}
-        if mask.kv_visible_BS is not None:  # Padding leaves what is there.
-            is_true = mask.kv_visible_BS[:, t, None, None, None]
+        if mask.kv_visible_BS is not None:  # Padding does not overwrite entries.
+            is_real = mask.kv_visible_BS[:, t, None, None, None]
             row = {
-                name: jnp.where(is_true, x, _place(kept[name], place_B)) for name, x in row.items()
+                name: jnp.where(is_real, x, _entry_at(updated[name], index_B))
+                for name, x in row.items()
             }
-        kept = {name: written(kept[name], x, place_B, split) for name, x in row.items()}
-    kept = laid_out(kept, split)
+        updated = {name: written(updated[name], x, index_B, split) for name, x in row.items()}
+    updated = laid_out(updated, split)
     newest = positions[:, -1:]
-    kv_positions = newest - (newest - jnp.arange(num_places, dtype=jnp.int32)[None]) % num_places
+    kv_positions = newest - (newest - jnp.arange(length, dtype=jnp.int32)[None]) % length
     mask = AttentionMask(
         mask.left_context, 0, q_index_BT=positions, kv_index_BS=kv_positions,
         kv_visible_BS=kv_positions >= 0,
     )
-    return CacheUpdate(kept, by_heads(kept), kv_positions, mask)
+    return CacheUpdate(updated, by_heads(updated), kv_positions, mask)
 
 
-def _place(x: jax.Array, place_B: jax.Array) -> jax.Array:
-    """Returns the entries [B, G, 1, K] of x [B, G, S, K] in the places [B or 1]."""
-    place_B = jnp.broadcast_to(place_B, x.shape[:1])
-    return jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=-2))(x, place_B)
+def _entry_at(x: jax.Array, index_B: jax.Array) -> jax.Array:
+    """Returns the entries [B, G, 1, K] of x [B, G, S, K] at indices [B or 1]."""
+    index_B = jnp.broadcast_to(index_B, x.shape[:1])
+    return jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=-2))(x, index_B)
 
 
-def _many_in_ring(
+def _update_ring_by_block(
     cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
 ) -> CacheUpdate:
-    """Returns the result of `update_cache` for any number of tokens, padded on the right.
+    """Implements `update_cache` for any number of tokens, padded on the right.
 
-    They attend to the old entries, in the order of their positions, and to each other. The ring
-    then contains the last S real tokens of the row.
+    The new tokens attend to the old entries, in the order of their positions, and to each other.
+    Afterwards the ring contains the last S real tokens of the row.
     """
-    (num_rows, _, num_places, _), num_new = cache["key"].shape, positions.shape[1]
+    (num_rows, _, length, _), num_new = cache["key"].shape, positions.shape[1]
     start_B = jnp.broadcast_to(positions[:, 0], (num_rows,))
     if mask.kv_visible_BS is None:
-        num_true_B = jnp.full((num_rows,), num_new, jnp.int32)
+        num_real_B = jnp.full((num_rows,), num_new, jnp.int32)
     else:
         ends_BT = jnp.where(mask.kv_visible_BS, 1 + jnp.arange(num_new, dtype=jnp.int32)[None], 0)
-        num_true_B = jnp.broadcast_to(jnp.max(ends_BT, axis=1), (num_rows,))
+        num_real_B = jnp.broadcast_to(jnp.max(ends_BT, axis=1), (num_rows,))
 
-    def in_order(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        old = jnp.roll(old, -(start % num_places), axis=-2)
+    def unroll_ring(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        old = jnp.roll(old, -(start % length), axis=-2)
         return jnp.concatenate([old, new.astype(old.dtype)], axis=-2)
 
-    def in_places(x: jax.Array, start: jax.Array, num_true: jax.Array) -> jax.Array:
-        last = jax.lax.dynamic_slice_in_dim(x, num_true, num_places, axis=-2)
-        return jnp.roll(last, (start + num_true) % num_places, axis=-2)
+    def to_ring(x: jax.Array, start: jax.Array, num_real: jax.Array) -> jax.Array:
+        last = jax.lax.dynamic_slice_in_dim(x, num_real, length, axis=-2)
+        return jnp.roll(last, (start + num_real) % length, axis=-2)
 
-    both = {name: jax.vmap(in_order)(cache[name], x, start_B) for name, x in new.items()}
-    kept = {name: jax.vmap(in_places)(x, start_B, num_true_B) for name, x in both.items()}
-    index = jnp.arange(num_places + num_new, dtype=jnp.int32)[None, :]
-    kv_positions = positions[:, :1] - num_places + index
+    both = {name: jax.vmap(unroll_ring)(cache[name], x, start_B) for name, x in new.items()}
+    updated = {name: jax.vmap(to_ring)(x, start_B, num_real_B) for name, x in both.items()}
+    index = jnp.arange(length + num_new, dtype=jnp.int32)[None, :]
+    kv_positions = positions[:, :1] - length + index
     mask = AttentionMask(
-        mask.left_context, 0, q_index_BT=index[:, num_places:], kv_visible_BS=kv_positions >= 0
+        mask.left_context, 0, q_index_BT=index[:, length:], kv_visible_BS=kv_positions >= 0
     )
-    return CacheUpdate(laid_out(kept, split), by_heads(both), kv_positions, mask)
+    return CacheUpdate(laid_out(updated, split), by_heads(both), kv_positions, mask)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values of all heads come from a narrow latent."""
+"""Multi-head latent attention, which computes all heads' keys and values from a narrow latent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,41 +27,46 @@ from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
 from praxis_lite.layers.stochastics import Dropout
 
-# B batch, T queries, S keys, D model dims, N heads, K dims of a head without position, R those that
-# rotate, V dims of a value, L dims of the latent.
+# B batch, T queries, S keys, D model dims, N heads, K dims of a head without positions, R rotary
+# dims of a head, V dims of a value, L dims of the latent.
 
 
 class MultiHeadLatentAttention(BaseLayer):
-    """Returns causal attention of [B, T, D] to itself, and the cache.
+    """Causal self-attention of [B, T, D] via latents; returns outputs and the cache.
 
-    DeepSeek-V2, arXiv:2405.04434, section 2.1. The cache stores for each token a latent [L] and one
-    positional key [R] for all heads: S (L + R) numbers a row. With a cache queries are projected to
-    the latent space, where all heads read the same keys; without one each head's keys and values
-    are computed from the latent. Both give the same numbers up to rounding.
+    DeepSeek-V2, arXiv:2405.04434, section 2.1. For each token the cache stores a latent [L] and one
+    positional key [R] for all heads: S (L + R) numbers per row. With a cache, queries are projected
+    to the latent space, where all heads read the same keys. Without one, each head's keys and
+    values are computed from the latent. Both are equal up to rounding.
 
     Args:
       input_dim: D.
       num_heads: N.
-      dim_per_head: ignored; models pass it to all their layers.
-      q_lora_rank: dims of the latent of queries; None: queries are computed from the inputs.
+      dim_per_head: Ignored; models pass it to all of their layers.
+      q_lora_rank: Dims of the latent of queries; None: queries are computed from the inputs.
       kv_lora_rank: L.
-      qk_nope_head_dim, qk_rope_head_dim, v_head_dim: K, R, V.
-      query_scale: queries are multiplied by it; None: (K + R)^-0.5.
-      use_bias: biases of the two latents, before they are normalized, and of the outputs.
-      rotates_neighbours: rotate dims 2 i and 2 i + 1 together, as DeepSeek does; False: the first
-        and the second half.
-      ln_tpl: norms of the latents, called with (dims, rngs=).
-      rotary_position_emb_tpl: called with (R).
-      atten_dropout_prob, atten_kernel, atten_chunk_size, context_parallel: as of
-        DotProductAttention.
-      weight_split_dims_mapping: of the projections to and from heads, [D or L, N, K]; weights into
-        latents split as its first entry.
-      activation_split_dims_mapping: of queries, keys and values, [B, T, N, K]. The cache, which has
-        no heads, splits its time as N.
-      output_split_dims_mapping: of the outputs, [B, T, D].
+      qk_nope_head_dim: K.
+      qk_rope_head_dim: R.
+      v_head_dim: V.
+      query_scale: Factor of the queries; None: (K + R)^-0.5.
+      use_bias: Whether the two latents, before their norms, and the outputs have biases.
+      rotates_neighbours: Whether dims 2 i and 2 i + 1 rotate together, as in DeepSeek's models;
+        False: the first and the second half of dims.
+      ln_tpl: Norms of the latents, called with (dims, rngs=).
+      rotary_position_emb_tpl: Rotary embedding, called with (R).
+      atten_dropout_prob: See DotProductAttention.
+      atten_kernel: See DotProductAttention.
+      atten_chunk_size: See DotProductAttention.
+      context_parallel: See DotProductAttention.
+      weight_split_dims_mapping: Split of the projections to and from heads, [D or L, N, K]; weights
+        into latents are split like its first entry.
+      activation_split_dims_mapping: Split of queries, keys and values, [B, T, N, K]. The cache,
+        which has no heads, splits its time like N.
+      output_split_dims_mapping: Split of the outputs, [B, T, D].
 
     Raises:
-      ConfigError: sizes that are not positive; or, when called, an atten_mask or `encoded`.
+      ConfigError: A size is not positive; or a call passes an atten_mask or segment_ids with a
+        cache.
     """
 
     cache_skips_padding = True
@@ -100,25 +105,25 @@ class MultiHeadLatentAttention(BaseLayer):
         check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
         D, N, of_head = self.dims(input_dim, num_heads, K)
 
-        # Latents are replicated; what is computed from them splits by heads.
-        def into_latent(dims: int) -> Linear:
+        # Latents are replicated, and the heads computed from them are split.
+        def latent_projection(dims: int) -> Linear:
             return Linear(D, dims, rngs=rngs)
 
-        def into_heads(dims: int, per_head: int) -> AttentionProjection:
+        def head_projection(dims: int, per_head: int) -> AttentionProjection:
             return AttentionProjection(
                 sized(D, dims), N, sized(of_head, per_head), use_bias=False, rngs=rngs
             )
 
         has_latent = q_lora_rank is not None
-        self.query_latent = into_latent(q_lora_rank) if has_latent else None
+        self.query_latent = latent_projection(q_lora_rank) if has_latent else None
         self.query_latent_norm = ln_tpl(q_lora_rank, rngs=rngs) if has_latent else None
-        self.query = None if has_latent else into_heads(D, K + R)
-        self.query_up = into_heads(q_lora_rank, K + R) if has_latent else None
-        self.key_value_latent = into_latent(L + R)
+        self.query = None if has_latent else head_projection(D, K + R)
+        self.query_up = head_projection(q_lora_rank, K + R) if has_latent else None
+        self.key_value_latent = latent_projection(L + R)
         self.key_value_latent_norm = ln_tpl(L, rngs=rngs)
         self.query_latent_bias = Bias(q_lora_rank, rngs=rngs) if use_bias and has_latent else None
         self.key_value_latent_bias = Bias(L + R, rngs=rngs) if use_bias else None
-        self.key_value = into_heads(L, K + V)
+        self.key_value = head_projection(L, K + V)
         self.post = AttentionProjection(
             D, N, sized(of_head, V), is_output_projection=True, use_bias=use_bias, rngs=rngs
         )
@@ -134,7 +139,7 @@ class MultiHeadLatentAttention(BaseLayer):
         self.context_parallel = context_parallel
 
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
-        """Returns an empty cache: latents and the keys of positions after them, [B, S, L + R]."""
+        """Returns an empty cache of latents followed by positional keys, [B, S, L + R]."""
         _, _, R, _, L = self.sizes
         cache = {"key": jnp.zeros((batch_size, max_seq_length, L + R), stored_dtype(dtype))}
         return laid_out(cache, self._split_of_cache())
@@ -150,14 +155,14 @@ class MultiHeadLatentAttention(BaseLayer):
         key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns outputs [B, T, D] and the cache with these tokens in it.
+        """Returns outputs [B, T, D] and the updated cache.
 
-        Arguments are those of `DotProductAttention.__call__`.
+        For the arguments, see `DotProductAttention.__call__`.
         """
         if atten_mask is not None:
             raise ConfigError(
-                "MultiHeadLatentAttention takes no atten_mask: it is causal. Pass segment_ids or "
-                "paddings, or use DotProductAttention."
+                "MultiHeadLatentAttention has no atten_mask, because it is causal. Pass "
+                "segment_ids or paddings, or use DotProductAttention."
             )
         require_one_segment(self, cache, segment_ids)
         if positions is None:
@@ -181,34 +186,34 @@ class MultiHeadLatentAttention(BaseLayer):
             cache = laid_out(append(cache, new, positions, split), split)
             mask = AttentionMask(None, 0, q_index_BT=positions)
             encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
-        encoded_BTNV = self._laid_out(encoded_BTNV.astype(inputs.dtype))
+        encoded_BTNV = self._constrain(encoded_BTNV.astype(inputs.dtype))
         outputs = constrain(self.post(encoded_BTNV), self.output_split_dims_mapping)
         return named(outputs, "out_proj"), cache
 
     def _queries(
         self, inputs: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns scaled queries [B, T, N, K] and [B, T, N, R], the latter rotated."""
+        """Returns scaled queries [B, T, N, K] and rotated, scaled queries [B, T, N, R]."""
         if self.query is not None:
             q = self.query(inputs)
         else:
             latent = _plus(self.query_latent(inputs), self.query_latent_bias)
             q = self.query_up(self.query_latent_norm(latent))
         _, K, *_ = self.sizes
-        q = named(self._laid_out(q), "query_proj") * self.query_scale
+        q = named(self._constrain(q), "query_proj") * self.query_scale
         return q[..., :K], self._rotated(q[..., K:], positions)
 
     def _over_heads(
         self, q_BTNK: jax.Array, q_BTNR: jax.Array, new: Cache, mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns outputs [B, T, N, V]; each head has its own keys and values."""
+        """Returns outputs [B, T, N, V], computed with separate keys and values per head."""
         N, K, R, V, _ = self.sizes
-        kv = named(self._laid_out(self.key_value(new["latent"])), "key_proj")
+        kv = named(self._constrain(self.key_value(new["latent"])), "key_proj")
         k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]
         k_BSNR = jnp.broadcast_to(new["key"][:, :, None], (*k_BSNK.shape[:3], R))
         k_BSNR = typed_as(k_BSNR, k_BSNK)
-        # Kernels have values of the size of keys.
+        # Kernels require values of the size of keys.
         q, k, v = (
             pad_to(x, max(K + R, V), dim=3) for x in (
                 jnp.concatenate([q_BTNK, q_BTNR], -1), jnp.concatenate([k_BSNK, k_BSNR], -1),
@@ -221,19 +226,19 @@ class MultiHeadLatentAttention(BaseLayer):
         self, q_BTNK: jax.Array, q_BTNR: jax.Array, cache: Cache, mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns the same outputs; all heads read the latents as keys and values."""
+        """Returns the same outputs, computed with the latents as keys and values of all heads."""
         _, K, _, _, L = self.sizes
         w = self.key_value.kernel(q_BTNK.dtype)
-        if self.key_value.product != Product():  # An adapter, or rounding.
+        if self.key_value.product != Product():  # There is an adapter, or quantization.
             w = self.key_value(jnp.eye(L, dtype=q_BTNK.dtype))
         w_LNK, w_LNV = jnp.split(w, [K], axis=-1)
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
-        # The cache may be wider, and is not converted for each token.
+        # The cache may have a wider dtype, and must not be converted for each token.
         q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
         if self.split_of_time() is not None:
-            # Each device has a part of the keys that all heads attend to.
+            # Each device has some of the keys, which all heads attend to.
             q = constrain(q, self.activation_split_dims_mapping[:2])
-        # Positional keys serve as values too; `value_dims` cuts their outputs off.
+        # Positional keys are also values; `value_dims` slices off their outputs.
         kv = cache["key"].astype(q.dtype)[:, :, None]
         seen_BTNL = self._attend(q, kv, kv, L, mask, key, has_cache=True)
         return jnp.einsum("btnl,lnv->btnv", seen_BTNL, w_LNV)
@@ -255,7 +260,7 @@ class MultiHeadLatentAttention(BaseLayer):
             heads = pairs.swapaxes(-1, -2).reshape(heads.shape)
         return self.rotary_position_emb(heads, positions)
 
-    def _laid_out(self, x_BTNK: jax.Array) -> jax.Array:
+    def _constrain(self, x_BTNK: jax.Array) -> jax.Array:
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
     def split_of_time(self) -> DimSplit:

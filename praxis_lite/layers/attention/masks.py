@@ -1,4 +1,4 @@
-"""Which keys a query sees: a description that every kernel reads, and Pax's additive masks."""
+"""Attention masks: a structured description that all kernels accept, and Pax's additive masks."""
 
 import dataclasses
 import functools
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 # B batch, T queries, S keys.
 
-# The logit of a hidden key. It is Pax's, and finite, so that a query without visible keys gets the
-# mean of all values and not NaN.
+# The logit of a hidden key, as in Pax. It is finite, so that a query without visible keys gets the
+# mean of all values instead of NaN.
 LARGE_NEGATIVE = -0.7 * float(jnp.finfo("float32").max)
-# The advice of errors where a caller's mask meets a causal layer.
+# Advice in errors about a mask that is passed to a causal layer.
 HIDE_LATER = (
-    "let the mask hide later tokens if they are to be hidden (jnp.minimum(atten_mask, "
+    "let the mask hide later tokens if they must be hidden (jnp.minimum(atten_mask, "
     "causal_mask(T)) of praxis_lite.layers.attention.masks)"
 )
 
@@ -21,18 +21,20 @@ HIDE_LATER = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionMask:
-    """A query at index t sees the key at index s where all of the set fields allow it.
+    """Query t sees key s if all of the set fields allow it.
 
     Attributes:
-      left_context: t - s < left_context: its own index and the `left_context - 1` before it.
+      left_context: t - s < left_context: a query sees its own index and the `left_context - 1`
+        preceding ones.
       right_context: s - t <= right_context; 0: causal.
-      q_index_BT: int [B or 1, T], the queries' indices among the keys; None: 0 to T - 1.
-      q_segments_BT, kv_segments_BS: int; equal ones see each other.
-      kv_visible_BS: bool [B, S]; False hides a key from every query.
-      kv_index_BS: int [B or 1, S], the keys' indices; None: 0 to S - 1.
-        Supported by the chunked kernel, dot_product and the einsum.
-      is_to_itself: whether queries and keys belong to the same tokens in the same order. Each query
-        that is not padding then sees at least its own key.
+      q_index_BT: Indices of the queries among the keys, int [B or 1, T]; None: 0 to T - 1.
+      q_segments_BT: Segments of the queries, int; a query sees keys of the same segment.
+      kv_segments_BS: Segments of the keys, int.
+      kv_visible_BS: Bool [B, S]; False hides a key from every query.
+      kv_index_BS: Indices of the keys, int [B or 1, S]; None: 0 to S - 1. Supported by the chunked
+        kernel, dot_product and einsum.
+      is_to_itself: Whether queries and keys belong to the same tokens in the same order. Then each
+        query that is not padding sees at least its own key.
     """
 
     left_context: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -60,13 +62,13 @@ class AttentionMask:
         return self.visible_at(self.q_index(num_queries), index_BS)
 
     def q_index(self, num_queries: int) -> jax.Array:
-        """Returns int [B or 1, T], the queries' indices among the keys."""
+        """Returns the indices of the queries among the keys, int [B or 1, T]."""
         if self.q_index_BT is None:
             return jnp.arange(num_queries, dtype=jnp.int32)[None, :]
         return self.q_index_BT
 
     def visible_at(self, q_index_BT: jax.Array, kv_index_BS: jax.Array) -> jax.Array | None:
-        """Returns `visible` of a mask whose arrays are of the queries and keys of these indices."""
+        """Returns `visible` for arrays that contain only queries and keys of these indices."""
         distance_BTS = q_index_BT[:, :, None] - kv_index_BS[:, None, :]
         conditions = []
         if self.left_context is not None:
@@ -82,10 +84,10 @@ class AttentionMask:
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
 
     def zeros_where_none_is_seen(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
-        """Returns the queries' outputs, or zeros for queries that see no key.
+        """Replaces the outputs of queries that see no key by zeros.
 
-        A kernel gives them the mean of all values, also of other segments. Queries of segment 0,
-        which is padding, keep that mean, as in Pax.
+        Kernels return the mean of all values for them, including other segments. Queries of segment
+        0, which is padding, keep that mean, as in Pax.
         """
         visible_BTS = self.visible(attended_BTNK.shape[1], num_keys)
         if visible_BTS is None:
@@ -100,17 +102,17 @@ def cross_attention_mask(
     segment_ids: jax.Array | None, encoded_paddings: jax.Array | None,
     encoded_segment_ids: jax.Array | None,
 ) -> AttentionMask:
-    """Returns the mask by which queries see the keys of `encoded` in their segment, except padding.
+    """Returns the mask with which queries see the keys of `encoded` in their segment.
 
     Args:
-      segment_ids: int [B, T] of the queries; None: they see the keys of every segment but 0.
-      encoded_paddings: [B, S], 1.0 is padding.
-      encoded_segment_ids: int [B, S].
+      segment_ids: Segments of the queries, int [B, T]; None: they see all segments except 0.
+      encoded_paddings: [B, S]: 1.0 for padding, which is hidden.
+      encoded_segment_ids: Segments of the keys, int [B, S].
     """
     visible_BS = not_padding(encoded_paddings)
     if encoded_segment_ids is not None and segment_ids is None:
-        there_BS = encoded_segment_ids != 0
-        visible_BS = there_BS if visible_BS is None else visible_BS & there_BS
+        is_token_BS = encoded_segment_ids != 0
+        visible_BS = is_token_BS if visible_BS is None else visible_BS & is_token_BS
         encoded_segment_ids = None
     return AttentionMask(
         q_segments_BT=None if encoded_segment_ids is None else segment_ids,
@@ -119,15 +121,16 @@ def cross_attention_mask(
 
 
 def not_padding(paddings: jax.Array | None) -> jax.Array | None:
-    """Returns bool, False where paddings are 1.0; None if there are none."""
+    """Returns bool, False where paddings are 1.0; None for None."""
     return None if paddings is None else paddings < 0.5
 
 
 def mask_of_keys(atten_mask: jax.Array | None, index_BS: jax.Array) -> jax.Array | None:
-    """Returns the part of a caller's mask [B or 1, 1 or N, 1 or T, keys] that is of these keys.
+    """Selects the columns of a mask [B or 1, 1 or N, 1 or T, positions] for the cached keys.
 
     Args:
-      index_BS: int [B or 1, S], of the keys; a negative one stands for no key.
+      atten_mask: The mask that the caller passed, or None.
+      index_BS: Positions of the keys, int [B or 1, S]; negative for missing keys.
     """
     if atten_mask is None:
         return None
@@ -150,5 +153,5 @@ def segment_mask(segment_ids: jax.Array) -> jax.Array:
 
 
 def convert_paddings_to_mask(paddings: jax.Array) -> jax.Array:
-    """Returns float [B, 1, 1, S] of paddings [B, S] (1.0 is padding): no token sees padding."""
+    """Returns float [B, 1, 1, S] that hides padding, for paddings [B, S] (1.0 is padding)."""
     return _additive(paddings > 0.5)[:, None, None, :]

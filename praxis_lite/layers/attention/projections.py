@@ -1,4 +1,4 @@
-"""From model dims to heads and back, and the learned scale of queries. Names are Pax's."""
+"""Projections between model dims and heads, and the learned scale of queries, named as in Pax."""
 
 import jax
 import numpy as np
@@ -14,18 +14,23 @@ from praxis_lite.layers.initializers import EinsumXavier
 # D model dims, N heads, K dims per head.
 
 class AttentionProjection(Dense):
-    """Projects [..., D] to heads [..., N, K], or back; its weight is [D, N, K] either way.
+    """Projects [..., D] to heads [..., N, K], or back; its weight is [D, N, K] in both cases.
 
     Args:
-      is_output_projection: project back, from heads to D.
-      use_bias: add a bias: [N, K], or [D] of an output projection.
-      attention_combine_dims: keep the weight as [D, N * K]. Takes no bias, as Pax's.
-      use_nhd_shape: keep the weight of an output projection as [N, K, D].
-      explicit_fan_in_fan_out_axes: draw the weight by its true fans, D and N * K. If not, it is
-        drawn as in Pax, as if [D, N, K] were a convolution: about sqrt((N + K) / 2) times smaller.
-      params_init: draws the weight instead.
-      weight_split_dims_mapping: of [D, N, K], whatever the weight's shape.
-      activation_split_dims_mapping: of the outputs.
+      input_dim: D.
+      num_heads: N.
+      dim_per_head: K.
+      is_output_projection: Whether to project from heads to D.
+      use_bias: Whether to add a bias: [N, K], or [D] for an output projection.
+      attention_combine_dims: Whether to store the weight as [D, N * K]. As in Pax, there must be no
+        bias.
+      use_nhd_shape: Whether to store the weight of an output projection as [N, K, D].
+      explicit_fan_in_fan_out_axes: Whether to initialize the weight with its true fans, D and
+        N * K. If not, as in Pax, [D, N, K] is initialized like a convolution: about
+        sqrt((N + K) / 2) times smaller.
+      params_init: Initializer to use instead.
+      weight_split_dims_mapping: Split of [D, N, K], whatever the shape of the stored weight.
+      activation_split_dims_mapping: Split of the outputs.
     """
 
     splits = splits(weight=(None, None, None), activation=())
@@ -47,7 +52,8 @@ class AttentionProjection(Dense):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
         if attention_combine_dims and use_bias:
             raise ConfigError(
-                "AttentionProjection: attention_combine_dims takes no bias. Set use_bias=False."
+                "AttentionProjection.attention_combine_dims does not support a bias. Set "
+                "use_bias=False."
             )
         D, N, K = dims = self.dims(input_dim, num_heads, dim_per_head)
         self.equation = "...nk,dnk->...d" if is_output_projection else "...d,dnk->...nk"
@@ -64,8 +70,11 @@ class OneHeadedAttentionProjection(Dense):
     """Projects [B, S, D] to a single head, [B, S, 1, K]; its weight is [D, K], as in Pax.
 
     Args:
-      params_init: how the weight is drawn, if not by Xavier's rule.
-      weight_split_dims_mapping: of [D, K].
+      input_dim: D.
+      output_dim: K.
+      use_bias: Whether to add a bias.
+      params_init: Initializer of the weight.
+      weight_split_dims_mapping: Split of [D, K].
     """
 
     splits = splits(weight=(None, None), activation=())
@@ -91,12 +100,17 @@ class OneHeadedAttentionProjection(Dense):
 
 
 class CombinedQKVProjectionLayer(Dense):
-    """Returns queries, keys and values [B, T, N, K] each, of a joint weight [3, D, N, K].
+    """Computes queries, keys and values, [B, T, N, K] each, with a joint weight [3, D, N, K].
 
     Args:
-      attention_combine_dims: keep the weight as [3, D, N * K] and the bias as [3, N * K].
-      explicit_fan_in_fan_out_axes: see AttentionProjection.
-      weight_split_dims_mapping: of [D, N, K]; the 3 stay whole.
+      input_dim: D.
+      num_heads: N.
+      dim_per_head: K.
+      use_bias: Whether to add a bias.
+      attention_combine_dims: Whether to store the weight as [3, D, N * K] and the bias as
+        [3, N * K].
+      explicit_fan_in_fan_out_axes: See AttentionProjection.
+      weight_split_dims_mapping: Split of [D, N, K]; the dim of 3 is not split.
     """
 
     splits = splits(weight=(None, None, None))
@@ -126,9 +140,9 @@ class CombinedQKVProjectionLayer(Dense):
 
 
 class PerDimScale(BaseLayer):
-    """Returns [..., K] times softplus(scale) / (softplus(0) sqrt(K)); the scale [K] starts at 0.
+    """Multiplies [..., K] by softplus(scale) / (softplus(0) sqrt(K)); the scale [K] starts at 0.
 
-    So it starts as the usual 1 / sqrt(K) of queries and learns a factor per dim.
+    So it starts as the usual 1 / sqrt(K) of queries, and learns a factor per dim.
     """
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs):
@@ -137,6 +151,6 @@ class PerDimScale(BaseLayer):
         self.dim = dim
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        # 1 / softplus(0), with Pax's digits.
+        # 1 / softplus(0), with the digits of Pax.
         scale = 1.442695041 / np.sqrt(self.dim) * jax.nn.softplus(self.per_dim_scale[...])
         return inputs * broadcast_as(scale, inputs)

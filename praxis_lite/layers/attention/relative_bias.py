@@ -1,4 +1,4 @@
-"""A learned bias of attention logits by the distance between query and key. Numerics are Pax's."""
+"""RelativeBias: a learned bias of attention logits by distance, with the numerics of Pax."""
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,20 @@ from praxis_lite.layers.base.dims import NONE, splits
 
 
 class RelativeBias(BaseLayer):
-    """Returns [B, N, T, S] for positions of queries [B, T] and keys [B, S] (arXiv:1910.10683).
+    """Computes a bias [B, N, T, S] from positions of queries [B, T] and keys [B, S].
 
-    Half of the buckets hold one distance each, the other half ranges of distances that grow
-    exponentially up to the maximum, beyond which all share the last one. The weight is [N, X].
+    arXiv:1910.10683. Half of the buckets have one distance each. The other half have ranges of
+    distances that grow exponentially up to the maximum; larger distances share the last bucket. The
+    weight is [N, X].
 
     Args:
+      num_heads: N.
       relative_attention_num_buckets: X.
-      relative_attention_max_distance: where the last bucket starts.
-      bidirectional: give half of the buckets to keys after the query; otherwise these share the
-        bucket of distance 0.
-      use_xavier_init: draw the weight by Xavier's rule, rather than as a Gaussian of variance
-        1 / (N X).
+      relative_attention_max_distance: Distance at which the last bucket begins.
+      bidirectional: Whether half of the buckets are for keys after the query; otherwise these share
+        the bucket of distance 0.
+      use_xavier_init: Whether to initialize the weight by Xavier's rule, instead of as a Gaussian
+        with variance 1 / (N X).
     """
 
     splits = splits(weight=(None, None))
@@ -53,7 +55,7 @@ class RelativeBias(BaseLayer):
         require(
             relative_attention_max_distance > max_exact,
             "RelativeBias.relative_attention_max_distance", relative_attention_max_distance,
-            f"more than the {max_exact} distances that have buckets of their own",
+            f"more than the {max_exact} distances that have separate buckets",
         )
         normal = jax.nn.initializers.normal((num_heads * relative_attention_num_buckets) ** -0.5)
         self.wrb = self.weight(
@@ -65,13 +67,13 @@ class RelativeBias(BaseLayer):
         self.bidirectional = bidirectional
 
     def __call__(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-        """Args: int [B or 1, T] and [B or 1, S]. Returns float32 [B or 1, N, T, S]."""
+        """Takes int [B or 1, T] and [B or 1, S], and returns float32 [B or 1, N, T, S]."""
         bucket_BTS = self._bucket(query_positions[:, :, None] - key_positions[:, None, :])
         bias_NBTS = jnp.take(self.wrb[...], bucket_BTS, axis=1)
         return bias_NBTS.transpose(1, 0, 2, 3)
 
     def _bucket(self, distance: jax.Array) -> jax.Array:
-        """Returns the bucket of a distance, which is positive where the key is before the query."""
+        """Returns the bucket of a distance, which is positive if the key precedes the query."""
         num_buckets, first = self.num_buckets, jnp.zeros_like(distance)
         if self.bidirectional:
             num_buckets //= 2
@@ -79,8 +81,8 @@ class RelativeBias(BaseLayer):
             distance = jnp.abs(distance)
         distance = jnp.maximum(distance, 0)
         max_exact = num_buckets // 2
-        # Of distances below max_exact only the log's being finite matters.
-        # Both logs by JAX, as in Pax: at a bucket's edge their last digit decides.
+        # The log of distances below max_exact is not used, but must be finite. Both logs are JAX's,
+        # as in Pax, because their last digit decides at the edge of a bucket.
         ratio = jnp.maximum(distance, max_exact).astype(jnp.float32) / max_exact
         share = jnp.log(ratio) / jnp.log(jnp.float32(self.max_distance) / max_exact)
         far = max_exact + (share * (num_buckets - max_exact)).astype(distance.dtype)

@@ -1,4 +1,4 @@
-"""Pax's classes of attention whose heads share keys and values, as settings of ours."""
+"""Pax's attention classes whose heads share keys and values, as settings of DotProductAttention."""
 
 import functools
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ _ABSENT = (
 
 
 class MultiQueryDotProductAttention(DotProductAttention):
-    """DotProductAttention with a single head of keys and values, or few, and no learned scale.
+    """DotProductAttention with one or few heads of keys and values, and no learned scale.
 
-    Shazeer 2019, arXiv:1911.02150; with 1 < num_kv_heads < num_heads arXiv:2305.13245. Its
-    settings are DotProductAttention's.
+    Shazeer 2019, arXiv:1911.02150; with 1 < num_kv_heads < num_heads, arXiv:2305.13245. For the
+    settings, see DotProductAttention.
     """
 
     @inherit_params(DotProductAttention, but=_ABSENT)
@@ -42,12 +42,15 @@ class MultiQueryDotProductAttention(DotProductAttention):
 class GroupedQueryAttention(DotProductAttention):
     """DotProductAttention whose heads share keys and values, with queries scaled by 1 / sqrt(K).
 
-    K is dim_per_head. Ainslie et al. 2023, arXiv:2305.13245. Its weights are drawn by their true
-    fans, unlike DotProductAttention's. Its settings are that layer's, and
+    Ainslie et al. 2023, arXiv:2305.13245. Unlike in DotProductAttention, weights are initialized
+    with their true fans. Other settings are those of DotProductAttention.
 
     Args:
-      atten_temp: queries are divided by it.
-      rope_min_max_timescales: rotate queries and keys, with these timescales; None: do not.
+      input_dim: D.
+      num_heads: N.
+      num_kv_heads: G.
+      atten_temp: Divisor of the queries.
+      rope_min_max_timescales: Timescales for rotating queries and keys; None: they are not rotated.
     """
 
     @inherit_params(

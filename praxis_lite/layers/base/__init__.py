@@ -1,1 +1,1 @@
-"""Base classes of layers: weights, the dims of weights and their splits, dense products."""
+"""Base classes of layers; weights, their dims and splits; dense products."""

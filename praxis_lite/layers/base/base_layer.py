@@ -1,4 +1,4 @@
-"""The base class of layers, which declares weights and their splits."""
+"""BaseLayer, the base class of layers, which declares weights and their splits."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -27,38 +27,38 @@ from praxis_lite.layers.initializers import EinsumXavier, WeightInit
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array] | EinsumXavier
 
-xavier = WeightInit.Xavier()  # Pax's default.
+xavier = WeightInit.Xavier()  # The default in Pax.
 zeros = jax.nn.initializers.zeros
 ones = jax.nn.initializers.ones
 
 
 class BaseLayer(nnx.Module):
-    """A Flax NNX module, used as a pytree, whose weights declare how they split.
+    """A Flax NNX module, used as a pytree, whose weights declare how they are split.
 
-    Subclasses create weights with `self.weight` and sublayers in the constructor, and compute in
-    `__call__`. Keys and caches are arguments and results: nothing mutates. Operations of `__call__`
-    and of public methods carry the layer's path in the compiled program.
+    Subclasses create weights with `self.weight`, and sublayers, in the constructor, and compute in
+    `__call__`. Keys and caches are arguments and results; nothing is mutated. In the compiled
+    program, the operations of `__call__` and of public methods have the layer's path as name scope.
 
     Raises:
-      ConfigError: a setting is out of range or contradicts another; names the class and the
-        setting, before anything compiles. Or a method got an unknown keyword; suggests the nearest.
+      ConfigError: A setting is out of range or contradicts another; raised before anything
+        compiles. Or a method received an unknown keyword; the message suggests similar ones.
     """
 
     __signature__ = ConstructorSignature()
-    # Settings of how arrays split, as returned by `splits`. They are arguments of the constructor,
-    # which need not declare them, and attributes before it runs.
+    # Split settings of the layer, as returned by `splits`. They become keyword arguments of the
+    # constructor, which need not declare them, and attributes before it runs.
     splits: Mapping[str, tuple[str | None, ...]] = {}
-    # Settings that a sharding preset sets, with the name of the value in the preset.
+    # Settings that a sharding preset sets, with the name of the preset's value.
     preset_settings: Mapping[str, str] = {}
-    # By template, such as "softmax_tpl": splits that override those of the layers built from it.
+    # By template, such as "softmax_tpl": splits that override those of layers built from it.
     template_splits: Mapping[str, Mapping[str, tuple[str | None, ...]]] = {}
-    # What couples the rows of a batch, such as "batch statistics"; for --mode=check.
+    # The mechanism that couples the rows of a batch, such as "batch statistics"; for --mode=check.
     couples_rows: str | None = None
-    # Names the mechanism by which a token can depend on later tokens, such as "slots that tokens
-    # compete for"; None if there is none, or if it is attention, whose mask decides.
+    # The mechanism by which a token can depend on later tokens, such as "slots that tokens compete
+    # for". None if there is none, or if it is attention, which has masks.
     couples_tokens: str | None = None
-    # True: a call with a cache does not store the tokens of `paddings`, for any number of tokens.
-    # False: decoding reads prompts one token at a time, and restores the cache of finished rows. A
+    # Whether calls with a cache skip the tokens marked by `paddings`, whatever their number. If
+    # not, decoding reads prompts one token at a time, and restores the cache of finished rows. A
     # subclass with its own `__call__` or `init_cache` must declare it again.
     cache_skips_padding: bool = False
 
@@ -68,19 +68,23 @@ class BaseLayer(nnx.Module):
             is_public = name == "__call__" or not name.startswith("_")
             if is_public and isinstance(member, FunctionType):
                 setattr(cls, name, checked_and_named(member))
-        has_changed = {"__init__", "splits"} & vars(cls).keys()
-        if has_changed and isinstance(cls.__init__, FunctionType):
+        changes_init = {"__init__", "splits"} & vars(cls).keys()
+        if changes_init and isinstance(cls.__init__, FunctionType):
             cls.__init__ = with_settings(cls.__init__, cls.splits, _take)
 
     def dims(self, *sizes: int, of: str = "weight") -> tuple[Dim, ...]:
-        """Returns sizes as the dims of a setting, such as `weight_split_dims_mapping`.
+        """Returns sizes as `Dim`s with the names and the split of a setting.
 
-        Their names are those that the layer declares in `splits`, unless a parent named them. Their
-        split is that of the setting; without one that of the parent. Weights created from these
-        dims, here or in sublayers, split accordingly.
+        Names are those that the layer declares in `splits`, unless a parent has named the dims. The
+        split is that of the setting, by default that of the parent. Weights created from these
+        dims, here or in sublayers, are split accordingly.
+
+        Args:
+          sizes: Sizes, or `Dim`s of a parent.
+          of: Prefix of the setting, such as "weight" for `weight_split_dims_mapping`.
 
         Raises:
-          ConfigError: there is no such setting, or it does not fit the sizes.
+          ConfigError: The layer has no such setting, or the setting does not fit the sizes.
         """
         setting = f"{of}{SPLIT}"
         require_choice(f"{type(self).__name__}.dims: the setting", setting, self.splits)
@@ -98,13 +102,16 @@ class BaseLayer(nnx.Module):
         matrix: Matrix | None = None,
         rngs: nnx.Rngs,
     ) -> nnx.Param:
-        """Returns a trainable weight drawn by `init` at its logical, unpadded shape.
+        """Returns a trainable weight initialized at its logical (unpadded) shape.
 
         Args:
-          shape: sizes, or results of `self.dims`.
-          split_dims_mapping: how it splits; None: as its dims.
-          matrix: the dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE.
-            None: a weight of two dims is a matrix. A weight with a dim of classes never is.
+          shape: Sizes, or results of `self.dims`.
+          split_dims_mapping: Its split; None: that of its dims.
+          init: Initializer.
+          dtype: Dtype of the stored weight.
+          matrix: The dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE.
+            None: a weight of two dims is a matrix. Weights with a dim of classes never are.
+          rngs: Random streams of the constructor.
         """
         if split_dims_mapping is None:
             split_dims_mapping = split_of(shape)
@@ -114,15 +121,15 @@ class BaseLayer(nnx.Module):
         if CLASSES in names:  # An embedding, or the weight of logits.
             matrix = NONE
         value = init(rngs.params(), tuple(map(int, shape)), dtype)
-        # Not Flax's metadata (`sharding`, `out_sharding`), which Flax applies eagerly, with an
-        # error for dims that do not divide.
+        # Not Flax's own metadata (`sharding`, `out_sharding`), which Flax applies eagerly and
+        # rejects for dims that do not divide.
         return nnx.Param(
             value, split_dims_mapping=split_dims_mapping, dim_names=names, matrix=matrix
         )
 
 
 def _take(layer: BaseLayer, given: Mapping[str, Any]) -> None:
-    """Sets the split settings of a layer as attributes, unless a base class has set them."""
+    """Sets the split settings of a layer as attributes, unless a base class has already done so."""
     for name, dims in layer.splits.items():
         if name in given or not hasattr(layer, name):
             setting = f"{type(layer).__name__}.{name}"
@@ -130,19 +137,19 @@ def _take(layer: BaseLayer, given: Mapping[str, Any]) -> None:
 
 
 def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `weight` (float32) in the shape and dtype of `like`."""
-    # Cast after the broadcast: the gradient, for a bias a sum over all tokens, is then summed in
-    # float32. In bfloat16 the sum would stop growing: 256 + 1 is 256 there.
+    """Broadcasts `weight` (float32) to the shape of `like` and casts it to the dtype of `like`."""
+    # Cast after the broadcast, so that the gradient, a sum over all tokens for a bias, is summed in
+    # float32. A bfloat16 sum would stop growing, because 256 + 1 is 256 in bfloat16.
     return broadcast_beside(weight, like).astype(like.dtype)
 
 
 def pad_to(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:
-    """Pads a dim of `x` to `length` at its end; `settings` are those of `jnp.pad`."""
+    """Pads a dim of `x` at its end to `length`; `settings` are those of `jnp.pad`."""
     missing = length - x.shape[dim]
     widths = [(0, missing if d == dim else 0) for d in range(x.ndim)]
     return jnp.pad(x, widths, **settings) if missing else x
 
 
 def pad_to_multiple(x: jax.Array, size: int, dim: int = 0, **settings: Any) -> jax.Array:
-    """Pads a dim of `x` to the next multiple of `size`."""
+    """Pads a dim of `x` at its end to the next multiple of `size`."""
     return pad_to(x, -(-x.shape[dim] // size) * size, dim, **settings)

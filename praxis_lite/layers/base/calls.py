@@ -1,4 +1,4 @@
-"""Calls of layers: their signatures, checks of arguments, named scopes, and untyped fallback."""
+"""Wraps layers' methods: signatures, argument checks, name scopes, and the untyped fallback."""
 
 import contextlib
 import contextvars
@@ -21,7 +21,7 @@ from praxis_lite.core.errors import (
 )
 from praxis_lite.core.models.layer_paths import attribute_name
 from praxis_lite.core.sharding.devices.axis_types import (
-    has_no_type,
+    is_type_error,
     is_typed,
     note_untyped,
     type_spec,
@@ -34,14 +34,14 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ConstructorSignature:
-    """The signature of a layer's class: that of its constructor.
+    """The signature of a layer class: that of its constructor.
 
-    Without it Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass.
+    Without it, Fiddle and `--set` would see the `*args, **kwargs` of the metaclass of nnx.
     """
 
     def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
         if layer is not None:
-            raise AttributeError("__signature__")  # An instance is called with inputs.
+            raise AttributeError("__signature__")  # The signature of an instance is `__call__`'s.
         signature = inspect.signature(layer_class.__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -52,7 +52,8 @@ def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], 
     Their names, types and defaults appear in its signature, for help, Fiddle and `--set`.
 
     Args:
-      but: parameters to leave out.
+      bases: Classes whose constructor parameters are inherited.
+      but: Parameters to leave out.
     """
 
     def decorated(init: Init) -> Init:
@@ -78,7 +79,7 @@ def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], 
             init(self, *args, **kwargs)
 
         checked.__signature__ = signature
-        # Where --set looks for the types.
+        # --set reads the types from here.
         init.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         return checked
 
@@ -89,10 +90,13 @@ def with_settings(
     init: Callable[..., None], names: Collection[str],
     take: Callable[[Any, dict[str, Any]], None],
 ) -> Callable[..., None]:
-    """Returns a layer's constructor with additional keyword arguments `names`, by default None.
+    """Returns a layer's constructor with additional keyword arguments, whose default is None.
 
-    Before the constructor runs, `take` is called with the layer and the given ones. Names that the
-    constructor declares are passed to it as usual.
+    Args:
+      init: The constructor.
+      names: Names of the keyword arguments. Those that the constructor declares itself are passed
+        to it as usual.
+      take: Called before the constructor with the layer and the other given arguments.
     """
     local = inspect.signature(inspect.unwrap(init)).parameters
     taken = [name for name in names if name not in local]
@@ -116,14 +120,14 @@ def with_settings(
         init(self, *args, **kwargs)
 
     taking.__signature__ = signature
-    # Where --set looks for the types.
+    # --set reads the types from here.
     inspect.unwrap(init).__annotations__ |= {name: SplitSetting for name in added}
     return taking
 
 
 # The layer whose method is being traced.
 _caller: contextvars.ContextVar[Any] = contextvars.ContextVar("caller", default=None)
-# Its path in the model.
+# The path of that layer in the model.
 _path: contextvars.ContextVar[str] = contextvars.ContextVar("path", default="")
 
 
@@ -140,10 +144,10 @@ def _calling(layer: Any, name: str) -> Iterator[None]:
 
 
 def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a layer's method that rejects unknown keywords and names its operations.
+    """Wraps a layer's method to reject unknown keywords and to add a name scope.
 
-    The layer's name is looked up in the calling layer while tracing. Stored in the layer it would
-    make equal layers of a stack different pytrees.
+    The layer's name is looked up in the calling layer while tracing. If it were stored in the
+    layer, equal layers of a stack would be different pytrees.
     """
     parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -155,8 +159,8 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
             if name not in names:
                 called = "" if method.__name__ == "__call__" else f".{method.__name__}"
                 raise ConfigError(
-                    f"{type(layer).__name__}{called} takes no argument {name!r}."
-                    f"{did_you_mean(name, names)} It takes {', '.join(names) or 'none'}."
+                    f"{type(layer).__name__}{called} has no argument {name!r}."
+                    f"{did_you_mean(name, names)} Its arguments are {', '.join(names) or 'none'}."
                 )
         caller = _caller.get()
         if caller is layer:
@@ -168,36 +172,36 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
-    """Returns a named scope for `layer`, an attribute of `parent`.
+    """Returns a name scope for `layer`, an attribute of `parent`.
 
-    For layers inside `jax.checkpoint`, which calls a copy and traces equal layers once, so that the
-    scope must be outside.
+    For layers inside `jax.checkpoint`, which calls a copy of the layer and traces equal layers only
+    once, so that the scope must be set outside.
     """
     return _calling(None, attribute_name(parent, layer))
 
 
 def require_positive(layer: object, **sizes: int) -> None:
-    """Checks a layer's sizes before anything is built from them.
+    """Checks that sizes are positive integers.
 
     Raises:
-      ConfigError: one is not a positive integer; names the layer's class and the setting.
+      ConfigError: A size is not. The message names the layer's class and the setting.
     """
     for name, size in sizes.items():
         require(is_whole(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
 
 
 def require_floating(layer: object, **dtypes: Any) -> None:
-    """Checks the dtypes that a layer computes in.
+    """Checks that the dtypes a layer computes in are floating-point.
 
     Raises:
-      ConfigError: one is not of floats; names the layer's class.
+      ConfigError: A dtype is not. The message names the layer's class and the setting.
     """
     for name, dtype in dtypes.items():
         require(
             jnp.issubdtype(dtype, jnp.floating), f"{type(layer).__name__}.{name}",
             jnp.dtype(dtype).name,
             "a floating-point dtype, such as bfloat16: others have no gradient",
-            "Products in int8 are a setting of their own (docs/training.md).",
+            "To multiply in int8, use quantization (docs/training.md).",
         )
 
 
@@ -205,16 +209,18 @@ def check_way(
     layer: object, field: str, setting: str | None, ways: Mapping[str, str],
     unable: Mapping[str, bool], split: str,
 ) -> None:
-    """Checks a setting that names explicit collectives; None leaves them to the compiler.
+    """Checks a setting that selects explicit collectives; None leaves them to the compiler.
 
     Args:
-      field: the setting, such as "tensor_parallel".
-      ways: its valid values.
-      unable: whether settings that these collectives do not support are in use, by name.
-      split: what the compiler splits otherwise, such as "the layer".
+      layer: The layer, for messages.
+      field: Name of the setting, such as "tensor_parallel".
+      setting: Its value.
+      ways: Valid values.
+      unable: Settings that these collectives do not support, and whether each is used.
+      split: What the compiler splits otherwise, such as "the layer", for messages.
 
     Raises:
-      ConfigError: the value is unknown, or an unsupported setting is in use.
+      ConfigError: The value is unknown, or an unsupported setting is used.
     """
     if setting is None:
         return
@@ -231,19 +237,24 @@ def with_auto_fallback(
     method: Callable[..., Any], layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     path: str,
 ) -> Any:
-    """Returns `method(layer, *args, **kwargs)`; over Auto axes if JAX cannot type it.
+    """Calls `method`; over Auto axes if JAX cannot type its results over Explicit ones.
 
-    Results are then typed as the first array among the arguments, dim by dim where sizes agree.
+    The results are then typed like the first array among the arguments, dim by dim as long as the
+    sizes are equal.
 
     Args:
-      path: of the layer; the reason is noted under it.
+      method: The method.
+      layer: The layer.
+      args: Positional arguments.
+      kwargs: Keyword arguments.
+      path: Path of the layer, under which the reason is recorded.
     """
     if not is_typed():
         return method(layer, *args, **kwargs)
     try:
         return method(layer, *args, **kwargs)
     except Exception as error:
-        if not has_no_type(error):
+        if not is_type_error(error):
             raise
         note_untyped(path, str(error).strip().splitlines()[0])
     leaves, structure = jax.tree.flatten((layer, args, dict(kwargs)))
@@ -265,7 +276,7 @@ def with_auto_fallback(
 
 
 def _type_like(x: jax.Array, like: jax.Array | None) -> PartitionSpec:
-    """Returns a spec that splits the leading dims of `x` as those of `like` of the same sizes."""
+    """Returns a spec that splits the leading dims of `x` like those of `like` with equal sizes."""
     entries = [None] * x.ndim
     if like is not None:
         for dim, entry in enumerate(type_spec(like)[: x.ndim]):

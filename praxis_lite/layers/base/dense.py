@@ -1,4 +1,4 @@
-"""The base class of dense layers, whose product can be replaced by adapters and quantization."""
+"""Dense, the base class of dense layers, whose product adapters and quantization can replace."""
 
 import abc
 import dataclasses
@@ -20,13 +20,13 @@ from praxis_lite.layers.initializers import EinsumXavier
 class Product:
     """How a dense layer multiplies inputs and weight: exactly, in the inputs' dtype.
 
-    Subclasses multiply differently. A product is a setting without arrays: weights that it needs
-    belong to the layer. `layer.product = layer.product.over(other)` replaces the product with `w`,
-    inside of adapters that were added before.
+    Subclasses multiply differently. A product has settings but no arrays; weights that it needs
+    belong to the layer. `layer.product = layer.product.over(other)` replaces the innermost
+    product, that with `w`, and keeps adapters that were added before.
     """
 
     def over(self, base: "Product") -> "Product":
-        """Returns this product with `base` in place of its product with `w`."""
+        """Returns this product with `base` as its product with `w`."""
         return base
 
     def kernel(self, layer: "Dense") -> jax.Array:
@@ -34,7 +34,7 @@ class Product:
         return layer.kernel(layer.w.dtype)
 
     def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
-        """Returns the outputs of the layer's equation, and any bias."""
+        """Returns the outputs of the layer's equation plus its bias, if any."""
         return layer.biased(self.multiplied(layer, inputs))
 
     def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
@@ -45,24 +45,24 @@ class Product:
         return einsum(in_order(layer.equation), inputs, layer.kernel(inputs.dtype))
 
     def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns the result of `Linear.factors`."""
+        """Implements `Linear.factors`."""
         return [(inputs, layer.w[...].astype(layer.w.dtype))]
 
     def column_factors(self, layer: "Dense") -> list[tuple[jax.Array, jax.Array | None]]:
-        """Returns the result of `Linear.column_factors`."""
+        """Implements `Linear.column_factors`."""
         return [(layer.w[...].astype(layer.w.dtype).T, None)]
 
     def adds_up(self) -> bool:
-        """Returns whether products over parts of the summed dims add up to the product."""
+        """Returns whether products over parts of the contracted dims sum to the whole product."""
         return True
 
 
 @functools.cache
 def in_order(equation: str) -> str:
-    """Renames the summed letters of an equation so that they are sorted in the weight's order.
+    """Renames the contracted letters of an equation so that they are sorted in weight order.
 
-    `jnp.einsum` sums over several dims in the order of their letters. In another order than the
-    weight's XLA copies the weight, in decoding for each token.
+    `jnp.einsum` contracts several dims in alphabetical order. If that is not the weight's order,
+    XLA copies the weight, in decoding for each token.
     """
     operands, outputs = equation.split("->")
     weight = operands.split(",")[1]
@@ -71,15 +71,15 @@ def in_order(equation: str) -> str:
 
 
 class StoredWeight(abc.ABC):
-    """A weight that is stored in another form than an array, in decoding or in the state."""
+    """A weight that is not stored as an array, in decoding or in the state."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> Any:
-        """The dtype of the weight that it represents."""
+        """Dtype of the weight that is represented."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns `self` for `...`, as a variable reads it, otherwise a part as an array."""
+        """Returns `self` for `...`, as variables read it; otherwise the indexed array."""
         return self if index is ... else self.astype(self.dtype)[index]
 
     @abc.abstractmethod
@@ -88,20 +88,21 @@ class StoredWeight(abc.ABC):
 
     @abc.abstractmethod
     def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
-        """Returns the result of `Product.multiplied`."""
+        """Implements `Product.multiplied`."""
 
 
 class Dense(BaseLayer):
-    """Returns the einsum of inputs and a weight `w`, plus any bias `b` of the layer.
+    """Computes the einsum of inputs and a weight `w`, plus a bias `b` if the layer has one.
 
-    A subclass sets the attributes. Its `w` may have merged dims of the equation. Adapters and
-    quantization apply to subclasses that keep `__call__`; override `finished` to reshape results.
+    Subclasses set the attributes. `w` may have merged dims of the equation. Adapters and
+    quantization apply to subclasses that do not override `__call__`; override `finished` to reshape
+    outputs.
 
     Attributes:
-      equation: of inputs and weight, such as "...d,df->...f". The bias has the dims that the weight
-        contributes to the outputs.
-      kernel_shape: a size for each letter of the weight; -1 where a device may have a part.
-      product: how inputs and weight are multiplied.
+      equation: Einsum equation of inputs and weight, such as "...d,df->...f". The bias has the dims
+        that the weight contributes to the outputs.
+      kernel_shape: Sizes of the weight's letters; -1 for a dim of which a device may have a part.
+      product: How inputs and weight are multiplied.
     """
 
     equation: str
@@ -118,32 +119,36 @@ class Dense(BaseLayer):
         """Creates `w`, and `b` if `bias_init` is given.
 
         Args:
-          dims: sizes, or results of `self.dims`, of the weight's letters in the equation.
-          init, bias_init: initializers of `w` and `b`.
-          merged: consecutive letters that are one dim of `w` and of `b`.
-          in_parts: the letter of which a device may have a part (tensor_parallel).
-          rngs: of the weights.
+          dims: Sizes of the weight's letters in the equation, or results of `self.dims`.
+          init: Initializer of `w`.
+          bias_init: Initializer of `b`.
+          merged: Consecutive letters that are one dim of `w` and of `b`.
+          in_parts: The letter of which a device may have a part (tensor_parallel).
+          rngs: Random streams of the constructor.
         """
         operands, outputs = self.equation.split("->")
         letters = operands.split(",")[1]
         dim_of = dict(zip(letters, dims, strict=True))
         self.kernel_shape = tuple(-1 if x == in_parts else int(dim_of[x]) for x in letters)
         groups = [merged if x in merged else x for x in letters if x not in merged[1:]]
-        of_w = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
+        dim_of_group = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
         matrix = matrix_of(self.equation, groups)
         if isinstance(init, EinsumXavier):
-            numbering = outputs.rpartition("...")[0]  # Letters that number outputs.
-            made = [i for i in matrix.made if groups[i] not in numbering]
-            init = init.for_dims(matrix.summed, made)
-        self.w = self.weight(tuple(of_w.values()), init=init, matrix=matrix, rngs=rngs)
+            leading = outputs.rpartition("...")[0]  # Letters that stack separate outputs.
+            output_dims = [i for i in matrix.made if groups[i] not in leading]
+            init = init.for_dims(matrix.summed, output_dims)
+        self.w = self.weight(tuple(dim_of_group.values()), init=init, matrix=matrix, rngs=rngs)
         if bias_init is not None:
-            of_outputs = sorted(outputs.index(group[0]) for group in of_w if group[0] in outputs)
-            of_b = tuple(dim for i in of_outputs for x, dim in of_w.items() if x[0] == outputs[i])
-            self.b = self.weight(of_b, init=bias_init, matrix=NONE, rngs=rngs)
+            positions = sorted(outputs.index(group[0]) for group in groups if group[0] in outputs)
+            bias_dims = tuple(
+                dim for i in positions for group, dim in dim_of_group.items()
+                if group[0] == outputs[i]
+            )
+            self.b = self.weight(bias_dims, init=bias_init, matrix=NONE, rngs=rngs)
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The letters of each dim of `w`, without stacked dims; several for a merged dim."""
+        """The letters of each unstacked dim of `w`; several letters for a merged dim."""
         letters = self.equation.split("->")[0].split(",")[1]
         size_of = dict(zip(letters, self.kernel_shape, strict=True))
         shape, groups = self.w.shape[num_stacked_dims(self.w) :], []
@@ -156,12 +161,12 @@ class Dense(BaseLayer):
 
     @property
     def summed_dims(self) -> tuple[int, ...]:
-        """The dims of w that the product sums over, from the end; () if it sums over parts."""
+        """Negative indices of the dims of `w` that are contracted; () if only parts of them are."""
         outputs, groups = self.equation.split("->")[1], self.letters
-        kept = [{letter in outputs for letter in group} for group in groups]
-        if any(len(item) > 1 for item in kept):
+        is_output = [{letter in outputs for letter in group} for group in groups]
+        if any(len(flags) > 1 for flags in is_output):
             return ()
-        return tuple(i - len(groups) for i, item in enumerate(kept) if item == {False})
+        return tuple(i - len(groups) for i, flags in enumerate(is_output) if flags == {False})
 
     @property
     def makes_logits(self) -> bool:
@@ -169,23 +174,23 @@ class Dense(BaseLayer):
         return CLASSES in self.w.get_metadata().get("dim_names", ())
 
     def kernel(self, dtype: Any) -> jax.Array:
-        """Returns the weight in the equation's dims."""
-        # Cast first: the gradient is then cast last, after a scan (core/partitioner/narrow_scans).
+        """Returns the weight with the equation's dims."""
+        # Cast first: the gradient's cast is then last, and can move out of a scan (narrow_scans).
         w = self.w[...].astype(dtype)
         return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
 
     def finished(self, outputs: jax.Array) -> Any:
-        """Returns the results of `__call__`, given the sum of product and bias."""
+        """Returns the layer's results, given the sum of product and bias."""
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def biased(self, outputs: jax.Array) -> jax.Array:
-        """Returns the outputs of the equation plus any bias."""
+        """Returns the outputs of the equation plus the bias, if any."""
         if self.b is None:
             return outputs
         return outputs + broadcast_as(self.beside(outputs, self.b[...]), outputs)
 
     def beside(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
-        """Reshapes `x`, of the weight's dims that are in the outputs, to broadcast to these."""
+        """Reshapes an array of the weight's output dims so that it broadcasts to the outputs."""
         operands, results = self.equation.split("->")
         weight = operands.split(",")[1]
         size_of = dict(zip(weight, self.kernel_shape, strict=True))
@@ -199,6 +204,6 @@ class Dense(BaseLayer):
 
 
 def is_dense(layer: Any) -> bool:
-    """Returns whether a layer is a Dense whose product can be replaced."""
+    """Returns whether a layer is a Dense layer whose product can be replaced."""
     return isinstance(layer, Dense) and type(layer).__call__ is Dense.__call__
 

@@ -1,4 +1,4 @@
-"""The dims of weights: each a size, with a name that the layer or its parent gives, and a split."""
+"""Dims of weights: a size with a name, which the layer or its parent chooses, and a split."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,43 +9,43 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
-# Such a setting's type: an entry per dim, or entries by the names of dims.
+# A split setting: an entry per dim, or entries by the names of dims.
 SplitSetting = SplitDims | Mapping[str, DimSplit]
-# The end of the names of settings that say how an array splits.
+# Suffix of the names of split settings.
 SPLIT = "_split_dims_mapping"
 
 
 class Matrix(NamedTuple):
-    """The dims of a weight that are a matrix; the others number matrices.
+    """The dims of a weight that form a matrix; the others stack matrices.
 
     Attributes:
-      summed: those of the inputs.
-      made: those of the outputs.
+      summed: Dims that are contracted with the inputs.
+      made: Dims of the outputs.
     """
 
     summed: tuple[int, ...]
     made: tuple[int, ...]
 
 
-# Of a weight that is no matrix, such as a table of embeddings.
+# For weights that are not matrices, such as embedding tables.
 NONE = Matrix((), ())
-# The name of a dim of classes.
+# The name of dims of classes.
 CLASSES = "vocab"
-# Of a dim of the residual stream.
+# The name of dims of the residual stream.
 MODEL_DIMS = "embed"
-# Of the residual stream, [B, T, D], between the parts of blocks.
+# Names of the residual stream's dims [B, T, D] between sublayers.
 RESIDUAL = ("residual_batch", "residual_length", "activation_embed")
 
 
 class Dim(int):
-    """A size of a weight. It counts something, such as "embed", and may split over mesh axes.
+    """A size of a weight with a name, such as "embed", and a split over mesh axes.
 
-    It is an int wherever one is needed; what is computed of it is a plain int again.
+    It is an int; results of arithmetic are plain ints.
 
     Attributes:
-      name: of what it counts; None: it has no name.
-      split: the mesh axes that it splits over; None: no axis splits it.
-      is_explicit: whether a setting chose the split (None then means "replicated").
+      name: Name of the dim; None: it has no name.
+      split: Mesh axes that split it; None: no axis does.
+      is_explicit: Whether a setting chose the split (None then means "replicated").
     """
 
     name: str | None
@@ -62,7 +62,7 @@ class Dim(int):
 
 
 def merged_dim(first: int, *others: int) -> int:
-    """Returns the dim that several make, which lie in each other and all split."""
+    """Returns a dim that merges several, outermost first, with all of their axes."""
     dims = (first, *others)
     if not others:
         return first
@@ -76,7 +76,7 @@ def _axes(split: DimSplit) -> tuple[int | str, ...]:
 
 
 def sized(dim: int, size: int) -> int:
-    """Returns a dim of another size: of keys' heads as that of heads."""
+    """Returns a dim with another size but the same name and split."""
     if not isinstance(dim, Dim):
         return size
     return Dim(size, dim.name, dim.split, is_explicit=dim.is_explicit)
@@ -89,16 +89,16 @@ def split_of(dims: Sequence[int]) -> SplitDims:
 
 
 def names_of(dims: Sequence[int]) -> tuple[str | None, ...]:
-    """Returns the name of each dim, None where it has none."""
+    """Returns the name of each dim, or None."""
     return tuple(getattr(dim, "name", None) for dim in dims)
 
 
 def matrix_of(equation: str, letters: Sequence[str]) -> Matrix:
-    """Returns the matrix that a product by a weight is.
+    """Returns the dims of a weight that form a matrix in a product.
 
     Args:
-      equation: of inputs and weight, "...d,dnk->...nk".
-      letters: of each dim of the weight, ("d", "n", "k").
+      equation: Einsum equation of inputs and weight, such as "...d,dnk->...nk".
+      letters: Letters of each dim of the weight, such as ("d", "n", "k").
     """
     operands, outputs = equation.split("->")
     inputs = operands.split(",")[0]
@@ -109,15 +109,15 @@ def matrix_of(equation: str, letters: Sequence[str]) -> Matrix:
 
 
 def splits(**dims: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
-    """Returns a layer's settings that say how arrays split, with the name of each dim.
+    """Returns a layer's split settings, with the name of each dim.
 
-    `splits(weight=("embed", "mlp"), activation=RESIDUAL)` is of `weight_split_dims_mapping` and
-    `activation_split_dims_mapping`; () stands for any dims, without names.
+    `splits(weight=("embed", "mlp"), activation=RESIDUAL)` declares `weight_split_dims_mapping` and
+    `activation_split_dims_mapping`; () stands for any number of dims without names.
     """
     return {f"{name}{SPLIT}": tuple(names) for name, names in dims.items()}
 
 
-# Of weights [D, N, K], and of what they make of [B, T, D].
+# For weights [D, N, K], and the heads that they compute from [B, T, D].
 OF_HEADS = splits(
     weight=("embed", "heads", "head_dim"),
     activation=("batch", "length", "activation_heads", "activation_head_dim"),
@@ -125,15 +125,15 @@ OF_HEADS = splits(
 
 
 def checked_mapping(setting: str, mapping: Any, names: Sequence[str | None]) -> SplitDims:
-    """Returns a setting as an entry per dim, given so or by the dims' names.
+    """Returns a split setting as an entry per dim.
 
     Args:
-      setting: its name, for the messages.
-      mapping: an entry per dim, those at the end may be missing; or entries by name.
-      names: of the dims that the layer declares for the setting.
+      setting: Name of the setting, for messages.
+      mapping: An entry per dim (trailing ones may be missing), or entries by the names of dims.
+      names: Names of the dims that the layer declares for the setting.
 
     Raises:
-      ConfigError: it is neither, or has a name that the layer does not have.
+      ConfigError: It is neither, or contains an unknown name.
     """
     if mapping is None:
         return None
@@ -145,7 +145,7 @@ def checked_mapping(setting: str, mapping: Any, names: Sequence[str | None]) -> 
             require_choice(f"a dim of {setting}", name, known)
         return tuple(_entry(mapping.get(name)) for name in names)
     if isinstance(mapping, str | Mapping) or not isinstance(mapping, Sequence):
-        to_partition_spec(mapping, (), path=setting)  # It says what is wrong.
+        to_partition_spec(mapping, (), path=setting)  # Raises ConfigError.
     return tuple(map(_entry, mapping))
 
 
@@ -156,19 +156,22 @@ def _entry(entry: DimSplit) -> DimSplit:
 def dims_of(
     sizes: Sequence[int], names: Sequence[str | None], mapping: SplitDims, setting: str
 ) -> tuple[Dim, ...]:
-    """Returns sizes as dims: with the layer's own split, else that which a parent gave.
+    """Returns sizes as dims, with the layer's own split or the one that its parent chose.
 
     Args:
-      names: of the layer's dims; (): they have none. A name that a parent gave stays.
-      mapping: an entry for each size, those at the end may be missing; None: nothing is said.
+      sizes: Sizes, or dims of a parent.
+      names: Names of the layer's dims; (): they have none. Names from the parent take precedence.
+      mapping: An entry per size (trailing ones may be missing); None: the parent's splits apply.
+      setting: Name of the setting, for messages.
 
     Raises:
-      ConfigError: the mapping has more entries, or the layer other names; names the setting.
+      ConfigError: The mapping has more entries than there are sizes, or the layer declares another
+        number of names.
     """
     if names and len(names) != len(sizes):
         raise ConfigError(
             f"{setting}: the layer's `splits` has the dims {tuple(names)}, but the sizes are "
-            f"{tuple(map(int, sizes))}. Name each dim there, with None for one without a name."
+            f"{tuple(map(int, sizes))}. List a name per dim, or None for dims without a name."
         )
     if mapping is not None and len(mapping) > len(sizes):
         raise ConfigError(
@@ -177,9 +180,9 @@ def dims_of(
         )
     names = names or (None,) * len(sizes)
     entries = (*(mapping or ()), *(None,) * len(sizes))
-    result = []
+    dims = []
     for size, name, entry in zip(sizes, names, entries, strict=False):  # Entries are longer.
         given = size if isinstance(size, Dim) else Dim(size)
         split, is_explicit = (given.split, given.is_explicit) if mapping is None else (entry, True)
-        result.append(Dim(size, given.name or name, split, is_explicit=is_explicit))
-    return tuple(result)
+        dims.append(Dim(size, given.name or name, split, is_explicit=is_explicit))
+    return tuple(dims)

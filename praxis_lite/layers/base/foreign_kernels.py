@@ -1,6 +1,6 @@
-"""Custom kernels in programs: mapping over devices, and annotations of their cost.
+"""Maps custom kernels over devices, and annotates their cost.
 
-XLA can neither partition a kernel nor count its operations.
+XLA can neither partition a custom kernel nor count its operations.
 """
 
 import contextlib
@@ -20,39 +20,40 @@ from praxis_lite.core.sharding.logical_axes import axes_of
 __all__ = ("SHARE_OF_BLOCKS",)
 
 PyTree = Any
-SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of kernels in a program's text.
+SHARE_OF_BLOCKS = "share_of_blocks"  # Attribute of kernels in a program's text.
 
 
 def share_of_blocks(share: float) -> contextlib.AbstractContextManager:
-    """Returns a context that annotates kernels with the share of blocks that they compute.
+    """Annotates kernels in the body with the fraction of blocks that they compute.
 
-    `--mode=plan` reads it, because the text of a program does not show what Pallas kernels compute.
+    `--mode=plan` reads the attribute, because the text of a program does not show the work of
+    Pallas kernels.
     """
     return set_xla_metadata(**{SHARE_OF_BLOCKS: f"{share:.6f}"})
 
 
 def without_vma(
-    attend: Callable[..., PyTree], specs: tuple[PartitionSpec, ...],
-    of_rest: tuple[PartitionSpec, ...], outs: PyTree, axes: set[str],
+    function: Callable[..., PyTree], specs: tuple[PartitionSpec, ...],
+    other_specs: tuple[PartitionSpec, ...], outs: PyTree, axes: set[str],
 ) -> Callable[..., PyTree]:
-    """Returns `attend` mapped over `axes` with check_vma=False.
+    """Returns `function` mapped over `axes` by a `jax.shard_map` with check_vma=False.
 
-    Pallas does not provide the axes over which results vary. Inside a `shard_map` that checks, JAX
-    refuses the types of a gradient through the unchecked one. There, and in `before_vmap`, the
+    Pallas does not provide the axes over which results vary. Inside a `shard_map` that checks them,
+    JAX rejects the types of a gradient through the unchecked one. There, and in `before_vmap`, the
     gradient is a separate mapped program, which recomputes the forward pass.
 
     Args:
-      attend: called with arrays with gradients, and others.
-      specs: of the arrays with gradients.
-      of_rest: of the other arrays.
-      outs: of the results, which all split over the same axes.
-      axes: mesh axes.
+      function: Function of arrays with gradients, followed by arrays without.
+      specs: Specs of the arrays with gradients.
+      other_specs: Specs of the other arrays.
+      outs: Specs of the results, which all must be split over the same axes.
+      axes: Manual mesh axes.
     """
     split_over = {axis for entry in jax.tree.leaves(outs)[0] for axis in axes_of(entry)}
 
     def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         def untyped(*args: Any) -> Any:
-            # Arguments have types of the outer program; values computed from them have none.
+            # Replaces the arguments by computed values, whose types have no axes of the outer mesh.
             return function(*jax.tree.map(lambda x: jnp.expand_dims(x, 0).squeeze(0), args))
 
         on_devices = jax.shard_map(
@@ -60,35 +61,35 @@ def without_vma(
         )
         return lambda *args: on_devices(*_typed(args, in_specs))
 
-    def attended(*args: jax.Array) -> PyTree:
-        return mapped(attend, (*specs, *of_rest), outs)(*args)
+    def compute(*args: jax.Array) -> PyTree:
+        return mapped(function, (*specs, *other_specs), outs)(*args)
 
     @jax.custom_vjp
-    def attended_inside(*args: jax.Array) -> PyTree:
-        return varying_over(attended(*args), varying_axes(args))
+    def compute_inside(*args: jax.Array) -> PyTree:
+        return varying_over(compute(*args), varying_axes(args))
 
-    def summed(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
-        whole = split_over - {axis for entry in spec for axis in axes_of(entry)}
-        return jax.lax.psum(grad, tuple(sorted(whole))) if whole else grad
+    def sum_over_replicas(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+        replicated = split_over - {axis for entry in spec for axis in axes_of(entry)}
+        return jax.lax.psum(grad, tuple(sorted(replicated))) if replicated else grad
 
     def backward(args: tuple[jax.Array, ...], grad: PyTree) -> tuple:
         num = len(specs)
 
         def grads(grad: PyTree, *args: jax.Array) -> tuple[jax.Array, ...]:
-            _, pulled_back = jax.vjp(lambda *inputs: attend(*inputs, *args[num:]), *args[:num])
-            return tuple(map(summed, pulled_back(grad), specs))
+            _, vjp = jax.vjp(lambda *inputs: function(*inputs, *args[num:]), *args[:num])
+            return tuple(map(sum_over_replicas, vjp(grad), specs))
 
-        result = mapped(grads, (outs, *specs, *of_rest), specs)(grad, *args)
-        return (*varying_over(result, varying_axes((args, grad))), *[None] * len(of_rest))
+        result = mapped(grads, (outs, *specs, *other_specs), specs)(grad, *args)
+        return (*varying_over(result, varying_axes((args, grad))), *[None] * len(other_specs))
 
-    attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
+    compute_inside.defvjp(lambda *args: (compute_inside(*args), args), backward)
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes) or is_before_vmap()
-    # A replicated weight has a different gradient on each device: the cast sums them.
-    return (lambda *args: attended_inside(*varying_alike(args))) if is_inside else attended
+    # A replicated weight has a different gradient on each device; the cast to varying sums them.
+    return (lambda *args: compute_inside(*varying_alike(args))) if is_inside else compute
 
 
 def _typed(trees: PyTree, specs: PyTree) -> PyTree:
-    """Reshards arrays to specs, as `jax.shard_map` requires over Explicit axes."""
+    """Reshards arrays to their specs, as `jax.shard_map` requires over Explicit axes."""
     explicit = explicit_axes_of(jax.sharding.get_abstract_mesh())
     if not explicit:
         return trees

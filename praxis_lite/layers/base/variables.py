@@ -1,4 +1,4 @@
-"""Variables of layers that are not weights, and functions on the variables of modules."""
+"""Variables of layers other than weights, and functions on the variables of modules."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -17,19 +17,19 @@ Tree = TypeVar("Tree")
 
 
 class AuxLoss(nnx.Intermediate):
-    """A scalar that a pass adds to the training loss, such as a router's load balance.
+    """A scalar that a forward pass adds to the training loss, such as a load-balancing loss.
 
-    Intermediates are declared in the constructor, as zeros, and set by each pass. They are neither
-    trained nor stored in checkpoints; a step starts from zeros.
+    Intermediates are created as zeros in the constructor and set by each pass. They are neither
+    trained nor stored in checkpoints; every step starts from zeros.
     """
 
 
 class Summary(nnx.Intermediate):
-    """A scalar that a pass reports, such as the share of tokens that a router dropped."""
+    """A scalar metric of a forward pass, such as the fraction of tokens that a router dropped."""
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns the values of variables of `kind` after a pass, by path: [layers] in a stack."""
+    """Returns the values of variables of `kind` after a pass, by path; [layers] in a stack."""
     return {
         "/".join(map(str, path)): node.get_value()
         for path, node in nnx.compat.iter_graph(module)
@@ -38,16 +38,16 @@ def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax
 
 
 def aux_loss(module: nnx.Module) -> jax.Array | None:
-    """Returns the sum of a pass's AuxLoss variables, or None without any."""
+    """Returns the sum of a pass's AuxLoss variables, or None if there are none."""
     losses = intermediates(module, AuxLoss).values()
     return sum((jnp.sum(x) for x in losses), start=jnp.zeros(())) if losses else None
 
 
 def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
-    """Returns the values of all variables except weights, which a pass may assign, by path.
+    """Returns the values of all variables that a pass may assign (all but weights), by path.
 
-    Assignments inside `jax.lax.scan` or `jax.checkpoint` are lost unless returned: a layer that
-    calls others inside returns these values and passes them to `assign`.
+    Assignments inside `jax.lax.scan` or `jax.checkpoint` are lost unless they are returned: a layer
+    that calls others inside returns these values, and passes them to `assign`.
     """
     return {
         path: node.get_value()
@@ -57,17 +57,16 @@ def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
 
 
 def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
-    """Assigns `values` of `assigned_values` to the variables of `module`."""
+    """Assigns the `values` of `assigned_values` to the variables of `module`."""
     for path, node in nnx.compat.iter_graph(module):
         if path in values:
             node.set_value(values[path])
 
 
 def rebuilt(module: Tree) -> Tree:
-    """Returns a copy of a module, to assign its variables in the body of a scan or loop.
+    """Returns a copy of a module whose variables can be assigned in the body of a scan or loop.
 
-    Flax refuses assignments to an outer module in an inner trace. Assignments to the copy are
-    local.
+    Flax rejects assignments to a module of an outer trace. Assignments to the copy are local.
     """
     return jax.tree.map(lambda x: x, module)
 
@@ -82,7 +81,7 @@ def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
 def put_on_host(module: nnx.Module) -> None:
     """Declares that the matrices of a stack of layers are stored in host memory.
 
-    Vectors stay on the device: they are small, and each would need a separate transfer.
+    Vectors stay on the device, because they are small and each would need a separate transfer.
     """
     for variable in variables(module):
         if isinstance(variable, nnx.Param) and variable.ndim - num_stacked_dims(variable) > 1:
@@ -90,18 +89,19 @@ def put_on_host(module: nnx.Module) -> None:
 
 
 def num_stacked_dims(variable: nnx.Variable) -> int:
-    """Returns the number of leading dims of a weight that are stacked, by `nnx.vmap` too."""
+    """Returns the number of leading dims of a weight that stack layers, including by `nnx.vmap`."""
     metadata = variable.get_metadata()
-    if "dim_names" in metadata:  # Declared by a BaseLayer, with a name for each of its dims.
+    if "dim_names" in metadata:  # Created by a BaseLayer, with a name for each of its own dims.
         return variable.ndim - len(metadata["dim_names"])
     return len(metadata.get("stack_split_dims_mapping", ()))
 
 
 def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
-    """Returns a block of a stack, with shapes instead of arrays.
+    """Returns the abstract arrays of one block of a stack.
 
     Args:
-      num_dims: number of stacked dims.
+      blocks: Tree of stacked arrays.
+      num_dims: Number of stacked dims.
     """
     return jax.eval_shape(
         lambda blocks: jax.tree.map(lambda x: x[(0,) * num_dims], blocks), blocks
@@ -114,17 +114,18 @@ def stacked(
     """Declares the leading dim that `jax.vmap` added to the arrays of `module`, and returns it.
 
     Args:
-      stack_split: how the dim splits.
-      num_dims_apart: number of stacked dims for which decoding may pass `LayersApart`.
+      module: The stack of layers.
+      stack_split: Split of the stacked dim.
+      num_dims_apart: Number of stacked dims for which decoding may pass `UnstackedLayers`.
 
     Raises:
-      ConfigError: the dim splits, and an inner Repeat has weights in host memory.
+      ConfigError: The dim is split, and an inner Repeat has weights in host memory.
     """
     for variable in variables(module):
         require(
             stack_split is None or "memory_kind" not in variable.get_metadata(),
             "Repeat.offload_weights", True,
-            f"False in a stack that splits over {stack_split!r}, such as a Pipeline",
+            f"False in a stack that is split over {stack_split!r}, such as a Pipeline",
         )
         inner = variable.get_metadata().get("stack_split_dims_mapping", ())
         variable.set_metadata(

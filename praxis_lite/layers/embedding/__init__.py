@@ -1,2 +1,1 @@
-"""Embeddings of ids and positions; softmaxes and their cross-entropy.
-"""
+"""Embeddings of tokens and positions; softmaxes and their cross-entropy."""

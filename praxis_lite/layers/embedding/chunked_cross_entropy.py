@@ -1,13 +1,13 @@
-"""Statistics of softmax cross-entropy with the logits computed in chunks of the classes.
+"""Softmax cross-entropy that computes logits in chunks of classes, without storing all of them.
 
-One pass over the classes keeps per token the greatest logit and the sum of exponentials relative to
-it (Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass recomputes each chunk's
-logits. Neither stores an array [..., V].
+One pass over the classes maintains, per token, the maximum logit and the sum of exponentials
+relative to it (Milakov and Gimelshein 2018, arXiv:1805.02867). The backward pass recomputes the
+logits of each chunk. No array [..., V] is stored.
 
-If V splits over mesh axes, all shards process their classes in parallel: the classes are a matrix
-[N, S] of shards and classes within a shard, of which only N is split. Weights and logits stay on
-their devices; the forward pass communicates a few numbers per token, the backward pass the gradient
-of the inputs, once. A split of D is gathered chunk by chunk.
+If V is split over mesh axes, all shards process their classes in parallel: the classes form a
+matrix [N, S] of shards and classes within a shard, of which only N is split. Weights and logits
+stay on their devices. The forward pass communicates a few numbers per token, the backward pass the
+gradient of the inputs, once. If D is split, it is gathered chunk by chunk.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from praxis_lite.layers.base.base_layer import pad_to
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 
 # ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
-# Less than any logit, and finite after subtracting a logit.
+# Less than any logit, but finite after subtracting a logit.
 _LEAST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -42,18 +42,18 @@ def token_stats(
 ) -> TokenStats:
     """Returns statistics of the logits `activation(sum_i x_i @ w_i + bias)`.
 
-    Differentiable in the factors and the bias, once and in reverse mode.
+    Differentiable once, in reverse mode, with respect to the factors and the bias.
 
     Args:
-      factors: pairs of inputs [..., D] and weights [D, V]; one pair for a plain softmax. Products
-        and bias have the inputs' dtype; the rest is float32.
-      bias_V: [V], or None.
-      class_ids: the labels, int [...].
+      factors: Pairs of inputs [..., D] and weights [D, V]; one pair for a plain softmax. Products
+        and bias are computed in the inputs' dtype, everything else in float32.
+      bias_V: Bias [V], or None.
+      class_ids: Labels, int [...].
       chunk_size: C, the number of logits per token that a device stores at a time.
-      class_dim: which dim of the weights is V.
-      activation: elementwise, of logits.
-      weight_split_dims_mapping: of the first weight; the others split their V as it does.
-      activation_split_dims_mapping: of logits [..., V]; gives the split of tokens.
+      class_dim: The dim of the weights that is V.
+      activation: Elementwise function of logits.
+      weight_split_dims_mapping: Split of the first weight; the others split V in the same way.
+      activation_split_dims_mapping: Split of logits [..., V], of which the split of tokens is used.
     """
     splits = (*(weight_split_dims_mapping or ()), None, None)[:2]
     class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
@@ -75,7 +75,7 @@ def token_stats(
         for i, (_, weight) in enumerate(factors)
     ]
     bias_NS = None if bias_V is None else chunks.by_shard(bias_V, 0)
-    # JAX cannot type the loop's gradient, which sums over split tokens.
+    # JAX cannot type the gradient of the loop, which sums over split tokens.
     return untyped(
         functools.partial(_token_stats, chunks), [x for x, _ in factors], weights, bias_NS,
         class_ids, out=type_spec(class_ids),
@@ -108,41 +108,42 @@ class _ClassChunks:
         """Reshapes dim V of `x` to N, moved to the front, and S; zeros pad the last shards."""
         x = pad_to(x, self.num_shards * self.shard_size, dim)
         shape = (*x.shape[:dim], self.num_shards, self.shard_size, *x.shape[dim + 1 :])
-        # In front a device's N of 1 does not change the memory layout; elsewhere XLA copies.
+        # In front, a device's N of size 1 does not change the memory layout; elsewhere XLA copies.
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
     def lay_out_weight(self, weight: jax.Array, *, whole: bool) -> jax.Array:
-        """Constrains the layout of [N, D, ...] or [N, ..., D]; `whole`: D is not split."""
+        """Constrains the sharding of [N, D, ...] or [N, ..., D]; with `whole`, D is not split."""
         input_split = None if whole else self.input_split
         rest = (input_split, None) if self.class_dim == 1 else (None, input_split)
         return constrain(weight, (self.class_split, *rest))
 
     def lay_out(self, x: jax.Array) -> jax.Array:
-        """Constrains the layout of [..., N] or [..., N, C]."""
+        """Constrains the sharding of [..., N] or [..., N, C]."""
         if self.tokens_split is None:
             return x
         rest = (None,) * (x.ndim - len(self.tokens_split) - 1)
         return constrain(x, (*self.tokens_split, self.class_split, *rest))
 
     def first(self, start: jax.Array) -> jax.Array:
-        # The last chunk starts earlier instead of ending later; classes it repeats are not fresh.
+        # The last chunk starts earlier instead of extending beyond the end; `classes` marks the
+        # classes that it repeats.
         return jnp.minimum(start, self.shard_size - self.chunk_size)
 
     def cut(self, x: jax.Array, start: jax.Array, dim: int) -> jax.Array:
-        """Returns the chunk of `x` that begins at `start` of dim S."""
+        """Returns the chunk of `x` that begins at index `start` of dim S."""
         return jax.lax.dynamic_slice_in_dim(x, self.first(start), self.chunk_size, axis=dim)
 
     def add(self, total: jax.Array, chunk: jax.Array, start: jax.Array, dim: int) -> jax.Array:
-        """Adds `chunk` to `total` at `start`; in place in a loop carry."""
+        """Adds `chunk` to `total` at `start`; in place if `total` is a loop carry."""
         chunk += self.cut(total, start, dim)
         return jax.lax.dynamic_update_slice_in_dim(total, chunk, self.first(start), axis=dim)
 
     def classes(self, start: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-        """Returns class ids [1, ..., N, C], and which of them are new classes."""
-        places_C = self.first(start) + jnp.arange(self.chunk_size, dtype=jnp.int32)
+        """Returns class ids [1, ..., N, C], and whether each was not in an earlier chunk."""
+        offsets_C = self.first(start) + jnp.arange(self.chunk_size, dtype=jnp.int32)
         firsts_N = jnp.arange(self.num_shards, dtype=jnp.int32) * self.shard_size
-        ids_NC = firsts_N[:, None] + places_C[None, :]
-        is_fresh_NC = (ids_NC < self.num_classes) & (places_C >= start)[None, :]
+        ids_NC = firsts_N[:, None] + offsets_C[None, :]
+        is_fresh_NC = (ids_NC < self.num_classes) & (offsets_C >= start)[None, :]
         shape = (1,) * (rank - 2) + ids_NC.shape
         return ids_NC.reshape(shape), is_fresh_NC.reshape(shape)
 
@@ -150,8 +151,8 @@ class _ClassChunks:
         """Returns the chunk of each weight in the inputs' dtype, with D gathered."""
         chunks = []
         for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
-            # Slice first, then gather. Otherwise XLA would gather the complete weight outside of
-            # the loop.
+            # Slice before gathering. Otherwise XLA would gather the complete weight outside the
+            # loop.
             chunk = self.cut(weight, start, self.class_dim + 1).astype(x.dtype)
             chunks.append(self.lay_out_weight(self.lay_out_weight(chunk, whole=i > 0), whole=True))
         return chunks
@@ -211,8 +212,8 @@ def _forward(chunks, inputs, weights, bias_NS, labels) -> tuple[TokenStats, tupl
     return stats, (inputs, weights, bias_NS, labels, stats.log_z)
 
 
-def _backward(chunks: _ClassChunks, kept: tuple, grads: TokenStats) -> tuple:
-    inputs, weights, bias_NS, labels, log_z = kept
+def _backward(chunks: _ClassChunks, residuals: tuple, grads: TokenStats) -> tuple:
+    inputs, weights, bias_NS, labels, log_z = residuals
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     dims, class_dim = chunks.weight_dims, chunks.class_dim
 
@@ -229,7 +230,7 @@ def _backward(chunks: _ClassChunks, kept: tuple, grads: TokenStats) -> tuple:
         grad += jnp.where(is_label, grads.label_logit[..., None, None], 0.0)
         (grad,) = activation_vjp(jnp.where(is_fresh, grad, 0.0))
         grad = chunks.lay_out(grad.astype(inputs[0].dtype))
-        # A sum per shard: devices are summed over once, after the loop.
+        # One sum per shard; they are summed over devices once, after the loop.
         input_grads = [
             total + einsum(f"...nc,{dims}->n...d", grad, chunk)
             for total, chunk in zip(input_grads, weight_chunks, strict=True)
@@ -257,7 +258,7 @@ def _backward(chunks: _ClassChunks, kept: tuple, grads: TokenStats) -> tuple:
         ],
         None if bias_NS is None else jnp.zeros(bias_NS.shape, jnp.float32),
     )
-    state = varying_alike(state, (kept, grads))
+    state = varying_alike(state, (residuals, grads))
     (input_grads, weight_grads, bias_grad), _ = jax.lax.scan(step, state, chunks.starts)
     return (
         [jnp.sum(grad, 0).astype(x.dtype) for grad, x in zip(input_grads, inputs, strict=True)],

@@ -1,4 +1,4 @@
-"""Token embedding. Names and numerics are Pax's."""
+"""Token embeddings, with the names and numerics of Pax."""
 
 import math
 
@@ -26,14 +26,17 @@ LOOKUP_STYLES = ("index", "matmul")
 
 
 class Embedding(BaseLayer):
-    """Returns a vector per id: int [B, T] -> [B, T, input_dims]; its weight is [V, D].
+    """Maps ids to vectors: int [B, T] -> [B, T, D]; its weight is [V, D].
 
     Args:
+      num_classes: V, the number of ids.
+      input_dims: D, the size of the vectors.
       lookup_style: "index" or "matmul", see `lookup`.
-      scale_sqrt_depth: multiply by sqrt(input_dims), as Vaswani et al. 2017.
-      fprop_dtype: of the vectors, and so of the following activations.
-      weight_split_dims_mapping: of [V, D].
-      activation_split_dims_mapping: of the vectors, [B, T, D].
+      scale_sqrt_depth: Whether to multiply by sqrt(D), as in Vaswani et al. 2017.
+      fprop_dtype: Dtype of the vectors, and so of the following activations.
+      weight_init: Initializer of the weight.
+      weight_split_dims_mapping: Split of [V, D].
+      activation_split_dims_mapping: Split of the vectors, [B, T, D].
     """
 
     splits = splits(weight=("vocab", "embed"), activation=RESIDUAL)
@@ -65,7 +68,7 @@ class Embedding(BaseLayer):
             self.emb_var[...], ids, self.weight_split_dims_mapping, self.lookup_style,
             self.fprop_dtype, split,
         )
-        return placed(embs * self.scale, split, self.weight_split_dims_mapping)
+        return constrain_embeddings(embs * self.scale, split, self.weight_split_dims_mapping)
 
 
 def lookup(
@@ -74,23 +77,25 @@ def lookup(
 ) -> jax.Array:
     """Returns the rows of `table_VD` at `ids`, [...] -> [..., D], in `dtype`.
 
-    "matmul" multiplies a one-hot [..., V] by the table. An id without a row gives NaN with "index",
-    and zeros with "matmul"; Pax's "index" takes the last row.
-
     Args:
-      weight_split_dims_mapping: of the table, [V, D].
-      activation_split_dims_mapping: of the embeddings.
+      table_VD: The embedding table.
+      ids: Int [...]. An id without a row gives NaN with "index" and zeros with "matmul"; in Pax,
+        "index" returns the last row.
+      weight_split_dims_mapping: Split of the table, [V, D].
+      lookup_style: "index" gathers rows; "matmul" multiplies one-hot vectors [..., V] by the table.
+      dtype: Dtype of the result.
+      activation_split_dims_mapping: Split of the embeddings, [..., D].
     """
     table_split = (*(weight_split_dims_mapping or ()), None, None)[:2]
     if lookup_style == "index":
         split = _columns_split(table_VD, ids, table_split, activation_split_dims_mapping)
         if split is None:
-            # Gather the columns: from split rows XLA would make full copies to get the batch's
-            # split.
+            # Gather the columns, because XLA would make complete copies to change from the split of
+            # the rows to that of the batch.
             table_VD = constrain(table_VD, (table_split[0], None))
         else:
             ids = constrain(ids, split[:-1])
-        # Cast after the lookup: the gradients of a row, one per occurrence, are summed in float32.
+        # Cast after the lookup, so that the gradients of a row are summed in float32.
         return constrain(rows_at(table_VD, ids).astype(dtype), split)
     one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=dtype)
     table_VD = constrain(table_VD, (table_split[0], None))
@@ -100,15 +105,15 @@ def lookup(
 def _columns_split(
     table_VD: jax.Array, ids: jax.Array, table_split: SplitDims, activation_split: SplitDims
 ) -> SplitDims:
-    """Returns the split [..., D] in which each device reads its own columns for all tokens.
+    """Returns the split of [..., D] with which each device reads its own columns for all tokens.
 
-    The tokens' rows are then exchanged, which is cheaper than gathering the table and scattering
-    its gradient if a device has fewer tokens than rows. None: it has more, or columns are not
-    split.
+    The tokens' rows are then exchanged. If a device has fewer tokens than rows, that is cheaper
+    than gathering the table and scattering its gradient. Returns None if a device has more tokens,
+    or if columns are not split.
     """
     mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split
     num_parts = num_shards_of(dim_split)
-    # In an exported program the number of rows is unknown.
+    # In an exported program, the number of rows may be symbolic.
     if num_parts == 1 or export.is_symbolic_dim(ids.size):
         return None
     spec = to_partition_spec(activation_split or (), mesh.axis_names, rank=ids.ndim + 1)
@@ -121,13 +126,15 @@ def _columns_split(
     return (*split, dim_split) if num_read / num_parts < num_rows else None
 
 
-def placed(
+def constrain_embeddings(
     embs: jax.Array, activation_split_dims_mapping: SplitDims, weight_split_dims_mapping: SplitDims
 ) -> jax.Array:
-    """Constrains the layout of embeddings [B, T, D].
+    """Constrains the sharding of embeddings [B, T, D], in the order that is cheapest for XLA.
 
     Args:
-      weight_split_dims_mapping: of the table, [V, D].
+      embs: Result of `lookup`.
+      activation_split_dims_mapping: Split of the embeddings.
+      weight_split_dims_mapping: Split of the table, [V, D].
     """
     split, mesh = activation_split_dims_mapping, jax.sharding.get_abstract_mesh()
     if split is None or mesh.empty:
@@ -136,13 +143,13 @@ def placed(
     table = (*(weight_split_dims_mapping or ()), None, None)[:2]
     classes, columns = to_partition_spec(table, mesh.axis_names)
     if classes is not None:
-        # First split the batch alone, because time or rows may split over the axis that splits V.
-        # Each device then sums its rows for all tokens and keeps its part; otherwise XLA would
+        # First split only the batch, because time or rows may be split over the axis that splits V.
+        # Each device then sums its rows for all tokens and keeps its part. Otherwise XLA would
         # gather the table.
         embs = constrain(embs, tuple(without_axes(spec[:1], axes_of(classes))))
     elif embs.ndim == 3 and set(axes_of(columns)) & set(axes_of(spec[1])):
-        # First exchange rows, then time, for columns; otherwise XLA would gather the vectors of all
-        # tokens.
+        # Exchange rows first, and then time for columns. Otherwise XLA would gather the vectors of
+        # all tokens.
         (left,) = without_axes((columns,), axes_of(spec[0]))
         embs = constrain(embs, (spec[0], None, left))
     return constrain(embs, split)

@@ -1,4 +1,4 @@
-"""Positions: sinusoidal, learned, rotary. Names and numerics are Pax's."""
+"""Sinusoidal, learned and rotary positions, with the names and numerics of Pax."""
 
 import math
 from typing import Any
@@ -25,20 +25,20 @@ def _check_timescales(layer: object, min_timescale: float, max_timescale: float)
 
 
 def _rows(positions: jax.Array | None, seq_length: int | None) -> jax.Array:
-    """Returns positions [B or 1, T]; without any, those of a row from 0."""
+    """Returns positions [B or 1, T]; by default 0 to `seq_length - 1`."""
     if positions is not None:
         return positions
     assert seq_length is not None, "positions or seq_length is given"
-    # Created where they are used: constants, so that XLA folds what is computed from them.
+    # Created here as a constant, so that XLA folds what is computed from it.
     return jnp.arange(seq_length, dtype=jnp.int32)[None, :]
 
 
 class PositionalEmbedding(BaseLayer):
-    """Returns sines and cosines of each position: int [B, T] -> float32 [B, T, D].
+    """Maps positions to sines and cosines: int [B, T] -> float32 [B, T, D].
 
-    The first half of D are sines and the second cosines, in wavelengths from 2 pi to
+    The first half of D contains sines and the second cosines, with wavelengths from 2 pi to
     2 pi max_timescale / min_timescale; an odd D ends with a zero. Vaswani et al. 2017,
-    arXiv:1706.03762, with Pax's order.
+    arXiv:1706.03762, in the order of Pax.
     """
 
     splits = splits(activation=())
@@ -51,7 +51,7 @@ class PositionalEmbedding(BaseLayer):
         max_timescale: float = 10_000.0,
         rngs: nnx.Rngs | None = None,
     ):
-        # rngs are unused; a learned embedding takes them in the same template.
+        # rngs are unused, but a learned embedding in the same template takes them.
         require_positive(self, embedding_dims=embedding_dims)
         _check_timescales(self, min_timescale, max_timescale)
         self.embedding_dims = embedding_dims
@@ -63,7 +63,7 @@ class PositionalEmbedding(BaseLayer):
     def __call__(
         self, positions: jax.Array | None = None, *, seq_length: int | None = None
     ) -> jax.Array:
-        """Args: positions int [B or 1, T]; or seq_length, for positions 0 to seq_length - 1."""
+        """Takes positions, int [B or 1, T]; or seq_length, for positions 0 to seq_length - 1."""
         num = self.embedding_dims // 2
         step = math.log(self.max_timescale / self.min_timescale) / max(num - 1, 1)
         frequency_K = self.min_timescale * jnp.exp(jnp.arange(num, dtype=jnp.float32) * -step)
@@ -75,13 +75,15 @@ class PositionalEmbedding(BaseLayer):
 
 
 class TrainablePositionalEmbedding(Embedding):
-    """Returns a learned vector per position: int [B, T] -> [B, T, D]; its weight is [max, D].
+    """Maps positions to learned vectors: int [B, T] -> [B, T, D]; its weight is [max, D].
 
     Args:
-      lookup_style: as `embeddings.lookup`. Pax's default is "matmul"; the numbers are the same,
-        and "index" makes no one-hot [B, T, max].
-      weight_split_dims_mapping: of [max, D].
-      activation_split_dims_mapping: of [B, T, D].
+      max_seq_length: Number of positions.
+      embedding_dims: D.
+      lookup_style: See `embeddings.lookup`. Pax's default is "matmul"; "index" gives the same
+        numbers without a one-hot array [B, T, max].
+      weight_split_dims_mapping: Split of [max, D].
+      activation_split_dims_mapping: Split of [B, T, D].
     """
 
     splits = splits(weight=(None, "embed"), activation=())
@@ -98,19 +100,19 @@ class TrainablePositionalEmbedding(Embedding):
         """Checks that there are positions for sequences of `length`.
 
         Raises:
-          ConfigError: there are not; a lookup beyond them would give NaN. Names the setting.
+          ConfigError: The sequences are longer; a lookup beyond the last position would give NaN.
         """
         if length > self.max_seq_length:
             raise ConfigError(
                 f"{type(self).__name__}.max_seq_length is {self.max_seq_length}, but a sequence "
-                f"has up to {length} tokens (what is decoded included). Raise the model's "
+                f"has up to {length} tokens, including decoded ones. Increase the model's "
                 "max_seq_length, or shorten seq_len, the prompts or max_decode_steps."
             )
 
     def __call__(
         self, positions: jax.Array | None = None, *, seq_length: int | None = None
     ) -> jax.Array:
-        """Args: positions int [B or 1, T], below `max_seq_length`; or seq_length, for the first."""
+        """Takes positions below max_seq_length, int [B or 1, T]; or seq_length, for the first."""
         positions = _rows(positions, seq_length)
         self.check_length(positions.shape[-1])
         table = self.emb_var[...]
@@ -122,16 +124,16 @@ class TrainablePositionalEmbedding(Embedding):
 
 
 class RotaryPositionalEmbedding(BaseLayer):
-    """Returns heads rotated by their position: [B, T, N, K] -> the same (arXiv:2104.09864).
+    """Rotates heads by their positions: [B, T, N, K] -> [B, T, N, K] (arXiv:2104.09864).
 
-    The first and the second half of the rotary dims rotate together, as in Pax; in float32.
+    As in Pax, the first and the second half of the rotary dims rotate together, in float32.
 
     Args:
       embedding_dims: K.
-      min_timescale, max_timescale: the number of positions after which the fastest and (nearly)
-        the slowest pair have rotated by one radian; max_timescale / min_timescale is theta.
-      rotary_dims: number of leading dims of K that rotate, even; None: all.
-      cast_as_fprop_dtype: return the inputs' dtype; False: float32.
+      min_timescale: Number of positions after which the fastest pair has rotated by one radian.
+      max_timescale: The same for (nearly) the slowest pair; max_timescale / min_timescale is theta.
+      rotary_dims: Number of leading dims of K that rotate, even; None: all.
+      cast_as_fprop_dtype: Whether to return the inputs' dtype; False: float32.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class RotaryPositionalEmbedding(BaseLayer):
         if rotary_dims is None:
             require(
                 embedding_dims % 2 == 0, f"{name}.embedding_dims", embedding_dims,
-                "an even number, for the halves of a head rotate together",
+                "an even number, because the halves of a head rotate together",
                 "Change dim_per_head, or use learned positions.",
             )
             rotary_dims = embedding_dims
@@ -163,27 +165,27 @@ class RotaryPositionalEmbedding(BaseLayer):
         self.cast_as_fprop_dtype = cast_as_fprop_dtype
 
     def __call__(self, inputs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Args: inputs [B, T, N, K]; positions int [B or 1, T]; None: 0 to T - 1."""
+        """Takes inputs [B, T, N, K] and positions int [B or 1, T]; None: 0 to T - 1."""
         positions = _rows(positions, inputs.shape[1])
         angle = self._angles(positions)[:, :, None, :]
         sin, cos = jnp.sin(angle) * self._amplitude, jnp.cos(angle) * self._amplitude
-        turning = inputs[..., : self.rotary_dims].astype(jnp.float32)
-        first, second = jnp.split(turning, 2, axis=-1)
+        rotating = inputs[..., : self.rotary_dims].astype(jnp.float32)
+        first, second = jnp.split(rotating, 2, axis=-1)
         parts = [first * cos - second * sin, second * cos + first * sin]
         if self.rotary_dims < self.embedding_dims:
             parts.append(inputs[..., self.rotary_dims :].astype(jnp.float32))
         outputs = jnp.concatenate(parts, axis=-1)
         return outputs.astype(inputs.dtype) if self.cast_as_fprop_dtype else outputs
 
-    # What sines and cosines are multiplied by.
+    # A factor of sines and cosines.
     _amplitude = 1.0
 
     def _angles(self, positions_BT: jax.Array) -> jax.Array:
-        """Returns radians [B, T, rotary_dims / 2]."""
+        """Returns angles in radians, [B, T, rotary_dims / 2]."""
         return positions_BT.astype(jnp.float32)[:, :, None] / self._timescales()[None, None, :]
 
     def _timescales(self) -> jax.Array:
-        """Returns the positions per radian of each pair, float32 [rotary_dims / 2]."""
+        """Returns the number of positions per radian of each pair, float32 [rotary_dims / 2]."""
         return self._timescales_to(self.max_timescale / self.min_timescale)
 
     def _timescales_to(self, ratio: float | jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
-"""Scaled rotary positions for longer texts: the rules of Hugging Face's `rope_scaling`.
+"""Rotary positions scaled for longer texts: the variants of Hugging Face's `rope_scaling`.
 
-Each slows down slowly rotating pairs.
+Each slows down the pairs that rotate slowly.
 """
 
 import math
@@ -22,7 +22,7 @@ def _check_factor(layer: object, factor: float) -> None:
 
 
 class LinearScaledRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding that turns every pair `factor` times slower (arXiv:2306.15595)."""
+    """RotaryPositionalEmbedding whose pairs all rotate `factor` times slower (arXiv:2306.15595)."""
 
     @inherit_params(RotaryPositionalEmbedding)
     def __init__(self, embedding_dims: int, *, factor: float, **settings: Any):
@@ -40,8 +40,9 @@ class ProportionalRotary(RotaryPositionalEmbedding):
     Unlike with `rotary_dims`, each pair has one dim in each half of the head.
 
     Args:
-      factor: how many times slower every pair rotates.
-      share: share of the pairs that rotate.
+      embedding_dims: Size K of a head.
+      factor: How many times slower every pair rotates.
+      share: Fraction of the pairs that rotate.
     """
 
     @inherit_params(RotaryPositionalEmbedding)
@@ -57,19 +58,20 @@ class ProportionalRotary(RotaryPositionalEmbedding):
         self.factor, self.share = factor, share
 
     def _timescales(self) -> jax.Array:
-        turns = jnp.arange(self.rotary_dims // 2) < int(self.share * self.rotary_dims // 2)
-        return jnp.where(turns, super()._timescales() * self.factor, jnp.inf)
+        rotates = jnp.arange(self.rotary_dims // 2) < int(self.share * self.rotary_dims // 2)
+        return jnp.where(rotates, super()._timescales() * self.factor, jnp.inf)
 
 
 class DynamicRotary(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding whose theta grows with the length of the text ("dynamic NTK").
 
-    A call uses the theta of its last position, so a text decoded beyond `original_max_positions`
-    has keys of several thetas, as in Hugging Face's models.
+    A call uses the theta of its last position. So a text decoded beyond `original_max_positions`
+    has keys with several thetas, as in Hugging Face's models.
 
     Args:
-      factor: how many times longer texts may become.
-      original_max_positions: the length up to which theta is unchanged.
+      embedding_dims: Size K of a head.
+      factor: How many times longer texts may become.
+      original_max_positions: Length up to which theta does not change.
     """
 
     couples_tokens = "angles that grow with the text"
@@ -96,13 +98,14 @@ class DynamicRotary(RotaryPositionalEmbedding):
 
 
 class Llama3Rotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding of Llama 3.1: slow pairs are slowed, fast pairs stay.
+    """RotaryPositionalEmbedding of Llama 3.1, which slows slow pairs and keeps fast ones.
 
     Args:
-      factor: how many times slower the slow pairs turn.
-      low_freq_factor: pairs that turn fewer times than this in `original_max_positions` are slow.
-      high_freq_factor: those that turn more often than this are fast; between the two, in part.
-      original_max_positions: the length of text that the model was trained on before.
+      embedding_dims: Size K of a head.
+      factor: How many times slower the slow pairs rotate.
+      low_freq_factor: Pairs with fewer rotations in `original_max_positions` are slow.
+      high_freq_factor: Pairs with more rotations are fast; in between, factors are interpolated.
+      original_max_positions: Length of text that the model was originally trained on.
     """
 
     @inherit_params(RotaryPositionalEmbedding)
@@ -127,23 +130,24 @@ class Llama3Rotary(RotaryPositionalEmbedding):
         self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
 
     def _timescales(self) -> jax.Array:
-        plain = super()._timescales()
-        num_turns = self.original_max_positions / (2.0 * math.pi * plain)
+        unscaled = super()._timescales()
+        num_rotations = self.original_max_positions / (2.0 * math.pi * unscaled)
         low, high = self.low_freq_factor, self.high_freq_factor
-        kept = jnp.clip((num_turns - low) / (high - low), 0.0, 1.0)
-        return 1.0 / ((1.0 - kept) / (plain * self.factor) + kept / plain)
+        fast = jnp.clip((num_rotations - low) / (high - low), 0.0, 1.0)
+        return 1.0 / ((1.0 - fast) / (unscaled * self.factor) + fast / unscaled)
 
 
 class YarnRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding by YaRN (arXiv:2309.00071).
+    """RotaryPositionalEmbedding with YaRN (arXiv:2309.00071).
 
     Args:
-      factor: how many times slower the slow pairs turn.
-      beta_fast, beta_slow: pairs that turn more often than beta_fast in `original_max_positions`
-        stay, those that turn fewer times than beta_slow are slowed, between the two in part.
-      original_max_positions: the length of text that the model was trained on before.
-      truncate: the two bounds are moved outwards to whole pairs.
-      attention_factor: what sines and cosines are multiplied by; None: 0.1 ln(factor) + 1.
+      embedding_dims: Size K of a head.
+      factor: How many times slower the slow pairs rotate.
+      original_max_positions: Length of text that the model was originally trained on.
+      beta_fast: Pairs with more rotations in `original_max_positions` are not slowed.
+      beta_slow: Pairs with fewer rotations are slowed; in between, factors are interpolated.
+      truncate: Whether to round the two bounds outwards to integer pairs.
+      attention_factor: Factor of sines and cosines; None: 0.1 ln(factor) + 1.
     """
 
     @inherit_params(RotaryPositionalEmbedding)
@@ -171,37 +175,39 @@ class YarnRotary(RotaryPositionalEmbedding):
         self._amplitude = yarn_factor(factor) if attention_factor is None else attention_factor
 
     def _timescales(self) -> jax.Array:
-        plain, num_pairs = super()._timescales(), self.rotary_dims // 2
+        unscaled, num_pairs = super()._timescales(), self.rotary_dims // 2
         first, last = self._pair(self.beta_fast), self._pair(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.rotary_dims - 1)
         last = last + 0.001 if first == last else last
         slowed = jnp.clip((jnp.arange(num_pairs) - first) / (last - first), 0.0, 1.0)
-        return 1.0 / (slowed / (plain * self.factor) + (1.0 - slowed) / plain)
+        return 1.0 / (slowed / (unscaled * self.factor) + (1.0 - slowed) / unscaled)
 
-    def _pair(self, num_turns: float) -> float:
-        """Returns the pair, as a fraction, that turns so often in `original_max_positions`."""
-        timescale = self.original_max_positions / (2.0 * math.pi * num_turns)
+    def _pair(self, num_rotations: float) -> float:
+        """Returns the fractional index of the pair with this many rotations."""
+        timescale = self.original_max_positions / (2.0 * math.pi * num_rotations)
         theta = self.max_timescale / self.min_timescale
         return self.rotary_dims / 2 * math.log(timescale / self.min_timescale) / math.log(theta)
 
 
 def yarn_factor(factor: float, mscale: float = 1.0) -> float:
-    """Returns YaRN's 0.1 mscale ln(factor) + 1, or 1.0 for a factor of at most 1."""
+    """Returns YaRN's factor 0.1 mscale ln(factor) + 1, or 1.0 for a factor of at most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 class LongRope(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding by LongRoPE: a factor for each pair (arXiv:2402.13753).
+    """RotaryPositionalEmbedding with LongRoPE: a factor per pair (arXiv:2402.13753).
 
     A call with a position beyond `original_max_positions` uses `long_factor`, otherwise
-    `short_factor`: a text decoded beyond it has keys of both, as in Hugging Face's models.
+    `short_factor`. So a text decoded beyond it has keys with both, as in Hugging Face's models.
 
     Args:
-      short_factor, long_factor: how many times slower each pair turns, [rotary_dims / 2].
-      original_max_positions: the length of text that the model was trained on before.
-      attention_factor: what sines and cosines are multiplied by.
+      embedding_dims: Size K of a head.
+      short_factor: How many times slower each pair rotates in short texts, [rotary_dims / 2].
+      long_factor: The same for long texts.
+      original_max_positions: Length of text that the model was originally trained on.
+      attention_factor: Factor of sines and cosines.
     """
 
     @inherit_params(RotaryPositionalEmbedding)

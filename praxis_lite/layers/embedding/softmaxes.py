@@ -1,4 +1,4 @@
-"""Softmax over classes and its cross-entropy. Names, weights and numerics are Pax's."""
+"""Softmaxes over classes and their cross-entropy, with the names and numerics of Pax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,31 +21,33 @@ from praxis_lite.layers.embedding.cross_entropy import (
     cross_entropy,
     stats_of_logits,
 )
-from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup, placed
+from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, constrain_embeddings, lookup
 from praxis_lite.layers.linears import Bias, FeedForward
 
 # D input dims, V classes.
 
 
 class FullSoftmax(BaseLayer):
-    """Returns float32 logits [..., V] of inputs [..., D]; `compute_loss` gives the cross-entropy.
+    """Computes float32 logits [..., V] from inputs [..., D]; `compute_loss`, the cross-entropy.
 
     Args:
       num_classes: V.
       input_dims: D.
-      has_bias, bias_init: of a bias [V], which splits as V does; Pax's feed_forward_tpl.has_bias.
-      soft_cap_logits: logits become cap * tanh(logits / cap); 0 or None: no cap.
-      z_loss_weight: adds weight * mean(log_z^2) to the auxiliary losses.
-      label_smoothing_prob: this share of a label's probability is distributed over the other V - 1
-        classes.
-      label_smoothing_apply_for_eval: also smooth labels without a key (evaluation).
-      scale_before_logits: divide the inputs by sqrt(D).
-      chunk_size: number of logits per token that a device computes at a time, in training too;
-        `compute_loss` then returns no logits. Pax's setting cuts the sequence instead.
-      feed_forward_tpl: the projection; called with the sizes, `has_bias`, `activation`, the
-        initial values, the splits and `rngs`.
-      weight_split_dims_mapping: of [D, V].
-      activation_split_dims_mapping: of the logits, [..., V].
+      has_bias: Whether there is a bias [V], split like V; Pax's feed_forward_tpl.has_bias.
+      bias_init: Initial value of the bias.
+      soft_cap_logits: Logits become cap * tanh(logits / cap); 0 or None: no cap.
+      z_loss_weight: Adds weight * mean(log_z^2) to the auxiliary losses.
+      label_smoothing_prob: Fraction of a label's probability that is distributed over the other
+        V - 1 classes.
+      label_smoothing_apply_for_eval: Whether to smooth labels also without a key (evaluation).
+      scale_before_logits: Whether to divide the inputs by sqrt(D).
+      chunk_size: Number of logits per token that a device computes at a time, also in training;
+        `compute_loss` then returns no logits. Pax's setting divides the sequence instead.
+      weight_init: Initializer of the weight.
+      feed_forward_tpl: The projection; called with the sizes, `has_bias`, `activation`, the initial
+        values, the splits and `rngs`.
+      weight_split_dims_mapping: Split of [D, V].
+      activation_split_dims_mapping: Split of the logits, [..., V].
     """
 
     splits = splits(weight=("embed", "vocab"), activation=("batch", "length", "activation_vocab"))
@@ -77,7 +79,7 @@ class FullSoftmax(BaseLayer):
         require(
             0.0 <= label_smoothing_prob < 1.0 and (num_classes > 1 or not label_smoothing_prob),
             f"{name}.label_smoothing_prob", label_smoothing_prob,
-            f"0, or less than 1 where there are two classes or more; here are {num_classes}",
+            f"0, or less than 1 with at least two classes; there are {num_classes}",
         )
         self.num_classes, self.input_dims = num_classes, input_dims
         self.soft_cap_logits, self.z_loss_weight = soft_cap_logits, z_loss_weight
@@ -101,11 +103,11 @@ class FullSoftmax(BaseLayer):
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
-        """Returns the input of `_activated`, [..., V] in the inputs' dtype."""
+        """Returns the projected inputs [..., V] in their dtype, which `_activated` takes."""
         return self.logits_ffn(inputs)
 
     def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
-        """Returns the statistics of the logits without storing all of them."""
+        """Returns the statistics of the logits without storing all logits."""
         bias = self.logits_ffn.bias
         return token_stats(
             self.logits_ffn.linear.factors(inputs),
@@ -118,10 +120,10 @@ class FullSoftmax(BaseLayer):
         )
 
     def _gathered(self, inputs: jax.Array) -> jax.Array:
-        """Constrains inputs to the logits' split, except that of classes.
+        """Constrains inputs to the split of the logits, except for the classes.
 
-        Inputs that split further are then gathered before the product, and their gradient is
-        scattered; otherwise XLA may gather the logits' gradient.
+        Inputs that are split further are then gathered before the product, and their gradient is
+        scattered. Otherwise XLA may gather the gradient of the logits.
         """
         split = self.activation_split_dims_mapping
         return inputs if split is None else constrain(inputs, tuple(split)[: inputs.ndim - 1])
@@ -130,7 +132,7 @@ class FullSoftmax(BaseLayer):
         return soft_cap(logits, self.soft_cap_logits or 0.0)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns float32 logits [..., V] of inputs [..., D]: Pax's get_logits."""
+        """Returns float32 logits [..., V] of inputs [..., D], as Pax's get_logits does."""
         inputs = self._gathered(inputs) * self.scale
         logits = self._activated(self._projected(inputs).astype(jnp.float32))
         return constrain(logits, self.activation_split_dims_mapping)
@@ -144,19 +146,22 @@ class FullSoftmax(BaseLayer):
         class_probabilities: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the cross-entropy against labels, or against a distribution over the classes.
+        """Returns the cross-entropy with labels, or with a distribution over the classes.
 
         Args:
           inputs: [..., D].
-          class_ids: int [...], or [..., 1] as in Pax; may be None with class_probabilities.
-          class_weights: of each token, shaped as class_ids.
-          class_probabilities: [..., V]; all logits are then stored.
-          key: None outside of training, see label_smoothing_apply_for_eval.
+          class_ids: Labels, int [...] or (as in Pax) [..., 1]; None with class_probabilities.
+          class_weights: Weight of each token, in the shape of class_ids.
+          class_probabilities: Target distribution [..., V]; requires storing all logits.
+          key: None outside training, see label_smoothing_apply_for_eval.
 
         Returns:
           per_example_xent [...] in nats, per_example_argmax int [...]; total_xent, total_weight,
-          avg_xent; accuracy (with class_ids), z_loss (with a z_loss_weight: weighted, and also in
-          `aux_loss`); logits and log_probs [..., V], float32, if they are stored.
+          avg_xent; accuracy (with class_ids); z_loss, weighted (with a z_loss_weight; also in
+          `aux_loss`); logits and log_probs [..., V], float32 (unless computed in chunks).
+
+        Raises:
+          ValueError: Neither class_ids nor class_probabilities are given.
         """
         if class_ids is None and class_probabilities is None:
             raise ValueError("compute_loss got neither class_ids nor class_probabilities.")
@@ -188,7 +193,7 @@ class FullSoftmax(BaseLayer):
             "total_xent": total_xent,
             "avg_xent": total_xent / (total_weight + 1e-6),
         }
-        divisor = jnp.maximum(total_weight, 1e-6)  # For a batch of padding.
+        divisor = jnp.maximum(total_weight, 1e-6)  # A batch may consist of padding.
         if class_ids is not None:
             outputs["accuracy"] = jnp.sum((stats.argmax == class_ids) * weights) / divisor
         if self.aux_loss is not None:
@@ -199,16 +204,17 @@ class FullSoftmax(BaseLayer):
 
 
 class SharedEmbeddingSoftmax(FullSoftmax):
-    """A FullSoftmax whose weight [D, V] also embeds the ids.
-
-    Press and Wolf 2017, arXiv:1608.05859.
+    """A FullSoftmax whose weight [D, V] also embeds the ids (Press and Wolf, arXiv:1608.05859).
 
     Args:
-      lookup_style: how rows are read, see `embeddings.lookup`.
-      scale_sqrt_depth: multiply the embeddings by sqrt(input_dims).
-      fprop_dtype: of the embeddings.
-      lookup_split_dims_mapping: of the embeddings, [B, T, D]; Pax's emb_out_split_dims_mapping.
-      settings: of FullSoftmax.
+      num_classes: V.
+      input_dims: D.
+      lookup_style: How rows are read, see `embeddings.lookup`.
+      scale_sqrt_depth: Whether to multiply the embeddings by sqrt(D).
+      fprop_dtype: Dtype of the embeddings.
+      lookup_split_dims_mapping: Split of the embeddings, [B, T, D]; Pax's
+        emb_out_split_dims_mapping.
+      settings: Settings of FullSoftmax.
     """
 
     splits = FullSoftmax.splits | splits(lookup=RESIDUAL)
@@ -232,11 +238,11 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         self.fprop_dtype = fprop_dtype
 
     def _tables(self) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Returns pairs ([V, d], [d, D] or None); the embeddings are the sum of their products."""
+        """Returns pairs ([V, d], [d, D] or None), whose products sum to the embedding table."""
         return self.logits_ffn.linear.column_factors()
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
-        """Returns [B, T, D] for ids [B, T]."""
+        """Returns embeddings [B, T, D] for ids [B, T]."""
         embs = 0.0
         dim_split, class_split = (*(self.weight_split_dims_mapping or ()), None, None)[:2]
         for table, into_D in self._tables():
@@ -250,19 +256,22 @@ class SharedEmbeddingSoftmax(FullSoftmax):
                 rows = einsum("...d,de->...e", rows, into_D.astype(self.fprop_dtype))
             embs += rows
         table_split = (class_split, dim_split)
-        return placed(embs * self.emb_scale, self.lookup_split_dims_mapping, table_split)
+        embs = embs * self.emb_scale
+        return constrain_embeddings(embs, self.lookup_split_dims_mapping, table_split)
 
 
 class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
     """A SharedEmbeddingSoftmax whose weight `w` is [V, D].
 
-    `weight_split_dims_mapping` is still of [D, V], as in Pax, so that one softmax can replace the
+    As in Pax, `weight_split_dims_mapping` is still for [D, V], so that one softmax can replace the
     other.
 
     Args:
-      use_bias: Pax's name here for has_bias.
-      activation: of the logits, before the cap.
-      settings: of SharedEmbeddingSoftmax.
+      num_classes: V.
+      input_dims: D.
+      use_bias: Pax's name for has_bias in this class.
+      activation: Function of the logits, applied before the cap.
+      settings: Settings of SharedEmbeddingSoftmax.
     """
 
     @inherit_params(

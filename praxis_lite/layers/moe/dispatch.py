@@ -1,6 +1,6 @@
-"""Tokens moved into the slots of experts and back: pure functions of arrays.
+"""Moves tokens into the slots of experts and back; pure functions of arrays.
 
-An expert has C slots, its capacity, for each group of tokens; choices beyond that are dropped.
+An expert has C slots, its capacity, per group of tokens. Choices beyond that are dropped.
 """
 
 import math
@@ -13,42 +13,43 @@ import jax.numpy as jnp
 # for a group, N = E x C slots of a group.
 
 # Tokens in slots [G, E, C, D] -> outputs of experts [G, E, C, D].
-AtExperts = Callable[[jax.Array], jax.Array]
+ApplyExperts = Callable[[jax.Array], jax.Array]
 
 
 def slots_of(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int, capacity: int
 ) -> jax.Array:
-    """Returns the slot [G, S, K] of each choice, expert x C + place; N for dropped choices."""
-    place = places_of(experts_GSK, is_routed_GSK, num_experts)
-    return jnp.where(
-        is_routed_GSK & (place < capacity), experts_GSK * capacity + place, num_experts * capacity
-    )
+    """Returns the slot [G, S, K] of each choice, expert x C + position; N for dropped choices."""
+    position = positions_in_expert(experts_GSK, is_routed_GSK, num_experts)
+    has_slot = is_routed_GSK & (position < capacity)
+    return jnp.where(has_slot, experts_GSK * capacity + position, num_experts * capacity)
 
 
-def places_of(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int) -> jax.Array:
+def positions_in_expert(
+    experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int
+) -> jax.Array:
     """Returns the position [G, S, K] of each choice among the choices of its expert.
 
-    First choices come before second choices; within these, tokens are in order.
+    All first choices precede the second choices; within these, tokens are in order.
     """
     num_groups, group_size, num_chosen = experts_GSK.shape
-    # All first choices before the second ones.
+    # [G, K x S]: all first choices precede the second ones.
     rows = (num_groups, num_chosen * group_size)
     expert = experts_GSK.swapaxes(1, 2).reshape(rows)
     is_routed = is_routed_GSK.swapaxes(1, 2).reshape(rows)
-    goes_to = jax.nn.one_hot(expert, num_experts, dtype=jnp.int32) * is_routed[..., None]
-    place = jnp.sum((jnp.cumsum(goes_to, axis=1) - goes_to) * goes_to, axis=-1)
-    return place.reshape(num_groups, num_chosen, group_size).swapaxes(1, 2)
+    one_hot = jax.nn.one_hot(expert, num_experts, dtype=jnp.int32) * is_routed[..., None]
+    position = jnp.sum((jnp.cumsum(one_hot, axis=1) - one_hot) * one_hot, axis=-1)
+    return position.reshape(num_groups, num_chosen, group_size).swapaxes(1, 2)
 
 
 def dispatch(x_GSD: jax.Array, slots_GSK: jax.Array, num_slots: int) -> jax.Array:
-    """Returns the token in each slot, [G, N, D]; zeros in an empty slot."""
+    """Returns the token in each slot, [G, N, D]; zeros for empty slots."""
     choice_GN = _choice_in_slot(slots_GSK, num_slots)
     return _rows(x_GSD, choice_GN // slots_GSK.shape[-1], slots_GSK)
 
 
 def combine(y_GND: jax.Array, slots_GSK: jax.Array, gates_GSK: jax.Array) -> jax.Array:
-    """Returns for each token the gated sum of its slots' rows, [G, S, D]."""
+    """Returns for each token the sum of its slots' rows, weighted by gates, [G, S, D]."""
     num_groups, group_size, num_chosen = slots_GSK.shape
     choice_GN = _choice_in_slot(slots_GSK, y_GND.shape[1])
     y = _rows(y_GND, slots_GSK.reshape(num_groups, -1), choice_GN[..., None])
@@ -57,7 +58,7 @@ def combine(y_GND: jax.Array, slots_GSK: jax.Array, gates_GSK: jax.Array) -> jax
 
 
 def _choice_in_slot(slots_GSK: jax.Array, num_slots: int) -> jax.Array:
-    """Returns the choice, token x K + k, in each slot, [G, N]; S x K for an empty slot."""
+    """Returns the choice (token x K + k) in each slot, [G, N]; S x K for empty slots."""
 
     def of_group(slots_SK: jax.Array) -> jax.Array:
         empty = jnp.full(num_slots, slots_SK.size, jnp.int32)
@@ -69,10 +70,10 @@ def _choice_in_slot(slots_GSK: jax.Array, num_slots: int) -> jax.Array:
 
 @jax.custom_vjp
 def _rows(x_GRD: jax.Array, index_GM: jax.Array, index_back_GRJ: jax.Array) -> jax.Array:
-    """Returns x's rows at an index, [G, M, D]; zeros where the index is R or more.
+    """Returns rows of x at an index, [G, M, D]; zeros where the index is R or more.
 
-    `index_back` has the M to which each row of x went, at most J. With it the gradient is a sum of
-    J gathers instead of a scatter, which is slow and nondeterministic.
+    `index_back` contains the (at most J) positions M to which each row of x was copied. With it the
+    gradient is a sum of J gathers instead of a scatter, which is slow and nondeterministic.
     """
     del index_back_GRJ
     return jnp.take_along_axis(x_GRD, index_GM[..., None], axis=1, mode="fill", fill_value=0)
@@ -93,37 +94,50 @@ def _rows_backward(index_back_GRJ: jax.Array, grad_GMD: jax.Array) -> tuple:
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
-def through_slots(
+def route_through_slots(
     x_GSD: jax.Array, experts_GSK: jax.Array, gates_GSK: jax.Array, is_routed_GSK: jax.Array,
-    slots: tuple[int, int], at_experts: AtExperts,
+    slots: tuple[int, int], apply_experts: ApplyExperts,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the gated sum over each token's experts, [G, S, D], and the share of dropped choices.
+    """Sends tokens through their experts' slots.
 
     Args:
-      experts_GSK, gates_GSK, is_routed_GSK: of `routing.choose_experts`.
+      x_GSD: Tokens.
+      experts_GSK: Chosen experts, from `routing.choose_experts`.
+      gates_GSK: Their gates.
+      is_routed_GSK: Whether each choice is used.
       slots: (E, C).
+      apply_experts: Computes the outputs of experts for tokens in slots.
+
+    Returns:
+      The gated sums over each token's experts, [G, S, D], and the fraction of dropped choices.
     """
     num_slots = math.prod(slots)
     slots_GSK = slots_of(experts_GSK, is_routed_GSK, *slots)
     num_routed = jnp.sum(is_routed_GSK)
     num_dropped = num_routed - jnp.sum(slots_GSK < num_slots)
     x_GND = dispatch(x_GSD, slots_GSK, num_slots)
-    y_GECD = at_experts(x_GND.reshape(x_GND.shape[0], *slots, -1))
+    y_GECD = apply_experts(x_GND.reshape(x_GND.shape[0], *slots, -1))
     outputs = combine(y_GECD.reshape(x_GND.shape), slots_GSK, gates_GSK)
     return outputs, num_dropped / jnp.maximum(num_routed, 1)
 
 
-def through_choosers(
-    x_GSD: jax.Array, tokens_GEC: jax.Array, gates_GEC: jax.Array, at_experts: AtExperts
+def route_expert_choice(
+    x_GSD: jax.Array, tokens_GEC: jax.Array, gates_GEC: jax.Array, apply_experts: ApplyExperts
 ) -> jax.Array:
-    """Returns for each token the gated sum over the experts that chose it, [G, S, D].
+    """Sends tokens through the experts that chose them.
 
     Args:
-      tokens_GEC, gates_GEC: of `routing.tokens_by_expert_choice`.
+      x_GSD: Tokens.
+      tokens_GEC: Chosen tokens, from `routing.tokens_by_expert_choice`.
+      gates_GEC: Their gates.
+      apply_experts: Computes the outputs of experts for tokens in slots.
+
+    Returns:
+      The gated sums over the experts that chose each token, [G, S, D].
     """
     tokens_GN, gates_GN = (x.reshape(x.shape[0], -1) for x in (tokens_GEC, gates_GEC))
     x_GND = jnp.take_along_axis(x_GSD, tokens_GN[..., None], axis=1)
-    y_GND = at_experts(x_GND.reshape(*tokens_GEC.shape, -1)).reshape(x_GND.shape)
+    y_GND = apply_experts(x_GND.reshape(*tokens_GEC.shape, -1)).reshape(x_GND.shape)
 
     def of_group(y_ND: jax.Array, tokens_N: jax.Array) -> jax.Array:
         return jnp.zeros(x_GSD.shape[1:], y_ND.dtype).at[tokens_N].add(y_ND)

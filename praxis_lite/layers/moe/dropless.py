@@ -1,9 +1,9 @@
-"""Experts without a capacity: each token reaches all its experts under any load.
+"""Experts without a capacity: each token reaches all of its experts, whatever their load.
 
 Rows are sorted by expert and multiplied group by group (`grouped_matmul`; MegaBlocks,
-arXiv:2211.15841). Experts split over mesh axes get their tokens by all-to-alls (`exchange`).
+arXiv:2211.15841). Experts that are split over mesh axes receive tokens by all-to-alls (`exchange`).
 
-If experts are replicated, n tokens on a device take n min(K, E) rows of D and of F.
+If experts are replicated, n tokens on a device need n min(K, E) rows of D and of F.
 """
 
 import functools
@@ -19,8 +19,8 @@ from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
 from praxis_lite.layers.moe.dispatch import combine, dispatch
-from praxis_lite.layers.moe.exchange import Exchange, in_turns
-from praxis_lite.layers.moe.experts import Glu, Weights, first_axes, through_experts
+from praxis_lite.layers.moe.exchange import Exchange, exchange_in_rounds
+from praxis_lite.layers.moe.experts import Glu, Weights, expert_ffn, first_axes
 from praxis_lite.layers.moe.grouped_matmul import grouped_matmul
 
 # B batch, T time, D model dims, F hidden dims, E experts, L experts on one device, K experts of a
@@ -41,61 +41,64 @@ def dropless(
     """Returns for each token the gated sum of its experts' outputs, [B, T, D].
 
     Args:
-      experts_BTK, gates_BTK: int32 and float32; choices with a gate of 0 are not computed.
-      weights: of `through_experts`.
-      tokens_split: its first entry has the mesh axes that split B.
-      weights_split: of [E, D, F].
-      kernel: of the products, a name in `grouped_matmul.EXPERT_KERNELS`.
+      x_BTD: Tokens.
+      experts_BTK: Chosen experts, int32.
+      gates_BTK: Their gates, float32; choices with a gate of 0 are not computed.
+      weights: See `experts.expert_ffn`.
+      activation: Function of the hidden activations and the gate's.
+      tokens_split: Its first entry has the mesh axes that split B.
+      weights_split: Split of [E, D, F].
+      kernel: Kernel of the products, a name in `grouped_matmul.EXPERT_KERNELS`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
-    ways = _Ways.of(free, tokens_split, weights_split, is_long=x_BTD.shape[1] > 1)
+    roles = _AxisRoles.of(free, tokens_split, weights_split, is_long=x_BTD.shape[1] > 1)
     num = {name: math.prod(mesh.shape[axis] for axis in axes)
-           for name, axes in ways._asdict().items()}
+           for name, axes in roles._asdict().items()}
     names, arrays = tuple(weights), tuple(weights.values())
 
     def on_device(x: jax.Array, gates: jax.Array, *rest: jax.Array) -> jax.Array:
         weights, experts = dict(zip(names, rest[:-1], strict=True)), rest[-1]
-        if num["hidden"] > 1 and "bo_0" in weights:  # Add it once, not for each part of F.
-            is_first = jax.lax.axis_index(ways.hidden) == 0
+        if num["hidden"] > 1 and "bo_0" in weights:  # Add it once, not for each shard of F.
+            is_first = jax.lax.axis_index(roles.hidden) == 0
             weights["bo_0"] = jnp.where(is_first, weights["bo_0"], 0)
         x_nD, gates_nK, experts_nK = (a.reshape(-1, a.shape[-1]) for a in (x, gates, experts))
-        at_own = functools.partial(
+        local_experts = functools.partial(
             _gated_sums, activation=activation, kernel=kernel, expected_rows=experts_nK.size
         )
         if num["expert"] == 1:
-            outputs = at_own(x_nD, experts_nK, gates_nK, weights)
+            outputs = local_experts(x_nD, experts_nK, gates_nK, weights)
         else:
-            over = Exchange(ways.expert, num["expert"], free)
-            outputs = in_turns(at_own, over, x_nD, gates_nK, weights, experts_nK)
+            over = Exchange(roles.expert, num["expert"], free)
+            outputs = exchange_in_rounds(local_experts, over, x_nD, gates_nK, weights, experts_nK)
         return outputs.reshape(1, *x.shape)
 
     if not free or math.prod(num.values()) == 1:
         return on_device(x_BTD, gates_BTK, *arrays, experts_BTK)[0]
 
-    def filled(x: jax.Array, *parts: str) -> jax.Array:
-        """Pads rows, experts and hidden dims with zeros until they divide, for `shard_map`."""
+    def pad(x: jax.Array, *parts: str) -> jax.Array:
+        """Pads rows, experts and hidden dims with zeros so that the axes divide them."""
         for dim, part in enumerate(parts):
             x = pad_to_multiple(x, num[part], dim) if part else x
         return x
 
-    of_tokens = PartitionSpec(ways.rows or None, ways.time or None)
-    tokens = [filled(x, "rows", "time") for x in (x_BTD, gates_BTK, experts_BTK)]
+    token_spec = PartitionSpec(roles.rows or None, roles.time or None)
+    tokens = [pad(x, "rows", "time") for x in (x_BTD, gates_BTK, experts_BTK)]
     dims = [_DIMS[name] for name in names]
-    arrays = [filled(w, *parts) for w, parts in zip(arrays, dims, strict=True)]
-    specs = (of_tokens, of_tokens, *(
-        PartitionSpec(*(getattr(ways, part) or None if part else None for part in parts))
+    arrays = [pad(w, *parts) for w, parts in zip(arrays, dims, strict=True)]
+    specs = (token_spec, token_spec, *(
+        PartitionSpec(*(getattr(roles, part) or None if part else None for part in parts))
         for parts in dims
     ))
     sums_PBTD = without_vma(
-        on_device, specs, (of_tokens,),
-        PartitionSpec(ways.hidden or None, *of_tokens), set(free),
+        on_device, specs, (token_spec,),
+        PartitionSpec(roles.hidden or None, *token_spec), set(free),
     )(*tokens[:2], *arrays, tokens[2])
-    # The compiler sums over parts of F, and may reduce-scatter.
+    # The compiler sums over shards of F, and may reduce-scatter.
     return jnp.sum(sums_PBTD, axis=0)[: x_BTD.shape[0], : x_BTD.shape[1]]
 
 
-# By weight: the fields of `_Ways` that split its dims.
+# By weight: the fields of `_AxisRoles` that split its dims.
 _DIMS = {
     "wi_0": ("expert", "", "hidden"), "wi_gate_0": ("expert", "", "hidden"),
     "wo_0": ("expert", "hidden", ""),
@@ -103,8 +106,8 @@ _DIMS = {
 }
 
 
-class _Ways(NamedTuple):
-    """Mesh axes that split rows of the batch, time, hidden dims, and experts."""
+class _AxisRoles(NamedTuple):
+    """Mesh axes by what they split: rows of the batch, time, hidden dims, experts."""
 
     rows: tuple[str, ...]
     time: tuple[str, ...]
@@ -115,17 +118,17 @@ class _Ways(NamedTuple):
     def of(
         cls, free: tuple[str, ...], tokens_split: SplitDims, weights_split: SplitDims, *,
         is_long: bool,
-    ) -> "_Ways":
-        """Returns how the axes that are `free`, all of them, are used."""
+    ) -> "_AxisRoles":
+        """Assigns roles to the axes in `free`, which are all axes that are not manual."""
         expert = first_axes(weights_split)
-        # Tokens must split over the experts' axes; otherwise these devices would send the same
-        # ones.
+        # Tokens must be split over the experts' axes. Otherwise these devices would send the same
+        # tokens.
         rows = first_axes(tokens_split)
         rows += tuple(axis for axis in expert if axis not in rows)
         hidden = () if weights_split is None else first_axes(tuple(weights_split)[2:])
         hidden = tuple(axis for axis in hidden if axis not in rows)
-        # Time splits over unused axes, so that no two devices compute the same. A single token, as
-        # in decoding, is cheaper to recompute.
+        # Time is split over unused axes, so that no two devices compute the same. The single token
+        # of decoding is cheaper to recompute.
         taken = {*rows, *hidden, *vmapped_axes()}
         time = tuple(axis for axis in free if axis not in taken) if is_long else ()
         return cls(rows, time, hidden, expert)
@@ -138,15 +141,20 @@ def _gated_sums(
     """Returns the gated sums [n, D] over a device's experts.
 
     Args:
-      experts_nK: indices of this device's experts; other choices have L, or a gate of 0.
-      expected_rows: number of choices here if loads are even.
+      x_nD: Tokens.
+      experts_nK: Indices of this device's experts; other choices are L, or have a gate of 0.
+      gates_nK: Gates.
+      weights: Weights of this device's experts.
+      activation: Function of the hidden activations and the gate's.
+      kernel: Kernel of the products.
+      expected_rows: Number of choices here if loads are even.
     """
     num_local = next(iter(weights.values())).shape[0]
     num_tokens, num_chosen = experts_nK.shape
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
-    # A token goes to an expert once: of its choices at most L are of experts here.
+    # A token is sent to an expert once, so at most L of its choices are experts of this device.
     num_rows = num_tokens * min(num_chosen, num_local)
-    row = jnp.argsort(jnp.argsort(expert, stable=True))  # Of each choice, sorted by expert.
+    row = jnp.argsort(jnp.argsort(expert, stable=True))  # Row of each choice, sorted by expert.
     row_nK = jnp.where(expert < num_local, row, num_rows).reshape(experts_nK.shape)
     rows_of_expert_L = jnp.bincount(expert, length=num_local + 1)[:num_local].astype(jnp.int32)
 
@@ -156,8 +164,8 @@ def _gated_sums(
     x_RD = dispatch(x_nD[None], row_nK[None], num_rows)[0]
 
     def at_rows(bias_LF: jax.Array) -> jax.Array:
-        # Rows are sorted by expert; the last have none.
+        # Rows are sorted by expert; the last rows have no expert.
         return jnp.take(bias_LF, jnp.sort(expert)[:num_rows], axis=0, mode="clip")
 
-    y_RD = through_experts(product, x_RD, weights, activation, at_rows=at_rows)
+    y_RD = expert_ffn(product, x_RD, weights, activation, at_rows=at_rows)
     return combine(y_RD[None], row_nK[None], gates_nK[None])[0]

@@ -1,4 +1,4 @@
-"""The feed-forward maths of experts, the initializers of their weights, and their splits."""
+"""The feed-forward computation of experts, and the initializers and splits of their weights."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ from praxis_lite.layers.initializers import EinsumXavier
 # G groups, E experts, C slots of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
 Function = Callable[[jax.Array], jax.Array]
-# (hidden activations, those of the gate or None) -> activations for the output projection.
+# (hidden activations, gate activations or None) -> activations for the output projection.
 Glu = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -> Initializer:
-    """Returns Pax's initializer of a weight of experts."""
+    """Returns Pax's initializer for an expert weight."""
     if is_uniform:
         limit = (3.0 / fan_in) ** 0.5
         return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -limit, limit)
@@ -37,13 +37,16 @@ def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -
 
 
 def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
-    """Returns a gated activation: hidden times the activated gate; without a gate activated hidden.
+    """Returns a gated activation: hidden times the activated gate, or the activated hidden.
 
-    With a limit it is GPT-OSS's: (hidden + 1) gate sigmoid(alpha gate), with hidden clipped to
-    +-limit and the gate to at most limit.
+    Args:
+      activate: Activation function of the gate; of the hidden activations if there is no gate.
+      limit: If set, the activation is GPT-OSS's: (hidden + 1) gate sigmoid(alpha gate), with hidden
+        clipped to +-limit and the gate to at most limit.
+      alpha: Factor of the gate with a limit.
     """
 
-    def activated(hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
+    def gated(hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
         if gate is None:
             return activate(hidden)
         if limit is None:
@@ -51,25 +54,25 @@ def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
         gate = jnp.minimum(gate, limit)
         return (jnp.clip(hidden, -limit, limit) + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
-    return activated
+    return gated
 
 
-def through_experts(
+def expert_ffn(
     product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, weights: Weights,
     activation: Glu, on_hidden: Function = lambda hidden: hidden, *, at_rows: Function,
 ) -> jax.Array:
-    """Returns the experts' feed-forward outputs, of the shape of `x`.
+    """Returns the experts' feed-forward outputs, in the shape of `x`.
 
-    The products are named "expert_ffn1", "expert_ffn1_gate" and "expert_ffn2".
+    The products have the checkpoint names "expert_ffn1", "expert_ffn1_gate" and "expert_ffn2".
 
     Args:
-      product: multiplies tokens by the weight [E, in, out] of their expert.
-      x: tokens by expert, [..., D].
+      product: Multiplies tokens by the weight [E, in, out] of their expert.
+      x: Tokens by expert, [..., D].
       weights: wi_0 [E, D, F], wo_0 [E, F, D]; wi_gate_0 if there is a gate; bi_0, bi_gate_0 [E, F]
         and bo_0 [E, D] if there are biases.
-      activation: of the hidden activations and the gate's, None without one.
-      on_hidden: constrains the layout of the hidden activations, and applies dropout.
-      at_rows: broadcasts a bias [E, dims] to the result of `product`.
+      activation: Function of the hidden activations and the gate's (None without a gate).
+      on_hidden: Constrains the sharding of the hidden activations, and applies dropout.
+      at_rows: Broadcasts a bias [E, dims] to a result of `product`.
     """
 
     def affine(x: jax.Array, name: str, activation_name: str) -> jax.Array:
@@ -83,7 +86,7 @@ def through_experts(
     return affine(hidden, "o_0", "expert_ffn2")
 
 
-def at_experts(
+def apply_experts(
     x_GECD: jax.Array, weights: Weights, activation: Glu, dropout: Function, *,
     tokens_split: SplitDims, weights_split: SplitDims, dispatch_split: SplitDims,
     hidden_split: SplitDims,
@@ -91,19 +94,24 @@ def at_experts(
     """Returns the experts' outputs for the tokens in their slots, [G, E, C, D].
 
     Args:
-      tokens_split: its first entry is the split of G outside of the experts.
-      weights_split: of wi_0, [E, D, F].
-      dispatch_split, hidden_split: of [G, E, C, D] and [G, E, C, F] at the experts; None: E and F
-        split as the weights, G over its remaining axes.
+      x_GECD: Tokens in slots.
+      weights: See `expert_ffn`.
+      activation: See `expert_ffn`.
+      dropout: Applied to the hidden activations.
+      tokens_split: Its first entry is the split of G outside the experts.
+      weights_split: Split of wi_0, [E, D, F].
+      dispatch_split: Split of [G, E, C, D] at the experts; None: E is split like the weights, G
+        over its remaining axes.
+      hidden_split: Split of [G, E, C, F] at the experts; None: as before, and F like the weights.
     """
     split_E, _, split_F = weights_split
     if dispatch_split is None:
         dispatch_split = _groups_and_experts_split(tokens_split, split_E)
     if hidden_split is None:
         hidden_split = (*tuple(dispatch_split)[:2], None, split_F)
-    # Two constraints in sequence: XLA turns the change, and its reverse, into one all-to-all each.
+    # Two successive constraints: XLA implements the change, and its reverse, by an all-to-all each.
     x_GECD = constrain(constrain(x_GECD, first_dim(tokens_split)), dispatch_split)
-    y_GECD = through_experts(
+    y_GECD = expert_ffn(
         functools.partial(einsum, "gecd,edf->gecf"),
         x_GECD,
         weights,
@@ -115,14 +123,14 @@ def at_experts(
 
 
 def first_dim(split: SplitDims) -> SplitDims:
-    """Returns the first entry of a mapping alone; None for None."""
+    """Returns a mapping with only the first entry; None for None."""
     return None if split is None else tuple(split)[:1]
 
 
 def first_axes(split: SplitDims) -> tuple[str, ...]:
     """Returns the axes of the current mesh that split the first dim of a mapping.
 
-    Manual axes of `jax.shard_map` are left out.
+    Manual axes of an enclosing `jax.shard_map` are left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not split:
@@ -132,9 +140,9 @@ def first_axes(split: SplitDims) -> tuple[str, ...]:
 
 
 def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> SplitDims:
-    """Returns the split of [G, E, ...] at the experts: an axis of both moves from G to E.
+    """Returns the split of [G, E, ...] at the experts: axes that split both move from G to E.
 
-    XLA makes this move an all-to-all.
+    XLA implements this move by an all-to-all.
     """
     expert_axes = first_axes((split_E,))
     rest = tuple(axis for axis in first_axes(tokens_split) if axis not in expert_axes)

@@ -1,4 +1,4 @@
-"""Pax's gating functions: from a router's logits to the outputs of experts."""
+"""Pax's gating functions, which compute the outputs of experts from a router's logits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,25 +10,29 @@ import jax.numpy as jnp
 from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
 from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.moe import routing
-from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_slots
+from praxis_lite.layers.moe.dispatch import ApplyExperts, route_expert_choice, route_through_slots
 
 # G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an expert
 # for a group.
 
-# top2 is top_k with two experts; in expert_choice experts choose tokens; dense_top2 sends every
-# token through every expert, and uses two.
+# top2 is top_k with two experts. In expert_choice, experts choose tokens. dense_top2 computes all
+# experts for every token, and uses two.
 GATING_FUNCS = ("top2", "top_k", "dense_top2", "expert_choice", "expert_choice_v2")
 SCORE_FUNCS = ("softmax", "softmax_of_chosen", "sigmoid")
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
 
-# (x_GSD, experts_GSK, gates_GSK) -> outputs [G, S, D], under any load.
+# (x_GSD, experts_GSK, gates_GSK) -> outputs [G, S, D], whatever the load.
 Dropless = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Tokens(NamedTuple):
-    """Tokens to route: x_GSD, logits_GSE, and two bool [G, S].
+    """Tokens to route.
 
-    `is_token` is False for padding, `is_in_row` in rows of padding alone.
+    Attributes:
+      x: Tokens [G, S, D].
+      logits: Router logits [G, S, E].
+      is_token: Bool [G, S]: False for padding.
+      is_in_row: Bool [G, S]: False in rows that consist of padding.
     """
 
     x: jax.Array
@@ -39,10 +43,10 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gating:
-    """The settings of a TransformerFeedForwardMoe that route tokens.
+    """The settings of a TransformerFeedForwardMoe for routing.
 
     Raises:
-      ConfigError: settings contradict each other; suggests what to change.
+      ConfigError: Settings contradict each other.
     """
 
     num_experts: int
@@ -73,10 +77,10 @@ class Gating:
         def check(holds: bool, name: str, expected: str, change: str = "") -> None:
             require(holds, f"{layer}.{name}", getattr(self, name), expected, change)
 
-        unset = {"num_groups": 0, "min_group_size": None}
-        for name in ("num_experts", "num_experts_per_token", *unset):
+        optional = {"num_groups": 0, "min_group_size": None}
+        for name in ("num_experts", "num_experts_per_token", *optional):
             value = getattr(self, name)
-            is_unset = name in unset and value == unset[name]
+            is_unset = name in optional and value == optional[name]
             check(is_whole(value) or is_unset, name, "a positive integer")
         gating, num_chosen = self.gating_func, self.num_experts_per_token
         check(
@@ -86,7 +90,7 @@ class Gating:
         fewest = num_chosen if self.is_top_k else 2 if gating == "dense_top2" else 1
         check(
             self.num_experts >= fewest, "num_experts",
-            f"{fewest} or more, for each token goes to {fewest}",
+            f"{fewest} or more, because each token goes to {fewest}",
             "Add experts, or lower num_experts_per_token (gating_func='top_k').",
         )
         factor, capacity_dim = self.unadjusted_expert_capacity_factor, self.expert_capacity_dim
@@ -94,13 +98,13 @@ class Gating:
         if factor < 0 or capacity_dim < 0 or (has_none and not self.dropless):
             raise ConfigError(
                 f"{layer}.unadjusted_expert_capacity_factor is {factor} and expert_capacity_dim "
-                f"{capacity_dim}: an expert would take no tokens. Make one of them positive"
-                f"{' (of expert_choice the factor)' if gating == 'expert_choice' else ''}, or set "
+                f"{capacity_dim}, so experts would take no tokens. Make one of them positive"
+                f"{' (the factor for expert_choice)' if gating == 'expert_choice' else ''}, or set "
                 "dropless=True."
             )
         check(
             self.is_top_k or not self.dropless, "dropless",
-            f"False with gating_func {gating!r}, whose experts have a number of slots",
+            f"False with gating_func {gating!r}, whose experts have a capacity",
             "Or set gating_func='top2' or 'top_k'.",
         )
         check(
@@ -116,23 +120,23 @@ class Gating:
         check(self.gating_logit_cap >= 0, "gating_logit_cap", "0 or more")
         require_choice(f"{layer}.score_func", self.score_func, SCORE_FUNCS)
         is_sigmoid, groups = self.score_func == "sigmoid", self.num_expert_groups
-        is_right = self.score_func == "softmax" or gating == "top_k"
-        check(is_right, "gating_func", f"'top_k' with score_func {self.score_func!r}")
-        for name, plain in (
+        supports_score = self.score_func == "softmax" or gating == "top_k"
+        check(supports_score, "gating_func", f"'top_k' with score_func {self.score_func!r}")
+        for name, default in (
             ("num_expert_groups", 1), ("num_expert_groups_per_token", 1), ("gates_scale", 1.0)
         ):
-            expected = f"{plain} but with score_func 'sigmoid'"
-            check(is_sigmoid or getattr(self, name) == plain, name, expected)
+            expected = f"{default} unless score_func is 'sigmoid'"
+            check(is_sigmoid or getattr(self, name) == default, name, expected)
         per_group, rest = divmod(self.num_experts, max(groups, 1))
         check(
             groups == 1 or (groups > 1 and not rest and per_group >= 2), "num_expert_groups",
-            f"a divisor of the {self.num_experts} experts, with two of them or more in a group",
+            f"a divisor of the {self.num_experts} experts that gives groups of at least two",
         )
         taken = self.num_expert_groups_per_token
         check(
             not is_sigmoid or (1 <= taken <= groups and taken * per_group >= num_chosen),
             "num_expert_groups_per_token",
-            f"1 to {groups}, with {num_chosen} experts in them or more",
+            f"1 to {groups}, such that the groups contain at least {num_chosen} experts",
         )
 
     @property
@@ -143,7 +147,7 @@ class Gating:
         """Returns G and S for a batch of `batch_size` rows of `length` tokens.
 
         Raises:
-          ConfigError: the groups do not divide the tokens.
+          ConfigError: The number of groups does not divide the number of tokens.
         """
         num_tokens, num_groups = batch_size * length, self.num_groups or batch_size
         smallest = self.min_group_size
@@ -153,8 +157,8 @@ class Gating:
             raise ConfigError(
                 f"TransformerFeedForwardMoe: {num_groups} groups do not divide the {num_tokens} "
                 f"tokens of a batch of {batch_size} rows of {length}. Change num_groups "
-                f"({self.num_groups}) or min_group_size ({smallest}); num_groups=0 makes a group "
-                "of each row."
+                f"({self.num_groups}) or min_group_size ({smallest}); num_groups=0 makes each row "
+                "a group."
             )
         return num_groups, num_tokens // num_groups
 
@@ -163,17 +167,20 @@ class Gating:
         tokens: Tokens,
         key: jax.Array | None,
         dropless: Dropless,
-        at_experts: AtExperts,
+        apply_experts: ApplyExperts,
         *,
         is_capped: bool,
         correction_E: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns outputs [G, S, D] if tokens choose experts, and values to report.
+        """Returns outputs [G, S, D], and values to report, if tokens choose experts.
 
         Args:
-          key: of the pass, for `second_expert_policy`.
-          is_capped: False: an expert has slots for all tokens of a group.
-          correction_E: of score_func "sigmoid", see `routing.experts_by_group`.
+          tokens: Tokens and router logits.
+          key: Key of the pass, for `second_expert_policy`.
+          dropless: Computes outputs without a capacity.
+          apply_experts: Computes the outputs of experts for tokens in slots.
+          is_capped: Whether experts have a capacity. False: slots for all tokens of a group.
+          correction_E: Correction for score_func "sigmoid", see `routing.experts_by_group`.
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
         logits_GSE = soft_cap(logits_GSE, self.gating_logit_cap)
@@ -216,8 +223,8 @@ class Gating:
             return dropless(x_GSD, experts_GSK, gates_GSK), report
         capacity = self._capacity(x_GSD.shape[1]) if is_capped else x_GSD.shape[1]
         slots = (self.num_experts, capacity)
-        outputs, report["over_capacity_ratio"] = through_slots(
-            x_GSD, experts_GSK, gates_GSK, is_routed_GSK, slots, at_experts
+        outputs, report["over_capacity_ratio"] = route_through_slots(
+            x_GSD, experts_GSK, gates_GSK, is_routed_GSK, slots, apply_experts
         )
         return outputs, report
 
@@ -228,27 +235,27 @@ class Gating:
         is_enough = self.unadjusted_expert_capacity_factor >= self.num_experts
         return not self.gating_func.startswith("expert_choice") and (not is_capped or is_enough)
 
-    def dense_top2(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
-        """Returns the outputs [G, S, D] of each token's two best experts, computing all."""
+    def dense_top2(self, tokens: Tokens, apply_experts: ApplyExperts) -> jax.Array:
+        """Computes all experts, and returns the outputs [G, S, D] of each token's two best."""
         num_groups, *rest = tokens.x.shape
         gates_GSE = routing.top_two_gates(jax.nn.softmax(tokens.logits, axis=-1))
         shape_GESD = (num_groups, self.num_experts, *rest)
-        y_GESD = at_experts(jnp.broadcast_to(tokens.x[:, None], shape_GESD))
+        y_GESD = apply_experts(jnp.broadcast_to(tokens.x[:, None], shape_GESD))
         return jnp.einsum("gesd,gse->gsd", y_GESD, gates_GSE.astype(y_GESD.dtype))
 
-    def expert_choice(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
+    def expert_choice(self, tokens: Tokens, apply_experts: ApplyExperts) -> jax.Array:
         """Returns the outputs [G, S, D] if experts choose tokens."""
         group_size, factor = tokens.x.shape[1], self.unadjusted_expert_capacity_factor
         probs_GSE = jax.nn.softmax(tokens.logits, axis=-1)
         if self.gating_func == "expert_choice":
-            # As in Pax padding may be chosen, and is only removed from the outputs.
+            # As in Pax, experts may choose padding, which is only removed from the outputs.
             capacity = int(group_size // self.num_experts * factor)
             capacity = min(max(capacity, 1), group_size)
         else:
             probs_GSE *= tokens.is_token[..., None].astype(probs_GSE.dtype)
             capacity = self._capacity(group_size)
         chosen = routing.tokens_by_expert_choice(probs_GSE, capacity)
-        return through_choosers(tokens.x, *chosen, at_experts)
+        return route_expert_choice(tokens.x, *chosen, apply_experts)
 
     def _capacity(self, group_size: int) -> int:
         factor = self.unadjusted_expert_capacity_factor

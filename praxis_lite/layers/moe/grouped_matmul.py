@@ -1,4 +1,4 @@
-"""Grouped matmuls, each row times the matrix of its expert, and the choice of a kernel."""
+"""Grouped matmuls, which multiply each row by the matrix of its expert, and their kernels."""
 
 import functools
 import importlib
@@ -25,9 +25,12 @@ _SUBLANES = 16  # Rows of a tile of 16-bit values.
 
 
 class Workload(NamedTuple):
-    """The platform and dtype of a product, and manual axes over which its arrays vary.
+    """The properties of a product that decide which kernels support it.
 
-    Pallas kernels have no types of values that vary over manual axes.
+    Attributes:
+      platform: Platform that is compiled for.
+      dtype: Dtype of the operands.
+      varying: Manual axes over which the arrays vary; Pallas kernels do not support such types.
     """
 
     platform: str
@@ -39,7 +42,7 @@ def check_kernel(setting: str) -> None:
     """Checks that a kernel exists and is installed.
 
     Raises:
-      ConfigError: it is not; lists the kernels, or how to install it.
+      ConfigError: It does not exist (lists the kernels), or is not installed.
     """
     require_choice(_SETTING, setting, EXPERT_KERNELS)
     if setting == "tokamax":
@@ -47,48 +50,49 @@ def check_kernel(setting: str) -> None:
 
 
 def choose_kernel(setting: str, work: Workload) -> tuple[str, str]:
-    """Returns the name of a kernel, and the reason for it.
+    """Returns the name of a kernel, and the reason for the choice.
 
-    "auto" is JAX's megablox on TPU where it supports the product, else `jax.lax.ragged_dot`. Other
-    platforms interpret megablox and tokamax's kernel, which is slow.
+    "auto" is JAX's megablox on TPU if it supports the product, otherwise `jax.lax.ragged_dot`. On
+    other platforms megablox and tokamax's kernel are interpreted, which is slow.
 
     Raises:
-      ConfigError: the kernel does not support the product; suggests another.
+      ConfigError: The kernel does not support the product; suggests another.
     """
     check_kernel(setting)
     obstacle = _obstacle("megablox" if setting == "auto" else setting, work)
     if setting == "auto":
         if work.platform != "tpu":
-            return "ragged_dot", f"the usual one on a {work.platform}"
-        return ("ragged_dot", obstacle) if obstacle else ("megablox", "it is the tpu's own")
+            return "ragged_dot", f"the default on {work.platform}"
+        return ("ragged_dot", obstacle) if obstacle else ("megablox", "the default on tpu")
     if obstacle:
         raise ConfigError(f"{_SETTING} is {setting!r}, but {obstacle}. Choose 'ragged_dot'.")
-    return setting, "it is set"
+    return setting, "set by the user"
 
 
 def _obstacle(name: str, work: Workload) -> str | None:
-    """Returns why a kernel cannot run, or None."""
+    """Returns why a kernel cannot be used, or None."""
     dtype = jnp.dtype(work.dtype).name
     if name == "ragged_dot":
         return None
     if dtype not in ("bfloat16", "float32"):
-        return f"{name} takes bfloat16 or float32, not {dtype}"
+        return f"{name} supports bfloat16 and float32, not {dtype}"
     if work.varying:
         axes = ", ".join(sorted(work.varying))
-        return f"{name} cannot run where JAX checks what varies along {axes}"
+        return f"{name} does not support jax.shard_map with check_vma=True, here over {axes}"
     return None
 
 
 def grouped_matmul(
     setting: str, x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, expected_rows: int
 ) -> jax.Array:
-    """Returns each row times its expert's matrix, [R, N]; zeros for rows without an expert.
+    """Multiplies each row by its expert's matrix, [R, N]; zeros for rows without an expert.
 
     Args:
-      setting: a name in EXPERT_KERNELS.
-      x_RK: rows sorted by expert; rows after those of the last expert have none.
-      rows_of_expert_L: int32, the number of rows of each expert.
-      expected_rows: expected number of rows with an expert, for plans.
+      setting: A name in EXPERT_KERNELS.
+      x_RK: Rows sorted by expert, followed by rows without an expert.
+      w_LKN: Matrices of the experts.
+      rows_of_expert_L: Number of rows of each expert, int32.
+      expected_rows: Expected number of rows with an expert, for plans.
     """
     work = Workload(compiled_platform(), x_RK.dtype, varying_axes((x_RK, w_LKN)))
     name, reason = choose_kernel(setting, work)
@@ -100,7 +104,13 @@ def grouped_matmul(
 
 
 class _Call(NamedTuple):
-    """The library of the megablox kernel, the share of rows with an expert, and interpret mode."""
+    """A call of a megablox kernel.
+
+    Attributes:
+      name: Library of the kernel.
+      share: Fraction of rows that have an expert.
+      interpret: Whether Pallas interprets the kernel.
+    """
 
     name: str
     share: float
@@ -110,7 +120,7 @@ class _Call(NamedTuple):
         """Returns a module with `gmm` and `tgmm`."""
         if self.name == "tokamax":
             return grouped_tokamax
-        # Imported here: Pallas takes a while to import, and only a TPU needs it.
+        # Imported here, because importing Pallas takes a while and only TPUs need it.
         return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
@@ -118,7 +128,7 @@ class _Call(NamedTuple):
 def _megablox(
     x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, call: _Call
 ) -> jax.Array:
-    """Returns `grouped_matmul` by a Pallas kernel, which skips tiles without rows."""
+    """Implements `grouped_matmul` by a Pallas kernel, which skips tiles without rows."""
     return _rows_by_experts(x_RK, w_LKN, rows_of_expert_L, call, transposed=False)
 
 
@@ -156,8 +166,8 @@ def _rows_by_experts(
             transpose_rhs=transposed, interpret=call.interpret,
         )[: x_RK.shape[0]]
     # The kernel does not write rows without an expert.
-    is_someones_R = jnp.arange(x_RK.shape[0]) < jnp.sum(rows_of_expert_L)
-    return jnp.where(is_someones_R[:, None], y_RN, 0)
+    has_expert_R = jnp.arange(x_RK.shape[0]) < jnp.sum(rows_of_expert_L)
+    return jnp.where(has_expert_R[:, None], y_RN, 0)
 
 
 def _rows_of_tile(num_rows: int) -> int:
@@ -165,18 +175,18 @@ def _rows_of_tile(num_rows: int) -> int:
 
 
 def _in_tiles(x_RK: jax.Array) -> jax.Array:
-    """Pads rows to a multiple of the tile; other dims need not divide."""
+    """Pads rows to a multiple of the tile's; other dims need not be multiples."""
     rows = _rows_of_tile(x_RK.shape[0])
     return pad_to(x_RK, -(-x_RK.shape[0] // rows) * rows)
 
 
 def tiling(num_rows: int, K: int, N: int, dtype: Any) -> tuple[int, int, int]:
-    """Returns the tile, of rows, inputs and outputs, that fits a TPU's vector memory of 16 MB."""
-    most = 1024 if jnp.dtype(dtype).itemsize == 2 else 512
-    return _rows_of_tile(num_rows), min(most, K), min(most, N)
+    """Returns tile sizes (rows, inputs, outputs) that fit a TPU's vector memory of 16 MB."""
+    max_size = 1024 if jnp.dtype(dtype).itemsize == 2 else 512
+    return _rows_of_tile(num_rows), min(max_size, K), min(max_size, N)
 
 
 @functools.cache
 def log_choice(name: str, reason: str) -> None:
-    """Logs which kernel was chosen and why: each choice once in a process."""
+    """Logs the chosen kernel and the reason, once per process for each choice."""
     logging.getLogger("praxis_lite").info("experts by the %s kernel: %s", name, reason)

@@ -1,4 +1,4 @@
-"""Tokamax's megablox kernels for grouped matmuls."""
+"""Tokamax's megablox kernels for grouped matmuls, with the signatures of JAX's."""
 
 import contextlib
 import inspect
@@ -17,7 +17,7 @@ def gmm(
     x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, dtype: Any, tile: _Tile,
     *, transpose_rhs: bool, interpret: bool,
 ) -> jax.Array:
-    """Returns [R, N], as JAX's gmm of the same arguments."""
+    """Returns [R, N], like JAX's gmm."""
     dims = w_LKN.shape[:0:-1] if transpose_rhs else w_LKN.shape[1:]
     return _called(
         "gmm", x_RK, w_LKN, rows_of_expert_L, dtype, tile, dims, interpret,
@@ -29,7 +29,7 @@ def tgmm(
     x_KR: jax.Array, grad_RN: jax.Array, rows_of_expert_L: jax.Array, dtype: Any, tile: _Tile,
     *, interpret: bool,
 ) -> jax.Array:
-    """Returns [L, K, N], as JAX's tgmm of the same arguments."""
+    """Returns [L, K, N], like JAX's tgmm."""
     dims = x_KR.shape[0], grad_RN.shape[1]
     return _called("tgmm", x_KR, grad_RN, rows_of_expert_L, dtype, tile, dims, interpret)
 
@@ -38,7 +38,8 @@ def _called(
     kernel: str, left: jax.Array, right: jax.Array, rows_of_expert_L: jax.Array, dtype: Any,
     tile: _Tile, dims: tuple[int, ...], interpret: bool, **settings: Any,
 ) -> jax.Array:
-    # The kernel copies partial tiles of dynamic size, which the interpreter does not support.
+    # In partial tiles the kernel copies slices of dynamic size, which the interpreter does not
+    # support.
     tile = (tile[0], *dims) if interpret else tile
     with _tpu_to_interpret() if interpret else contextlib.nullcontext():
         return getattr(grouped_matmul_kernels(), kernel)(
@@ -49,14 +50,14 @@ def _called(
 
 @contextlib.contextmanager
 def _tpu_to_interpret() -> Iterator[None]:
-    """Registers this platform's devices as TPU v5e inside the context.
+    """Registers this platform's devices as TPU v5e in the body.
 
-    The kernel asks for the layout of arrays on a TPU, also in interpret mode.
+    The kernel queries the memory layout of a TPU, even in interpret mode.
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    # Pallas's registry of device kinds, in the module of a cached function, which differs in jax
-    # 0.12.
+    # Pallas's registry of device kinds is in the module of a cached function, whose name differs in
+    # jax 0.12.
     names = inspect.unwrap(pltpu.get_tpu_info).__globals__
     kind, registry = names["get_device_kind"](), names["registry"]
     registry[kind] = lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)

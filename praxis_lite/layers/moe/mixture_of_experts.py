@@ -1,4 +1,4 @@
-"""A transformer's feed-forward block whose tokens each go to a few of many experts."""
+"""A transformer's feed-forward layer in which each token is processed by a few of many experts."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from praxis_lite.layers.base.result_types import einsum, reshaped
 from praxis_lite.layers.base.variables import AuxLoss, Summary
 from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.moe.dropless import dropless
-from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu
+from praxis_lite.layers.moe.experts import apply_experts, expert_initializer, first_dim, glu
 from praxis_lite.layers.moe.gating import Gating, Tokens
 from praxis_lite.layers.moe.grouped_matmul import check_kernel
 from praxis_lite.layers.moe.routing import BiasUpdate, sentence_means
@@ -33,81 +33,89 @@ EMBEDDING_LEVELS = ("token", "sentence")
 
 
 class TransformerFeedForwardMoe(ResidualBranch):
-    """Returns `x + experts(norm(x))`: [B, T, D] -> [B, T, D], each token through a few experts.
+    """Computes `x + experts(norm(x))`: [B, T, D] -> [B, T, D], with a few experts per token.
 
-    GShard, arXiv:2006.16668. Tokens are routed in groups; an expert takes at most its capacity of
-    each (`routing.expert_capacity`) and adds nothing to the tokens beyond. Documents packed into a
-    row compete for its slots: what one gets depends on the others, unless nothing is dropped
-    (dropless=True, gating_func="dense_top2"). Padding is not routed, and rows of nothing but
-    padding enter none of what a pass reports:
+    GShard, arXiv:2006.16668. Tokens are routed in groups. An expert takes at most its capacity of
+    tokens from each group (`routing.expert_capacity`), and adds nothing to the tokens beyond. So
+    documents packed into a row compete for slots, unless nothing is dropped (dropless=True,
+    gating_func="dense_top2"). Padding is not routed, and rows that consist of padding do not count
+    in the reported values:
 
-      aux_moe_load_balance_loss, aux_moe_router_z_loss: what is added to the training loss;
-      over_capacity_ratio: the share of choices dropped;
-      max_expert_load, min_expert_load: choices of the busiest and the idlest expert, before any is
-        dropped, relative to the mean.
+      aux_moe_load_balance_loss, aux_moe_router_z_loss: terms added to the training loss;
+      over_capacity_ratio: fraction of choices that were dropped;
+      max_expert_load, min_expert_load: number of choices of the busiest and the least busy expert,
+        before dropping, relative to the mean.
 
-    Decoding consists of passes over one token of each row, which drop nothing. So a model with a
-    capacity decodes with experts that a pass over whole rows would have dropped, and the log-probs
-    of the two differ (by 0.3 in a small model that drops much). They are the same with
-    dropless=True, or if nothing is dropped: unadjusted_expert_capacity_factor=num_experts.
+    Decoding processes one token of each row at a time, and drops nothing. So a model with a
+    capacity decodes with experts that a pass over complete rows would have dropped, and the
+    log-probs of the two differ (by 0.3 in a small model that drops many choices). They are equal
+    with dropless=True, or if nothing is dropped: unadjusted_expert_capacity_factor=num_experts.
 
-    On a mesh the groups split as the outputs' first dim does, and experts over axes of their own.
-    If these are among the groups' axes, for instance activations split
-    (("data", "expert"), None, None) and weights ("expert", None, "mdl"), one all-to-all takes
-    tokens to the experts and one takes outputs back; two more do so for the gradients, and the
-    first is repeated where the forward pass is (remat).
+    On a mesh, groups are split like the first dim of the outputs, and experts over other axes or
+    some of the same. In the second case, for instance with activations split
+    (("data", "expert"), None, None) and weights ("expert", None, "mdl"), one all-to-all sends
+    tokens to the experts and one returns outputs. Gradients need two more, and remat repeats the
+    first one.
 
     Args:
-      expert_hidden_dims: F, if it is not hidden_dims, which a model hands to all its layers.
+      input_dims: D.
+      hidden_dims: F, which a model passes to all of its layers.
+      expert_hidden_dims: F, if it differs from hidden_dims.
       num_experts: E.
-      num_experts_per_token: K of gating_func "top_k".
+      num_experts_per_token: K for gating_func "top_k".
       gating_func: "top2"; "top_k"; "expert_choice" and "expert_choice_v2" (experts choose tokens,
-        arXiv:2202.09368, also later ones; the second no padding); "dense_top2" (each token goes
-        through every expert, and two are used).
-      num_groups: G, as in Pax; 0, which Pax refuses: a group per row of the batch.
-      min_group_size: take fewer groups if they would have fewer tokens.
-      expert_capacity_dim, unadjusted_expert_capacity_factor: see `routing.expert_capacity`.
-      dropless: no capacity: each token reaches all its experts; `dropless` says what memory it
-        takes.
-      expert_kernel: of dropless products, a name in `grouped_matmul.EXPERT_KERNELS`.
-      normalize_gates: the gates of a token add up to 1; False: they are the router's probabilities
-        (of gating_func "top2" and "top_k").
-      score_func: of gating_func "top_k": "softmax"; "softmax_of_chosen", of the logits of a token's
-        experts alone, as in GPT-OSS; "sigmoid", DeepSeek-V3's router, which has a correction [E] of
-        the scores that experts are chosen by. The loss does not teach it: leave it out of training
-        (".*/gate_correction"), or let `bias_update_rate` move it.
-      bias_update_rate: of "sigmoid": moves the correction after each step, so that loads become
-        even without a loss (`routing.BiasUpdate`); set moe_load_balance_loss_weight=0. 0: off.
-      num_expert_groups, num_expert_groups_per_token, gates_scale: of "sigmoid", see
-        `routing.experts_by_group`.
-      has_bias: biases of experts and of the router.
-      swiglu_limit, swiglu_alpha: of a gated activation, see `experts.glu`; a limit of None: none.
-      num_shared_experts: experts that every token goes through besides, together one of so many
-        times the hidden dims.
-      second_expert_policy: of top2, in a training pass: "all"; "sampling": the second expert is
-        drawn; "random": it is used in a share min(1, gate / second_expert_threshold) of cases.
-      gating_logit_cap: keeps logits within +-cap by a tanh; 0: no cap.
-      moe_gating_embedding_level: route by each "token", or all alike by the mean of the
-        "sentence" (its segment).
-      moe_load_balance_loss_weight, moe_router_z_loss_weight: of the losses; ST-MoE
-        (arXiv:2202.08906) has 1e-2 and 1e-3.
-      internal_gshard_variance_scaling_fan_in_init: draw weights uniformly in
-        +-sqrt(3 / fan in); False: by Xavier, with E as a receptive field unless
+        arXiv:2202.09368, including later ones; the second never chooses padding); "dense_top2"
+        (all experts are computed for each token, and two are used).
+      num_groups: G, as in Pax; 0 (an error in Pax): each row of the batch is a group.
+      min_group_size: Use fewer groups if they would have fewer tokens than this.
+      expert_capacity_dim: See `routing.expert_capacity`.
+      unadjusted_expert_capacity_factor: See `routing.expert_capacity`.
+      dropless: Whether experts have no capacity, so that each token reaches all of its experts; for
+        the memory needed, see `dropless`.
+      expert_kernel: Kernel for dropless products, a name in `grouped_matmul.EXPERT_KERNELS`.
+      normalize_gates: Whether a token's gates sum to 1. False (only for gating_func "top2" and
+        "top_k"): gates are the router's probabilities.
+      score_func: For gating_func "top_k": "softmax"; "softmax_of_chosen", over the logits of the
+        chosen experts only, as in GPT-OSS; "sigmoid", as in DeepSeek-V3's router, which adds a
+        correction [E] to the scores by which experts are chosen. The correction has no gradient:
+        exclude it from training (".*/gate_correction"), or set `bias_update_rate`.
+      bias_update_rate: For "sigmoid": how much the correction changes after each step, to balance
+        loads without a loss (`routing.BiasUpdate`); set moe_load_balance_loss_weight=0. 0: off.
+      num_expert_groups: For "sigmoid", see `routing.experts_by_group`.
+      num_expert_groups_per_token: For "sigmoid", see `routing.experts_by_group`.
+      gates_scale: For "sigmoid", see `routing.experts_by_group`.
+      has_bias: Whether experts and router have biases.
+      swiglu_limit: Limit of a gated activation, see `experts.glu`; None: no limit.
+      swiglu_alpha: See `experts.glu`.
+      num_shared_experts: Number of experts that also process every token; they are one feed-forward
+        layer with this many times the hidden dims.
+      second_expert_policy: For top2 in training: "all"; "sampling": the second expert is sampled;
+        "random": it is used with probability min(1, gate / second_expert_threshold).
+      second_expert_threshold: See second_expert_policy.
+      gating_logit_cap: Limits logits to +-cap by a tanh; 0: no cap.
+      moe_gating_embedding_level: Route each "token" separately, or all tokens of a "sentence"
+        (segment) by their mean.
+      moe_load_balance_loss_weight: Weight of the load-balancing loss; ST-MoE (arXiv:2202.08906)
+        uses 1e-2.
+      moe_router_z_loss_weight: Weight of the router's z-loss; ST-MoE uses 1e-3.
+      internal_gshard_variance_scaling_fan_in_init: Whether weights are initialized uniformly in
+        +-sqrt(3 / fan in). False: by Xavier, with E as a receptive field unless
         explicit_fan_in_fan_out_axes.
-      activation, apply_padding_first, ...: as TransformerFeedForward; norms, dropout and the skip
-        connection: as ResidualBranch.
-      weight_split_dims_mapping: of the experts' weights into F, [E, D, F]; those out of F split as
-        their transpose.
-      gate_split_dims_mapping: of the router's weight, [D, E].
-      activation_split_dims_mapping: of the outputs, [B, T, D].
-      dispatch_split_dims_mapping: of the experts' inputs and outputs, [G, E, C, D]; None: G as the
-        outputs' first dim without the experts' axes, E as the weights' first.
-      hidden_split_dims_mapping: of the hidden activations, [G, E, C, F]; None: as the former, and
-        F as the weights' last.
+      explicit_fan_in_fan_out_axes: Whether Xavier's fans exclude E.
+      activation, use_gated_activation, apply_padding_first, relu_dropout_prob: See
+        TransformerFeedForward.
+      settings: Norm, dropout and skip connection, see ResidualBranch.
+      weight_split_dims_mapping: Split of the experts' input weights, [E, D, F]; output weights are
+        split as their transpose.
+      gate_split_dims_mapping: Split of the router's weight, [D, E].
+      activation_split_dims_mapping: Split of the outputs, [B, T, D].
+      dispatch_split_dims_mapping: Split of the experts' inputs and outputs, [G, E, C, D]; None: G
+        like the first dim of the outputs without the experts' axes, E like that of the weights.
+      hidden_split_dims_mapping: Split of the hidden activations, [G, E, C, F]; None: as above, and
+        F like the weights' last dim.
 
     Raises:
-      ConfigError: settings that do not fit one another; when called, groups that do not divide the
-        tokens.
+      ConfigError: Settings contradict each other; when called, groups do not divide the tokens.
     """
 
     splits = splits(
@@ -154,18 +162,18 @@ class TransformerFeedForwardMoe(ResidualBranch):
         )
         require(
             not (self.gating.dropless and relu_dropout_prob), f"{name}.relu_dropout_prob",
-            relu_dropout_prob, "0 with dropless=True, where what it drops would depend on the mesh",
+            relu_dropout_prob, "0 with dropless=True, where dropout would depend on the mesh",
             "Set residual_dropout_prob.",
         )
         activation_fn(activation, self)
         check_kernel(expert_kernel)
         self.expert_kernel = expert_kernel
-        is_right = bias_update_rate >= 0 and (
+        is_valid = bias_update_rate >= 0 and (
             not bias_update_rate or self.gating.score_func == "sigmoid"
         )
         require(
-            is_right, f"{name}.bias_update_rate", bias_update_rate,
-            "0, or more with score_func 'sigmoid', whose correction it moves",
+            is_valid, f"{name}.bias_update_rate", bias_update_rate,
+            "0, or a positive number with score_func 'sigmoid', whose correction it changes",
         )
         self.is_by_sentence = moe_gating_embedding_level == "sentence"
         self.activation, self.apply_padding_first = activation, apply_padding_first
@@ -181,7 +189,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             self.weight((num_experts,), init=zeros, rngs=rngs)
             if self.gating.score_func == "sigmoid" else None
         )
-        # As the router's, model dims of all layers: they may split over the experts' axis, too.
+        # Split like the router's weight, as other layers split D, possibly over the experts' axis.
         self.shared_experts = SharedExperts(
             gate[0] if gate[0].is_explicit else D, sized(F, num_shared_experts * hidden_dims),
             activation, use_gated_activation, rngs,
@@ -198,13 +206,13 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.bi_gate_0 = bias(E, F) if use_gated_activation else None
         self.bo_0 = bias(E, D)
 
-        def of_experts(fan_in: int, fan_out: int) -> nnx.Param:
-            drawn = init(explicit_fan_in_fan_out_axes, int(fan_in))
+        def expert_weight(fan_in: int, fan_out: int) -> nnx.Param:
+            initializer = init(explicit_fan_in_fan_out_axes, int(fan_in))
             dims, matrix = (E, fan_in, fan_out), Matrix((1,), (2,))
-            return self.weight(dims, init=drawn, matrix=matrix, rngs=rngs)
+            return self.weight(dims, init=initializer, matrix=matrix, rngs=rngs)
 
-        self.wi_gate_0 = of_experts(D, F) if use_gated_activation else None
-        self.wi_0, self.wo_0 = of_experts(D, F), of_experts(F, D)
+        self.wi_gate_0 = expert_weight(D, F) if use_gated_activation else None
+        self.wi_0, self.wo_0 = expert_weight(D, F), expert_weight(F, D)
 
         self.aux_moe_load_balance_loss = AuxLoss(jnp.zeros(()))
         has_z_loss = self.gating.moe_router_z_loss_weight > 0.0
@@ -224,9 +232,9 @@ class TransformerFeedForwardMoe(ResidualBranch):
         segment_ids: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Args: inputs [B, T, D]; paddings [B, T], 1.0 where nothing is added to the inputs.
+        """Takes inputs [B, T, D] and paddings [B, T], which are 1.0 for tokens to skip.
 
-        Without paddings the tokens of segment 0 are padding.
+        Without paddings, tokens with segment id 0 are padding.
         """
         routing_key, relu_key, residual_key, droppath_key = split_keys(key, 4)
         is_token_BT = jnp.ones(inputs.shape[:2], bool)
@@ -248,14 +256,14 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self, x_BTD: jax.Array, is_token_BT: jax.Array, segment_ids_BT: jax.Array | None,
         routing_key: jax.Array | None, relu_key: jax.Array | None,
     ) -> jax.Array:
-        """Returns the gated sum of what each token's experts make of it, [B, T, D]."""
+        """Returns the gated sum of the outputs of each token's experts, [B, T, D]."""
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])
-        x_GSD = self._at_tokens(reshaped(x_BTD, (*groups, x_BTD.shape[-1])))
+        x_GSD = self._constrain_tokens(reshaped(x_BTD, (*groups, x_BTD.shape[-1])))
         routed_by = x_GSD
         if self.is_by_sentence:
             segments = is_token_BT.astype(int) if segment_ids_BT is None else segment_ids_BT
             routed_by = reshaped(sentence_means(x_BTD, segments), x_GSD.shape)
-        # Whole on every device, small as it is: XLA would move parts of it and of the logits.
+        # Replicated, because it is small: XLA would otherwise move parts of it and of the logits.
         gate_DE = constrain(self.gate[...].astype(x_BTD.dtype), (None, None))
         logits_GSE = einsum(
             "gsd,de->gse", routed_by, gate_DE, preferred_element_type=jnp.float32
@@ -272,7 +280,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             "weights_split": self.weight_split_dims_mapping,
         }
         in_slots = functools.partial(
-            at_experts,
+            apply_experts,
             **shared,
             dropout=lambda hidden_GECF: self.relu_dropout(hidden_GECF, relu_key),
             dispatch_split=self.dispatch_split_dims_mapping,
@@ -290,7 +298,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
                 routing_key,
                 functools.partial(dropless, **shared, kernel=self.expert_kernel),
                 in_slots,
-                # With one token per row, as in decoding, no row may take another's slot.
+                # With one token per row, as in decoding, rows must not compete for slots.
                 is_capped=x_BTD.shape[1] > 1,
                 correction_E=None if self.gate_correction is None else self.gate_correction[...],
             )
@@ -301,20 +309,22 @@ class TransformerFeedForwardMoe(ResidualBranch):
             outputs = gating.dense_top2(tokens, in_slots)
         else:
             outputs = gating.expert_choice(tokens, in_slots)
-        outputs = reshaped(self._at_tokens(outputs), x_BTD.shape)
+        outputs = reshaped(self._constrain_tokens(outputs), x_BTD.shape)
         return outputs if self.shared_experts is None else outputs + self.shared_experts(x_BTD)
 
-    def _at_tokens(self, x: jax.Array) -> jax.Array:
+    def _constrain_tokens(self, x: jax.Array) -> jax.Array:
         return constrain(x, first_dim(self.activation_split_dims_mapping))
 
 
 class SharedExperts(BaseLayer):
-    """A feed-forward without norm and skip connection: [B, T, D] -> [B, T, D].
+    """A feed-forward layer without norm and skip connection: [B, T, D] -> [B, T, D].
 
     Args:
-      input_dims, hidden_dims: D, F.
-      activation: of the hidden activations, or of the gate.
-      is_gated: the hidden activations are multiplied by an activated gate.
+      input_dims: D.
+      hidden_dims: F.
+      activation: Function of the hidden activations, or of the gate.
+      is_gated: Whether hidden activations are multiplied by an activated gate.
+      rngs: Random streams of the constructor.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and the losses that teach a router: pure functions of arrays.
+"""Chooses the experts of each token, and computes the router's losses; pure functions of arrays.
 
-Tokens are routed in groups, each by itself. GShard, arXiv:2006.16668; Switch, arXiv:2101.03961;
-ST-MoE, arXiv:2202.08906; expert choice, arXiv:2202.09368. Numerics are Pax's.
+Tokens are routed in separate groups. GShard, arXiv:2006.16668; Switch, arXiv:2101.03961; ST-MoE,
+arXiv:2202.08906; expert choice, arXiv:2202.09368. Numerics are those of Pax.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 def expert_capacity(
     group_size: int, num_experts: int, capacity_factor: float, capacity_dim: int
 ) -> int:
-    """Returns C: how many tokens of a group an expert takes.
+    """Returns C, the number of tokens that an expert takes from each group.
 
-    Pax's: the larger of `capacity_dim` and of factor x S / E, the latter rounded up to a multiple
-    of 4. But at least 1 (Pax would route nothing) and at most S (a token goes to an expert once).
+    As in Pax, the larger of `capacity_dim` and of factor x S / E rounded up to a multiple of 4. But
+    at least 1 (Pax would route nothing), and at most S (an expert takes a token once).
     """
     automatic = int(group_size * capacity_factor / num_experts)
     if automatic > capacity_dim:
@@ -31,15 +31,19 @@ def choose_experts(
     second_expert_policy: str, second_expert_threshold: float, normalize_gates: bool = True,
     over_chosen: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns experts, gates and is_routed (True if a choice is used), each [G, S, K].
+    """Returns experts, gates, and whether each choice is used; all [G, S, K].
 
     Args:
+      logits_GSE: Router logits.
       is_token_GS: False for padding, which is not routed.
-      key: of a training pass; without one the most probable experts are taken.
+      key: Key in training; None: the most probable experts are chosen.
+      num_chosen: K.
       second_expert_policy: Pax's "all", "sampling" or "random".
-      normalize_gates: the gates of a token add up to 1; False: they are the probabilities.
-      over_chosen: the gates are the softmax of the chosen experts' logits. Normalised they are the
-        same, but the others' gradients are then zeros, and not rounding, of which Adam makes steps.
+      second_expert_threshold: See `is_second_expert_used`.
+      normalize_gates: Whether a token's gates sum to 1; False: they are the probabilities.
+      over_chosen: Whether gates are the softmax of the chosen experts' logits. After normalization
+        they are the same, but the gradients of other experts are then exactly 0. Adam would turn
+        gradients that are rounding errors into steps.
     """
     probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
     if key is not None and second_expert_policy == "sampling":
@@ -63,8 +67,8 @@ def top_k_experts(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns int32 experts [G, S, K], most probable first, and their gates [G, S, K].
 
-    The gates of a token add up to 1, but for K = 1, where the gate is the probability (as Switch
-    has it: else the router would have no gradient). Those of padding are 0.
+    A token's gates sum to 1. For K = 1 the gate is the probability, as in Switch, because the
+    router would have no gradient otherwise. Gates of padding are 0.
     """
     experts_GSK, gates_GSK = _best_of(probs_GSE, probs_GSE, num_chosen)
     return experts_GSK, _normalised(gates_GSK, is_token_GS)
@@ -76,13 +80,19 @@ def experts_by_group(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns experts and gates [G, S, K] of DeepSeek-V3's router (arXiv:2412.19437, section 2.1).
 
-    Experts are scored by sigmoids. A correction, which balances their load, helps to choose them
-    and weighs nothing. Of groups of experts the best are taken, by the sum of their two best, and
-    of these the best experts.
+    Experts are scored by sigmoids. A correction, which balances their load, is added to the scores
+    for choosing experts, but not for the gates. The best groups of experts are selected, by the sum
+    of the two best scores in each, and from these groups the best experts.
 
     Args:
-      num_groups: of experts side by side, of which num_chosen_groups are taken.
-      gates_scale: what gates are multiplied by, after they add up to 1.
+      logits_GSE: Router logits.
+      correction_E: Correction of the scores.
+      is_token_GS: False for padding, which is not routed.
+      num_chosen: K.
+      num_groups: Number of groups of consecutive experts.
+      num_chosen_groups: Number of groups to select.
+      gates_scale: Factor of the gates, after they are normalized.
+      normalize_gates: Whether gates are divided by their sum.
     """
     scores_GSE = jax.nn.sigmoid(logits_GSE)
     correction_E = jax.lax.stop_gradient(correction_E.astype(jnp.float32))
@@ -90,12 +100,13 @@ def experts_by_group(
     if num_chosen_groups < num_groups:
         in_groups = choice_GSE.reshape(*choice_GSE.shape[:2], num_groups, -1)
         _, best, rest = _best(in_groups, in_groups)
-        of_group = best + jnp.max(rest, axis=-1)
-        is_taken = jnp.zeros(of_group.shape, bool)
+        score_of_group = best + jnp.max(rest, axis=-1)
+        is_selected = jnp.zeros(score_of_group.shape, bool)
         for _ in range(num_chosen_groups):
-            chosen = jnp.argmax(jnp.where(is_taken, -jnp.inf, of_group), axis=-1)
-            is_taken |= jax.nn.one_hot(chosen, num_groups, dtype=bool)
-        choice_GSE = jnp.where(is_taken[..., None], in_groups, -jnp.inf).reshape(choice_GSE.shape)
+            chosen = jnp.argmax(jnp.where(is_selected, -jnp.inf, score_of_group), axis=-1)
+            is_selected |= jax.nn.one_hot(chosen, num_groups, dtype=bool)
+        is_selected = is_selected[..., None]
+        choice_GSE = jnp.where(is_selected, in_groups, -jnp.inf).reshape(choice_GSE.shape)
     experts_GSK, gates_GSK = _best_of(scores_GSE, choice_GSE, num_chosen)
     if normalize_gates:
         gates_GSK /= jnp.sum(gates_GSK, axis=-1, keepdims=True) + 1e-20
@@ -105,9 +116,9 @@ def experts_by_group(
 def sampled_second_expert(
     logits_GSE: jax.Array, probs_GSE: jax.Array, is_token_GS: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns experts and gates as `top_k_experts` for two, the second drawn from the rest.
+    """Returns experts and gates as `top_k_experts` for K = 2, with the second expert sampled.
 
-    By the Gumbel-max trick; Pax's second_expert_policy "sampling".
+    It is sampled by the Gumbel-max trick; Pax's second_expert_policy "sampling".
     """
     first_GS, gate_GS, rest_GSE = _best(probs_GSE, probs_GSE)
     noised_GSE = logits_GSE + jax.random.gumbel(key, logits_GSE.shape, logits_GSE.dtype)
@@ -121,9 +132,9 @@ def sampled_second_expert(
 def _best_of(
     probs_GSE: jax.Array, scores_GSE: jax.Array, num_chosen: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the experts of the highest scores [G, S, K], the best first, and their probs."""
+    """Returns the experts with the highest scores [G, S, K], best first, and their probs."""
     experts, gates = [], []
-    # Not jax.lax.top_k, a sort that not every backend partitions; K is small.
+    # Not jax.lax.top_k, a sort that some backends do not partition; K is small.
     for _ in range(num_chosen):
         expert_GS, gate_GS, scores_GSE = _best(probs_GSE, scores_GSE)
         experts.append(expert_GS)
@@ -132,11 +143,11 @@ def _best_of(
 
 
 def _best(probs_GSE: jax.Array, scores_GSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the best expert [G, S], its probability, and the scores with -inf in its place."""
+    """Returns the best expert [G, S], its probability, and the scores with it set to -inf."""
     expert_GS = jnp.argmax(scores_GSE, axis=-1).astype(jnp.int32)
-    is_it_GSE = jax.nn.one_hot(expert_GS, probs_GSE.shape[-1], dtype=bool)
-    gate_GS = jnp.sum(jnp.where(is_it_GSE, probs_GSE, 0.0), axis=-1)
-    return expert_GS, gate_GS, jnp.where(is_it_GSE, -jnp.inf, scores_GSE)
+    is_best_GSE = jax.nn.one_hot(expert_GS, probs_GSE.shape[-1], dtype=bool)
+    gate_GS = jnp.sum(jnp.where(is_best_GSE, probs_GSE, 0.0), axis=-1)
+    return expert_GS, gate_GS, jnp.where(is_best_GSE, -jnp.inf, scores_GSE)
 
 
 def _normalised(gates_GSK: jax.Array, is_token_GS: jax.Array) -> jax.Array:
@@ -146,9 +157,10 @@ def _normalised(gates_GSK: jax.Array, is_token_GS: jax.Array) -> jax.Array:
 
 
 def is_second_expert_used(gates_GSK: jax.Array, threshold: float, key: jax.Array) -> jax.Array:
-    """Returns bool [G, S, 2]: all first, and a share min(1, gate / threshold) of second experts.
+    """Returns bool [G, S, 2]: True for first experts, sampled for second experts.
 
-    Pax's second_expert_policy "random", whose threshold is 0: nearly all of them.
+    A second expert is used with probability min(1, gate / threshold). Pax's second_expert_policy
+    "random", whose threshold is 0, so that nearly all are used.
     """
     gate_GS = gates_GSK[..., 1]
     used_GS = jax.random.uniform(key, gate_GS.shape) < gate_GS / max(threshold, 1e-9)
@@ -156,7 +168,7 @@ def is_second_expert_used(gates_GSK: jax.Array, threshold: float, key: jax.Array
 
 
 def top_two_gates(probs_GSE: jax.Array) -> jax.Array:
-    """Returns gates [G, S, E] that add up to 1, those of all but the two likeliest experts 0."""
+    """Returns gates [G, S, E] that sum to 1, and are 0 except for the two most probable experts."""
     best = jnp.max(probs_GSE, axis=-1, keepdims=True)
     second = jnp.max(jnp.where(probs_GSE < best, probs_GSE, 0.0), axis=-1, keepdims=True)
     gates_GSE = jnp.where(probs_GSE >= second, probs_GSE, 0.0)
@@ -164,7 +176,7 @@ def top_two_gates(probs_GSE: jax.Array) -> jax.Array:
 
 
 def tokens_by_expert_choice(scores_GSE: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the C tokens [G, E, C] of highest score that each expert takes, and their scores."""
+    """Returns the C tokens [G, E, C] with the highest scores for each expert, and their scores."""
     scores_GEC, tokens_GEC = jax.lax.top_k(scores_GSE.swapaxes(1, 2), capacity)
     return tokens_GEC, scores_GEC
 
@@ -173,23 +185,27 @@ def load_balance_loss(
     probs_GSE: jax.Array, first_expert_GS: jax.Array, is_token_GS: jax.Array,
     is_in_row_GS: jax.Array,
 ) -> jax.Array:
-    """Returns E x sum over experts of (share of first choices x mean probability), of the groups.
+    """Returns E x sum over experts of (fraction of first choices x mean probability).
 
-    It is 1 if both are uniform (arXiv:2101.03961, eq. 4). As in Pax, means are over padding too;
-    but not over rows that only fill a batch up, or the loss would depend on their number.
+    It is 1 if both are uniform (arXiv:2101.03961, eq. 4); groups are averaged. As in Pax, means
+    include padding tokens, but not rows that only pad the batch, because the loss would depend on
+    their number.
 
     Args:
-      is_in_row_GS: False in rows that are nothing but padding.
+      probs_GSE: Router probabilities.
+      first_expert_GS: First choice of each token.
+      is_token_GS: False for padding.
+      is_in_row_GS: False in rows that consist of padding.
     """
     num_experts = probs_GSE.shape[-1]
     is_token = is_token_GS[..., None].astype(jnp.float32)
-    num_places_G = jnp.sum(is_in_row_GS.astype(jnp.float32), axis=1)
-    places_G1 = jnp.maximum(num_places_G, 1.0)[:, None]
+    num_positions_G = jnp.sum(is_in_row_GS.astype(jnp.float32), axis=1)
+    positions_G1 = jnp.maximum(num_positions_G, 1.0)[:, None]
     choices_GSE = jax.nn.one_hot(first_expert_GS, num_experts) * is_token
-    share_GE = jnp.sum(choices_GSE, axis=1) / places_G1
-    prob_GE = jnp.sum(probs_GSE * is_token, axis=1) / places_G1
-    of_group_G = jnp.mean(share_GE * prob_GE, axis=1) * num_experts**2
-    return jnp.sum(of_group_G * num_places_G) / jnp.maximum(jnp.sum(num_places_G), 1.0)
+    share_GE = jnp.sum(choices_GSE, axis=1) / positions_G1
+    prob_GE = jnp.sum(probs_GSE * is_token, axis=1) / positions_G1
+    loss_G = jnp.mean(share_GE * prob_GE, axis=1) * num_experts**2
+    return jnp.sum(loss_G * num_positions_G) / jnp.maximum(jnp.sum(num_positions_G), 1.0)
 
 
 def router_z_loss(logits_GSE: jax.Array, is_token_GS: jax.Array) -> jax.Array:
@@ -202,41 +218,44 @@ def router_z_loss(logits_GSE: jax.Array, is_token_GS: jax.Array) -> jax.Array:
 def expert_choices(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int
 ) -> jax.Array:
-    """Returns each expert's number of choices, float32 [E], before any is dropped."""
+    """Returns the number of choices of each expert, float32 [E], before any is dropped."""
     one_hot = jax.nn.one_hot(experts_GSK, num_experts) * is_routed_GSK[..., None]
     return jnp.sum(one_hot, axis=(0, 1, 2))
 
 
 def expert_load(choices_E: jax.Array) -> jax.Array:
-    """Returns each expert's number of choices relative to the mean, [E]."""
+    """Returns the number of choices of each expert relative to the mean, [E]."""
     return choices_E * choices_E.size / jnp.maximum(jnp.sum(choices_E), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class BiasUpdate:
-    """The balance of experts without a loss (arXiv:2408.15664; DeepSeek-V3 has a rate of 0.001).
+    """Balances experts without a loss (arXiv:2408.15664; DeepSeek-V3 uses a rate of 0.001).
 
-    A step moves the correction of the scores that an expert is chosen by, by `rate`: up if the
-    expert had fewer choices than the mean of the step's batch, down if more.
+    A step changes the correction of an expert's scores by `rate`: up if the expert had fewer
+    choices in the step's batch than the mean, down if it had more.
+
+    Attributes:
+      rate: Size of the change.
     """
 
     rate: float
 
     def __call__(self, correction_E: jax.Array, choices_E: jax.Array) -> jax.Array:
         """Returns the correction after a step; both arguments are [..., E]."""
-        # In whole numbers: a mean would be rounded, and equal loads move by its error's sign.
+        # In integers: the mean would be rounded, and equal loads would follow the rounding error.
         more = jnp.sum(choices_E, -1, keepdims=True) - choices_E * choices_E.shape[-1]
         return correction_E + self.rate * jnp.sign(more).astype(correction_E.dtype)
 
 
 def sentence_means(inputs_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Returns at each token the mean of its segment, [B, T, D]; 0 at tokens of segment 0.
+    """Returns for each token the mean of its segment, [B, T, D]; 0 for segment 0.
 
-    arXiv:2110.03742, section 3.1; segment ids are at most T.
+    arXiv:2110.03742, section 3.1; segment ids must be at most T.
     """
 
     def of_row(x_TD: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
-        num_segments = x_TD.shape[0] + 1  # Of T segments of one token each the last is T.
+        num_segments = x_TD.shape[0] + 1  # Ids are at most T, with one token per segment.
         total = jax.ops.segment_sum(x_TD, segment_ids_T, num_segments=num_segments)
         count = jnp.bincount(segment_ids_T, length=num_segments)[:, None]
         mean = total / jnp.maximum(count, 1).astype(total.dtype)

@@ -1,6 +1,6 @@
-"""Which values of the forward pass are saved for the backward pass, and in which memory.
+"""Remat policies: which activations are saved for the backward pass, and in which memory.
 
-A policy is one of Pax's names, or maps names of activations to where each is saved.
+A policy is one of Pax's names, or a mapping from checkpoint names to where each is saved.
 """
 
 import contextlib
@@ -10,14 +10,14 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
-from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
 from praxis_lite.layers.base.activation_names import named, offloaded
 
 __all__ = ("CHECKPOINT_POLICIES",)
 
 _POLICIES = jax.checkpoint_policies
 
-# Activations are named where they are computed, by `activation_names.named`.
+# The checkpoint names are assigned where activations are computed, by `activation_names.named`.
 _QKV = ("combined_qkv_proj", "query_proj", "value_proj", "key_proj")
 SAVED_NAMES: dict[str, tuple[str, ...]] = {
     "save_qkv_out_proj": ("combined_qkv_proj", "out_proj"),
@@ -47,16 +47,16 @@ CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
 }
 
 
-# Where an activation goes: saved on the device; offloaded to host memory, with copies while the
-# device computes; or recomputed, as all that a policy does not name. The words are MaxText's.
-KEPT, OFFLOADED, _ = PLACES = ("device", "offload", "remat")
+# What happens to an activation: it is saved on the device; offloaded to host memory, with copies
+# that overlap computation; or recomputed, like all that a policy does not mention. As in MaxText.
+SAVED, OFFLOADED, _ = PLACES = ("device", "offload", "remat")
 
-# A name in CHECKPOINT_POLICIES; or places by the names of activations.
+# A name in CHECKPOINT_POLICIES, or an element of PLACES by checkpoint name.
 CheckpointPolicy = str | Mapping[str, str]
-# The same, hashable, as an attribute of a module.
+# The same in a hashable form, for an attribute of a module.
 CheckedPolicy = str | tuple[tuple[str, str], ...]
 
-# The input of a recomputed region: of a layer of a Repeat, of a stage's tick.
+# Checkpoint name of the input of a rematerialized region: a layer of a Repeat, or a stage's tick.
 ITERATION_INPUT = "iteration_input"
 
 
@@ -65,16 +65,18 @@ def remat(
     step: Callable[..., Any], checkpoint_policy: CheckedPolicy, layer: object, *,
     is_scanned: bool,
 ) -> Iterator[Callable[..., Any]]:
-    """Yields `step` with `jax.checkpoint`: the backward pass recomputes what is not saved.
+    """Yields `step` wrapped in `jax.checkpoint`, which recomputes what the policy does not save.
 
     Args:
-      step: a function of x and more; x gets the name "iteration_input".
-      layer: has the policy; for messages.
-      is_scanned: whether it is the body of a scan of several steps, where XLA cannot merge forward
-        pass and recomputation. Elsewhere `prevent_cse` prevents that, at the cost of fusions.
+      step: Function of x and other arguments; x gets the checkpoint name "iteration_input".
+      checkpoint_policy: Result of `checked_policy`.
+      layer: The layer with the policy, for messages.
+      is_scanned: Whether `step` is the body of a scan of several steps, where XLA cannot merge the
+        forward pass with the recomputation. Elsewhere `prevent_cse` prevents that, at the cost of
+        fusions.
 
     Raises:
-      ConfigError: on exit, if the policy names an activation that no call of the step had.
+      ConfigError: On exit, if the policy contains a name that no activation of the step has.
     """
     if checkpoint_policy == "save_everything":
         yield step
@@ -83,27 +85,27 @@ def remat(
     places = {} if isinstance(checkpoint_policy, str) else dict(checkpoint_policy)
     to_host = {name for name, place in places.items() if place == OFFLOADED}
 
-    def computed(x: Any, *more: Any) -> Any:
+    def step_with_offloading(x: Any, *more: Any) -> Any:
         with offloaded(to_host):
             return step(named(x, ITERATION_INPUT), *more)
 
-    again = jax.checkpoint(
-        computed, policy=_policy(checkpoint_policy), prevent_cse=not is_scanned
+    rematted = jax.checkpoint(
+        step_with_offloading, policy=_policy(checkpoint_policy), prevent_cse=not is_scanned
     )
     if isinstance(checkpoint_policy, str):
-        yield again
+        yield rematted
         return
 
-    def noted(*args: Any) -> Any:
-        names.update(_names(computed, args))
-        return again(*args)
+    def step_with_names(*args: Any) -> Any:
+        names.update(_names(step_with_offloading, args))
+        return rematted(*args)
 
-    yield noted
+    yield step_with_names
     for name in places:
         if names and name not in names:
             raise ConfigError(
-                f"{_setting(layer)} names the activation {name!r}, which its layers do not have; "
-                f"expected some of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
+                f"{_setting(layer)} contains the activation {name!r}, which its layers do not "
+                f"have; expected one of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
             )
 
 
@@ -111,7 +113,7 @@ def checked_policy(checkpoint_policy: CheckpointPolicy, layer: object) -> Checke
     """Returns a policy in the form that `remat` takes.
 
     Raises:
-      ConfigError: there is no such policy, or no such place; names the layer's class.
+      ConfigError: The policy, or an element of PLACES, is unknown.
     """
     setting = _setting(layer)
     if not isinstance(checkpoint_policy, Mapping):
@@ -134,14 +136,14 @@ def _policy(checkpoint_policy: CheckedPolicy) -> Callable[..., Any]:
         for place in PLACES
     }
     return _POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=names[KEPT], names_which_can_be_offloaded=names[OFFLOADED],
+        names_which_can_be_saved=names[SAVED], names_which_can_be_offloaded=names[OFFLOADED],
         offload_src="device", offload_dst="pinned_host",
     )
 
 
 def _names(step: Callable[..., Any], args: tuple) -> Iterator[str]:
-    """Yields the names of activations in a step."""
-    for eqn in with_inner(opened(jax.make_jaxpr(step)(*args)).eqns):
+    """Yields the checkpoint names of activations in a step."""
+    for eqn in all_eqns(open_jaxpr(jax.make_jaxpr(step)(*args)).eqns):
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
         elif eqn.primitive.name == "call_hi_primitive":  # With jax_remat3.

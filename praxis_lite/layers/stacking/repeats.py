@@ -1,4 +1,4 @@
-"""Stacks of blocks: scanned, so that one block is compiled for any depth, or in a row."""
+"""Repeat and StackedTransformer: stacks of blocks, scanned or called one by one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.models.layers_apart import fetched, layers_of
+from praxis_lite.core.models.stacked_weights import unstacked_layers, weights_to_device
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base.activation_names import named
@@ -29,31 +29,35 @@ from praxis_lite.layers.stacking.remat_policies import (
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.stochastics import Dropout
 
-# Called with `rngs`; returns a layer (x, key=, cache=, **inputs) -> (x, cache).
+# Called with `rngs`, returns a layer (x, key=, cache=, **inputs) -> (x, cache).
 Block = Callable[..., Any]
 
 
 class Repeat(BaseLayer):
-    """Applies `num_layers` blocks, each with weights of its own, in sequence.
+    """Applies `num_layers` blocks with separate weights in sequence.
+
+    By default the blocks are scanned, so that only one block is compiled, whatever the depth.
 
     Args:
-      block: called with `rngs`, returns a layer that maps (x, key=, cache=, **inputs) to
-        (x, cache); `inputs` (positions, paddings, ...) are the same for every block. A
-        StackedTransformer as block repeats a pattern of several layers.
-      num_layers: number of blocks.
-      unroll: compile every block separately instead of scanning one; the weights are not stacked.
-      checkpoint_policy: a name in CHECKPOINT_POLICIES; or places by names of activations, such as
-        {"context": "device", "query_proj": "offload"}: saved on the device or in host memory. All
-        other activations are recomputed.
-      stack_split: how the stacked dim of the weights splits.
-      offload_weights: store the blocks' matrices in host memory. Each is copied to the device while
-        the previous block computes, and again in the backward pass. Gradients are on the device,
-        slots where `Learner.host_slots` puts them. Decoding has all weights on the device.
+      block: Called with `rngs`, returns a layer that maps (x, key=, cache=, **inputs) to
+        (x, cache). The `inputs` (positions, paddings, ...) are the same for every block. With a
+        StackedTransformer as block, a pattern of several layers is repeated.
+      num_layers: Number of blocks.
+      unroll: Whether to compile every block separately instead of scanning one; weights are then
+        not stacked.
+      checkpoint_policy: A name in CHECKPOINT_POLICIES; or a mapping from checkpoint names to
+        memories, such as {"context": "device", "query_proj": "offload"}. All other activations are
+        recomputed.
+      stack_split: Split of the stacked dim of the weights.
+      offload_weights: Whether to store the blocks' matrices in host memory. Each is copied to the
+        device while the previous block computes, and again in the backward pass. Gradients are on
+        the device, and slots where `Learner.host_slots` puts them. Decoding copies all weights to
+        the device.
 
     Raises:
-      ConfigError: num_layers is not positive, or there is no such policy or place; offload_weights
-        without a scan, or with a policy that saves all weights on the device; in a call, the layers
-        have no activation of a name.
+      ConfigError: num_layers is not positive, or a policy is unknown; offload_weights is set
+        without a scan, or with a policy that saves all weights on the device; when called, the
+        layers have no activation of a given name.
     """
 
     cache_skips_padding = True
@@ -81,7 +85,7 @@ class Repeat(BaseLayer):
             require(
                 policy != "save_everything", f"{name}.checkpoint_policy", policy,
                 "another policy with offload_weights, such as 'save_nothing'",
-                "With this one the device keeps all weights for the backward pass.",
+                "It would keep all weights on the device for the backward pass.",
             )
         keys = jax.random.split(rngs.params(), num_layers)
         if unroll:
@@ -96,24 +100,24 @@ class Repeat(BaseLayer):
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the blocks' caches, stacked on a leading dim; a list for unstacked weights."""
-        if (blocks := self._blocks_apart()) is not None:
+        if (blocks := self._unstacked_blocks()) is not None:
             return [block.init_cache(*args, **kwargs) for block in blocks]
         return jax.tree.map(
             lambda x: jnp.broadcast_to(x, (self.num_layers, *x.shape)),
             one_of_stack(self.blocks).init_cache(*args, **kwargs),
         )
 
-    def _blocks_apart(self) -> Sequence[Any] | None:
+    def _unstacked_blocks(self) -> Sequence[Any] | None:
         """Returns the blocks if their weights are not stacked, otherwise None."""
         if self.unroll:
             return self.blocks
-        return layers_of(self.blocks, self.num_layers)
+        return unstacked_layers(self.blocks, self.num_layers)
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
         keys = None if key is None else jax.random.split(key, self.num_layers)
-        blocks = self._blocks_apart()
+        blocks = self._unstacked_blocks()
         is_scanned = blocks is None and self.num_layers > 1
         step = _step(inputs, is_scanned, self.offload_weights)
         with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
@@ -125,28 +129,29 @@ class Repeat(BaseLayer):
             for i, block in enumerate(blocks):
                 key = None if keys is None else keys[i]
                 layer = block, key, None if cache is None else cache[i]
-                x, layer_cache = _applied(self, step, x, layer)
+                x, layer_cache = _apply_block(self, step, x, layer)
                 caches.append(layer_cache)
         return x, None if cache is None else caches
 
 
 class StackedTransformer(BaseLayer):
-    """Applies `num_layers` blocks in a row, `x_layers_0`, `x_layers_1`, ...: x -> (x, cache).
+    """Applies `num_layers` blocks in sequence, `x_layers_0`, `x_layers_1`, ...: x -> (x, cache).
 
-    It is called like a block, so that a Repeat or a Pipeline can repeat it.
+    It has the arguments of a block, so that a Repeat or a Pipeline can repeat it.
 
     Args:
-      block: see Repeat; or several, a pattern that is repeated along the depth (window, global,
-        window, global, ...). In Pax's list of templates each one is repeated in place instead.
-      num_layers: number of blocks; a multiple of the pattern's length.
-      residual_droppath_prob: p of stochastic depth (arXiv:1603.09382): block i drops with the
+      block: See Repeat; or several, a pattern that is repeated along the depth (window, global,
+        window, global, ...). In Pax, each template of a list is repeated in place instead.
+      num_layers: Number of blocks; a multiple of the pattern's length.
+      residual_droppath_prob: p for stochastic depth (arXiv:1603.09382): block i is dropped with
         probability p i / num_layers.
-      input_dropout_prob: dropout of x before the first block.
-      remat: recompute each block in the backward pass, except what `checkpoint_policy` saves.
-      checkpoint_policy: as of Repeat.
+      input_dropout_prob: Dropout probability of x before the first block.
+      remat: Whether to recompute each block in the backward pass, except what `checkpoint_policy`
+        saves.
+      checkpoint_policy: See Repeat.
 
     Raises:
-      ConfigError: the pattern does not divide num_layers, or a setting is out of range.
+      ConfigError: The pattern does not divide num_layers, or a setting is out of range.
     """
 
     cache_skips_padding = True
@@ -178,7 +183,7 @@ class StackedTransformer(BaseLayer):
         self.checkpoint_policy = policy if remat else "save_everything"
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks' caches by their names."""
+        """Returns the blocks' caches by name."""
         return {
             name: getattr(self, name).init_cache(*args, **kwargs) for name in self.layer_names
         }
@@ -192,8 +197,8 @@ class StackedTransformer(BaseLayer):
             for name, layer_key in zip(self.layer_names, keys, strict=True):
                 layer_cache = None if cache is None else cache[name]
                 layer = (getattr(self, name), layer_key, layer_cache)
-                x, caches[name] = _applied(self, step, x, layer)
-                # Named here too, outside of the recomputed region, for a Repeat around this.
+                x, caches[name] = _apply_block(self, step, x, layer)
+                # Also named here, outside the rematerialized region, for an enclosing Repeat.
                 x = named(x, "transformer_layer_out")
         return x, None if cache is None else caches
 
@@ -203,34 +208,38 @@ Step = Callable[[jax.Array, tuple], tuple[jax.Array, tuple]]
 
 
 @jax.custom_vjp
-def _of_this_turn(block: Any) -> Any:
+def _prevent_hoisting(block: Any) -> Any:
     """Prevents XLA from casting the weights of all layers before the loop over layers.
 
-    On TPU that costs 1 to 3 % of a step's time, and saves a tenth of the memory in some models
-    (benchmarks/README.md, "Pods"). Not tried on GPU.
+    On TPU, casting inside the loop costs 1 to 3 % of a step's time, and saves a tenth of the memory
+    in some models (benchmarks/README.md, "Pods"). Not tested on GPU.
     """
     return jax.lax.optimization_barrier(block)
 
 
-_of_this_turn.defvjp(lambda block: (_of_this_turn(block), None), lambda _, grads: (grads,))
+_prevent_hoisting.defvjp(
+    lambda block: (_prevent_hoisting(block), None), lambda _, grads: (grads,)
+)
 
 
 def _step(inputs: dict[str, Any], is_scanned: bool = False, offload_weights: bool = False) -> Step:
-    in_turns = is_scanned and compiled_platform() == "tpu"
+    casts_in_loop = is_scanned and compiled_platform() == "tpu"
 
     def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
         block, key, cache = layer
         if offload_weights:
-            block = fetched(block)
-        if in_turns:
-            block = _of_this_turn(block)
+            block = weights_to_device(block)
+        if casts_in_loop:
+            block = _prevent_hoisting(block)
         x, cache = block(x, key=key, cache=cache, **inputs)
         return named(x, "transformer_layer_out"), (cache, assigned_values(block))
 
     return step
 
 
-def _applied(parent: BaseLayer, step: Step, x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
+def _apply_block(
+    parent: BaseLayer, step: Step, x: jax.Array, layer: tuple
+) -> tuple[jax.Array, Any]:
     """Applies a block of `parent`, assigns its variables, and returns x and the cache."""
     block = layer[0]
     with scope_of(parent, block):
@@ -240,14 +249,14 @@ def _applied(parent: BaseLayer, step: Step, x: jax.Array, layer: tuple) -> tuple
 
 
 def num_repeats(layer: object, pattern: Sequence[Block], num_layers: int) -> int:
-    """Returns how often `num_layers` repeat a pattern of blocks.
+    """Returns how often a pattern of blocks is repeated in `num_layers`.
 
     Raises:
-      ConfigError: num_layers is not a multiple of the pattern; names the layer's class.
+      ConfigError: num_layers is not a multiple of the pattern's length.
     """
     if not pattern or num_layers % len(pattern):
         raise ConfigError(
             f"{type(layer).__name__}.num_layers is {num_layers}, but the pattern has "
-            f"{len(pattern)} blocks. Make num_layers a multiple of them, or change the pattern."
+            f"{len(pattern)} blocks. Make num_layers a multiple of that, or change the pattern."
         )
     return num_layers // len(pattern)

@@ -11,31 +11,36 @@ from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 
-# Where the norm of a residual branch `x + f(x)` is: f(norm(x)); norm(f(x)); norm(f(norm(x))), two
-# norms; norm(x + f(x)).
+# Position of the norm in a residual branch `x + f(x)`: f(norm(x)); norm(f(x)); norm(f(norm(x))),
+# with two norms; norm(x + f(x)).
 NORM_POLICIES = ("pre", "post", "primer_hybrid", "post_skip")
 
 
 def check_norm_policy(norm_policy: str, layer: object) -> None:
-    """Raises ConfigError if there is no policy of that name; names the layer's class."""
+    """Raises ConfigError if a norm policy is unknown."""
     require_choice(f"{type(layer).__name__}.norm_policy", norm_policy, NORM_POLICIES)
 
 
 class ResidualBranch(BaseLayer):
-    """A layer that adds a branch to its inputs, or returns only the branch: `_with_branch`.
+    """Base class of layers that add a branch to their inputs, or return only the branch.
+
+    Subclasses call `_with_branch`.
 
     Args:
-      ln_tpl: the norm, called with (dims, rngs=).
-      norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after) or "post_skip"
-        (after the skip connection).
-      add_skip_connection: add the inputs.
-      residual_weight: factor of what is added to the inputs; as in Pax, it has no effect if
-        residual_droppath_prob is set.
-      residual_dropout_prob: of what is added.
-      residual_droppath_prob: share of the rows that skip the branch (stochastic depth).
+      input_dims: Size of the inputs.
+      output_dims: Size of the outputs.
+      norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after the branch) or
+        "post_skip" (after the skip connection).
+      ln_tpl: The norm, called with (dims, rngs=).
+      add_skip_connection: Whether to add the inputs.
+      residual_weight: Factor of the branch; as in Pax, it has no effect if residual_droppath_prob
+        is set.
+      residual_dropout_prob: Dropout probability of the branch.
+      residual_droppath_prob: Fraction of rows that skip the branch (stochastic depth).
 
     Raises:
-      ConfigError: no policy of that name, or residual_droppath_prob without a skip connection.
+      ConfigError: The norm policy is unknown, or residual_droppath_prob is set without a skip
+        connection.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class ResidualBranch(BaseLayer):
         require(
             add_skip_connection or not residual_droppath_prob,
             f"{type(self).__name__}.residual_droppath_prob", residual_droppath_prob,
-            "0.0 with add_skip_connection=False, which adds nothing that could be dropped",
+            "0.0 with add_skip_connection=False, because only added branches can be dropped",
         )
         has_two, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
         dims = output_dims if is_outer else input_dims
@@ -73,7 +78,7 @@ class ResidualBranch(BaseLayer):
         self, inputs: jax.Array, branch: Callable[[jax.Array], jax.Array],
         dropout_key: jax.Array | None, droppath_key: jax.Array | None, key: jax.Array | None,
     ) -> jax.Array:
-        """Returns inputs and branch joined; a `key` means a training pass, for norms."""
+        """Returns inputs plus branch; `key` is given only in training, for norms."""
 
         def join(inputs: jax.Array, outputs: jax.Array) -> jax.Array:
             outputs = self.residual_dropout(outputs, dropout_key)
@@ -93,8 +98,12 @@ def normed_branch(
     """Returns `join(inputs, branch(inputs))` with the norms of a policy.
 
     Args:
-      norms: the single norm; those of primer_hybrid before and after the branch.
-      key: given in a training pass, for norms with batch statistics.
+      norm_policy: A name in NORM_POLICIES.
+      norms: The single norm, and those of primer_hybrid before and after the branch.
+      inputs: Inputs of the branch.
+      branch: Function of the (normalized) inputs.
+      join: Function of inputs and the branch's outputs.
+      key: Given only in training, for norms with batch statistics.
     """
     norm, norm_before, norm_after = norms
     before = {"pre": norm, "primer_hybrid": norm_before}.get(norm_policy)
@@ -105,5 +114,5 @@ def normed_branch(
 
 
 def split_keys(key: jax.Array | None, num: int) -> Any:
-    """Returns `num` keys of a training pass, or `num` times None if `key` is None."""
+    """Returns `num` keys, or `num` times None if `key` is None."""
     return (None,) * num if key is None else jax.random.split(key, num)

@@ -1,8 +1,8 @@
-"""Tensor parallelism with explicit collectives: a layer's setting `tensor_parallel`.
+"""Tensor parallelism with explicit collectives, enabled by a layer's setting `tensor_parallel`.
 
-Layer and weights are the same. Each device runs the layer with its part of the heads or hidden dims
-on the tokens that it receives; the outputs are summed over the mesh axis that splits these dims.
-The compiler alone would gather and sum everything at once, without overlapping computation.
+The layer and its weights do not change. Each device runs the layer with its shard of the heads or
+hidden dims on the tokens that it receives. Outputs are summed over the mesh axis that splits these
+dims. The compiler alone would gather and sum everything at once, without overlapping computation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.collectives.vmapped_axes import axes_by_hand
+from praxis_lite.core.collectives.vmapped_axes import manual_axes_for
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import padded_shape
@@ -29,16 +29,16 @@ from praxis_lite.layers.stacking.collective_matmul import gather_and_scatter, ri
 
 
 class ShardedLayer(NamedTuple):
-    """An attention or feed-forward layer that runs with explicit collectives.
+    """An attention or feed-forward layer to run with explicit collectives.
 
     Attributes:
-      layer: has the setting `tensor_parallel`.
+      layer: A layer with the setting `tensor_parallel`.
       function: (layer with one device's weights, inputs [B, T, D], rows) -> outputs [B, T, D].
-      split: of inputs and outputs.
-      reads_sequences: whether a token's outputs depend on other tokens of its row.
-      output: the attribute of the layer's last projection, such as "post"; its bias is added once.
+      split: Split of inputs and outputs.
+      reads_sequences: Whether a token's outputs depend on other tokens of its row.
+      output: Attribute of the layer's last projection, such as "post", whose bias is added once.
       prepared: (path, weight, dim of the features, number of devices) -> the weight to split. None:
-        the weight, padded with zeros until it divides.
+        the weight, padded with zeros until the devices divide it.
     """
 
     layer: nnx.Module
@@ -58,7 +58,7 @@ class ShardedLayer(NamedTuple):
 
     @property
     def num_row_dims(self) -> int:
-        """Number of leading dims that rows share with the inputs: [B], or [B, T]."""
+        """Number of leading dims that rows share with the inputs: 1 for [B], 2 for [B, T]."""
         return 1 if self.reads_sequences else 2
 
 
@@ -66,10 +66,10 @@ class WeightShard(NamedTuple):
     """A weight as an argument of the `jax.shard_map`.
 
     Attributes:
-      path: in the layer.
-      array: in the compute dtype, padded until the devices divide it.
-      spec: how the devices split it.
-      shape: without padding, except that of the features.
+      path: Path in the layer.
+      array: Array in the compute dtype, padded until the devices divide it.
+      spec: Its spec.
+      shape: Its shape without padding, except that of the features.
     """
 
     path: tuple
@@ -78,9 +78,9 @@ class WeightShard(NamedTuple):
     shape: tuple[int, ...]
 
     def of_device(self, block: jax.Array, half: ShardedLayer, axis: str) -> jax.Array:
-        """Gathers a device's block of the weight, except along the features."""
+        """Gathers a device's block of the weight along all dims except the features."""
         keeps_features = half.how != "weights"
-        # Along the axis first: the last and largest gather then is of another dim.
+        # Gather along the axis first: the last gather, which is the largest, is along another dim.
         dims = sorted(range(len(self.spec)), key=lambda dim: axis not in axes_of(self.spec[dim]))
         for dim in dims:
             axes = axes_of(self.spec[dim])
@@ -98,11 +98,12 @@ def shard_weights(
     """Returns a layer's weights, and a function from a device's blocks of them to its layer.
 
     Args:
-      axis: the mesh axis that splits the features.
-      dtype: of the products.
+      half: The layer.
+      axis: Mesh axis that splits the features.
+      dtype: Dtype of the products.
 
     Raises:
-      ConfigError: a weight's split does not fit `half.how`; names the weight.
+      ConfigError: The split of a weight does not fit `half.how`. The message names the weight.
     """
     graphdef, state = nnx.compat.split(half.layer)
     leaves = list(nnx.to_flat_state(state))
@@ -130,12 +131,12 @@ def _part(
         require(
             axes_of(spec[dim]) == (axis,),
             f"The split of dim {dim} of {'/'.join(map(str, path))}", spec[dim],
-            f"{axis!r} alone, for {half.name} is {half.how!r}",
+            f"only {axis!r}, because {half.name} is {half.how!r}",
             "Split another dim over the other axes, or set tensor_parallel='weights'.",
         )
         if half.prepared is not None:
             array = half.prepared(path, array, dim, mesh.shape[axis])
-    # Not a bias: its gradient, a sum over tokens, is summed in the bias's dtype.
+    # Not for biases: their gradients, sums over tokens, must be summed in the bias's dtype.
     if array.ndim > 1 and path[-1] != "b":
         array = array.astype(dtype)
     return WeightShard(path, pad_to_split(array, spec), spec, array.shape)
@@ -145,7 +146,7 @@ def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
     """Checks that the layer's outputs are a sum over parts of the features.
 
     Raises:
-      ConfigError: a weight of the output projection is neither split by features nor a bias.
+      ConfigError: A weight of the output projection is neither split by features nor a bias.
     """
     if half.how == "weights" or path[0] != half.output:
         return
@@ -155,56 +156,56 @@ def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
         for _, node in nnx.compat.iter_graph(output)
     )
     why = "its product has a scale, of rounding or of DoRA, for all features" if is_scaled else (
-        "the outputs are to be a sum over features, and a bias"
+        "the outputs must be a sum over features, plus a bias"
     )
     require(
         not is_scaled and (dim is not None or path[-1] in ("b", "lora_b")), half.name, half.how,
-        f"None or 'weights' with the weight {'/'.join(map(str, path))} as it is: {why}",
+        f"None or 'weights' for the weight {'/'.join(map(str, path))}, because {why}",
     )
 
 
 def excluded_axes() -> tuple[str, ...]:
-    """Returns the mesh axes that are manual already, and those with a single device."""
+    """Returns the mesh axes that are already manual, and those with one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return (*mesh.manual_axes, *(axis for axis, size in mesh.shape.items() if size == 1))
 
 
 def pad_to_split(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Pads x with zeros until its split dims divide."""
+    """Pads x with zeros until the mesh axes divide its dims."""
     return pad_to_shape(x, padded_shape(x.shape, spec, jax.sharding.get_abstract_mesh().shape))
 
 
 def pad_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Pads x with zeros at the end of its dims."""
+    """Pads the dims of x at their ends with zeros."""
     missing = [(0, new - old) for new, old in zip(shape, x.shape, strict=True)]
     return jnp.pad(x, missing) if any(map(any, missing)) else x
 
 
-# What moves along the axis, by the name of the setting.
+# By value of the setting: what is communicated along the axis.
 TENSOR_PARALLEL = {
-    "gather": "tokens: all of a group are gathered, and the outputs' sums scattered",
-    "ring": "tokens, a piece at a time, while the device computes on the one before",
-    "two_way_ring": "as ring, half of each piece each way round",
-    "weights": "the weights: they are gathered, and a device keeps its tokens",
+    "gather": "tokens: all tokens are gathered, and the sums of outputs scattered",
+    "ring": "tokens, one shard at a time, while the device computes on the previous one",
+    "two_way_ring": "as ring, with half of each shard in each direction",
+    "weights": "weights: they are gathered, and tokens stay on their device",
 }
 
 
 def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[str, bool]) -> None:
-    """Checks the setting `tensor_parallel` of a layer, as `check_way`, with its errors."""
+    """Checks the setting `tensor_parallel` of a layer; see `check_way`."""
     check_way(layer, "tensor_parallel", setting, TENSOR_PARALLEL, unable, "the layer")
 
 
 def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
     """Returns the mesh axis of a layer's tensor parallelism with explicit collectives, or None.
 
-    None without a mesh, if the axis has one device, and inside a `jax.shard_map` over the axis.
+    None without a mesh, if the axis has one device, or if it is already manual.
 
     Args:
-      layer: has the setting `tensor_parallel`.
-      features_split: the split of heads or hidden dims.
+      layer: A layer with the setting `tensor_parallel`.
+      features_split: Split of heads or hidden dims.
 
     Raises:
-      ConfigError: the features are not split over exactly one axis.
+      ConfigError: The features are not split over exactly one axis.
     """
     setting, mesh = layer.tensor_parallel, jax.sharding.get_abstract_mesh()
     if setting is None or mesh.empty:
@@ -213,7 +214,7 @@ def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
     require(
         len(axes) == 1, f"The split of heads or hidden dims of {type(layer).__name__}",
         features_split, f"one mesh axis with tensor_parallel={setting!r}",
-        "Name one in weight_split_dims_mapping, or set tensor_parallel=None.",
+        "Set one in weight_split_dims_mapping, or set tensor_parallel=None.",
     )
     return None if mesh.shape[axes[0]] == 1 or axes[0] in mesh.manual_axes else axes[0]
 
@@ -223,19 +224,19 @@ def run_tensor_parallel(
 ) -> jax.Array:
     """Returns `half.function(layer, x, rows)`, [B, T, D], with explicit collectives over `axis`.
 
-    All axes that split x or a weight become manual: a weight that other axes split too (fully
+    All axes that split x or a weight become manual. A weight that other axes split as well (fully
     sharded data parallelism) is cast to the dtype of x and gathered, and its gradient is
-    reduce-scattered. Gradients of weights are added over pieces in the dtype of x. Rows, tokens,
-    heads and hidden dims are padded with zeros until they divide.
+    reduce-scattered. Gradients of weights are summed over shards of tokens in the dtype of x. Rows,
+    tokens, heads and hidden dims are padded with zeros until the devices divide them.
 
     Args:
-      half: the layer, and what it is called with.
-      axis: the result of `tensor_parallel_axis`.
-      x: [B, T, D].
-      rows: by name [B or 1, ...], or [B, T] of a layer that does not read sequences; or None.
+      half: The layer and its function.
+      axis: Result of `tensor_parallel_axis`.
+      x: Inputs [B, T, D].
+      rows: Arrays by name, [B or 1, ...]; [B, T] for layers that do not read sequences; or None.
 
     Raises:
-      ConfigError: the split of x or of a weight does not fit the setting.
+      ConfigError: The split of x or of a weight does not fit the setting.
     """
     mesh = jax.sharding.get_abstract_mesh()
     how, (B, T, _) = half.how, x.shape
@@ -243,7 +244,7 @@ def run_tensor_parallel(
     dim = _dim_of_tokens(half, axis, spec)
     spec = without_axes(spec, excluded_axes())
     weights, layer_of = shard_weights(half, axis, x.dtype)
-    # A device has the rows of all devices along the axis, unless it keeps its tokens.
+    # A device has the rows of all devices along the axis, unless tokens stay on their device.
     rows_spec = (spec if how == "weights" else without_axes(spec, (axis,)))[:half.num_row_dims]
     x = pad_to_split(x, spec)
     rows = {name: row for name, row in rows.items() if row is not None}
@@ -280,40 +281,40 @@ def run_tensor_parallel(
     weight_specs = [weight.spec for weight in weights]
     axes = {axis, *(item for p in (spec, *weight_specs) for entry in p for item in axes_of(entry))}
     is_inside = bool(mesh.manual_axes)
-    # JAX (0.10 to 0.12) cannot lower a nested shard_map with residuals: recompute inside and
-    # around.
-    computed_again = jax.checkpoint if is_inside else lambda function: function
+    # JAX (0.10 to 0.12) cannot lower a nested shard_map with residuals, so both the inner and the
+    # outer function are rematerialized.
+    rematerialize = jax.checkpoint if is_inside else lambda function: function
     mapped = jax.shard_map(
-        computed_again(on_a_device),
-        in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=axes_by_hand(axes),
-        # Required inside a shard_map that checks; elsewhere Pallas kernels lack the types.
+        rematerialize(on_a_device),
+        in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=manual_axes_for(axes),
+        # Required inside a shard_map that checks; elsewhere off, as Pallas kernels lack the types.
         check_vma=is_inside,
     )
-    return computed_again(mapped)([weight.array for weight in weights], x, rows)[:B, :T]
+    return rematerialize(mapped)([weight.array for weight in weights], x, rows)[:B, :T]
 
 
 def _dim_of_tokens(half: ShardedLayer, axis: str, spec: PartitionSpec) -> int | None:
-    """Returns the dim of x that the axis splits, rows (0) or time (1), or None."""
+    """Returns the dim of x that the axis splits: rows (0), time (1), or None."""
     how, name = half.how, half.name
     dims = [dim for dim, entry in enumerate(spec) if axis in axes_of(entry)]
     dim = dims[0] if dims else None
-    message = f"inputs and outputs that split as {tuple(spec)}"
+    message = f"inputs and outputs split as {tuple(spec)}"
     require(
         how == "gather" or dim is not None, name, how,
-        f"'gather' for {message}, of which {axis!r} splits nothing",
-        f"Or split their rows over {axis!r} too: residual_batch in a preset.",
+        f"'gather' for {message}, because {axis!r} splits none of their dims",
+        f"Or also split their rows over {axis!r}: residual_batch in a preset.",
     )
     others = [entry for entry in spec[1:2] if set(axes_of(entry)) - {axis}]
-    is_right = dim in (None, 0) or (dim == 1 and (how == "gather" or not half.reads_sequences))
+    is_valid = dim in (None, 0) or (dim == 1 and (how == "gather" or not half.reads_sequences))
     require(
-        is_right and not (half.reads_sequences and others) and spec[2] is None, name, how,
-        f"None for {message}: time is to be whole here" if half.reads_sequences else
-        f"None for {message}: {axis!r} is to split rows or time",
-        f"Or split the rows over {axis!r}, not time: residual_batch in a preset.",
+        is_valid and not (half.reads_sequences and others) and spec[2] is None, name, how,
+        f"None for {message}, because time must not be split" if half.reads_sequences else
+        f"None for {message}, because {axis!r} must split rows or time",
+        f"Or split the rows, not time, over {axis!r}: residual_batch in a preset.",
     )
     require(
         dim is None or axes_of(spec[dim])[-1] == axis, name, how,
-        f"None for {message}, where {axis!r} is not the last axis of its dim",
-        "Or name it last.",
+        f"None for {message}, because {axis!r} is not the last axis of its dim",
+        "Or make it the last axis.",
     )
     return dim

@@ -1,4 +1,4 @@
 """Transformer blocks, and models that are stacks of them.
 
-Nothing here knows how a stack runs (`stacking`), nor how a whole model splits (`whole_model`).
+How a stack runs is in `stacking`, and how a whole model is split is in `whole_model`.
 """

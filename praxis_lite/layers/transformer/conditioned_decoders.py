@@ -13,12 +13,12 @@ from praxis_lite.layers.base.variables import rebuilt
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedDecoder:
-    """The language model of targets, given a batch of inputs.
+    """The language model of target tokens, conditioned on a batch of inputs.
 
     Attributes:
-      model: a TransformerEncoderDecoder.
-      encoded: [B, S, D], outputs of its encoder.
-      input_paddings: [B, S], 1.0 for padding.
+      model: A TransformerEncoderDecoder.
+      encoded: The outputs [B, S, D] of its encoder.
+      input_paddings: Float [B, S], 1.0 for padding.
     """
 
     model: Any
@@ -26,11 +26,11 @@ class ConditionedDecoder:
     input_paddings: jax.Array | None
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
-        """Returns a cache with the inputs in it, or an empty cache for another `batch_size`."""
+        """Returns a cache that holds the inputs; for another `batch_size`, an empty cache."""
         length = self.encoded.shape[1]
         cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
         if batch_size != self.encoded.shape[0]:
-            return cache  # Only its shapes are needed.
+            return cache  # Only the shapes of such a cache are used.
         # A call with a padding token stores the inputs; the first real token overwrites it.
         nothing = jnp.zeros((batch_size, 1), jnp.int32)
         _, cache = self.model.decode(
@@ -51,7 +51,7 @@ class ConditionedDecoder:
         paddings: jax.Array | None = None,
         cache: Any,
     ) -> tuple[jax.Array, Any]:
-        """Returns float32 logits [B, T, V] and the cache with these targets in it."""
+        """Returns float32 logits [B, T, V] and the cache, updated with these targets."""
         model = rebuilt(self.model)
         x, cache = model.decode(
             ids, target_paddings=paddings, target_segment_pos=positions, cache=cache

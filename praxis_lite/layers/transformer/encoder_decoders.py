@@ -32,26 +32,34 @@ Template = Callable[..., Any]
 
 
 class TransformerEncoderDecoder(BaseLayer):
-    """Returns float32 logits [B, T, V] of targets [B, T] that follow from inputs [B, S].
+    """Maps inputs [B, S] and targets [B, T] to float32 logits [B, T, V].
 
-    Raffel et al. 2020, arXiv:1910.10683, describe the family; numerics are Pax's.
+    The model family is described in Raffel et al. 2020, arXiv:1910.10683. Numerics are Pax's.
 
     Args:
-      vocab_size: V, of inputs and targets.
-      model_dims, hidden_dims, num_heads, dim_per_head: sizes passed to the templates.
-      num_encoder_layers, num_decoder_layers: number of blocks of each stack.
-      fprop_dtype: of the activations; weights stay float32, logits are float32.
-      softmax_tpl: called with (V, D, rngs=) and, where it embeds ids too, fprop_dtype=.
-      encoder_embedding_tpl, decoder_embedding_tpl: embed the inputs and the targets, called as
-        the softmax. None: the decoder's embeds both, and if that is None too, the softmax.
-      position_emb_tpl: of inputs and targets, called with (D, rngs=).
-      encoder_position_emb_tpl, decoder_position_emb_tpl: in place of position_emb_tpl, which must
-        then be None.
-      encoder_layer_tpl, decoder_layer_tpl: a block; or several, a pattern repeated along the
-        depth. The encoder's blocks see all inputs, the decoder's attend to the encoder's outputs.
-      encoder_stacked_transformer_tpl, decoder_stacked_transformer_tpl: called with (block, num
-        blocks, rngs=).
-      encoder_ln_tpl, decoder_ln_tpl: the norm after each stack.
+      vocab_size: V, for both inputs and targets.
+      model_dims: D.
+      hidden_dims: The hidden size of the blocks' feed-forward layers.
+      num_heads: The number of attention heads of each block.
+      dim_per_head: The size of a head; None: the default of the block.
+      num_encoder_layers: The number of blocks of the encoder.
+      num_decoder_layers: The number of blocks of the decoder.
+      fprop_dtype: The dtype of activations; weights and logits are float32.
+      softmax_tpl: Builds the softmax from (V, D, rngs=), with fprop_dtype= if it also embeds ids.
+      encoder_embedding_tpl: Builds the embedding of the inputs, with the softmax's arguments; None:
+        the embedding of the targets is shared.
+      decoder_embedding_tpl: The same for the targets; None: the softmax embeds them.
+      position_emb_tpl: Builds the position embedding of inputs and targets from (D, rngs=).
+      encoder_position_emb_tpl: Builds the position embedding of the inputs; requires
+        position_emb_tpl=None.
+      decoder_position_emb_tpl: The same for the targets.
+      encoder_layer_tpl: Builds a block of the encoder, in which every token sees all inputs; or a
+        sequence of templates, a pattern that repeats along the depth.
+      decoder_layer_tpl: The same for the decoder, whose blocks attend to the encoder's outputs.
+      encoder_stacked_transformer_tpl: Builds the encoder from (block, number of blocks, rngs=).
+      decoder_stacked_transformer_tpl: The same for the decoder.
+      encoder_ln_tpl: Builds the norm after the encoder.
+      decoder_ln_tpl: Builds the norm after the decoder.
     """
 
     cache_skips_padding = True
@@ -129,7 +137,7 @@ class TransformerEncoderDecoder(BaseLayer):
     def __call__(
         self, inputs: jax.Array, targets: jax.Array, **kwargs: Any
     ) -> tuple[jax.Array, None]:
-        """Returns (logits, None), as there is no cache; arguments as `compute_loss`."""
+        """Returns (logits, None), since there is no cache. Takes `compute_loss`'s arguments."""
         return self.softmax(self._activations(inputs, targets, **kwargs)), None
 
     def compute_loss(
@@ -142,18 +150,21 @@ class TransformerEncoderDecoder(BaseLayer):
         key: jax.Array | None = None,
         **kwargs: Any,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels` and its parts, as TransformerLm's.
+        """Returns the loss of predicting `labels` and its parts, as TransformerLm does.
 
         Args:
-          inputs: int [B, S].
-          targets, labels, weights: [B, T]: inputs of the decoder, labels, and weights of the loss.
-          key: enables dropout.
-          kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding; of packed rows
-            input_segment_ids and target_segment_ids, and input_segment_pos and target_segment_pos,
-            by default from 0 in each segment. Targets see the inputs of their segment.
+          inputs: Int [B, S].
+          targets: Int [B, T], the inputs of the decoder.
+          labels: Int [B, T], the expected predictions.
+          weights: Float [B, T], the weight of each label in the loss.
+          key: The source of random numbers for dropout; None: no dropout.
+          kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding. For packed
+            rows, input_segment_ids and target_segment_ids: targets see only the inputs of their
+            segment; and input_segment_pos and target_segment_pos, by default from 0 in each
+            segment.
 
         Raises:
-          ConfigError: only one of inputs and targets has segments.
+          ConfigError: Only one of inputs and targets has segments.
         """
         x = self._activations(inputs, targets, key=key, **kwargs)
         outputs = self.softmax.compute_loss(x, labels, weights, key=key)
@@ -168,7 +179,7 @@ class TransformerEncoderDecoder(BaseLayer):
         input_segment_pos: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the decoder's context: [B, S, D]; arguments as `compute_loss`."""
+        """Returns the decoder's context [B, S, D]. Arguments are those of `compute_loss`."""
         lookups = (self.encoder_embedding_lookup, self.decoder_embedding_lookup, self.softmax)
         x = embed(next(layer for layer in lookups if layer is not None), inputs)
         position_emb = self.position_emb or self.encoder_position_emb
@@ -196,13 +207,13 @@ class TransformerEncoderDecoder(BaseLayer):
         key: jax.Array | None = None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Returns the softmax's inputs, [B, T, D], and the decoder's cache.
+        """Returns the inputs [B, T, D] of the softmax and the decoder's cache.
 
-        With a cache the targets are appended to it at their positions `target_segment_pos`, and
-        only the first call needs `encoded`.
+        If a cache is given, the targets are appended to it at their positions `target_segment_pos`,
+        and only the first call needs `encoded`.
 
         Raises:
-          ConfigError: a cache and segments are given.
+          ConfigError: Both a cache and segments are given.
         """
         require_one_segment(self, cache, input_segment_ids)
         require_one_segment(self, cache, target_segment_ids)
@@ -230,10 +241,10 @@ class TransformerEncoderDecoder(BaseLayer):
         return self.decoder_ln(x), cache
 
     def init_cache(self, batch_size: int, max_seq_length: int, *, encoded_length: int) -> Any:
-        """Returns the decoder's empty cache.
+        """Returns an empty cache for the decoder.
 
         Raises:
-          ConfigError: there are fewer learned positions than max_seq_length.
+          ConfigError: There are fewer learned positions than max_seq_length.
         """
         position_emb = self.position_emb or self.decoder_position_emb
         if position_emb is not None:
@@ -255,19 +266,19 @@ class TransformerEncoderDecoder(BaseLayer):
         if (kwargs.get("input_segment_ids") is None) != (kwargs.get("target_segment_ids") is None):
             raise ConfigError(
                 "TransformerEncoderDecoder got only one of input_segment_ids and "
-                "target_segment_ids. In packed rows targets see the inputs of their segment: "
+                "target_segment_ids. In packed rows, targets see only the inputs of their segment: "
                 "pass both, or neither."
             )
         encoder_key, decoder_key = split_keys(key, 2)
-        of_inputs = {name: x for name, x in kwargs.items() if name.startswith("input_")}
-        encoded = self.encode(inputs, **of_inputs, key=encoder_key)
+        encode_kwargs = {name: x for name, x in kwargs.items() if name.startswith("input_")}
+        encoded = self.encode(inputs, **encode_kwargs, key=encoder_key)
         return self.decode(targets, encoded=encoded, key=decoder_key, **kwargs)[0]
 
 
 def _segments(
     segment_ids: jax.Array | None, paddings: jax.Array | None
 ) -> jax.Array | None:
-    """Returns segment_ids; if there are none, 1 for tokens and 0 for padding."""
+    """Returns segment_ids or, if they are None, 1 for tokens and 0 for padding."""
     if segment_ids is None and paddings is not None:
         return (1.0 - paddings).astype(jnp.int32)
     return segment_ids

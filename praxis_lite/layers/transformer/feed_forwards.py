@@ -26,25 +26,26 @@ from praxis_lite.layers.stochastics import Dropout
 
 
 class TransformerFeedForward(ResidualBranch):
-    """Returns `x + ffn(norm(x))`, or the options' variant of it: [B, T, D] -> [B, T, D].
+    """Returns `x + ffn(norm(x))` or a variant of it: [B, T, D] -> [B, T, D].
 
-    Its settings are ResidualBranch's, and
+    Takes these settings and those of ResidualBranch.
 
     Args:
-      output_dims: None: D, which a skip connection needs.
-      activation: a name or a function, see `activations`.
-      use_gated_activation: multiply the hidden, unactivated, by an activated second projection
-        (arXiv:2002.05202).
-      apply_padding_first: zero padded positions of the inputs, instead of those of the hidden
-        activations and of the outputs.
-      fflayer_tpl: called as FeedForward, with (input dims, output dims, has_bias=, ...).
-      relu_dropout_prob: of the hidden activations.
-      weight_split_dims_mapping: of the weight into F, [D, F]; the one out of F splits as its
-        transpose.
-      hidden_split_dims_mapping: of the hidden activations, [B, T, F].
-      activation_split_dims_mapping: of the outputs, [B, T, D].
-      tensor_parallel: explicit collectives along the mesh axis that splits F, a name in
-        TENSOR_PARALLEL. None, and in calls with one token a row: the compiler's.
+      output_dims: The size of the outputs; None: D, which a skip connection requires.
+      activation: The name of an activation or a function, see `activations`.
+      use_gated_activation: Multiply the hidden projection, which then has no activation, by an
+        activated second projection (arXiv:2002.05202).
+      apply_padding_first: Zero padded positions of the inputs, instead of those of the hidden
+        activations and the outputs.
+      fflayer_tpl: Builds a projection, with FeedForward's arguments (input dims, output dims,
+        has_bias=, ...).
+      relu_dropout_prob: The dropout probability of hidden activations.
+      weight_split_dims_mapping: The split of the first projection's weight [D, F]; the second's
+        weight is split like its transpose.
+      hidden_split_dims_mapping: The split of the hidden activations [B, T, F].
+      activation_split_dims_mapping: The split of the outputs [B, T, D].
+      tensor_parallel: A name in TENSOR_PARALLEL: use explicit collectives over the mesh axis that
+        splits F. With None, and for one token per row, the compiler inserts the collectives.
     """
 
     splits = splits(
@@ -84,20 +85,20 @@ class TransformerFeedForward(ResidualBranch):
         require(
             output_dims == input_dims or not self.add_skip_connection,
             "TransformerFeedForward.output_dims", output_dims,
-            f"the inputs' {input_dims} dims, because the outputs are added to them",
-            "Leave it out, or set add_skip_connection=False.",
+            f"the inputs' {input_dims} dims, since the outputs are added to them",
+            "Omit it, or set add_skip_connection=False.",
         )
         D, F = self.dims(input_dims, hidden_dims)
 
-        def into_hidden(name: str, activation: Any) -> FeedForward:
+        def projection_to_hidden(name: str, activation: Any) -> FeedForward:
             return fflayer_tpl(
                 D, F, has_bias=has_bias, activation=activation, checkpoint_str=name,
                 activation_split_dims_mapping=self.hidden_split_dims_mapping, rngs=rngs,
             )
 
         has_gate = use_gated_activation  # As in Pax, only the gate is activated.
-        self.ffn_layer1 = into_hidden("ffn1", "identity" if has_gate else activation)
-        self.ffn_layer1_gate = into_hidden("ffn1_gate", activation) if has_gate else None
+        self.ffn_layer1 = projection_to_hidden("ffn1", "identity" if has_gate else activation)
+        self.ffn_layer1_gate = projection_to_hidden("ffn1_gate", activation) if has_gate else None
         self.ffn_layer2 = fflayer_tpl(
             F, sized(D, output_dims), has_bias=has_bias, activation="identity",
             activation_split_dims_mapping=self.activation_split_dims_mapping, rngs=rngs,
@@ -114,17 +115,17 @@ class TransformerFeedForward(ResidualBranch):
         segment_ids: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Args: inputs [B, T, D]; paddings [B, T], 1.0 where nothing is added to the inputs."""
+        """Returns the outputs. Where paddings [B, T] is 1.0, nothing is added to the inputs."""
         relu_key, residual_key, droppath_key = split_keys(key, 3)
 
         inputs = _without_padding(inputs, paddings if self.apply_padding_first else None)
         outputs = self._with_branch(
-            inputs, lambda x: named(self._fed(x, paddings, relu_key), "ffn2"),
+            inputs, lambda x: named(self._branch(x, paddings, relu_key), "ffn2"),
             residual_key, droppath_key, key,
         )
         return constrain(outputs, self.activation_split_dims_mapping)
 
-    def _fed(
+    def _branch(
         self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
         """Returns the branch's output, which is added to the inputs."""
@@ -132,7 +133,7 @@ class TransformerFeedForward(ResidualBranch):
         if axis is not None:
             return run_tensor_parallel(
                 ShardedLayer(
-                    self, lambda layer, x, rows: layer._fed(x, rows.get("paddings"), None),
+                    self, lambda layer, x, rows: layer._branch(x, rows.get("paddings"), None),
                     self.activation_split_dims_mapping, reads_sequences=False, output="ffn_layer2",
                 ),
                 axis, x, {"paddings": paddings},

@@ -31,31 +31,37 @@ from praxis_lite.layers.transformer.transformers import Transformer
 
 # B batch, T time, V classes.
 
-# Which tokens a token sees: those before it; all; those before it and the whole prefix.
+# Which tokens a token sees: those before it; all; or those before it and the whole prefix.
 MODEL_TYPES = ("causal", "bidirectional", "prefix")
 
 
 class TransformerLm(BaseLayer):
-    """Returns float32 logits [B, T, V] of ids [B, T], and the cache; `compute_loss` the loss.
+    """Maps ids [B, T] to float32 logits [B, T, V] and a cache; `compute_loss` returns the loss.
 
     Args:
       vocab_size: V.
-      model_dims, hidden_dims, num_heads, dim_per_head, num_layers: sizes passed to the templates.
-      max_seq_length: number of learned positions, which replace `position_emb_tpl`.
-      max_positions: the longest accepted sequence, such as the length a rotary model was trained
-        with; None: no limit for rotary positions and sines.
-      model_type: "causal", "bidirectional" or "prefix" (a prefix sees all of itself).
-      fprop_dtype: of the activations; weights stay float32, logits are float32.
-      residual_dropout_prob: see Transformer.
-      entropy_loss_weight: weight of the mean of sum(p log p), added to the loss.
-      softmax_tpl: called with (V, D, rngs=) and, if it also embeds ids, fprop_dtype=.
-      separate_embedding_tpl: embeds ids instead of the softmax; called as the softmax.
-      position_emb_tpl: added to the embeddings, called with (D, rngs=); None: nothing is added, for
-        rotary positions.
-      transformer_layer_tpl: a block, called with (D, hidden_dims, num_heads, rngs=) and settings
-        of Transformer; or several, a pattern repeated along the depth.
-      stacked_transformer_tpl: called with (block, num blocks, rngs=); a pattern is one block.
-      final_ln_tpl: the norm before the softmax; None: no norm.
+      model_dims: The size D of embeddings and of the residual stream.
+      hidden_dims: The hidden size of the blocks' feed-forward layers.
+      num_heads: The number of attention heads of each block.
+      num_layers: The number of blocks.
+      dim_per_head: The size of a head; None: the default of the block.
+      max_seq_length: The number of learned positions, which replace `position_emb_tpl`.
+      max_positions: The length of the longest accepted sequence, such as the training length of a
+        rotary model; None: rotary and sinusoidal positions have no limit.
+      model_type: "causal", "bidirectional" or "prefix" (the tokens of a prefix see each other).
+      fprop_dtype: The dtype of activations; weights and logits are float32.
+      residual_dropout_prob: See Transformer.
+      entropy_loss_weight: The weight of the mean of sum(p log p), which is added to the loss.
+      softmax_tpl: Builds the softmax from (V, D, rngs=), with fprop_dtype= if it also embeds ids.
+      separate_embedding_tpl: Builds an embedding that replaces the softmax's, with the softmax's
+        arguments.
+      position_emb_tpl: Builds, from (D, rngs=), the position embedding that is added to the
+        embeddings; None: nothing is added, as rotary positions require.
+      transformer_layer_tpl: Builds a block from (D, hidden_dims, num_heads, rngs=) and settings of
+        Transformer; or a sequence of templates, a pattern that repeats along the depth.
+      stacked_transformer_tpl: Builds the stack from (block, number of blocks, rngs=); a pattern is
+        one block.
+      final_ln_tpl: Builds the norm before the softmax; None: no norm.
     """
 
     cache_skips_padding = True
@@ -114,7 +120,7 @@ class TransformerLm(BaseLayer):
 
     @property
     def num_positions(self) -> int | None:
-        """The number of positions; None: no limit."""
+        """The largest supported number of positions; None: no limit."""
         learned = getattr(self.position_emb, "max_seq_length", None)
         limits = [item for item in (learned, self.max_positions) if item is not None]
         return min(limits, default=None)
@@ -122,13 +128,12 @@ class TransformerLm(BaseLayer):
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
         """Returns an empty cache for `batch_size` rows of up to `max_seq_length` tokens.
 
-        Raises:
-          ConfigError: there are fewer learned positions, or tokens see later ones.
+          ConfigError: There are fewer learned positions, or tokens see later ones.
         """
         if self.model_type != "causal":
             raise ConfigError(
-                f"TransformerLm.model_type is {self.model_type!r}: a later token changes what "
-                "earlier ones give, so there is no cache. Decode with a causal model."
+                f"TransformerLm.model_type is {self.model_type!r}: later tokens change the outputs "
+                "of earlier ones, so there is no cache. Decode with a causal model."
             )
         if self.position_emb is not None:
             self.position_emb.check_length(max_seq_length)
@@ -148,16 +153,16 @@ class TransformerLm(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns the logits and the cache.
 
-        With a cache the ids are appended to it at their positions, and the logits equal those of a
-        call with the complete sequence.
+        If a cache is given, the ids are appended to it at their positions, and the logits equal
+        those of a call with the complete sequence.
 
         Args:
-          ids: int [B, T].
-          positions: int [B, T], consecutive in each segment; None: from 0 in each.
-          segment_ids: int [B, T], of packed rows: a token sees its segment; 0 is padding.
-          paddings: [B, T], 1.0 for padding.
-          inputs_indicator: [B, T] of model_type "prefix", 1 for a token of the prefix.
-          key: enables dropout.
+          ids: Int [B, T].
+          positions: Int [B, T], consecutive in each segment; None: they start from 0 in each.
+          segment_ids: Int [B, T] of packed rows: a token sees its own segment; 0 marks padding.
+          paddings: Float [B, T], 1.0 for padding.
+          inputs_indicator: [B, T], 1 for tokens of the prefix; only for model_type "prefix".
+          key: The source of random numbers for dropout; None: no dropout.
         """
         x, cache = self._activations(
             ids, positions, segment_ids, paddings, inputs_indicator, key, cache
@@ -176,16 +181,17 @@ class TransformerLm(BaseLayer):
         inputs_indicator: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels`, and its parts, by Pax's names.
+        """Returns the loss of predicting `labels`, and its parts, under Pax's names.
 
         Args:
-          labels, weights: int and float [B, T]: the token after each, and how much it counts.
-          others: as in `__call__`.
+          labels: Int [B, T], the token that follows each id.
+          weights: Float [B, T], the weight of each label in the loss.
+          others: See `__call__`.
 
         Returns:
-          What the softmax's `compute_loss` returns, and per_token_xent [B, T], per_sequence_xent
-          [B], aux_loss (the sum of the layers') and total_loss, which is to be minimised. The
-          layers' AuxLoss and Summary variables hold what this pass reports.
+          The outputs of the softmax's `compute_loss`, per_token_xent [B, T], per_sequence_xent [B],
+          aux_loss (the sum over layers) and total_loss, the loss to minimise. The AuxLoss and
+          Summary variables of the layers hold the values of this pass.
         """
         x, _ = self._activations(ids, positions, segment_ids, paddings, inputs_indicator, key)
         outputs = self.softmax.compute_loss(x, labels, weights, key=key)
@@ -196,12 +202,12 @@ class TransformerLm(BaseLayer):
         paddings: jax.Array | None, inputs_indicator: jax.Array | None, key: jax.Array | None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Returns the softmax's inputs, [B, T, D], and the cache."""
+        """Returns the inputs [B, T, D] of the softmax, and the cache."""
         if (inputs_indicator is None) == (self.model_type == "prefix"):
             raise ConfigError(
                 f"TransformerLm.model_type is {self.model_type!r}, and inputs_indicator is "
                 f"{'missing' if inputs_indicator is None else 'given'}. It marks the tokens of "
-                'the prefix, and only model_type "prefix" takes it.'
+                'the prefix, and only model_type "prefix" accepts it.'
             )
         self._check_length(ids.shape[-1])
         positions = positions_in_segments(positions, segment_ids)
@@ -217,8 +223,8 @@ class TransformerLm(BaseLayer):
         if self.max_positions is not None and length > self.max_positions:
             raise ConfigError(
                 f"TransformerLm.max_positions is {self.max_positions}, but a sequence has up to "
-                f"{length} tokens (what is decoded included). Shorten seq_len, the prompts or "
-                "max_decode_steps; or, to go beyond what the model was trained for, --set "
+                f"{length} tokens (decoded tokens included). Reduce seq_len, the prompts or "
+                "max_decode_steps; or, to exceed the length that the model was trained with, --set "
                 f"task.model.max_positions={length}."
             )
 
@@ -226,7 +232,7 @@ class TransformerLm(BaseLayer):
 def _prefix_mask(
     inputs_indicator: jax.Array, segment_ids: jax.Array | None, paddings: jax.Array | None
 ) -> jax.Array:
-    """Returns the atten_mask [B, 1, T, T] by which tokens see their segment's prefix and past."""
+    """Returns an atten_mask [B, 1, T, T]: tokens see the past and the prefix of their segment."""
     after_prefix = convert_paddings_to_mask((inputs_indicator <= 0).astype(jnp.float32))
     mask = jnp.maximum(causal_mask(inputs_indicator.shape[1]), after_prefix)
     if segment_ids is None and paddings is not None:

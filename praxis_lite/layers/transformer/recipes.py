@@ -1,4 +1,4 @@
-"""Configs of whole models whose settings go together: what Pax leaves to each experiment."""
+"""Configs of whole models with settings that belong together, which Pax leaves to experiments."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,23 +21,24 @@ def rotary_lm(
     attention: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> "fdl.Partial[TransformerLm]":
-    """Returns the config of a decoder-only LM that learns from its first steps, as is usual today.
+    """Returns the config of a decoder-only LM of today's usual design, which trains well.
 
-    It is a TransformerLm, with Pax's defaults but for these, which Pax's own experiments set too:
+    It is a TransformerLm with Pax's defaults, except for these settings, which Pax's own
+    experiments also change:
 
     - Positions are rotary (RoPE, arXiv:2104.09864), and nothing is added to the embeddings.
     - Norms are RMS norms (arXiv:1910.07467), before each part and at the end; attention and softmax
       have no biases.
-    - Queries are divided by sqrt(dim_per_head), in place of a learned scale per dim.
-    - Attention weights are drawn by their true fans. By default they are drawn as a convolution's,
-      several times smaller, and learn later.
-    - The table that embeds and predicts is normal, of variance 1 / D, and what it embeds is
-      multiplied by sqrt(D): embeddings have elements of about one, and so have logits.
+    - Queries are divided by sqrt(dim_per_head), instead of a learned scale per dim.
+    - Attention weights are initialized according to their true fan-in and fan-out. Pax's default
+      treats them as a convolution: they start several times smaller, and learning starts later.
+    - The table of the softmax, which also embeds ids, is normal with variance 1 / D, and embeddings
+      are multiplied by sqrt(D), so the elements of embeddings and logits are of about size one.
 
     Args:
-      tr_fflayer_tpl: of each block's feed-forward part.
-      attention: further settings of DotProductAttention, such as {"num_kv_heads": 2}.
-      settings: of TransformerLm: its sizes, and what else is to differ.
+      tr_fflayer_tpl: Builds the feed-forward part of each block.
+      attention: Further settings of DotProductAttention, such as {"num_kv_heads": 2}.
+      settings: Settings of TransformerLm: its sizes, and any other change.
     """
     block = fdl.Partial(
         Transformer, ln_tpl=RmsNorm, tr_fflayer_tpl=tr_fflayer_tpl,

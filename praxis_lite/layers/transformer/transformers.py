@@ -21,7 +21,7 @@ from praxis_lite.layers.stacking.residual_branches import (
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 
-# B batch, T time, S time of what is attended across, D model dims.
+# B batch, T time, S time of the encoder's outputs, D model dims.
 _KEYS = (
     "self_attention", "self_attention_dropout", "self_attention_droppath", "cross_attention",
     "cross_attention_dropout", "cross_attention_droppath", "ff_layer",
@@ -29,7 +29,7 @@ _KEYS = (
 
 
 def _given(**settings: Any) -> dict[str, Any]:
-    """Returns the settings that are set, as sublayers need not have the others."""
+    """Returns the settings that differ from their defaults; sublayers may lack the others."""
     return {name: value for name, value in settings.items() if value not in (None, 0.0)}
 
 
@@ -40,38 +40,40 @@ def _has_cache(layer: Any) -> bool:
 def _outputs_and_cache(layer: Any, result: Any) -> tuple[jax.Array, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigError(
-            f"{type(layer).__name__} has an init_cache, and its call returns {type(result)}; "
-            "expected (outputs, cache), the cache None where none was given."
+            f"{type(layer).__name__} has an init_cache, but its call returns {type(result)}; "
+            "expected (outputs, cache), with cache None if the call got none."
         )
     return result
 
 
 class Transformer(BaseLayer):
-    """Returns a block's [B, T, D] and its cache: attention, cross-attention if any, feed-forward.
+    """Returns a block's outputs [B, T, D] and its cache.
 
-    The templates are called with the block's dims, its norm policy, those probabilities that are
-    not 0, and `rngs`.
+    A block is attention, optional cross-attention and a feed-forward part. The templates are called
+    with the block's dims, its norm policy, those probabilities that are not 0, and `rngs`.
 
     Args:
-      norm_policy: of all the block's parts, see TransformerFeedForward.
-      atten_dropout_prob, residual_dropout_prob, relu_dropout_prob: of the attention probabilities,
-        of what is added to the residual stream, of the hidden activations.
-      residual_droppath_prob: share of the rows that skip a part of the block (stochastic depth).
+      norm_policy: The norm policy of all parts of the block, see TransformerFeedForward.
+      atten_dropout_prob: The dropout probability of attention probabilities.
+      residual_dropout_prob: The dropout probability of the outputs that are added to the residual
+        stream.
+      relu_dropout_prob: The dropout probability of hidden activations.
+      residual_droppath_prob: The probability that a row skips a part (stochastic depth).
       mask_self_attention: True: no token sees later ones. False: every token sees all, as in an
-        encoder, and by default in Pax's stacks, which have this setting. None: True, unless the
-        call passes an atten_mask, which then decides alone, as in Pax's block.
-      use_cross_attention: attend to `encoded` between self-attention and feed-forward.
-      allow_skip_cross_attention: skip it if there is no `encoded` (and no cache).
-      fold_padding_with_segment_mask: padding is a separate segment, whose tokens attend to each
+        encoder; this is the default of Pax's stacks, which have this setting. None: True, unless
+        the call passes an atten_mask, which then decides alone, as in Pax's block.
+      use_cross_attention: Attend to `encoded` between self-attention and feed-forward.
+      allow_skip_cross_attention: Skip cross-attention if there is no `encoded` and no cache.
+      fold_padding_with_segment_mask: Padding is a separate segment, whose tokens attend to each
         other, as in Pax's TransformerLm; otherwise they get the mean of all tokens. Other tokens
         never see padding.
-      is_parallel: the feed-forward part has the same inputs as attention, and both are added
-        (GPT-J, arXiv:2204.06745).
-      ln_tpl: the norms, of the feed-forward too, called with (input_dims, rngs=).
-      tr_atten_tpl: called with (input_dims, num_heads, dim_per_head=, rngs=).
-      cross_atten_tpl: called also with is_cross_attention=True; None: tr_atten_tpl.
-      tr_fflayer_tpl: called with (input_dims, hidden_dims, ln_tpl=, rngs=). A layer with an
-        `init_cache` is called with cache= too, and returns (outputs, cache).
+      is_parallel: The feed-forward part has the same inputs as attention, and both outputs are
+        added (GPT-J, arXiv:2204.06745).
+      ln_tpl: Builds a norm, also in the feed-forward part, from (input_dims, rngs=).
+      tr_atten_tpl: Builds attention from (input_dims, num_heads, dim_per_head=, rngs=).
+      cross_atten_tpl: Builds cross-attention, with is_cross_attention=True too; None: tr_atten_tpl.
+      tr_fflayer_tpl: Builds the feed-forward part from (input_dims, hidden_dims, ln_tpl=, rngs=). A
+        layer with an `init_cache` is also called with cache=, and returns (outputs, cache).
     """
 
     cache_skips_padding = True
@@ -110,8 +112,8 @@ class Transformer(BaseLayer):
         )
         self.is_parallel = is_parallel
 
-        def norm(is_there: bool) -> Any:
-            return ln_tpl(input_dims, rngs=rngs) if is_there else None
+        def norm(is_used: bool) -> Any:
+            return ln_tpl(input_dims, rngs=rngs) if is_used else None
 
         def attention(template: Callable[..., Any], **settings: Any) -> Any:
             settings |= _given(atten_dropout_prob=atten_dropout_prob)
@@ -157,7 +159,7 @@ class Transformer(BaseLayer):
         *,
         encoded_length: int | None = None,
     ) -> Any:
-        """Returns the attention's empty cache; a dict by attribute if several layers have one."""
+        """Returns the attention's empty cache; if several layers have one, a dict by attribute."""
         sizes = batch_size, max_seq_length, dtype
         caches = {"self_attention": self.self_attention.init_cache(*sizes)}
         if self.cross_attention is not None and encoded_length is not None:
@@ -170,7 +172,7 @@ class Transformer(BaseLayer):
 
     @property
     def _has_caches(self) -> bool:
-        """Whether several layers have a cache, so that it is a dict by attribute."""
+        """Whether several layers have a cache, so the block's cache is a dict by attribute."""
         return self.cross_attention is not None or _has_cache(self.ff_layer)
 
     def __call__(
@@ -188,23 +190,24 @@ class Transformer(BaseLayer):
         key: jax.Array | None = None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Returns outputs [B, T, D] and the cache with these tokens in it.
+        """Returns outputs [B, T, D] and the cache, updated with these tokens.
 
         Args:
-          inputs: [B, T, D].
-          atten_mask: float [B or 1, 1 or N, 1 or T, T] of self-attention, LARGE_NEGATIVE for hidden
-            tokens. As in Pax, paddings, segment_ids and the order of tokens are then ignored.
-          encoded: [B, S, D], outputs of the encoder.
-          key: enables dropout.
-          others: see DotProductAttention; `paddings` are the feed-forward's too.
+          inputs: Float [B, T, D].
+          atten_mask: Float [B or 1, 1 or N, 1 or T, T] for self-attention, LARGE_NEGATIVE for
+            hidden tokens. As in Pax, paddings, segment_ids and the order of tokens are then
+            ignored.
+          encoded: The outputs [B, S, D] of the encoder.
+          key: The source of random numbers for dropout; None: no dropout.
+          others: See DotProductAttention. The feed-forward part gets `paddings` too.
 
         Raises:
-          ConfigError: there is an atten_mask and mask_self_attention=True; or no `encoded` where
-            the block attends to it.
+          ConfigError: There is an atten_mask and mask_self_attention=True; or `encoded` is missing
+            and the block attends to it.
         """
         if atten_mask is not None and self.mask_self_attention is True:
             raise ConfigError(
-                "Transformer.mask_self_attention is True, and the call passes an atten_mask; as in "
+                "Transformer.mask_self_attention is True, and the call passes an atten_mask. As in "
                 f"Pax, a mask alone decides what a token sees. Omit the setting, and {HIDE_LATER}."
             )
         keys = dict(zip(_KEYS, split_keys(key, len(_KEYS)), strict=True))
@@ -222,7 +225,7 @@ class Transformer(BaseLayer):
         caches = dict(cache) if has_caches and cache is not None else {"self_attention": cache}
 
         def attend(name: str, x: jax.Array, **inputs: Any) -> jax.Array:
-            # Without None: a layer in place of attention need not have all arguments.
+            # Arguments that are None are omitted: a layer that replaces attention may lack them.
             inputs = {name: value for name, value in inputs.items() if value is not None}
             outputs, caches[name] = getattr(self, name)(
                 x, key=keys[name], cache=caches.get(name), **inputs
@@ -273,7 +276,7 @@ class Transformer(BaseLayer):
             return True
         if not self.allow_skip_cross_attention:
             raise ConfigError(
-                "Transformer.use_cross_attention is set, but the block got no `encoded`. Give it "
-                "what the encoder returns, or set allow_skip_cross_attention=True."
+                "Transformer.use_cross_attention is set, but the block got no `encoded`. Pass the "
+                "outputs of the encoder, or set allow_skip_cross_attention=True."
             )
         return False

@@ -1,5 +1,5 @@
-"""How do images become features?
+"""Layers that turn images into features.
 
-By convolutions and poolings in residual networks (`resnets`), by patches in transformers (`vits`).
-Never sees text or a cache.
+Convolutions and poolings form residual networks (`resnets`); patches are the tokens of transformers
+(`vits`). Text and caches are not handled here.
 """

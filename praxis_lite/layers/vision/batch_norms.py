@@ -1,6 +1,6 @@
-"""Batch norm and group norm: statistics over more than the last dim. Names and numbers are Pax's.
+"""Batch norm and group norm: statistics over more than the last dim. Names and numerics are Pax's.
 
-Compiled for a mesh, sums run over the global batch.
+When compiled for a mesh, sums are over the global batch.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from praxis_lite.layers.normalizations import Norm, check_epsilon
 
 
 class _PaddedNorm(Norm):
-    """Returns inputs normalized, times 1 + gamma, plus beta, and 0 where they are padding.
+    """Normalizes inputs, scales by 1 + gamma and adds beta; padded outputs can be set to 0.
 
     Raises:
-      ConfigError: the shape of `paddings` is not that of the inputs' first dims.
+      ConfigError: The shape of `paddings` is not that of the inputs' first dims.
     """
 
     splits = splits(weight=(None,), activation=())
@@ -67,10 +67,10 @@ class _PaddedNorm(Norm):
 def _moments(
     x: jax.Array, is_true: jax.Array | None, dims: Sequence[int], cumulative_dim: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance over `dims` without padding; the dims stay, with size 1.
+    """Returns mean and variance over `dims`, ignoring padding; the dims are kept, with size 1.
 
-    With a cumulative_dim both are running: at each place of it over all places up to there. The
-    running variance is of deviations from each place's own running mean, as Pax's is.
+    With a cumulative_dim, both are running statistics: each index along it covers all indices up
+    to itself. As in Pax, the running variance is of deviations from the running mean of each index.
     """
     if is_true is None:
         is_true = jnp.ones((1,) * x.ndim, x.dtype)
@@ -79,7 +79,7 @@ def _moments(
         sums = jnp.sum(values * is_true, axis=tuple(dims), keepdims=True)
         return sums if cumulative_dim is None else jnp.cumsum(sums, axis=cumulative_dim)
 
-    count = jnp.maximum(total(jnp.ones_like(x)), 1.0)  # Nothing but padding: a mean of 0.
+    count = jnp.maximum(total(jnp.ones_like(x)), 1.0)  # If all is padding, the mean is 0.
     mean = total(x) / count
     return mean, total(jnp.square(x - mean)) / count
 
@@ -87,20 +87,22 @@ def _moments(
 class BatchNorm(_PaddedNorm):
     """Returns `(x - mean) / sqrt(variance + epsilon) * (1 + gamma) + beta`: [..., dim] -> same.
 
-    Given a key (a training pass) the statistics are the batch's, over all dims but the last, and
-    the moving averages take a step towards them; without one they are the moving averages. These
-    are `nnx.BatchStat` variables: not trained, saved with the model. Statistics are float32.
-    Ioffe and Szegedy 2015, arXiv:1502.03167.
+    If a key is given (a training pass), the statistics are those of the batch, over all dims but
+    the last, and the moving averages are updated with them; otherwise they are the moving averages.
+    The averages are `nnx.BatchStat` variables: not trained, but saved with the model. Statistics
+    are float32. Ioffe and Szegedy 2015, arXiv:1502.03167.
 
     Args:
-      decay: how much of the moving averages a step keeps.
-      epsilon: Pax's is fixed at 0.001.
-      use_moving_avg_in_training: normalize by the moving averages, just updated, in training too,
-        and use neither beta nor gamma.
-      set_padded_output_to_zero: outputs are 0 where `paddings` are 1.
-      force_eval_mode: never use or learn the batch's statistics; beta and gamma are still trained.
-      gamma_init: gamma is stored less one, so that weight decay pulls the scale to 1.
-      weight_split_dims_mapping: of beta, gamma and the moving averages, [dim].
+      decay: The fraction of the moving averages that an update keeps.
+      epsilon: A constant that is added to the variance; in Pax it is fixed at 0.001.
+      use_moving_avg_in_training: Normalize by the just updated moving averages in training too,
+        without beta and gamma.
+      set_padded_output_to_zero: Set outputs to 0 where `paddings` are 1.
+      force_eval_mode: Never use the batch's statistics, nor update the averages; beta and gamma are
+        still trained.
+      gamma_init: Initializes gamma, which is stored as scale - 1, so weight decay pulls the scale
+        towards 1.
+      weight_split_dims_mapping: The split of beta, gamma and the moving averages, [dim].
     """
 
     couples_rows = "batch statistics"
@@ -160,23 +162,26 @@ def _standardized(
 
 
 class GroupNorm(_PaddedNorm):
-    """Returns inputs normalized over each example's groups of channels, times 1 + gamma, plus beta.
+    """Normalizes over each example's groups of channels, scales by 1 + gamma and adds beta.
 
-    [B, ..., dim] -> the same. Statistics are of each example by itself, over all its places and
-    the channels of a group, in float32. Wu and He 2018, arXiv:1803.08494.
+    Outputs have the shape of the inputs, [B, ..., dim]. Statistics are computed in float32 for each
+    example and group of channels, over all positions. Wu and He 2018, arXiv:1803.08494.
 
     Args:
-      num_groups: groups; with fewer channels than that, groups have `min_group_size` channels.
-      min_group_size: no group has fewer channels.
-      cumulative: statistics at a time are over it and earlier times only; T is the second dim.
-      input_rank: of the inputs: 3 [B, T, C], 4 [B, H, W, C] or 5 [B, T, H, W, C]. As in Pax, beta
-        and gamma have it too, [1, ..., 1, C].
-      set_padded_output_to_zero: outputs are 0 where `paddings` are 1.
-      use_scale, use_bias: False leaves out gamma, or beta.
-      weight_split_dims_mapping: of beta and gamma along the channels, [dim].
+      num_groups: The number of groups; if there are fewer channels, groups have `min_group_size`
+        channels.
+      min_group_size: The minimum number of channels in a group.
+      cumulative: Statistics at each time cover only this and earlier times. T is the second dim.
+      input_rank: The rank of inputs: 3 [B, T, C], 4 [B, H, W, C] or 5 [B, T, H, W, C]. As in Pax,
+        beta and gamma have this rank too, [1, ..., 1, C].
+      set_padded_output_to_zero: Set outputs to 0 where `paddings` are 1.
+      use_scale: Use gamma.
+      use_bias: Use beta.
+      weight_split_dims_mapping: The split of beta and gamma along channels, [dim].
 
     Raises:
-      ConfigError: the groups do not divide the channels, or inputs have another rank.
+      ConfigError: The number of channels is not divisible by the groups, or inputs have another
+        rank.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A classifier: a network that makes features, and a softmax over classes. Names are Pax's."""
+"""A classifier: a network that computes features, and a softmax over classes. Names are Pax's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,13 @@ from praxis_lite.layers.base.dims import splits
 
 
 class ClassificationModel(BaseLayer):
-    """Returns float32 class logits [B, V] of inputs [B, ...].
+    """Maps inputs [B, ...] to float32 class logits [B, V].
 
     Args:
-      network_tpl: called with (rngs=), then with inputs and `key=`; returns features [B, D].
-      softmax_tpl: called with (rngs=); a FullSoftmax, or what has its calls.
-      fprop_dtype: of inputs and activations; weights stay float32.
+      network_tpl: Builds the network from (rngs=). Its call takes inputs and `key=`, and returns
+        features [B, D].
+      softmax_tpl: Builds a FullSoftmax, or a layer with the same methods, from (rngs=).
+      fprop_dtype: The dtype of inputs and activations; weights are float32.
     """
 
     template_splits = {"softmax_tpl": splits(activation=("batch", "activation_vocab"))}
@@ -37,7 +38,7 @@ class ClassificationModel(BaseLayer):
         self.fprop_dtype = fprop_dtype
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """A key means a training pass."""
+        """Returns the logits; a key selects the training mode."""
         return self.softmax(self._features(inputs, key)).astype(jnp.float32)
 
     def compute_loss(
@@ -48,7 +49,7 @@ class ClassificationModel(BaseLayer):
         *,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the result of the softmax's `compute_loss` for labels int [B] and weights [B]."""
+        """Returns the softmax's `compute_loss` for integer labels [B] and weights [B]."""
         return self.softmax.compute_loss(self._features(inputs, key), labels, weights, key=key)
 
     def _features(self, inputs: jax.Array, key: jax.Array | None) -> jax.Array:

@@ -19,14 +19,14 @@ from praxis_lite.layers.vision.batch_norms import BatchNorm
 
 # B batch, H height (or time), W width, C input channels, D output channels.
 PADDINGS = ("SAME", "VALID")
-_OF_WINDOW = Matrix(summed=(0, 1, 2), made=(3,))
+_WINDOW_MATRIX = Matrix(summed=(0, 1, 2), made=(3,))
 
 
 def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
-    """Checks settings that are sequences of `count` positive integers.
+    """Checks that settings are sequences of `count` positive integers.
 
     Raises:
-      ConfigError: one is not; names the layer's class and the setting.
+      ConfigError: A setting is not; the message names the layer's class and the setting.
     """
     for name, sizes in settings.items():
         is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
@@ -38,30 +38,32 @@ def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
 
 
 class Conv2D(BaseLayer):
-    """Returns images convolved with a learned filter: [B, H, W, C] -> [B, H', W', D].
+    """Convolves images with a learned filter: [B, H, W, C] -> [B, H', W', D].
 
-    Its weight is `w` [height, width, C per group, D], its bias `b` [D].
+    The weight is `w` [height, width, C per group, D], the bias is `b` [D].
 
     Args:
-      filter_shape: height, width, input channels, output channels. Fewer input channels than the
-        inputs have make groups, each with a share of the outputs: 1 is a depthwise convolution.
-      filter_stride: along height and width.
-      dilations: distance between a filter's places, along height and width.
-      bias: add a learned bias.
-      kernel_init, bias_init: initializers of the two.
-      padding: 'SAME' (zeros around the image) or 'VALID' (places within the image alone).
-      tf_equivalent_padding: 'SAME' as TensorFlow and XLA have it: as little padding as gives
-        ceil(H / stride) places. Otherwise, as Pax, kernel - 1 zeros whatever the stride, half of
+      filter_shape: Height, width, input channels, output channels. With fewer input channels than
+        the inputs have, channels form groups, each with an equal part of the outputs; 1 is a
+        depthwise convolution.
+      filter_stride: The strides along height and width.
+      dilations: The dilations of the filter along height and width.
+      bias: Add a learned bias.
+      kernel_init: Initializes the weight.
+      bias_init: Initializes the bias.
+      padding: 'SAME' (zeros around the image) or 'VALID' (only windows inside the image).
+      tf_equivalent_padding: 'SAME' pads as in TensorFlow and XLA, only as much as ceil(H / stride)
+        outputs require. Otherwise, as in Pax, there are kernel - 1 zeros for any stride, half of
         them (rounded down) before the image.
-      is_causal: along height (time) no place sees later ones. Needs 'SAME' and
+      is_causal: Along height (time), outputs do not depend on later inputs. Requires 'SAME' and
         tf_equivalent_padding.
-      weight_norm_tpl: a norm of the weight, called with (D, rngs=), then with the weight.
-      weight_split_dims_mapping: of `w`; the bias splits as its last dim.
-      activation_split_dims_mapping: of the outputs, [B, H', W', D].
+      weight_norm_tpl: Builds, from (D, rngs=), a norm that is applied to the weight.
+      weight_split_dims_mapping: The split of `w`; the bias is split like its last dim.
+      activation_split_dims_mapping: The split of the outputs [B, H', W', D].
 
     Raises:
-      ConfigError: a setting of another kind; inputs whose channels are not a multiple of the
-        filter's, or whose groups do not divide D.
+      ConfigError: A setting has a wrong type; or the number of input channels is not a multiple of
+        the filter's; or D is not divisible by the number of groups.
     """
 
     splits = splits(weight=(), activation=())
@@ -87,24 +89,24 @@ class Conv2D(BaseLayer):
         if is_causal and (padding != "SAME" or not tf_equivalent_padding):
             raise ConfigError(
                 f"{type(self).__name__}.is_causal is True with padding {padding!r} and "
-                f"tf_equivalent_padding {tf_equivalent_padding}; a causal convolution needs "
+                f"tf_equivalent_padding {tf_equivalent_padding}; a causal convolution requires "
                 f"padding='SAME' and tf_equivalent_padding=True."
             )
         dims = self.dims(*filter_shape)
-        self.w = self.weight(dims, init=kernel_init, matrix=_OF_WINDOW, rngs=rngs)
+        self.w = self.weight(dims, init=kernel_init, matrix=_WINDOW_MATRIX, rngs=rngs)
         self.b = self.weight(dims[-1:], init=bias_init, rngs=rngs) if bias else None
         self.weight_norm = weight_norm_tpl(filter_shape[-1], rngs=rngs)
         self.filter_shape, self.filter_stride = tuple(filter_shape), tuple(filter_stride)
         self.dilations, self.padding = tuple(dilations), padding
         self.tf_equivalent_padding, self.is_causal = tf_equivalent_padding, is_causal
 
-    def _zeros_around(self) -> str | list[tuple[int, int]]:
+    def _lax_padding(self) -> str | list[tuple[int, int]]:
         if self.padding == "VALID" or (self.tf_equivalent_padding and not self.is_causal):
             return self.padding
         sizes = zip(self.dilations, self.filter_shape[:2], strict=True)
         totals = [dilation * (size - 1) for dilation, size in sizes]
-        around = [(total // 2, total - total // 2) for total in totals]
-        return [(totals[0], 0), around[1]] if self.is_causal else around
+        pads = [(total // 2, total - total // 2) for total in totals]
+        return [(totals[0], 0), pads[1]] if self.is_causal else pads
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         return constrain(self._convolved(inputs), self.activation_split_dims_mapping)
@@ -116,13 +118,13 @@ class Conv2D(BaseLayer):
             raise ConfigError(
                 f"{type(self).__name__}.filter_shape is {self.filter_shape} and the inputs have "
                 f"the shape {inputs.shape}; expected [B, H, W, C], where C is a multiple of the "
-                "filter's third size and this multiple divides its last."
+                "filter's third size, and the filter's last size is divisible by this multiple."
             )
         outputs = convolved(
             inputs,
             self.weight_norm(elementwise(self.w[...])).astype(inputs.dtype),
             window_strides=self.filter_stride,
-            padding=self._zeros_around(),
+            padding=self._lax_padding(),
             rhs_dilation=self.dilations,
             feature_group_count=num_groups,
         )
@@ -134,11 +136,12 @@ class Conv2D(BaseLayer):
 class ConvBNAct(Conv2D):
     """Returns `activation(norm(conv(x)))`: [B, H, W, C] -> [B, H', W', D].
 
-    Its settings are Conv2D's, and
+    Takes these settings and those of Conv2D.
 
     Args:
-      batch_norm_tpl: the norm, called with (D, rngs=), then with the outputs and `key=`; or None.
-      activation: a name of `activations.ACTIVATIONS`, or a function. Pax: activation_tpl.
+      batch_norm_tpl: Builds the norm from (D, rngs=); its call takes outputs and `key=`; None: no
+        norm.
+      activation: A name in `activations.ACTIVATIONS`, or a function. Pax: activation_tpl.
     """
 
     @inherit_params(Conv2D)
@@ -166,16 +169,16 @@ class ConvBNAct(Conv2D):
 
 
 class DepthwiseConv1D(BaseLayer):
-    """Returns each channel of a sequence convolved over time: [B, T, C] -> [B, T, C * multiplier].
+    """Convolves each channel of a sequence over time: [B, T, C] -> [B, T, C * multiplier].
 
-    Its weight is `w` [kernel, 1, C * multiplier], its bias `b` [C * multiplier].
+    The weight is `w` [kernel, 1, C * multiplier], the bias is `b` [C * multiplier].
 
     Args:
-      filter_shape: kernel size, input channels, channel multiplier.
-      bias: add a learned bias.
-      is_causal: no time sees later ones; otherwise as many zeros before as after.
-      rhs_dilation_rate: distance between a filter's places.
-      weight_split_dims_mapping: of `w`; the bias splits as its last dim.
+      filter_shape: Kernel size, input channels, channel multiplier.
+      bias: Add a learned bias.
+      is_causal: Outputs do not depend on later inputs; otherwise zeros are added symmetrically.
+      rhs_dilation_rate: The dilation of the filter.
+      weight_split_dims_mapping: The split of `w`; the bias is split like its last dim.
     """
 
     splits = splits(weight=(), activation=())
@@ -200,7 +203,7 @@ class DepthwiseConv1D(BaseLayer):
         self.rhs_dilation_rate = rhs_dilation_rate
 
     def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
-        """Args: inputs [B, T, C]; paddings [B, T], 1.0 where inputs count as zeros."""
+        """Returns the outputs. Inputs [B, T, C] are taken as zeros where paddings [B, T] are 1."""
         if paddings is not None:
             inputs = jnp.where(paddings[..., None] > 0, 0, inputs)
         before = self.rhs_dilation_rate * (self.filter_shape[0] - 1)

@@ -1,6 +1,6 @@
-"""Maxima and means over windows or over whole dims. Names and numerics are Pax's.
+"""Max and mean pooling over windows or over whole dims. Names and numerics are Pax's.
 
-Means are summed in float32. The layers have no weights; they take `rngs` so as to be templates.
+Means are summed in float32. The layers have no weights; they accept `rngs` to serve as templates.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ POOLING_TYPES = ("MAX", "AVG")
 
 
 def _lowest(dtype: jnp.dtype) -> float | int:
-    """Returns the lowest value of `dtype`."""
+    """Returns the identity of a maximum: -inf, or the lowest integer of `dtype`."""
     return -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else int(jnp.iinfo(dtype).min)
 
 
@@ -41,13 +41,13 @@ def _inverse(counts: jax.Array) -> jax.Array:
 
 
 class Pooling(BaseLayer):
-    """Returns the maxima or means of windows, and their paddings: [B, H, W, C] -> [B, H', W', C].
+    """Returns the maximum or mean of each window, and paddings: [B, H, W, C] -> [B, H', W', C].
 
     Args:
-      window_shape: along height and width.
-      window_stride: along height and width.
-      pooling_type: 'MAX' or 'AVG'; a mean is over the places of the window within the image.
-      padding: 'SAME' (ceil(H / stride) places) or 'VALID' (windows within the image alone).
+      window_shape: The size of windows along height and width.
+      window_stride: The strides along height and width.
+      pooling_type: 'MAX' or 'AVG'; a mean covers the part of the window inside the image.
+      padding: 'SAME' (ceil(H / stride) outputs) or 'VALID' (only windows inside the image).
     """
 
     splits = splits(activation=())
@@ -70,11 +70,15 @@ class Pooling(BaseLayer):
     def __call__(
         self, inputs: jax.Array, paddings: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Args: inputs [B, H, W, C]; paddings [B, H], 1.0 along the height where not to look.
+        """Returns the outputs and their paddings.
 
-        A place with padding in its window is padding, and 0, where windows move or shrink the
-        image ('VALID', or a stride); otherwise where the input is. As in Pax, a mean's sum runs
-        over padded inputs too: they are taken to be zeros.
+        If windows move or shrink the image ('VALID', or a stride), an output is padding, and 0,
+        when its window contains padding; otherwise where the input is padding. As in Pax, the sum
+        of a mean includes padded inputs: they are expected to be zeros.
+
+        Args:
+          inputs: Float [B, H, W, C].
+          paddings: Float [B, H], 1.0 for padding along the height.
         """
         (height, width), (down, across) = self.window_shape, self.window_stride
         windows = (1, height, width, 1), (1, down, across, 1), self.padding
@@ -88,8 +92,8 @@ class Pooling(BaseLayer):
             ones = jnp.ones((1, *inputs.shape[1:3], 1))
             outputs = _sum_over(inputs, *windows) / _sum_over(ones, *windows)
             if is_true is not None:
-                places = _sum_over(jnp.ones((1, inputs.shape[1])), *rows)
-                outputs *= (places * _inverse(_sum_over(is_true, *rows)))[..., None, None]
+                counts = _sum_over(jnp.ones((1, inputs.shape[1])), *rows)
+                outputs *= (counts * _inverse(_sum_over(is_true, *rows)))[..., None, None]
             outputs = outputs.astype(inputs.dtype)
         if paddings is not None:
             if down > 1 or self.padding == "VALID":
@@ -102,9 +106,9 @@ class GlobalPooling(BaseLayer):
     """Returns the maximum or mean over whole dims.
 
     Args:
-      pooling_dims: the dims, counted from 0, for instance (1, 2) of [B, H, W, C].
+      pooling_dims: The dims, counted from 0, for instance (1, 2) for [B, H, W, C].
       pooling_type: 'AVG' or 'MAX'.
-      keepdims: keep the dims, with size 1.
+      keepdims: Keep the dims, with size 1.
     """
 
     splits = splits(activation=())
@@ -122,7 +126,7 @@ class GlobalPooling(BaseLayer):
         require(
             is_list and all(isinstance(dim, int) and dim >= 0 for dim in pooling_dims),
             "GlobalPooling.pooling_dims", pooling_dims,
-            "a list of dims from 0 on, for instance (1, 2) to pool over H and W of [B, H, W, C]",
+            "a list of dims, counted from 0, such as (1, 2) for H and W of [B, H, W, C]",
         )
         self.pooling_dims, self.pooling_type = tuple(pooling_dims), pooling_type
         self.keepdims = keepdims
@@ -133,9 +137,12 @@ class GlobalPooling(BaseLayer):
         epsilon: float = 1e-8,
         compatible_paddings: jax.Array | None = None,
     ) -> jax.Array:
-        """Args: compatible_paddings: of the inputs' rank, 1.0 where not to look.
+        """Returns the maximum or mean of inputs.
 
-        `epsilon` is added to a mean's count where there are paddings.
+        Args:
+          inputs: The array to pool.
+          epsilon: A constant that is added to the number of elements of a mean with paddings.
+          compatible_paddings: Float, of the inputs' rank, 1.0 for elements to ignore.
         """
         dims = {"axis": self.pooling_dims, "keepdims": self.keepdims, "dtype": jnp.float32}
         is_true = None if compatible_paddings is None else compatible_paddings <= 0
@@ -152,11 +159,11 @@ class GlobalPooling(BaseLayer):
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def _max(self, x: jax.Array) -> jax.Array:
-        # Not jnp.max, whose gradient looks for elements equal to the maximum: XLA may compute the
-        # inputs twice, with another last bit, and if no element is equal, the gradient is NaN
-        # (jax 0.10 on the CPU, without optimization). Here it goes to the first maximum.
+        # Not jnp.max: its gradient searches for elements that equal the maximum. XLA may compute
+        # the inputs twice, with a different last bit; if then no element is equal, the gradient is
+        # NaN (jax 0.10 on CPU, without optimization). This gradient goes to the first maximum.
         is_pooled = [dim in self.pooling_dims for dim in range(x.ndim)]
-        window = [size if there else 1 for size, there in zip(x.shape, is_pooled, strict=True)]
+        window = [size if pooled else 1 for size, pooled in zip(x.shape, is_pooled, strict=True)]
         outputs = _max_over(x, window, (1,) * x.ndim, "VALID")
         return outputs if self.keepdims else jnp.squeeze(outputs, axis=self.pooling_dims)
 
@@ -164,12 +171,12 @@ class GlobalPooling(BaseLayer):
 class Pooling1D(BaseLayer):
     """Returns means or maxima over windows of time, and paddings: [B, T, ...] -> [B, T', ...].
 
-    T' is ceil(T / stride); windows reach as far before as after, 'SAME'.
+    T' is ceil(T / stride). Windows are symmetric ('SAME').
 
     Args:
-      stride: places from one window to the next.
-      window: its size; 0: as the stride. With 1 every stride-th time is taken.
-      pooling_type: 'AVG', over a window without its padding (0 if it is all padding), or 'MAX'.
+      stride: The distance between windows.
+      window: The size of windows; 0: the stride. With 1, every stride-th time is selected.
+      pooling_type: 'AVG', over the window without padding (0 if all of it is padding), or 'MAX'.
     """
 
     splits = splits(activation=())
@@ -191,7 +198,7 @@ class Pooling1D(BaseLayer):
     def __call__(
         self, inputs: jax.Array, paddings: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Args: inputs [B, T, ...]; paddings [B, T], 1.0 where not to look."""
+        """Returns the outputs for inputs [B, T, ...]; paddings [B, T] are 1.0 at ignored times."""
         strided = None if paddings is None else paddings[:, :: self.stride]
         if self.window == 1:
             return inputs[:, :: self.stride], strided

@@ -25,26 +25,28 @@ _he_fan_out = jax.nn.initializers.variance_scaling(1.4141**2, "fan_out", "normal
 _pax_conv_params = functools.partial(
     ConvBNAct, batch_norm_tpl=functools.partial(BatchNorm, decay=0.9), kernel_init=_he_fan_out
 )
-_over_places = functools.partial(GlobalPooling, pooling_dims=(1, 2))
+_spatial_mean = functools.partial(GlobalPooling, pooling_dims=(1, 2))
 
 
 class ResNetBlock(BaseLayer):
     """Returns `activation(x + convs(x))`: [B, H, W, input_dim] -> [B, H', W', output_dim].
 
-    The bottleneck: a 1x1 convolution to a quarter of the output channels, one of `kernel_size` and
-    `stride`, a 1x1 convolution out. Where the shape changes x goes through a 1x1 convolution as
-    well. H' is ceil(H / stride). He et al. 2015, arXiv:1512.03385.
+    The bottleneck consists of a 1x1 convolution to a quarter of the output channels, a convolution
+    with `kernel_size` and `stride`, and a 1x1 convolution to the output channels. If the shape
+    changes, a 1x1 convolution is also applied to x. H' is ceil(H / stride). He et al. 2015,
+    arXiv:1512.03385.
 
     Args:
-      conv_params: each convolution with norm and activation, called with (filter_shape, stride,
+      conv_params: Builds a convolution with norm and activation from (filter_shape, stride,
         activation=, rngs=).
-      activation: between the convolutions and at the end. Pax: activation_tpl.
-      residual_droppath_prob: share of examples whose convolutions a training pass leaves out.
-      zero_init_residual: the last norm's scale starts at 0, so that the block starts as identity
-        (arXiv:1706.02677).
+      activation: The activation between the convolutions and at the end. Pax: activation_tpl.
+      residual_droppath_prob: The probability that a training pass skips the convolutions of an
+        example.
+      zero_init_residual: Initialize the scale of the last norm to 0, so that the block starts as
+        the identity (arXiv:1706.02677).
 
     Raises:
-      ConfigError: zero_init_residual without a norm that has gamma.
+      ConfigError: zero_init_residual is set, but there is no norm with a gamma.
     """
 
     def __init__(
@@ -73,10 +75,10 @@ class ResNetBlock(BaseLayer):
             gamma = getattr(getattr(conv, "bn", None), "gamma", None)
             require(
                 gamma is not None, f"{type(self).__name__}.zero_init_residual", True,
-                "False where conv_params make no norm with a gamma",
+                "False if conv_params builds no norm with a gamma",
                 "Or set batch_norm_tpl of conv_params.",
             )
-            gamma.set_value(jnp.full(gamma.shape, -1.0))  # Stored less one.
+            gamma.set_value(jnp.full(gamma.shape, -1.0))  # Gamma is stored as scale - 1.
         self.num_convs = len(filters)
         shape, strides = (1, 1, input_dim, output_dim), (stride, stride)
         is_same = input_dim == output_dim and stride == 1
@@ -88,8 +90,9 @@ class ResNetBlock(BaseLayer):
     def _filters(
         self, input_dim: int, output_dim: int, kernel_size: int, stride: int
     ) -> list[Filter]:
-        """Returns shape and stride of each convolution."""
-        name, expected = f"{type(self).__name__}.output_dim", "4 or more: the middle has a quarter"
+        """Returns the shape and stride of each convolution."""
+        name = f"{type(self).__name__}.output_dim"
+        expected = "4 or more, because the middle convolution has a quarter of the channels"
         require(output_dim >= 4, name, output_dim, expected)
         inner = output_dim // 4
         return [
@@ -98,7 +101,7 @@ class ResNetBlock(BaseLayer):
         ]
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """A key means a training pass: batch statistics are the batch's."""
+        """Returns the outputs; a key selects the training mode, which uses batch statistics."""
         outputs = inputs
         for i in range(self.num_convs):
             outputs = getattr(self, f"body_{i}")(outputs, key=key)
@@ -108,9 +111,9 @@ class ResNetBlock(BaseLayer):
 
 
 class ResNetBasicBlock(ResNetBlock):
-    """Returns `activation(x + convs(x))` with two convolutions of `kernel_size`, the first strided.
+    """Returns `activation(x + convs(x))`: two convolutions of `kernel_size`, the first strided.
 
-    Settings are ResNetBlock's.
+    Settings are those of ResNetBlock.
     """
 
     def _filters(
@@ -123,24 +126,29 @@ class ResNetBasicBlock(ResNetBlock):
 
 
 class ResNet(BaseLayer):
-    """Returns features [B, channels[-1]] of images [B, H, W, C]. Defaults are ResNet-50's.
+    """Maps images [B, H, W, C] to features [B, channels[-1]]. The defaults are ResNet-50's.
 
-    An entry convolution, a 3x3 maximum with stride 2, stages of blocks, a mean over all places.
-    ResNet-101: blocks=(3, 4, 23, 3); -152: (3, 8, 36, 3); -18: block_params=ResNetBasicBlock,
-    channels=(64, 128, 256, 512), blocks=(2, 2, 2, 2); -34: so with (3, 4, 6, 3).
+    The network consists of an entry convolution, a 3x3 max pooling with stride 2, stages of blocks,
+    and a mean over all positions.
+    ResNet-101 has blocks=(3, 4, 23, 3), ResNet-152 has (3, 8, 36, 3). ResNet-18 has
+    block_params=ResNetBasicBlock, channels=(64, 128, 256, 512) and blocks=(2, 2, 2, 2); ResNet-34
+    the same with blocks=(3, 4, 6, 3).
 
     Args:
-      conv_params: each convolution with norm and activation, its splits among its settings.
-      block_params: each block, called with (input_dim, output_dim, conv_params=, kernel_size=,
-        stride=, rngs=).
-      strides, channels, blocks, kernels: of each stage: the stride of its first block, output
-        channels, number of blocks, kernel size.
-      entryflow_conv_kernel: height, width and input channels of the entry convolution.
-      entryflow_conv_stride: of that, along height and width.
-      output_spatial_pooling_params: what ends it, called with (rngs=); None: features are
+      conv_params: Builds a convolution with norm and activation; its settings include the splits.
+      block_params: Builds a block from (input_dim, output_dim, conv_params=, kernel_size=, stride=,
+        rngs=).
+      strides: The stride of the first block of each stage.
+      channels: The output channels of each stage.
+      blocks: The number of blocks of each stage.
+      kernels: The kernel size of each stage.
+      entryflow_conv_kernel: Height, width and input channels of the entry convolution.
+      entryflow_conv_stride: The strides of the entry convolution along height and width.
+      output_spatial_pooling_params: Builds the final pooling from (rngs=); None: features are
         [B, H', W', channels[-1]].
-      return_block_features: return a dict of each stage's features, its keys from 2 on, instead.
-      entry_max_pool: False leaves out the maximum after the entry convolution.
+      return_block_features: Return a dict of the features of each stage instead, with keys that
+        start from 2.
+      entry_max_pool: Apply the max pooling after the entry convolution.
     """
 
     def __init__(
@@ -154,7 +162,7 @@ class ResNet(BaseLayer):
         kernels: Sequence[int] = (3, 3, 3, 3),
         entryflow_conv_kernel: Sequence[int] = (7, 7, 3),
         entryflow_conv_stride: Sequence[int] = (2, 2),
-        output_spatial_pooling_params: Callable[..., Any] | None = _over_places,
+        output_spatial_pooling_params: Callable[..., Any] | None = _spatial_mean,
         return_block_features: bool = False,
         entry_max_pool: bool = True,
         rngs: nnx.Rngs,
@@ -162,7 +170,7 @@ class ResNet(BaseLayer):
         sizes = {"strides": strides, "channels": channels, "blocks": blocks, "kernels": kernels}
         check_sizes(self, len(strides), **sizes)
         check_sizes(self, 3, entryflow_conv_kernel=entryflow_conv_kernel)
-        # As Pax: the bottleneck's stages begin with a quarter of their channels.
+        # As in Pax, a bottleneck stage has a quarter of its channels inside.
         is_bottleneck = getattr(block_params, "func", block_params) is ResNetBlock
         width = channels[0] // 4 if is_bottleneck else channels[0]
         self.entryflow_conv = conv_params(
@@ -186,7 +194,7 @@ class ResNet(BaseLayer):
         self.return_block_features = return_block_features
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> Any:
-        """A key means a training pass: batch statistics are the batch's."""
+        """Returns the features; a key selects the training mode, which uses batch statistics."""
         outputs, features = self.entryflow_conv(inputs, key=key), {}
         if self.entryflow_maxpool is not None:
             outputs, _ = self.entryflow_maxpool(outputs)

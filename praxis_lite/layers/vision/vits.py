@@ -1,4 +1,4 @@
-"""Vision transformer: patches in, blocks that see the whole image, features out. Names are Pax's.
+"""Vision transformer: a transformer whose tokens are patches of images. Names are Pax's.
 
 Dosovitskiy et al. 2020, arXiv:2010.11929.
 """
@@ -32,19 +32,20 @@ from praxis_lite.layers.vision.convolutions import check_sizes
 from praxis_lite.layers.vision.poolings import GlobalPooling
 
 # B batch, H height, W width, C channels, P patch size, N tokens, D model dims.
-_over_tokens = functools.partial(GlobalPooling, pooling_dims=(1,))
+_token_mean = functools.partial(GlobalPooling, pooling_dims=(1,))
 
 
 def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
-    """Returns patches row by row, each flattened: [B, H, W, C] -> [B, H W / P^2, P^2 C].
+    """Returns flattened patches, row by row: [B, H, W, C] -> [B, H W / P^2, P^2 C].
 
     Raises:
-      ConfigError: the images are not of rank 4, or the patch size does not divide them.
+      ConfigError: The images do not have rank 4, or their sizes are not divisible by the patch
+        size.
     """
     if images.ndim != 4 or images.shape[1] % patch_size or images.shape[2] % patch_size:
         raise ConfigError(
             f"patch_size is {patch_size}, but images have the shape {images.shape}; expected "
-            "[B, H, W, C] with H and W multiples of patch_size. Change it, or crop the images."
+            "[B, H, W, C], with H and W divisible by patch_size. Change it, or crop the images."
         )
     batch, height, width, channels = images.shape
     rows, columns = height // patch_size, width // patch_size
@@ -54,25 +55,28 @@ def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
 
 
 class VitEntryLayers(BaseLayer):
-    """Returns tokens of images: [B, H, W, C], or patches [B, N, input_dims], -> [B, N', D].
+    """Maps images [B, H, W, C], or patches [B, N, input_dims], to tokens [B, N', D].
 
-    A projection of each patch plus its position's learned vector; class tokens before and after.
+    A token is the projection of a patch plus the learned embedding of its position. Class tokens
+    can be added at both ends.
 
     Args:
-      pos_emb_shapes: rows and columns of patches that positions are learned for; or one number,
-        of tokens in a row. Images of other sizes get rows and columns interpolated.
+      pos_emb_shapes: The numbers of rows and columns of learned positions; or a single number of
+        tokens in a row. Positions are interpolated for images of other sizes.
       patch_size: P.
-      input_dims: of a patch, P^2 C.
+      input_dims: The number of elements of a patch, P^2 C.
       output_dims: D.
-      prepend_cls_tokens, append_cls_tokens: how many learned tokens to add; they have no position.
-      pos_emb_tpl: called with (number of positions, D, rngs=); or None.
-      input_fc_has_bias: the projection adds a bias.
-      weight_split_dims_mapping: of the projection's weight, [input_dims, D].
-      activation_split_dims_mapping: of the outputs, [B, N', D].
+      pos_emb_dropout_prob: The dropout probability of the tokens.
+      prepend_cls_tokens: The number of learned tokens to add at the beginning, without positions.
+      append_cls_tokens: The same for the end.
+      pos_emb_tpl: Builds the position embedding from (number of positions, D, rngs=); None: none.
+      input_fc_has_bias: Add a bias to the projection.
+      weight_split_dims_mapping: The split of the projection's weight [input_dims, D].
+      activation_split_dims_mapping: The split of the outputs [B, N', D].
 
     Raises:
-      ConfigError: when called: the patch size does not divide the images, patches have other dims
-        than input_dims, or there are more or fewer of them than positions.
+      ConfigError: In a call: the sizes of images are not divisible by the patch size, the size of
+        patches is not input_dims, or the number of patches is not that of positions.
     """
 
     splits = splits(weight=(None, "embed"), activation=RESIDUAL)
@@ -114,13 +118,13 @@ class VitEntryLayers(BaseLayer):
         self.input_dims = input_dims
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """A key turns dropout on."""
+        """Returns the tokens; a key enables dropout."""
         patches = inputs if inputs.ndim == 3 else image_to_patch(inputs, self.patch_size)
         if patches.shape[-1] != self.input_dims:
             raise ConfigError(
                 f"VitEntryLayers.input_dims is {self.input_dims}, but a patch of inputs "
-                f"{inputs.shape} has {patches.shape[-1]} numbers. Set input_dims to that: the "
-                f"patch size squared times the channels."
+                f"{inputs.shape} has {patches.shape[-1]} elements. Set input_dims to the patch "
+                f"size squared times the number of channels."
             )
         features = self.patch_projection(patches)
         if self.pos_emb is not None:
@@ -130,7 +134,7 @@ class VitEntryLayers(BaseLayer):
         def tokens(weight: nnx.Param | None) -> list[jax.Array]:
             if weight is None:
                 return []
-            # Cast afterwards, as `broadcast_as` does.
+            # Cast after broadcasting, as `broadcast_as` does.
             w = jnp.broadcast_to(weight[...], (features.shape[0], *weight.shape[1:]))
             return [typed_as(w.astype(features.dtype), features)]
 
@@ -139,7 +143,7 @@ class VitEntryLayers(BaseLayer):
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def _positions(self, inputs: jax.Array, num_patches: int) -> jax.Array:
-        """Returns [1, N, D], interpolated where the image has another grid than was learned."""
+        """Returns embeddings [1, N, D], interpolated if the image has another grid."""
         embs = self.pos_emb(seq_length=math.prod(self.pos_emb_shapes))
         if inputs.ndim == 4 and len(self.pos_emb_shapes) == 2:
             grid = tuple(size // self.patch_size for size in inputs.shape[1:3])
@@ -150,16 +154,18 @@ class VitEntryLayers(BaseLayer):
         if embs.shape[1] != num_patches:
             raise ConfigError(
                 f"VitEntryLayers.pos_emb_shapes is {self.pos_emb_shapes}, but inputs "
-                f"{inputs.shape} have {num_patches} patches. Set it to their rows and columns."
+                f"{inputs.shape} have {num_patches} patches. Set it to the rows and columns of "
+                "patches."
             )
         return embs
 
 
 class ClassTokenPooling(BaseLayer):
-    """Returns the first token of each row, for VitExitLayers' `pooling_tpl`: [B, N, D] -> [B, D].
+    """Selects one token of each row, as VitExitLayers' `pooling_tpl`: [B, N, D] -> [B, D].
 
     Args:
-      index: which; 0 is the first that VitEntryLayers prepends, -1 the last that it appends.
+      index: The index of the token; 0 is the first that VitEntryLayers prepends, -1 the last that
+        it appends.
     """
 
     def __init__(self, index: int = 0, *, rngs: nnx.Rngs | None = None):
@@ -170,27 +176,27 @@ class ClassTokenPooling(BaseLayer):
 
 
 class VitExitLayers(BaseLayer):
-    """Returns features of tokens: [B, N, hidden_dim] -> [B, output_dim]; not pooled, [B, N, ...].
+    """Maps tokens [B, N, hidden_dim] to features [B, output_dim], or [B, N, ...] if not pooled.
 
-    A norm, the tokens' mean, a projection with tanh.
+    Applies a norm, the mean over tokens and a projection with tanh.
 
     Args:
-      hidden_dim: of the tokens.
-      output_dim: of the features; 0: as hidden_dim.
-      output_dropout_prob: of the features.
-      pooled: False: features of every token.
-      pre_ln: begin with a norm.
-      output_fc_tanh: project, with tanh. False: project, without, only if output_dim differs from
-        hidden_dim.
-      output_fc_has_bias: the projection adds a bias.
-      pooling_tpl: called with (rngs=), then with the tokens; ClassTokenPooling takes the class
-        token. The default is the mean; Pax's names no dims and cannot run.
-      ln_tpl: the norm, called with (hidden_dim, rngs=).
-      weight_split_dims_mapping: of the projection's weight, [hidden_dim, output_dim].
-      activation_split_dims_mapping: of the outputs.
+      hidden_dim: The size of tokens.
+      output_dim: The size of features; 0: hidden_dim.
+      output_dropout_prob: The dropout probability of the features.
+      pooled: If False, return features of every token.
+      pre_ln: Apply a norm first.
+      output_fc_tanh: Apply a projection with tanh. If False, apply one without tanh if output_dim
+        differs from hidden_dim.
+      output_fc_has_bias: Add a bias to the projection.
+      pooling_tpl: Builds the pooling of the tokens from (rngs=), by default the mean;
+        ClassTokenPooling selects the class token. Pax's default sets no dims and cannot run.
+      ln_tpl: Builds the norm from (hidden_dim, rngs=).
+      weight_split_dims_mapping: The split of the projection's weight [hidden_dim, output_dim].
+      activation_split_dims_mapping: The split of the outputs.
     """
 
-    # Features may be of an image or of each token.
+    # Features may belong to an image or to each token.
     splits = splits(weight=("embed", None), activation=("batch",))
 
     def __init__(
@@ -203,7 +209,7 @@ class VitExitLayers(BaseLayer):
         pre_ln: bool = True,
         output_fc_tanh: bool = True,
         output_fc_has_bias: bool = True,
-        pooling_tpl: Callable[..., Any] = _over_tokens,
+        pooling_tpl: Callable[..., Any] = _token_mean,
         ln_tpl: Callable[..., Any] = LayerNorm,
         rngs: nnx.Rngs,
     ):
@@ -216,15 +222,15 @@ class VitExitLayers(BaseLayer):
                 activation=activation, rngs=rngs,
             )
 
-        is_plain = not output_fc_tanh and output_dim != hidden_dim
+        needs_projection = not output_fc_tanh and output_dim != hidden_dim
         self.ln = ln_tpl(hidden_dim, rngs=rngs) if pre_ln else None
         self.pooling = pooling_tpl(rngs=rngs) if pooled else None
         self.fc_tanh = projection("tanh") if output_fc_tanh else None
-        self.output_projection = projection("identity") if is_plain else None
+        self.output_projection = projection("identity") if needs_projection else None
         self.dropout = Dropout(output_dropout_prob)
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """A key turns dropout on."""
+        """Returns the features; a key enables dropout."""
         outputs = inputs if self.ln is None else self.ln(inputs)
         for layer in (self.pooling, self.fc_tanh, self.output_projection):
             outputs = outputs if layer is None else layer(outputs)
@@ -232,16 +238,18 @@ class VitExitLayers(BaseLayer):
 
 
 class VisionTransformer(BaseLayer):
-    """Returns features of images: [B, H, W, C], or patches [B, N, P^2 C], -> [B, D].
+    """Maps images [B, H, W, C], or patches [B, N, P^2 C], to features [B, D].
 
-    Pax's `full_data_parallel_on_entry_exit` is said by the splits of entry and exit: a batch over
-    all mesh axes.
+    Pax's `full_data_parallel_on_entry_exit` corresponds to the splits of entry and exit: a batch
+    over all mesh axes.
 
     Args:
-      entry_layers_tpl: called with (rngs=), makes tokens [B, N, D]; None: inputs are tokens.
-      transformer_layers_tpl: the stack, called with (rngs=); its blocks are not causal.
-      exit_layers_tpl: called with (rngs=), makes features of tokens; None: the tokens themselves.
-      activation_split_dims_mapping: of the tokens between entry, stack and exit, [B, N, D].
+      entry_layers_tpl: Builds, from (rngs=), the layer that returns tokens [B, N, D]; None: inputs
+        are tokens.
+      transformer_layers_tpl: Builds the stack from (rngs=); its blocks are not causal.
+      exit_layers_tpl: Builds, from (rngs=), the layer that maps tokens to features; None: tokens
+        are returned.
+      activation_split_dims_mapping: The split of tokens [B, N, D] between entry, stack and exit.
     """
 
     splits = splits(activation=RESIDUAL)
@@ -265,9 +273,13 @@ class VisionTransformer(BaseLayer):
         *,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Args: paddings [B, N], 1.0 where the stack shall not look; a mean over tokens does.
+        """Returns the features.
 
-        A key means a training pass.
+        Args:
+          inputs: Images or patches.
+          paddings: Float [B, N], 1.0 for tokens that the stack ignores; a mean over tokens includes
+            them.
+          key: The source of random numbers; it selects the training mode.
         """
         keys = split_keys(key, 3)
         features = inputs if self.entry_stack is None else self.entry_stack(inputs, key=keys[0])
@@ -286,10 +298,10 @@ def build_vision_transformer(
     num_xformer_layers: int,
     num_heads: int,
 ) -> fdl.Partial:
-    """Returns the config of a VisionTransformer of these sizes, to set the rest in.
+    """Returns the config of a VisionTransformer of these sizes, for further settings.
 
-    As Pax's `build_vision_transformer_hparams_for_test`, whose attention has no per-dim scale; the
-    parts are `entry_layers_tpl`, `transformer_layers_tpl.block` and `exit_layers_tpl`.
+    It equals Pax's `build_vision_transformer_hparams_for_test`, whose attention has no scale per
+    dim. Its parts are `entry_layers_tpl`, `transformer_layers_tpl.block` and `exit_layers_tpl`.
     """
     block = fdl.Partial(
         Transformer, model_dims, mlp_dims, num_heads, mask_self_attention=False,

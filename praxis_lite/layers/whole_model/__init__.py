@@ -1,4 +1,4 @@
-"""Changes to a complete model: sharding presets, adapters, quantization.
+"""Changes to complete models: sharding presets, adapters, quantization.
 
-This package knows all layers; no layer knows it.
+This package depends on all layers; no layer depends on it.
 """

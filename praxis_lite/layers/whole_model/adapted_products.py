@@ -16,8 +16,11 @@ class DenseForm:
     """The letters of a dense layer's equation, without leading dims.
 
     Attributes:
-      leading: letters that number the outputs of a layer with several outputs.
-      stack: letters of the weight that number independent layers, each with an adapter.
+      inputs: The letters of the inputs.
+      weight: The letters of the weight.
+      leading: The letters that number the outputs of a layer with several outputs.
+      outputs: The other letters of the outputs.
+      stack: The letters of the weight that number independent layers, each with an adapter.
     """
 
     inputs: str
@@ -28,12 +31,12 @@ class DenseForm:
 
     @property
     def rank(self) -> str:
-        """Returns the letter of the rank, which the equation does not have."""
+        """The letter of the rank, which does not occur in the equation."""
         return self._free()[0]
 
     @property
     def other_rank(self) -> str:
-        """Returns a second letter of the rank."""
+        """A second letter for the rank."""
         return self._free()[1]
 
     def _free(self) -> list[str]:
@@ -42,27 +45,28 @@ class DenseForm:
 
     @property
     def summed(self) -> str:
+        """The letters that the product sums over."""
         return "".join(x for x in self.weight if x in self.inputs and x not in self.stack)
 
     @property
     def a(self) -> str:
-        """Returns the letters of lora_a."""
+        """The letters of lora_a."""
         return self.stack + self.summed + self.rank
 
     @property
     def b(self) -> str:
-        """Returns the letters of lora_b."""
+        """The letters of lora_b."""
         taken = self.stack + self.summed
         return self.stack + self.rank + "".join(x for x in self.weight if x not in taken)
 
     @property
     def kept(self) -> str:
-        """Returns the letters that the weight gives to the outputs, in their order."""
+        """The letters that the outputs have from the weight, in the order of the outputs."""
         return "".join(x for x in self.leading + self.outputs if x in self.weight)
 
     @property
     def between(self) -> str:
-        """Returns the letters of `inputs @ a`."""
+        """The letters of `inputs @ a`."""
         kept = "".join(x for x in self.inputs if x not in self.summed)
         return kept + "".join(x for x in self.stack if x not in kept) + self.rank
 
@@ -78,11 +82,12 @@ def form_of(layer: Dense) -> DenseForm:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedProduct(Product):
-    """A product, with its bias, plus that of two low-rank matrices.
+    """A product, with its bias, plus a product with two low-rank matrices.
 
     Attributes:
-      base: the product with `w`.
-      weights: names of the adapter's weights in the layer.
+      base: The product with `w`.
+      scale: The factor of the low-rank product.
+      weights: The names of the adapter's weights in the layer.
     """
 
     base: Product
@@ -94,14 +99,15 @@ class AdaptedProduct(Product):
 
     def kernel(self, layer: Dense) -> jax.Array:
         adapters = [getattr(layer, name)[...] for name in self.weights]
-        return self.merged(layer, self.base.kernel(layer), *adapters)
+        return self.merge(layer, self.base.kernel(layer), *adapters)
 
-    def merged(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
-        """Returns a weight with its adapter merged, in the weight's dtype; stacks too.
+    def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
+        """Returns a weight with its adapter merged, in the weight's dtype; also for stacks.
 
         Args:
-          w: [..., dims], with stacked dims first.
-          adapters: in the order of `weights`, [..., dims].
+          layer: The layer of the weight.
+          w: The weight [..., dims], with stacked dims first.
+          adapters: The adapter's weights [..., dims], in the order of `weights`.
         """
         a, b = adapters
         form = form_of(layer)
@@ -109,29 +115,29 @@ class AdaptedProduct(Product):
         return w + self.scale * product.reshape(w.shape).astype(w.dtype)
 
     def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        thin = self.thin(layer, inputs)
+        low_rank = self.low_rank_product(layer, inputs)
         outputs = self.base(layer, inputs)
-        return outputs + typed_as(thin, outputs)
+        return outputs + typed_as(low_rank, outputs)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         outputs = self.base.multiplied(layer, inputs)
-        return outputs + typed_as(self.thin(layer, inputs), outputs)
+        return outputs + typed_as(self.low_rank_product(layer, inputs), outputs)
 
-    def thin(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+    def low_rank_product(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         """Returns the scaled product of the inputs with the two low-rank matrices."""
         form = form_of(layer)
         a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)
-        thin = einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
+        x = einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
         outputs = f"{form.leading}...{form.outputs}"
-        return einsum(f"...{form.between},{form.b}->{outputs}", thin * self.scale, b)
+        return einsum(f"...{form.between},{form.b}->{outputs}", x * self.scale, b)
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        thin = inputs @ layer.lora_a[...].astype(inputs.dtype) * self.scale
-        return [*self.base.factors(layer, inputs), (thin, layer.lora_b[...])]
+        x = inputs @ layer.lora_a[...].astype(inputs.dtype) * self.scale
+        return [*self.base.factors(layer, inputs), (x, layer.lora_b[...])]
 
     def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
-        into_D = layer.lora_a[...].T * self.scale
-        return [*self.base.column_factors(layer), (layer.lora_b[...].T, into_D)]
+        scaled_a_RD = layer.lora_a[...].T * self.scale
+        return [*self.base.column_factors(layer), (layer.lora_b[...].T, scaled_a_RD)]
 
     def adds_up(self) -> bool:
         return self.base.adds_up()
@@ -141,20 +147,20 @@ class AdaptedProduct(Product):
 class DecomposedProduct(AdaptedProduct):
     """DoRA's product: the length of each column of the adapted weight is learned.
 
-    It stores no array of the weight's size besides `w`: the squared lengths are sums of products of
-    w, a and b.
+    Besides `w`, it stores no array of the weight's size: the squared lengths are sums of products
+    of w, a and b.
     """
 
     weights = ("lora_a", "lora_b", "lora_m")
 
-    def merged(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
-        *thin, _ = adapters
-        form, lead = form_of(layer), w.shape[: thin[0].ndim - len(form_of(layer).a)]
+    def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
+        *low_rank, _ = adapters
+        form, lead = form_of(layer), w.shape[: low_rank[0].ndim - len(form_of(layer).a)]
         kernel = w.reshape(*lead, *layer.kernel_shape)
         scales = self._scales(form, kernel, *adapters)
-        added = super().merged(layer, kernel, *thin)
+        kernel = super().merge(layer, kernel, *low_rank)
         letters = f"...{form.weight},...{form.kept}->...{form.weight}"
-        return jnp.einsum(letters, added, scales).reshape(w.shape).astype(w.dtype)
+        return jnp.einsum(letters, kernel, scales).reshape(w.shape).astype(w.dtype)
 
     def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         return layer.biased(self.multiplied(layer, inputs))
@@ -169,7 +175,7 @@ class DecomposedProduct(AdaptedProduct):
 
     def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
         scales = self._scales_of(layer)[:, None]
-        return [(w * scales, into_D) for w, into_D in super().column_factors(layer)]
+        return [(w * scales, a) for w, a in super().column_factors(layer)]
 
     def adds_up(self) -> bool:
         return False
@@ -181,22 +187,22 @@ class DecomposedProduct(AdaptedProduct):
     def _scales(
         self, form: DenseForm, w: jax.Array, a: jax.Array, b: jax.Array, m: jax.Array
     ) -> jax.Array:
-        """Returns the factor of each output: the learned length of its column over its length."""
+        """Returns the learned length of each output's column, divided by its current length."""
         dtype = jnp.promote_types(w.dtype, jnp.float32)
         w, a, b = (jax.lax.stop_gradient(x.astype(dtype)) for x in (w, a, b))
         r, s = form.rank, form.other_rank
         a_again, b_again, gram = form.a.replace(r, s), form.b.replace(r, s), form.stack + r + s
 
-        def summed(results: str, *factors: tuple[str, jax.Array]) -> jax.Array:
+        def sum_products(results: str, *factors: tuple[str, jax.Array]) -> jax.Array:
             letters = ",".join(f"...{letters}" for letters, _ in factors)
             arrays = (x for _, x in factors)
             return jnp.einsum(f"{letters}->...{results}", *arrays, precision="highest")
 
-        of_w = summed(form.kept, (form.weight, w), (form.weight, w))
-        a_by_w = summed(form.b, (form.a, a), (form.weight, w))
-        of_both = summed(form.kept, (form.b, a_by_w), (form.b, b))
-        products_of_a = summed(gram, (form.a, a), (a_again, a))
-        of_thin = summed(form.kept, (gram, products_of_a), (form.b, b), (b_again, b))
-        squares = of_w + self.scale * (2 * of_both + self.scale * of_thin)
-        now = jnp.sqrt(jnp.maximum(squares, jnp.finfo(dtype).tiny))
-        return (jnp.sqrt(of_w) + m) / now
+        w_squares = sum_products(form.kept, (form.weight, w), (form.weight, w))
+        a_by_w = sum_products(form.b, (form.a, a), (form.weight, w))
+        cross_terms = sum_products(form.kept, (form.b, a_by_w), (form.b, b))
+        a_by_a = sum_products(gram, (form.a, a), (a_again, a))
+        ab_squares = sum_products(form.kept, (gram, a_by_a), (form.b, b), (b_again, b))
+        squares = w_squares + self.scale * (2 * cross_terms + self.scale * ab_squares)
+        lengths = jnp.sqrt(jnp.maximum(squares, jnp.finfo(dtype).tiny))
+        return (jnp.sqrt(w_squares) + m) / lengths

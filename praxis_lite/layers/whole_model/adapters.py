@@ -1,12 +1,12 @@
-"""LoRA and DoRA: dense layers that learn a low-rank addition to w.
+"""LoRA and DoRA: dense layers that learn a low-rank change of w.
 
     linear_tpl=lora(Linear, rank=4)                        # one layer
     tr_atten_tpl=lora(DotProductAttention, rank=4, only=("query", "value"))  # layers inside one
 
-An adapted layer is its base layer with the weights `lora_a` and `lora_b` next to `w`: other paths
-and initial values equal those of the model without adapters. In a stack adapt the block, not the
-stack. The product with `w` may be replaced, such as by a rounded one (quantization.py), before or
-after.
+An adapted layer is its base layer with the weights `lora_a` and `lora_b` next to `w`. Other paths
+and initial values are the same as in the model without adapters. In a stack, adapt the block, not
+the stack. The product with `w` may be replaced before or after, for example by a rounded one
+(quantization.py).
 """
 
 import functools
@@ -28,7 +28,7 @@ from praxis_lite.layers.whole_model.adapted_products import (
     form_of,
 )
 
-# DoRA's, which include LoRA's.
+# Those of DoRA, which include LoRA's.
 ADAPTER_WEIGHTS = DecomposedProduct.weights
 
 
@@ -42,20 +42,21 @@ def lora(
 ) -> Callable[..., Any]:
     """Returns a template like `base_tpl` whose dense layers add `alpha / rank * x @ a @ b`.
 
-    b starts as zeros, so that the adapted layer starts as the base layer (arXiv:2106.09685).
+    b starts as zeros, so the adapted layer starts as the base layer (arXiv:2106.09685).
 
     Args:
-      base_tpl: a template of a dense layer (praxis_lite.layers.Dense), or of a layer with some.
-      rank: of a @ b.
-      alpha: None: rank, a factor of 1.
-      only: adapt layers whose path contains one of these names, such as "query"; None: all.
-      use_dora: also learn the length of each output's column of w + a @ b (DoRA, arXiv:2402.09353):
-        that of w plus `lora_m`, which starts as zeros. The actual length, by which it is divided,
-        is a constant of the backward pass (section 4.3 there).
+      base_tpl: A template of a dense layer (praxis_lite.layers.Dense), or of a layer that contains
+        some.
+      rank: The rank of a @ b.
+      alpha: The numerator of the scale; None: rank, for a scale of 1.
+      only: Adapt only layers whose path contains one of these names, such as "query"; None: all.
+      use_dora: Also learn the length of each output's column of w + a @ b (DoRA,
+        arXiv:2402.09353). It is the length in w plus `lora_m`, which starts as zeros. The current
+        length, which divides, is a constant in the backward pass (section 4.3 of the paper).
 
     Raises:
-      ConfigError: rank is not positive; or, once called, there is no layer to adapt, or one has an
-        adapter already.
+      ConfigError: rank is not positive; or, in a call, there is no layer to adapt, or a layer
+        already has an adapter.
     """
     _check_rank(rank)
     return functools.partial(
@@ -75,8 +76,8 @@ def adapted(
 ) -> Any:
     """Returns `lora(base_tpl, rank=rank, ...)(*args, rngs=rngs, **kwargs)`.
 
-    For experiments: --set reaches the rank of `fdl.Partial(adapted, base_tpl=fdl.Partial(Linear),
-    rank=4)`.
+    For experiments: --set can change the rank of `fdl.Partial(adapted,
+    base_tpl=fdl.Partial(Linear), rank=4)`.
     """
     _check_rank(rank)
     layer = base_tpl(*args, rngs=rngs, **kwargs)
@@ -87,17 +88,17 @@ def adapted(
     ]
     if not dense:
         raise ConfigError(
-            f"lora finds nothing to adapt in {type(layer).__name__}"
+            f"lora found no layer to adapt in {type(layer).__name__}"
             + (f" under the names {tuple(only)}" if only is not None else "")
             + "; expected a Linear or another Dense layer, or a layer that contains one."
         )
-    twice = ["/".join(map(str, path)) for path, node in dense if is_adapted(node)]
-    if twice:
+    already = ["/".join(map(str, path)) for path, node in dense if is_adapted(node)]
+    if already:
         raise ConfigError(
-            f"lora: {few(twice)} of {type(layer).__name__} has an adapter already. Remove one, "
-            "or name the layers of each in `only`."
+            f"lora: {few(already)} of {type(layer).__name__} already has an adapter. Remove one, "
+            "or select the layers of each with `only`."
         )
-    # Drawn from a copy: layers created later get the same keys as without adapters.
+    # Drawn from a copy, so that layers created later get the same keys as without adapters.
     key = jax.random.fold_in(nnx.compat.clone(rngs).params(), rank)
     for i, (_, node) in enumerate(sorted(dense, key=lambda item: list(map(str, item[0])))):
         layer_rngs = nnx.Rngs(jax.random.fold_in(key, i))
@@ -110,11 +111,11 @@ def _check_rank(rank: int) -> None:
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:
-    """Returns a copy of `module` with each adapter merged into its weight; stacks too."""
+    """Returns a copy of `module` with each adapter merged into its weight; also in stacks."""
     module = nnx.compat.clone(module)
     for node in adapted_layers(module).values():
         adapters = [getattr(node, name)[...] for name in node.product.weights]
-        node.w.set_value(node.product.merged(node, node.w[...], *adapters))
+        node.w.set_value(node.product.merge(node, node.w[...], *adapters))
     return without_adapters(module)
 
 
@@ -129,7 +130,7 @@ def without_adapters(module: nnx.Module) -> nnx.Module:
 
 
 def adapted_layers(module: nnx.Module) -> dict[str, Any]:
-    """Returns the layers with adapters by path, "transformer/blocks/self_attention/query"."""
+    """Returns the layers with adapters by path, such as "lm/blocks/self_attention/query"."""
     return {
         "/".join(map(str, path)): node for path, node in list(nnx.compat.iter_graph(module))
         if is_adapted(node)
@@ -146,7 +147,7 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
     layer.product = (DecomposedProduct if use_dora else AdaptedProduct)(layer.product, scale)
     form, sizes = form_of(layer), layer.kernel(layer.w.dtype).shape
     size_of = dict(zip(form.weight, sizes, strict=True)) | {form.rank: rank}
-    # The first of merged dims has the split; the rank is not split.
+    # Of merged dims, the first has the split. The rank is not split.
     mapping = layer.w.get_metadata().get("split_dims_mapping")
     split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
     fan_in = math.prod(size_of[letter] for letter in form.summed)
@@ -155,8 +156,8 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
     for name, letters, init in zip(layer.product.weights, forms, inits, strict=False):
         shape = tuple(size_of[letter] for letter in letters)
         split = None if mapping is None else tuple(split_of.get(letter) for letter in letters)
-        made = layer.weight(shape, split, init=init, matrix=NONE, rngs=rngs)
-        setattr(layer, name, made)
+        weight = layer.weight(shape, split, init=init, matrix=NONE, rngs=rngs)
+        setattr(layer, name, weight)
 
 
 REFERENCE = "reference"
@@ -167,7 +168,7 @@ def with_reference(
 ) -> Any:
     """Returns `base_tpl(*args, rngs=rngs, **kwargs)` with a copy of itself as `reference`.
 
-    The copy starts with the same weights; exclude it from training:
+    The copy starts with the same weights. Exclude it from training:
     `learner.bprop_variable_exclusion="reference/.*"`. A model with adapters does not need it.
     """
     same_rngs = nnx.compat.clone(rngs)
@@ -177,17 +178,17 @@ def with_reference(
 
 
 def reference_of(module: nnx.Module) -> nnx.Module:
-    """Returns the initial model of `module`: its copy, or itself without adapters.
+    """Returns the initial model of `module`: its copy, or the module without its adapters.
 
     Raises:
-      ConfigError: it has neither.
+      ConfigError: The module has neither a copy nor adapters.
     """
     if hasattr(module, REFERENCE):
         return getattr(module, REFERENCE)
     if not adapted_layers(module):
         raise ConfigError(
-            f"{type(module).__name__} has neither adapters nor a frozen copy of itself. Give it "
-            "adapters (praxis_lite.layers.lora), or make it with "
-            "fdl.Partial(with_reference, base_tpl=...) of praxis_lite.layers."
+            f"{type(module).__name__} has neither adapters nor a frozen copy of itself. Add "
+            "adapters (praxis_lite.layers.lora), or build it with "
+            "fdl.Partial(with_reference, base_tpl=...) from praxis_lite.layers."
         )
     return without_adapters(module)

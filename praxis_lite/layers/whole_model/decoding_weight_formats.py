@@ -1,4 +1,4 @@
-"""Forms in which decoding stores dense weights: int8 per output channel, or transposed."""
+"""Formats of dense weights for decoding: int8 with a scale per output channel, or transposed."""
 
 import dataclasses
 import functools
@@ -18,11 +18,11 @@ from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order
 )
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(StoredWeight):
-    """A weight as whole numbers from -127 to 127 times a scale.
+    """A weight as integers from -127 to 127 times a scale.
 
     Attributes:
-      values: int8, of the weight's shape.
-      scale: of the weight's dtype and rank, 1 in the dims that a product sums over.
+      values: Int8, with the weight's shape.
+      scale: The scales, with the weight's dtype and rank; dims that a product sums over are 1.
     """
 
     values: Any
@@ -36,7 +36,7 @@ class Int8Weight(StoredWeight):
         return (self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)).astype(dtype)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        # Beside the inputs a loop reads the int8: XLA else makes floats of them before it.
+        # The barrier keeps the int8 in a loop; otherwise XLA converts it to floats before the loop.
         values, inputs = jax.lax.optimization_barrier((self.values, inputs))
         kernel = values.astype(inputs.dtype).reshape(layer.kernel_shape)
         outputs = jnp.einsum(
@@ -45,11 +45,12 @@ class Int8Weight(StoredWeight):
         return (outputs * layer.beside(outputs, self.scale)).astype(inputs.dtype)
 
 
-def in_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
-    """Returns a weight rounded to the nearest, the largest of each output channel being 127.
+def to_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
+    """Returns a weight rounded to nearest; the largest value of each output channel becomes 127.
 
     Args:
-      summed_dims: that a product with the weight sums over.
+      weight: The weight.
+      summed_dims: The dims that a product with the weight sums over.
     """
     exact = weight.astype(jnp.float32)
     largest = jnp.max(jnp.abs(exact), axis=tuple(summed_dims), keepdims=True)
@@ -63,27 +64,27 @@ def in_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
 )
 @dataclasses.dataclass(frozen=True)
 class TransposedWeight(StoredWeight):
-    """A weight stored transposed, [out, in], for faster decoding on a CPU.
+    """A weight stored transposed, [out, in], for faster decoding on CPU.
 
-    XLA's CPU backend repacks the second factor of a product for each token, and reads the first in
-    place. With few rows repacking takes most of the time.
+    XLA's CPU backend repacks the second factor of a product for each token, but reads the first in
+    place. With few rows, repacking takes most of the time.
 
     Attributes:
-      values: the weight, transposed.
-      summed_dims: the weight's dims that are last in `values`, counted from the end.
+      values: The transposed weight.
+      summed_dims: The dims of the weight that are last in `values`, counted from the end.
     """
 
     values: Any
     summed_dims: tuple[int, ...]
 
     @staticmethod
-    def is_for(equation: str) -> bool:
-        """Returns True if inputs and outputs have the weight's letters in the weight's order."""
+    def supports(equation: str) -> bool:
+        """Returns whether inputs and outputs have the weight's letters in the weight's order."""
         operands, results = equation.split("->")
-        of_inputs, of_weight = operands.split(",")
-        kept = "".join(letter for letter in of_weight if letter in results)
-        summed = "".join(letter for letter in of_weight if letter not in results)
-        return of_inputs == f"...{summed}" and results.replace("...", "") == kept
+        input_letters, weight_letters = operands.split(",")
+        kept = "".join(letter for letter in weight_letters if letter in results)
+        summed = "".join(letter for letter in weight_letters if letter not in results)
+        return input_letters == f"...{summed}" and results.replace("...", "") == kept
 
     @property
     def dtype(self) -> Any:
@@ -95,26 +96,26 @@ class TransposedWeight(StoredWeight):
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         operands, results = layer.equation.split("->")
-        of_inputs, of_weight = operands.split(",")
-        sizes = dict(zip(of_weight, layer.kernel_shape, strict=True))
-        summed = [letter for letter in of_weight if letter not in results]
+        _, weight_letters = operands.split(",")
+        sizes = dict(zip(weight_letters, layer.kernel_shape, strict=True))
+        summed = [letter for letter in weight_letters if letter not in results]
         num_rows_dims = inputs.ndim - len(summed)
         rows_RD = inputs.reshape(math.prod(inputs.shape[:num_rows_dims]), -1)
         weight_FD = self.values.reshape(-1, rows_RD.shape[1]).astype(inputs.dtype)
-        # Without the barriers XLA makes it the product of inputs and a weight again.
+        # Without the barriers, XLA turns it back into the product of inputs and a weight.
         barrier = jax.lax.optimization_barrier
         outputs_RF = barrier(weight_FD @ barrier(rows_RD.T)).T
-        dims = [sizes[letter] for letter in of_weight if letter in results]
+        dims = [sizes[letter] for letter in weight_letters if letter in results]
         outputs = outputs_RF.reshape(*inputs.shape[:num_rows_dims], *dims)
-        # Dims that the equation has before the rows.
+        # Dims that precede the rows in the equation.
         num_before = len(results.split("...")[0])
         return jnp.moveaxis(
             outputs, range(num_rows_dims, num_rows_dims + num_before), range(num_before)
         )
 
 
-def transposed(weight: jax.Array, summed_dims: Sequence[int]) -> TransposedWeight:
-    """Returns a weight with the dims last, counted from the end, that a product sums over."""
+def to_transposed(weight: jax.Array, summed_dims: Sequence[int]) -> TransposedWeight:
+    """Returns a weight whose last dims are those to sum over, which are counted from the end."""
     summed_dims = tuple(summed_dims)
     return TransposedWeight(jnp.transpose(weight, _order(weight.ndim, summed_dims)), summed_dims)
 

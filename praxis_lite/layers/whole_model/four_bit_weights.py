@@ -1,8 +1,8 @@
-"""Weights in 4 bits, with a scale for each block: rounding, packing, multiplication.
+"""Weights in 4 bits with a scale per block: rounding, packing, multiplication.
 
-A byte has two numbers, in memory, files and communication; float32 scales of blocks of 64 add half
-a bit per weight. Qwix has the same types, but its "nf4" flattens a weight, which gathers a split
-one, and its numbers take a byte each.
+A byte holds two numbers in memory, files and communication. The float32 scales of blocks of 64 add
+half a bit per weight. Qwix has the same types, but its "nf4" flattens a weight, which gathers a
+split one, and each of its numbers takes a byte.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order, is_dens
 from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.whole_model.packed_weights import Pack
 
-# Types that round only the weight.
+# The types that round only the weight.
 WEIGHT_QTYPES = ("int4", "nf4")
-BLOCK_SIZE = 64  # QLoRA's.
-# QLoRA's NormalFloat: quantiles of a normal distribution (arXiv:2305.14314, appendix E).
+BLOCK_SIZE = 64  # The block size of QLoRA.
+# The NormalFloat of QLoRA: quantiles of a normal distribution (arXiv:2305.14314, appendix E).
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -40,12 +40,12 @@ class FourBitWeight(StoredWeight):
     """A weight as 16 numbers times scales.
 
     Attributes:
-      codes: uint8, of the weight's shape except `dim`, with two numbers in a byte.
-      scale: float32, of the weight's shape except `dim`: one for each block.
+      codes: Uint8, with the weight's shape except in `dim`; two numbers per byte.
+      scale: Float32, with the weight's shape except in `dim`: one per block.
       qtype: "int4" or "nf4".
-      dim: the dim that is divided into blocks, counted from the end.
-      size: of the weight in that dim.
-      block_size: elements that share a scale.
+      dim: The dim that is divided into blocks, counted from the end.
+      size: The size of the weight in this dim.
+      block_size: The number of elements that share a scale.
     """
 
     codes: Any
@@ -61,18 +61,18 @@ class FourBitWeight(StoredWeight):
 
     def astype(self, dtype: Any) -> jax.Array:
         codes = self.codes
-        place = codes.ndim + self.dim
-        before, after = codes.shape[:place], codes.shape[place + 1 :]
+        dim = codes.ndim + self.dim
+        before, after = codes.shape[:dim], codes.shape[dim + 1 :]
         codes = codes.reshape(*before, -1, -(-self.block_size // 2), *after)
-        codes = jnp.stack([codes & 15, codes >> 4], axis=place + 2)
-        codes = codes.reshape(*before, codes.shape[place], -1, *after)
-        codes = jax.lax.slice_in_dim(codes, 0, self.block_size, axis=place + 1)
-        values = _values(codes, self.qtype) * jnp.expand_dims(self.scale, place + 1)
+        codes = jnp.stack([codes & 15, codes >> 4], axis=dim + 2)
+        codes = codes.reshape(*before, codes.shape[dim], -1, *after)
+        codes = jax.lax.slice_in_dim(codes, 0, self.block_size, axis=dim + 1)
+        values = _values(codes, self.qtype) * jnp.expand_dims(self.scale, dim + 1)
         values = values.reshape(*before, -1, *after)
-        return jax.lax.slice_in_dim(values, 0, self.size, axis=place).astype(dtype)
+        return jax.lax.slice_in_dim(values, 0, self.size, axis=dim).astype(dtype)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        # The backward pass recomputes the floats: the residual has 4 bits.
+        # The backward pass recomputes the floats, so the residual has only 4 bits.
         @jax.checkpoint
         def product(weight: FourBitWeight, inputs: jax.Array) -> jax.Array:
             kernel = weight.astype(inputs.dtype).reshape(layer.kernel_shape)
@@ -81,35 +81,40 @@ class FourBitWeight(StoredWeight):
         return product(self, inputs)
 
 
-def in_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourBitWeight:
+def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourBitWeight:
     """Returns a weight rounded to the nearest of 16 numbers.
 
-    "int4" has the integers from -7 to 7, "nf4" the numbers NF4, bit for bit those of bitsandbytes.
+    "int4" has the integers from -7 to 7; "nf4" has the numbers NF4, which equal those of
+    bitsandbytes bit for bit.
 
     Args:
-      dim: to divide into blocks, counted from the end; the last block is padded with zeros.
+      weight: The weight.
+      qtype: "int4" or "nf4".
+      block_size: The number of elements that share a scale.
+      dim: The dim to divide into blocks, counted from the end; the last block is padded with zeros.
     """
-    size, place = weight.shape[dim], weight.ndim + dim
+    size, pos_dim = weight.shape[dim], weight.ndim + dim
     block_size = min(block_size, size)
-    before, after = weight.shape[:place], weight.shape[place + 1 :]
-    whole = pad_to_multiple(weight.astype(jnp.float32), block_size, place)
-    blocks = whole.reshape(*before, -1, block_size, *after)
-    largest = jnp.max(jnp.abs(blocks), axis=place + 1)
+    before, after = weight.shape[:pos_dim], weight.shape[pos_dim + 1 :]
+    padded = pad_to_multiple(weight.astype(jnp.float32), block_size, pos_dim)
+    blocks = padded.reshape(*before, -1, block_size, *after)
+    largest = jnp.max(jnp.abs(blocks), axis=pos_dim + 1)
     scale = jnp.where(largest > 0, largest / (7 if qtype == "int4" else 1), 1)
-    codes = _codes(blocks / jnp.expand_dims(scale, place + 1), qtype)
-    codes = pad_to_multiple(codes, 2, place + 1)
+    codes = _codes(blocks / jnp.expand_dims(scale, pos_dim + 1), qtype)
+    codes = pad_to_multiple(codes, 2, pos_dim + 1)
+    num_codes = codes.shape[pos_dim + 1]
     low, high = (
-        jax.lax.slice_in_dim(codes, i, codes.shape[place + 1], 2, axis=place + 1) for i in (0, 1)
+        jax.lax.slice_in_dim(codes, i, num_codes, 2, axis=pos_dim + 1) for i in (0, 1)
     )
     packed = (low | (high << 4)).reshape(*before, -1, *after)
     return FourBitWeight(packed, scale, qtype, dim, size, block_size)
 
 
-def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
-    """Returns packing functions by path for all dense layers except that of logits."""
+def four_bit_packs(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
+    """Returns packing functions by path, for all dense layers except those that compute logits."""
     return {
         "/".join(("params", *map(str, path), "w")): functools.partial(
-            in_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
+            to_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
         )
         for path, node in nnx.compat.iter_graph(module)
         if is_dense(node) and node.summed_dims and not node.makes_logits
@@ -117,7 +122,7 @@ def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
 
 
 def _codes(x: jax.Array, qtype: str) -> jax.Array:
-    """Returns uint8 from 0 to 15 for numbers in units of their scales."""
+    """Returns uint8 codes from 0 to 15 of numbers in units of their scales."""
     if qtype == "int4":
         return jnp.clip(jnp.round(x), -7, 7).astype(jnp.int8).astype(jnp.uint8) & 15
     bounds = [(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)]
@@ -125,10 +130,10 @@ def _codes(x: jax.Array, qtype: str) -> jax.Array:
 
 
 def _values(codes: jax.Array, qtype: str) -> jax.Array:
-    """Returns the float32 that codes stand for."""
+    """Returns the float32 values of codes."""
     if qtype == "int4":
         return (codes ^ 8).astype(jnp.float32) - 8
-    # Selects between pairs, bit by bit: a table lookup would be a gather for each weight.
+    # Selects between pairs for each bit, since a table lookup would be a gather for each weight.
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1

@@ -15,7 +15,8 @@ from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 
-# weight -> tree of arrays to store, each of the weight's rank. Stacked dims come first.
+# A function from a weight to the tree of arrays to store. The arrays have the weight's rank, with
+# stacked dims first.
 Pack = Callable[[jax.Array], Any]
 
 
@@ -24,8 +25,8 @@ class PackedForm:
     """The form in which a state stores a weight.
 
     Attributes:
-      pack: computes it from the weight.
-      spec: of the weight, as declared by its layer.
+      pack: Computes the form from the weight.
+      spec: The declaration of the weight by its layer.
     """
 
     pack: Pack
@@ -37,30 +38,31 @@ class PackedForm:
 
     @functools.cached_property
     def parts(self) -> dict[str, WeightSpec]:
-        """The arrays by name, each split as the weight."""
+        """The arrays by name; each is split like the weight."""
         return {
             name: dataclasses.replace(self.spec, shape=x.shape, dtype=x.dtype)
             for name, x in leaves_with_path(self._abstract)
         }
 
-    def packed(self, weight: jax.Array) -> dict[str, jax.Array]:
-        """Returns the arrays to store for a weight."""
+    def to_parts(self, weight: jax.Array) -> dict[str, jax.Array]:
+        """Returns the arrays to store for a weight, by name."""
         return dict(leaves_with_path(self.pack(weight)))
 
-    def of_parts(self, parts: Mapping[str, Any]) -> Any:
-        """Returns the result of `pack`, given its arrays."""
+    def from_parts(self, parts: Mapping[str, Any]) -> Any:
+        """Returns the result of `pack` from its arrays."""
         leaves = [parts[name] for name in self.parts]
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
 
 class PackedModel(NnxModel):
-    """An NNX module with some weights stored in another form, which cannot be trained.
+    """An NNX module with some weights stored in another form, in which they cannot be trained.
 
-    The state has a dict of arrays in place of such a weight; its layer gets a `StoredWeight`.
+    The state has a dict of arrays instead of such a weight, and its layer gets a `StoredWeight`.
 
     Args:
-      build: as of NnxModel.
-      forms: from the module, with abstract weights, to packing functions by path, "params/ffn/w".
+      build: See NnxModel.
+      forms: A function from the module, with abstract weights, to packing functions by path, such
+        as "params/ffn/w".
     """
 
     def __init__(
@@ -76,10 +78,10 @@ class PackedModel(NnxModel):
         return {path: PackedForm(pack, spec_of[path]) for path, pack in forms.items()}
 
     def init(self, key: jax.Array) -> MdlVars:
-        return self._in_parts(super().init(key), lambda form, weight: form.packed(weight))
+        return self._replace_packed(super().init(key), lambda form, weight: form.to_parts(weight))
 
     def weight_specs(self) -> MdlVars:
-        return self._in_parts(super().weight_specs(), lambda form, spec: form.parts)
+        return self._replace_packed(super().weight_specs(), lambda form, spec: form.parts)
 
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
@@ -87,12 +89,12 @@ class PackedModel(NnxModel):
         flat = traverse_util.flatten_dict(mdl_vars)
         for path, form in self.packed_forms.items():
             keys = tuple(path.split("/"))
-            # Gather a device's block here, in the packed form.
+            # Gathered here, while a device's block is still packed.
             parts = {name: whole(flat.pop((*keys, name))) for name in form.parts}
-            flat[keys] = form.of_parts(parts)
+            flat[keys] = form.from_parts(parts)
         return super().module(traverse_util.unflatten_dict(flat), key, eval_key)
 
-    def _in_parts(
+    def _replace_packed(
         self, mdl_vars: MdlVars, parts_of: Callable[[PackedForm, Any], Mapping[str, Any]]
     ) -> MdlVars:
         flat = traverse_util.flatten_dict(mdl_vars)
@@ -104,24 +106,24 @@ class PackedModel(NnxModel):
 
 
 def check_frozen(model: PackedModel, learner: Learner) -> None:
-    """Checks that a learner trains no packed weight.
+    """Raises an error if a learner would train a packed weight.
 
     Raises:
-      ConfigError: it would; names the weights and the settings that freeze them.
+      ConfigError: It would; the message names the weights and the settings that freeze them.
     """
     specs = {"/".join(path): spec for path, spec in spec_items(model.weight_specs()["params"])}
-    kept = {
+    packed = {
         f"{path.removeprefix('params/')}/{name}" for path, form in model.packed_forms.items()
         for name in form.parts
     }
     trained = [
         path for group in learner.bind(model.weight_specs()["params"]).groups.by_name.values()
-        for path in map("/".join, group.paths) if path in kept
+        for path in map("/".join, group.paths) if path in packed
     ]
     if trained:
         raise ConfigError(
             f"Learner: {few(sorted(trained))} would be trained, but is stored as "
-            f"{specs[sorted(trained)[0]].dtype}, which has no gradient. Freeze weights in 4 "
-            "bits: bprop_variable_inclusion names what is trained, such as '.*/lora_[abm]', "
-            "bprop_variable_exclusion what is not."
+            f"{specs[sorted(trained)[0]].dtype}, which has no gradient. Freeze the weights in 4 "
+            "bits: bprop_variable_inclusion selects the weights to train, such as "
+            "'.*/lora_[abm]', and bprop_variable_exclusion those to freeze."
         )

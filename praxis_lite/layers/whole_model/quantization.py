@@ -4,31 +4,31 @@
         quantized, model=fdl.Partial(TransformerLm, ...),
         rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
 
-Weights, slots and checkpoints are those of the model without rules. A weight is rounded each time
-it is used, with a scale per output channel, activations with a scale per token; or each with a
-single scale (`scales="tensor"`). Products are summed in int32 (float8: in float32) and rescaled;
-devices sum rescaled products in the activations' dtype, as far as the layers' splits determine
-which devices sum together (`summing_devices`). Gradients pass through the rounding
-(straight-through); without a `bwd_qtype` both products of the backward pass use unrounded factors
-in the model's dtype.
+Weights, slots and checkpoints are those of the model without rules. A weight is rounded every time
+it is used, with a scale per output channel, and activations with a scale per token; or each with a
+single scale (`scales="tensor"`). Products are summed in int32 (in float32 for float8) and rescaled.
+Devices sum rescaled products in the dtype of activations, as far as the splits of layers determine
+which devices sum together (`summing_devices`). Gradients ignore the rounding (straight-through).
+Without a `bwd_qtype`, both products of the backward pass use unrounded factors in the model's
+dtype.
 
-With "int4" or QLoRA's "nf4" (arXiv:2305.14314) only the weight is rounded, with a scale for each
+With "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, with a scale for every
 `block_size` inputs of a channel. The backward pass uses the rounded weight.
 
-Never rounded are products of two activations (attention's logits), experts, convolutions,
-recurrences, embeddings and LoRA's thin products; the log names matching layers that are not
-rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored weights stay float32
-(in 4 bits: four_bit_weights.py), so decoding rounds them for every token. Rounding is to nearest,
-in the backward pass too. A sum of more than 133,000 int8 products can overflow int32 if nearly all
-are the largest (with a `bwd_qtype`, a weight's gradient sums over all tokens of a device).
+Products of two activations (attention's logits), experts, convolutions, recurrences, embeddings and
+LoRA's low-rank products are never rounded; the log names matching layers that are not rounded. The
+weight of a softmax with a `chunk_size` cannot be rounded. Stored weights are float32 (for 4 bits
+see four_bit_weights.py), so decoding rounds them for every token. Rounding is to nearest, also in
+the backward pass. A sum of more than 133,000 int8 products can overflow int32 if nearly all of them
+are the largest (with a `bwd_qtype`, the gradient of a weight sums over all tokens of a device).
 
 `task.quantization = "float8"` (of a LanguageModelTask) or `--set task.quantization=float8` applies
-a recipe of QUANTIZATION_RECIPES to all dense layers but the one that makes logits, forward and
-backward. The recipes "nf4" and "int4" store the frozen weights of these layers in 4 bits.
+a recipe of QUANTIZATION_RECIPES to all dense layers except the one that computes logits, forward
+and backward. The recipes "nf4" and "int4" store the frozen weights of these layers in 4 bits.
 
-8-bit arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. `qwix.quantize_model` intercepts only
-one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by walking
-Python's stack, and calls deprecated methods of Flax.
+8-bit arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. `qwix.quantize_model` is not used: it
+intercepts only one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers
+by walking Python's stack, and calls deprecated methods of Flax.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ from praxis_lite.layers.base.variables import num_stacked_dims
 from praxis_lite.layers.whole_model.four_bit_weights import (
     BLOCK_SIZE,
     WEIGHT_QTYPES,
-    forms_in_4_bits,
+    four_bit_packs,
 )
 from praxis_lite.layers.whole_model.packed_weights import PackedModel, check_frozen
 from praxis_lite.layers.whole_model.rounded_products import (
@@ -64,24 +64,24 @@ from praxis_lite.layers.whole_model.rounded_products import (
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRule:
-    """How layers whose weight's path matches a pattern are multiplied.
+    """How to round the products of layers whose weight's path matches a pattern.
 
     Attributes:
-      regex: matched from the start of a weight's path (`re.match`), such as
+      regex: A pattern that is matched from the start of a weight's path (`re.match`), such as
         "transformer/.*/ffn_layer"; the first matching rule applies.
-      qtype: of inputs and weight: "int8", "float8_e4m3fn", "float8_e5m2"; of the weight alone:
-        "int4", "nf4"; None: not rounded.
-      bwd_qtype: of the incoming gradient in both products of the backward pass, whose other factor
-        is rounded to `qtype`; None: the backward pass is not rounded. Not in 4 bits.
-      block_size: of a weight in 4 bits: the number of inputs of a channel, in the last dim of
-        inputs, that share a scale; None: 64.
-      scales: of 8 bits: "channel": one for each output channel of a weight and each token;
-        "tensor": one for each factor, over all devices.
-      but_logits: do not round layers that compute logits.
+      qtype: The type of inputs and weight: "int8", "float8_e4m3fn", "float8_e5m2"; or only of the
+        weight: "int4", "nf4"; None: no rounding.
+      bwd_qtype: The type of the incoming gradient in both products of the backward pass, where the
+        other factor is rounded to `qtype`; None: the backward pass is not rounded. Not with 4 bits.
+      block_size: The number of inputs of a channel, in the last dim of inputs, that share a scale
+        of a weight in 4 bits; None: 64.
+      scales: For 8 bits, "channel": one scale for each output channel of a weight and each token;
+        or "tensor": one for each factor, over all devices.
+      but_logits: Exclude layers that compute logits.
 
     Raises:
-      ConfigError: an unknown type, types that mix integers and floats, an invalid `regex`, or a
-        setting of other types.
+      ConfigError: A type is unknown, types mix integers and floats, `regex` is invalid, or a
+        setting does not apply to the type.
     """
 
     regex: str
@@ -101,25 +101,26 @@ class QuantizationRule:
         if self.block_size is not None:
             require(
                 is_whole(self.block_size) and has_blocks, "QuantizationRule.block_size",
-                self.block_size, "a positive integer where qtype is 'int4' or 'nf4', else None",
+                self.block_size, "a positive integer if qtype is 'int4' or 'nf4', otherwise None",
             )
         if has_blocks and self.bwd_qtype is not None:
             raise ConfigError(
-                f"QuantizationRule: qtype is {self.qtype!r}, of weights alone, and bwd_qtype is "
-                f"{self.bwd_qtype!r}; the backward pass has no rounding then. Leave bwd_qtype out."
+                f"QuantizationRule: qtype is {self.qtype!r}, for weights only, but bwd_qtype is "
+                f"{self.bwd_qtype!r}; the backward pass is then not rounded. Omit bwd_qtype."
             )
         if self.bwd_qtype is not None and (self.qtype or "")[:3] != self.bwd_qtype[:3]:
             raise ConfigError(
                 f"QuantizationRule: qtype is {self.qtype!r} and bwd_qtype {self.bwd_qtype!r}; the "
-                "backward pass multiplies the two. Take int8 for both, or float8 types for both."
+                "backward pass multiplies the two. Use int8 for both, or float8 types for both."
             )
         path_pattern("QuantizationRule.regex", self.regex)
 
-    def put(self, product: Product, rows_split: SplitDims = None) -> Product:
-        """Returns `product` with its product with `w` rounded; adapters stay exact.
+    def apply(self, product: Product, rows_split: SplitDims = None) -> Product:
+        """Returns `product` with its product with `w` rounded; adapters are not rounded.
 
         Args:
-          rows_split: the split of the inputs' batch and time.
+          product: The product of a dense layer.
+          rows_split: The split of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
@@ -135,15 +136,15 @@ def quantized(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> nnx.Module:
-    """Returns the layer built by `model`, with its dense layers quantized by rules.
+    """Returns the layer that `model` builds, with its dense layers quantized by rules.
 
     Raises:
-      ConfigError: Qwix is not installed, there are no rules, or one matches no layer; lists the
-        weights.
+      ConfigError: Qwix is not installed, there are no rules, or a rule matches no layer; the
+        message lists the weights.
     """
     optional_module("qwix", "quantized")
     if not rules:
-        raise ConfigError("quantized.rules is empty; expected one QuantizationRule or more.")
+        raise ConfigError("quantized.rules is empty; expected at least one QuantizationRule.")
     layer = model(*args, rngs=rngs, **kwargs)
     nodes = {"/".join(map(str, path)): node for path, node in nnx.compat.iter_graph(layer)}
     dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if is_dense(node)}
@@ -152,75 +153,77 @@ def quantized(
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):
                 used.add(i)
-                is_left = rule.qtype is None or (rule.but_logits and node.makes_logits)
-                if not is_left:
-                    node.product = rule.put(node.product, _rows_split(path[: -len("/w")], nodes))
-                names.setdefault(None if is_left else rule.qtype, []).append(path)
+                is_exact = rule.qtype is None or (rule.but_logits and node.makes_logits)
+                if not is_exact:
+                    node.product = rule.apply(node.product, _rows_split(path[: -len("/w")], nodes))
+                names.setdefault(None if is_exact else rule.qtype, []).append(path)
                 break
     for i, rule in enumerate(rules):
         if i not in used:
-            raise _unused(rule, list(dense))
-    left = [
+            raise _unused_error(rule, list(dense))
+    not_dense = [
         path
         for path, node in nodes.items()
         if is_matrix(node) and path not in dense
         if any(re.match(rule.regex, path) for rule in rules)
     ]
-    log_rounding(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(left))
+    log_rounding(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(not_dense))
     return layer
 
 
 def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
-    """Returns the split of batch and time of a dense layer, declared by it or its parent."""
+    """Returns the split of batch and time of a dense layer, from its or its parent's settings."""
     parent, _, name = path.rpartition("/")
-    around = "output" if name == "post" else "activation"  # Of attention, its outputs.
-    for layer, of in ((nodes[path], "activation"), (nodes[parent], around)):
-        mapping = getattr(layer, f"{of}_split_dims_mapping", None)
+    parent_array = "output" if name == "post" else "activation"  # post returns the outputs.
+    for layer, array in ((nodes[path], "activation"), (nodes[parent], parent_array)):
+        mapping = getattr(layer, f"{array}_split_dims_mapping", None)
         if mapping is not None:
             return tuple(mapping[:2])
     return None
 
 
 def is_matrix(node: Any) -> bool:
-    """Returns whether a node is a weight of two or more dims, without stacked dims."""
+    """Returns whether a node is a weight with at least two dims, not counting stacked dims."""
     return isinstance(node, nnx.Param) and node.ndim - num_stacked_dims(node) > 1
 
 
-def _unused(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:
-    taken = any(re.match(rule.regex, path) for path in paths)
-    what = "that no earlier rule matches" if taken else "of a dense layer"
+def _unused_error(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:
+    is_matched = any(re.match(rule.regex, path) for path in paths)
+    what = "that no earlier rule matches" if is_matched else "of a dense layer"
     near = did_you_mean(rule.regex, paths)
     shown = ", ".join(paths[:12]) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
     return ConfigError(
         f"QuantizationRule.regex {rule.regex!r} matches no weight {what}; expected the beginning "
-        f"of one of {shown}.{near} Fix the pattern, or remove the rule."
+        f"of one of {shown}.{near} Correct the pattern, or remove the rule."
     )
 
 
 @functools.cache
-def log_rounding(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str, ...]) -> None:
+def log_rounding(
+    names: tuple[tuple[str, tuple[str, ...]], ...], not_dense: tuple[str, ...]
+) -> None:
     """Logs which weights are rounded, once per process for each model."""
     logger = logging.getLogger("praxis_lite")
     for qtype, paths in names:
-        what = "not rounded, by a rule" if qtype == "None" else f"products in {qtype}"
+        what = "not rounded, because of a rule" if qtype == "None" else f"products in {qtype}"
         logger.info("%s: %s", what, ", ".join(paths))
-    if left:
-        logger.info("not rounded, being no dense layers: %s", ", ".join(left))
+    if not_dense:
+        logger.info("not rounded, because they are no dense layers: %s", ", ".join(not_dense))
 
 
 _rule = functools.partial(QuantizationRule, "", but_logits=True)
-# float8 as in arXiv:2209.05433: more digits forward, a wider range backward.
+# float8 as in arXiv:2209.05433: more digits in the forward pass, a wider range in the backward.
 _float8 = functools.partial(_rule, "float8_e4m3fn", "float8_e5m2")
 
-# By name, for `task.quantization`; a str is the type in which weights are stored.
+# The values of `task.quantization`; a str is the type in which weights are stored.
 QUANTIZATION_RECIPES: Mapping[str, QuantizationRule | str] = {
-    # A scale for each output channel and each token; the most exact.
+    # One scale for each output channel and each token; the most exact.
     "int8": _rule("int8", "int8"),
     "float8": _float8(),
-    # A scale for each weight, and for all tokens of a product: fewer operations, and coarser.
+    # One scale for each weight, and one for all tokens of a product: fewer operations, less exact.
     "int8_per_tensor": _rule("int8", "int8", scales="tensor"),
     "float8_per_tensor": _float8(scales="tensor"),
-    # Frozen weights are kept in 4 bits, under adapters (QLoRA, arXiv:2305.14314).
+    # Frozen weights are stored in 4 bits, with adapters (QLoRA, arXiv:2305.14314).
     "nf4": "nf4",
     "int4": "int4",
 }
@@ -232,10 +235,12 @@ def with_recipe(
     """Returns a task's model with products rounded by a recipe; None: unchanged.
 
     Args:
-      learner: of the task; must not train weights in 4 bits.
+      model: The model, or a function that builds it.
+      recipe: A name in QUANTIZATION_RECIPES.
+      learner: The learner of the task, which must not train weights in 4 bits.
 
     Raises:
-      ConfigError: an unknown recipe, a model without layers of this library, or a learner that
+      ConfigError: The recipe is unknown, the model has no layers of this library, or the learner
         trains weights in 4 bits.
     """
     if recipe is None:
@@ -249,6 +254,6 @@ def with_recipe(
     rule = QUANTIZATION_RECIPES[recipe]
     if isinstance(rule, QuantizationRule):
         return functools.partial(quantized, model=model, rules=(rule,))
-    kept = PackedModel(model, functools.partial(forms_in_4_bits, qtype=rule))
-    check_frozen(kept, learner)
-    return kept
+    packed_model = PackedModel(model, functools.partial(four_bit_packs, qtype=rule))
+    check_frozen(packed_model, learner)
+    return packed_model

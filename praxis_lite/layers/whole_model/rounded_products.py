@@ -1,4 +1,4 @@
-"""Products of dense layers with rounded factors, by Qwix: in 8 bits, or of weights in 4."""
+"""Products of dense layers with rounded factors: in 8 bits, by Qwix, or with weights in 4 bits."""
 
 import dataclasses
 import functools
@@ -19,15 +19,15 @@ from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base.dense import Dense, Product, in_order
 from praxis_lite.layers.base.dims import MODEL_DIMS
 from praxis_lite.layers.base.result_types import einsum, elementwise, product_type
-from praxis_lite.layers.whole_model.four_bit_weights import in_4_bits
+from praxis_lite.layers.whole_model.four_bit_weights import to_4_bits
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-# Of a factor: one for each row or column that a product keeps, or one for all.
+# The scales of a factor: one for each row or column that a product keeps, or one for all.
 SCALES = ("channel", "tensor")
 # The number of devices that sum over a letter of an equation.
 Counts = tuple[tuple[str, int], ...]
-# The largest int8 is 127. Qwix's own bound of 127.5 puts each row's largest element between two
-# integers, where the last bit of a float decides, which may differ from mesh to mesh.
+# The largest int8 is 127. With Qwix's own bound of 127.5, each row's largest element is halfway
+# between two integers: the last bit of a float decides, which may differ between meshes.
 _CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}"}
 
 
@@ -39,10 +39,14 @@ def quantized_einsum(
     """Returns `einsum(equation, x, w)` of rounded factors, in x's dtype.
 
     Args:
-      equation: "bd,df->bf": two factors, each letter in two of the three.
-      qtype, bwd_qtype, scales: see QuantizationRule.
-      num_devices: of `summing_devices`.
-      out: of the result's type over Explicit axes, else None.
+      equation: Such as "bd,df->bf": two factors; each letter occurs in two of the three arrays.
+      qtype: See QuantizationRule.
+      bwd_qtype: See QuantizationRule.
+      x: The inputs.
+      w: The weight.
+      scales: See QuantizationRule.
+      num_devices: The result of `summing_devices`.
+      out: The spec of the result's type over Explicit axes, otherwise None.
     """
     return _einsum(equation, scales, num_devices, x.dtype, out, (x, qtype), (w, qtype))
 
@@ -59,16 +63,18 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     factors, outputs = equation.split("->")
-    of_x, of_w = factors.split(",")
-    for_x, for_w = f"{outputs},{of_w}->{of_x}", f"{outputs},{of_x}->{of_w}"
-    as_x, as_w = (None, None) if out is None else (type_spec(x), type_spec(w))
+    x_letters, w_letters = factors.split(",")
+    dx_equation = f"{outputs},{w_letters}->{x_letters}"
+    dw_equation = f"{outputs},{x_letters}->{w_letters}"
+    x_spec, w_spec = (None, None) if out is None else (type_spec(x), type_spec(w))
     if bwd_qtype is None:
-        dx = jnp.einsum(for_x, g, w.astype(g.dtype), out_sharding=as_x)
-        dw = jnp.einsum(for_w, g, x, out_sharding=as_w)
+        dx = jnp.einsum(dx_equation, g, w.astype(g.dtype), out_sharding=x_spec)
+        dw = jnp.einsum(dw_equation, g, x, out_sharding=w_spec)
     else:
-        dx = _einsum(for_x, scales, num_devices, x.dtype, as_x, (g, bwd_qtype), (w, qtype))
-        dw = _einsum(for_w, scales, num_devices, x.dtype, as_w, (g, bwd_qtype), (x, qtype))
-    # As of a product that is not rounded: summed over devices in the dtype of activations.
+        settings = scales, num_devices, x.dtype
+        dx = _einsum(dx_equation, *settings, x_spec, (g, bwd_qtype), (w, qtype))
+        dw = _einsum(dw_equation, *settings, w_spec, (g, bwd_qtype), (x, qtype))
+    # Like an unrounded product, it is summed over devices in the dtype of activations.
     return dx.astype(x.dtype), dw.astype(x.dtype).astype(w.dtype)
 
 
@@ -82,10 +88,16 @@ def _einsum(
     """Returns the product of factors, each rounded to its type, in `dtype`.
 
     A factor has a scale for each index that the product keeps, or a single scale. Devices that sum
-    over an index together do so in `dtype`: without parts XLA would sum int32, before the scales.
+    over an index together do so in `dtype`: the index is divided into parts, because otherwise XLA
+    would sum int32 values before applying the scales.
 
     Args:
-      out: of the product's type; None over Auto axes.
+      equation: See `quantized_einsum`.
+      scales: See QuantizationRule.
+      num_devices: The result of `summing_devices`.
+      dtype: The dtype of the result.
+      out: The spec of the product's type; None over Auto axes.
+      factors: The two factors, each with its type.
     """
     qwix = optional_module("qwix", "quantized")
     letters, outputs = equation.split("->")
@@ -101,50 +113,59 @@ def _einsum(
         for local, (factor, qtype) in zip(letters.split(","), factors, strict=True)
     ]
     size_of = dict(zip(letters.partition(",")[0], factors[0][0].shape, strict=True))
-    parts = {  # Of what is summed, where devices have equal ones.
+    parts = {  # The numbers of parts of summed dims, if all parts have equal sizes.
         letter: count for letter, count in num_devices
         if letter not in outputs and size_of[letter] % count == 0
     }
     if not parts:
         return _product(equation, out, *rounded).astype(dtype)
-    numbers = dict(zip(parts, string.ascii_uppercase, strict=False))
+    part_letters = dict(zip(parts, string.ascii_uppercase, strict=False))
     rounded = [
-        jax.tree.map(functools.partial(_in_parts, local, parts), factor)
+        jax.tree.map(functools.partial(_split_dims, local, parts), factor)
         for local, factor in zip(letters.split(","), rounded, strict=True)
     ]
-    apart = letters.translate(str.maketrans({x: numbers[x] + x for x in parts}))
-    apart = f"{apart}->{''.join(numbers.values())}{outputs}"
-    of_parts = None if out is None else _beside_parts(out, apart, *(x.qvalue for x in rounded))
-    product = _product(apart, of_parts, *rounded).astype(dtype)
+    equation = letters.translate(str.maketrans({x: part_letters[x] + x for x in parts}))
+    equation = f"{equation}->{''.join(part_letters.values())}{outputs}"
+    spec = None if out is None else _partial_sums_spec(out, equation, *(x.qvalue for x in rounded))
+    product = _product(equation, spec, *rounded).astype(dtype)
     product = jax.lax.reduce(product, jnp.zeros((), dtype), jax.lax.add, range(len(parts)))
     return product if out is None else jax.sharding.reshard(product, out)
 
 
-def _beside_parts(
+def _partial_sums_spec(
     out: PartitionSpec, equation: str, x: jax.Array, y: jax.Array
 ) -> PartitionSpec:
-    """Returns the type of a product that is still in parts: its other dims lack the parts' axes."""
-    of_all = dict(zip(equation.partition("->")[2], product_type(equation, x, y), strict=True))
-    parts = list(of_all.values())[: len(of_all) - len(out)]
+    """Returns the type of partial sums: the parts, then `out` without the axes of the parts."""
+    entry_of_letter = dict(
+        zip(equation.partition("->")[2], product_type(equation, x, y), strict=True)
+    )
+    parts = list(entry_of_letter.values())[: len(entry_of_letter) - len(out)]
     used = {axis for entry in parts for axis in axes_of(entry)}
-    left = (entry_of(tuple(a for a in axes_of(entry) if a not in used)) for entry in out)
-    return PartitionSpec(*parts, *left)
+    rest = (entry_of(tuple(a for a in axes_of(entry) if a not in used)) for entry in out)
+    return PartitionSpec(*parts, *rest)
 
 
 def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Array:
     """Returns the product of rounded factors, times their scales.
 
     Args:
-      out: of its type; None over Auto axes.
+      equation: See `quantized_einsum`.
+      out: The spec of the product's type; None over Auto axes.
+      x: The first factor.
+      y: The second factor.
     """
     qwix = optional_module("qwix", "quantized")
     factors, outputs = equation.split("->")
-    of_x, of_y = factors.split(",")
-    shared = [letter for letter in of_y if letter in of_x]
+    x_letters, y_letters = factors.split(",")
+    shared = [letter for letter in y_letters if letter in x_letters]
     summed = [letter for letter in shared if letter not in outputs]
     batch = [letter for letter in shared if letter in outputs]
-    # As dot_general orders them; the second factor comes first, as in qwix.einsum.
-    order = [*batch, *(a for a in of_y if a not in shared), *(a for a in of_x if a not in shared)]
+    # The order of dot_general's results; as in qwix.einsum, the second factor comes first.
+    order = [
+        *batch,
+        *(a for a in y_letters if a not in shared),
+        *(a for a in x_letters if a not in shared),
+    ]
     settings = {}
     if out is not None:
         entries = dict(zip(outputs, out, strict=True))
@@ -155,20 +176,21 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
                     for a, size in zip(local, factor.scale.shape, strict=True)
                 ))
             ))
-            for local, factor in ((of_x, x), (of_y, y))
+            for local, factor in ((x_letters, x), (y_letters, y))
         )
         settings["out_sharding"] = PartitionSpec(*(entries[letter] for letter in order))
     dims = tuple(
-        tuple(tuple(map(local.index, group)) for local in (of_y, of_x)) for group in (summed, batch)
+        tuple(tuple(map(local.index, group)) for local in (y_letters, x_letters))
+        for group in (summed, batch)
     )
     product = qwix.dot_general(y, x, dims, **settings)
     return product.transpose([order.index(letter) for letter in outputs])
 
 
-def _in_parts(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
-    """Returns an array whose dims have a dim of parts before them; one of a scale has one part.
+def _split_dims(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
+    """Returns an array where some dims are preceded by a dim of parts, of size 1 for a scale.
 
-    Over Explicit axes parts split as the dim did.
+    Over Explicit axes, the parts are split as the dim was.
     """
     shape, split, sizes = [], [], jax.sharding.get_abstract_mesh().shape
     for letter, size, entry in zip(letters, x.shape, type_spec(x), strict=True):
@@ -186,8 +208,10 @@ class RoundedProduct(Product):
     """The product of inputs and weight, both rounded.
 
     Attributes:
-      qtype, bwd_qtype, scales: see QuantizationRule.
-      rows_split: how the rows of the inputs split: their batch, and time.
+      qtype: See QuantizationRule.
+      bwd_qtype: See QuantizationRule.
+      scales: See QuantizationRule.
+      rows_split: The split of the inputs' rows: batch and time.
     """
 
     qtype: str
@@ -208,25 +232,25 @@ class RoundedProduct(Product):
         )
 
     def _type(self, equation: str, rows: str, x: jax.Array, w: jax.Array) -> PartitionSpec:
-        """Returns a spec of the product's type: its rows split as declared, where axes are free.
+        """Returns a spec of the product's type, with rows split as declared over the free axes.
 
-        Then the gradient arrives so, and is gathered after it was rounded.
+        The gradient then arrives with this split, and is gathered after rounding.
         """
         outputs, out = equation.partition("->")[2], product_type(equation, x, w)
         axis_names = jax.sharding.get_abstract_mesh().axis_names
         declared = to_partition_spec(self.rows_split or (), axis_names)
-        of_rows = dict(zip(rows, declared, strict=False))
+        row_entries = dict(zip(rows, declared, strict=False))
         used, split = {axis for entry in out for axis in axes_of(entry)}, []
         for letter, entry in zip(outputs, out, strict=True):
-            free = tuple(a for a in axes_of(of_rows.get(letter)) if a not in used)
+            free = tuple(a for a in axes_of(row_entries.get(letter)) if a not in used)
             used.update(free)
             split.append(entry if entry else entry_of(free))
         return PartitionSpec(*split)
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         raise ConfigError(
-            "A softmax with a chunk_size cuts the weight of its linear layer, which a rule rounds "
-            f"to {self.qtype}. Set chunk_size to None, or put "
+            "A softmax with a chunk_size slices the weight of its linear layer, but a rule rounds "
+            f"it to {self.qtype}. Set chunk_size to None, or put "
             'QuantizationRule("softmax", qtype=None) before the other rules.'
         )
 
@@ -236,7 +260,12 @@ class RoundedProduct(Product):
 
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight(Product):
-    """The product of inputs with a weight that is rounded in blocks: see QuantizationRule."""
+    """The product of inputs with a weight that is rounded in blocks.
+
+    Attributes:
+      qtype: See QuantizationRule.
+      block_size: See QuantizationRule.
+    """
 
     qtype: str
     block_size: int
@@ -250,8 +279,8 @@ class RoundedWeight(Product):
         operands, outputs = layer.equation.split("->")
         letters = operands.split(",")[1]
         *_, last = (i for i, letter in enumerate(letters) if letter not in outputs)
-        # The rounded value, with the gradient of the other.
-        rounded = in_4_bits(
+        # The value of the rounded weight, with the gradient of the unrounded one.
+        rounded = to_4_bits(
             jax.lax.stop_gradient(w), self.qtype, self.block_size, last - w.ndim
         ).astype(w.dtype)
         return rounded + (w - jax.lax.stop_gradient(w))
@@ -267,16 +296,17 @@ class RoundedWeight(Product):
 
 
 def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
-    """Returns the number of devices that hold parts of a sum, by the letter that is summed over.
+    """Returns the number of devices with parts of a sum, by the letter that is summed over.
 
-    Over the weight's letters go the products that make outputs and gradients of inputs, over those
-    of rows the product that makes the weight's gradient. A letter without an entry is whole, or is
-    gathered before the product: a weight is, over the axes that split the batch, and its model dims
-    over those that split time, too. The others are whole where tokens meet all of them.
+    The products of outputs and of gradients of inputs sum over letters of the weight; the product
+    of the weight's gradient sums over letters of rows. A letter without an entry is not split, or
+    is gathered before the product: a weight is gathered over the axes that split the batch, and its
+    model dims also over those that split time.
 
     Args:
-      rows: the letters of the inputs' rows: the batch's, and time's.
-      rows_split: how they split; None: unknown.
+      layer: The dense layer.
+      rows: The letters of the inputs' rows: batch and time.
+      rows_split: The split of the rows; None: unknown.
     """
     mesh, metadata = jax.sharding.get_abstract_mesh(), layer.w.get_metadata()
 
@@ -286,14 +316,14 @@ def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
 
     if mesh.empty:
         return ()
-    of_rows = axes_by(rows, rows_split)
-    of_batch, of_all = of_rows.get(rows[:1], set()), set().union(*of_rows.values())
+    row_axes = axes_by(rows, rows_split)
+    batch_axes, all_row_axes = row_axes.get(rows[:1], set()), set().union(*row_axes.values())
     firsts = [letters[0] for letters in layer.letters]
-    of_w = axes_by(firsts, metadata.get("split_dims_mapping"))
+    w_axes = axes_by(firsts, metadata.get("split_dims_mapping"))
     for letter, name in zip(firsts, metadata.get("dim_names", ()), strict=False):
-        if letter in of_w:
-            of_w[letter] -= of_all if name == MODEL_DIMS else of_batch
-    of_products = set().union(*of_w.values())
-    axes = of_w | {letter: split - of_products for letter, split in of_rows.items()}
+        if letter in w_axes:
+            w_axes[letter] -= all_row_axes if name == MODEL_DIMS else batch_axes
+    product_axes = set().union(*w_axes.values())
+    axes = w_axes | {letter: split - product_axes for letter, split in row_axes.items()}
     counts = {x: math.prod(mesh.shape[axis] for axis in split) for x, split in axes.items()}
     return tuple((letter, count) for letter, count in counts.items() if count > 1)

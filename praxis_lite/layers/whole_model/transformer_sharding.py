@@ -1,4 +1,4 @@
-"""Sets all splits of a model's config from a preset."""
+"""Sets all splits in a model's config from a preset."""
 
 import functools
 import inspect
@@ -18,46 +18,47 @@ from praxis_lite.layers.embedding.positional_embeddings import (
 from praxis_lite.layers.stacking.repeats import Repeat
 from praxis_lite.layers.transformer.transformers import Transformer
 from praxis_lite.layers.whole_model.sharding_presets import (
-    LEFT_WHOLE,
-    OF_ACTIVATIONS,
-    OF_SETTINGS,
-    OF_WEIGHTS,
+    ACTIVATION_DIMS,
+    PRESET_SETTINGS,
+    REPLICATED_LAYERS,
     SHARDING_PRESETS,
+    WEIGHT_DIMS,
 )
 
 Preset = Mapping[str, DimSplit]
-# Without splits; they become configs so that --set reaches their settings.
-_HOLDERS = (Repeat, Transformer)
+# Layers without splits; they become configs so that --set can change their settings.
+_CONTAINERS = (Repeat, Transformer)
 
 
 def set_sharding_params(
     model: fdl.Buildable, preset: str | Preset = "fsdp+tensor"
 ) -> fdl.Buildable:
-    """Returns `model`, the config of a model or of a part of it, with all its splits set.
+    """Sets all splits in `model`, the config of a model or of a part of it, and returns it.
 
     This sets the splits of every layer that names its dims (`BaseLayer.splits`), and of the
-    templates under it, given or by default; other settings stay. A preset without the name "expert"
-    leaves experts as they are, one with None leaves them whole. Logs a warning, once for each
-    class, where a layer has weights to split and neither its class nor the config says how.
+    templates in it, given or by default; other settings are not changed. A preset without the name
+    "expert" does not change experts, and one with None does not split them. Logs a warning, once
+    per class, if a layer has weights to split but neither its class nor the config defines how.
 
-    Batches best come as `preset["batch"]` says: an inputs_split_mapping of {"map_2d": (that, None)}
-    for ids; one of None, over all devices.
+    Batches should be split by `preset["batch"]`: use an inputs_split_mapping of
+    {"map_2d": (preset["batch"], None)} for ids; None splits over all devices.
 
     Args:
-      preset: a name in SHARDING_PRESETS; or a dict from the layers' names to the mesh axes
-        (one, a tuple of them, None) that they split over. A name that it lacks is not split.
+      model: The config.
+      preset: A name in SHARDING_PRESETS; or a dict from the layers' names of dims to the mesh axes
+        (one, a tuple, or None) that split them. A name that it lacks is not split.
 
     Raises:
-      ConfigError: there is no such preset or name, or two dims of an array get the same axis.
+      ConfigError: There is no such preset or name, or two dims of an array get the same axis.
     """
-    preset, unsplit = _checked(preset), {}
+    preset, unsplit = _resolve(preset), {}
     _set_splits(model, preset, False, unsplit)
     if not any(axes for name, axes in preset.items() if not name.endswith("batch")):
-        return model  # This preset wants every weight whole.
+        return model  # This preset splits no weight.
     for name, fields in unsplit.items():
         logging.getLogger("praxis_lite").warning(
-            "set_sharding_params leaves %s as it is, whole on every device: the preset does not "
-            "say how it splits. Set its %s, or name its dims in its class, "
+            "set_sharding_params does not change %s, which is replicated: the preset does not "
+            "define its split. Set its %s, or name its dims in its class, "
             "splits = praxis_lite.layers.splits(weight=...).",
             name,
             fields,
@@ -65,23 +66,23 @@ def set_sharding_params(
     return model
 
 
-def _checked(preset: str | Preset) -> Preset:
-    """Returns the mesh axes by name."""
+def _resolve(preset: str | Preset) -> Preset:
+    """Returns the mesh axes by name, after checking the names."""
     setting = "set_sharding_params.preset"
     if not isinstance(preset, Mapping):
         require_choice(setting, preset, SHARDING_PRESETS)
         preset = SHARDING_PRESETS[preset]
-    # Those of the library by themselves: not all of its layers need be imported.
-    known = dict.fromkeys((*OF_WEIGHTS, *OF_ACTIVATIONS, *OF_SETTINGS))
-    known |= dict.fromkeys(name for row in _rows() for name in _names(row))
+    # The library's names are listed, because not all of its layers may be imported.
+    known = dict.fromkeys((*WEIGHT_DIMS, *ACTIVATION_DIMS, *PRESET_SETTINGS))
+    known |= dict.fromkeys(name for dims in _declared_dims() for name in _names(dims))
     for name, axes in preset.items():
         require_choice(f"a name in {setting}", name, known)
-        if name in OF_SETTINGS:
+        if name in PRESET_SETTINGS:
             if axes is not None:
-                require_choice(f"{setting}[{name!r}]", axes, OF_SETTINGS[name])
+                require_choice(f"{setting}[{name!r}]", axes, PRESET_SETTINGS[name])
             continue
-        is_right = isinstance(axes, str | int | list | tuple | None)
-        require(is_right, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
+        is_valid = isinstance(axes, str | int | list | tuple | None)
+        require(is_valid, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
     return {"residual_batch": preset.get("batch"), **preset}
 
 
@@ -93,7 +94,7 @@ def _names(row: Mapping[str, Any]) -> Iterator[str]:
             yield from [dims] if isinstance(dims, str) else filter(None, dims)
 
 
-def _rows() -> list[Mapping[str, Any]]:
+def _declared_dims() -> list[Mapping[str, Any]]:
     """Returns the logical dims that the loaded layer classes declare."""
     rows, classes = [], [BaseLayer]
     while classes:
@@ -104,43 +105,46 @@ def _rows() -> list[Mapping[str, Any]]:
 
 
 def _set_splits(
-    config: fdl.Buildable, preset: Preset, is_told: bool, unsplit: dict[str, str]
+    config: fdl.Buildable, preset: Preset, gets_splits: bool, unsplit: dict[str, str]
 ) -> None:
     """Sets the splits of a config and of the templates in it.
 
     Args:
-      is_told: the layer whose template this is hands it splits when it calls it.
-      unsplit: gets the name of a class whose weights nothing splits, and the fields that would.
+      config: The config.
+      preset: The mesh axes by name.
+      gets_splits: The config is a template of a layer that passes splits in its calls.
+      unsplit: Is filled with the names of classes whose weights are not split, and the fields that
+        would split them.
     """
     layer = fdl.get_callable(config)
     parameters = inspect.signature(layer).parameters
     row = _row(layer)
     if row is not None and ("expert" in preset or "expert" not in _names(row)):
         _set_row(config, row, preset)
-    fields = [  # A layer with weights has some.
+    fields = [  # Not empty for layers with weights.
         name for name in parameters
         if name.endswith("split_dims_mapping") and not name.startswith("activation")
     ]
     is_split = any(getattr(config, name, None) is not None for name in fields)
-    is_left_whole = inspect.isclass(layer) and issubclass(layer, LEFT_WHOLE)
-    if fields and not (is_split or is_told or is_left_whole):
+    is_replicated = inspect.isclass(layer) and issubclass(layer, REPLICATED_LAYERS)
+    if fields and not (is_split or gets_splits or is_replicated):
         unsplit[_name(layer)] = ", ".join(fields)
-    if inspect.isclass(layer):  # A function, such as `adapted`, hands on what it is given.
-        is_told = bool(fields)
+    if inspect.isclass(layer):  # A function, such as `adapted`, passes on its settings.
+        gets_splits = bool(fields)
     if _learns_positions(config, parameters):
         config.position_emb_tpl = fdl.Partial(TrainablePositionalEmbedding)
     for name, templates in _templates(config, parameters):
-        ones = templates if isinstance(templates, list | tuple) else [templates]
-        new = [_with_splits(item, preset, is_told, unsplit) for item in ones]
-        if any(element is not old for element, old in zip(new, ones, strict=True)):
-            setattr(config, name, new if ones is templates else new[0])
+        items = templates if isinstance(templates, list | tuple) else [templates]
+        new = [_with_splits(item, preset, gets_splits, unsplit) for item in items]
+        if any(element is not old for element, old in zip(new, items, strict=True)):
+            setattr(config, name, new if items is templates else new[0])
         inner = (row or {}).get(name)
         if inner is not None and isinstance(new[0], fdl.Buildable):
             _set_row(new[0], inner, preset)
 
 
 def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> bool:
-    """Returns whether the config is of a TransformerLm that will learn its positions."""
+    """Returns whether the config is of a TransformerLm with learned positions."""
     if not {"max_seq_length", "position_emb_tpl"} <= parameters.keys():
         return False
     template = getattr(config, "position_emb_tpl", None)
@@ -151,18 +155,18 @@ def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> b
 def _templates(
     config: fdl.Buildable, parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields a config's templates by name, given or by default, and configs by any name."""
+    """Yields a config's templates by name, given or by default, and configs under any name."""
     given = fdl.ordered_arguments(config)
     defaults = {name: p.default for name, p in parameters.items() if name not in given}
     for name, value in (defaults | given).items():
-        ones = value if isinstance(value, list | tuple) else (value,)
-        is_config = any(isinstance(item, fdl.Buildable) for item in ones)
+        items = value if isinstance(value, list | tuple) else (value,)
+        is_config = any(isinstance(item, fdl.Buildable) for item in items)
         if isinstance(name, str) and (is_config or name.endswith("_tpl") or name == "block"):
             yield name, value
 
 
 def _with_splits(template: Any, *args: Any) -> Any:
-    """Returns a template as a config with its splits set, or as it is if there are none to set."""
+    """Returns a template as a config with its splits set; unchanged if there are none to set."""
     if isinstance(template, fdl.Buildable):
         _set_splits(template, *args)
         return template
@@ -179,12 +183,12 @@ def _with_splits(template: Any, *args: Any) -> Any:
 
 
 def _row(layer: Any) -> Mapping[str, Any] | None:
-    """Returns the names of a class's dims by setting, and by template; None: it says nothing."""
+    """Returns the names of a class's dims by setting, and by template; None: none are declared."""
     if not (inspect.isclass(layer) and issubclass(layer, BaseLayer)):
         return None
     named = {name: dims for name, dims in layer.splits.items() if any(dims)}
     row = {**named, **layer.preset_settings, **layer.template_splits}
-    return row or ({} if issubclass(layer, _HOLDERS) else None)
+    return row or ({} if issubclass(layer, _CONTAINERS) else None)
 
 
 def _name(layer: Any) -> str:
@@ -192,7 +196,7 @@ def _name(layer: Any) -> str:
 
 
 def _in_preset(name: str | None, dims: Sequence[str | None], preset: Preset) -> str | None:
-    """Returns the preset's name of an array's dim: model dims of experts may have their own."""
+    """Returns the preset's name for a dim of an array, where model dims of experts may differ."""
     is_of_experts = name == "embed" and "expert" in dims and "expert_embed" in preset
     return "expert_embed" if is_of_experts else name
 
@@ -200,7 +204,7 @@ def _in_preset(name: str | None, dims: Sequence[str | None], preset: Preset) -> 
 def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> None:
     for field, dims in row.items():
         if isinstance(dims, Mapping):
-            continue  # A template's own row.
+            continue  # The dims of a template.
         if isinstance(dims, str):
             if preset.get(dims) is not None or getattr(config, field, None) is not None:
                 setattr(config, field, preset.get(dims))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal, jaxprs_in_params
 
-from praxis_lite.core.jaxprs import followed
+from praxis_lite.core.jaxprs import evaluate_jaxpr
 from praxis_lite.core.models.model import abstract_mdl_vars
 from praxis_lite.core.partitioner.steps import eval_step
 from praxis_lite.core.task import Task
@@ -83,7 +83,7 @@ class _Reader:
         A tuple of names stands for indices of several dims, side by side; an int for the numbers
         0, 1, 2, ... below it.
         """
-        return followed(jaxpr, given, self._results)
+        return evaluate_jaxpr(jaxpr, given, self._results)
 
     def _results(self, eqn: Any, names: list[Any]) -> list[Any]:
         kind, nothing = eqn.primitive.name, [None] * len(eqn.outvars)

@@ -11,9 +11,9 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import few
-from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.devices.axis_types import STATED, explicit_axes_of
+from praxis_lite.core.sharding.devices.axis_types import RESHARD_SCOPE, explicit_axes_of
 from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.check import Check
 from praxis_tools.check.runs.on_mesh import TaskRunner, on_mesh, structs
@@ -67,7 +67,7 @@ def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
       ConfigError: JAX has no types of the model; names the line, or what is not divided.
     """
     step = partitioner.train_step
-    jaxpr = opened(step.trace(element_spec).jaxpr)
+    jaxpr = open_jaxpr(step.trace(element_spec).jaxpr)
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     confirmed, others = [], []
     for leaf, var in zip(partitioner.layout.leaves(), jaxpr.outvars, strict=False):
@@ -100,11 +100,11 @@ def _spec_of(aval: Any) -> PartitionSpec:
 
 def _borders(jaxpr: Any) -> Iterator[str]:
     """Yields "" for an array that reaches a constraint as it states, else where it is moved."""
-    for eqn in with_inner(jaxpr.eqns):
+    for eqn in all_eqns(jaxpr.eqns):
         name = str(eqn.source_info.name_stack)
-        if eqn.primitive.name != "reshard" or name.rpartition("/")[2] != STATED:
+        if eqn.primitive.name != "reshard" or name.rpartition("/")[2] != RESHARD_SCOPE:
             continue
-        (layer, *_) = layers_of_name(f"{name.removesuffix(STATED)}operation") or [""]
+        (layer, *_) = layers_of_name(f"{name.removesuffix(RESHARD_SCOPE)}operation") or [""]
         if layer.startswith(GRADIENT_OF):
             continue
         x, result = eqn.invars[0].aval, eqn.outvars[0].aval

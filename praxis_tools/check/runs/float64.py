@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 
-from praxis_lite.core.jaxprs import with_inner
+from praxis_lite.core.jaxprs import all_eqns
 from praxis_tools.check.runs.layer_recorder import LayerRecorder
 from praxis_tools.interpreter import bound
 
@@ -62,7 +62,7 @@ def in_float64(
         outputs = jax.tree.unflatten(treedef, run.call(closed, jax.tree.leaves(args)))
         return (outputs, run.records) if by_layer else outputs
 
-    wide.draws = any(eqn.primitive.name == "random_bits" for eqn in with_inner(closed.eqns))
+    wide.draws = any(eqn.primitive.name == "random_bits" for eqn in all_eqns(closed.eqns))
     return wide
 
 

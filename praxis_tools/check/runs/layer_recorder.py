@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.jaxprs import of_loop
+from praxis_lite.core.jaxprs import split_loop_operands
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS
 from praxis_tools.explain.hlo_layers import layers_of_name, own_frames
 from praxis_tools.interpreter import CALLS, Interpreter, bound, mapped
@@ -67,7 +67,7 @@ class LayerRecorder(Interpreter):
         self._last = None
 
     def scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        params, (consts, carry, xs) = eqn.params, of_loop(eqn, operands)
+        params, (consts, carry, xs) = eqn.params, split_loop_operands(eqn, operands)
         self._end_stretch()
         layers: list[str] = []
 
@@ -98,7 +98,7 @@ class LayerRecorder(Interpreter):
         return outs, [name for name, _ in seen], [x for _, x in seen]
 
     def while_loop(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        params, (of_cond, of_body, carry) = eqn.params, of_loop(eqn, operands)
+        params, (of_cond, of_body, carry) = eqn.params, split_loop_operands(eqn, operands)
 
         def cond(values: tuple) -> Any:
             return self._unrecorded(params["cond_jaxpr"], [*of_cond, *values])[0]

@@ -247,7 +247,7 @@ def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
 class _Reporting(BoundLearner):
     def update(self, grads: PyTree, *args: Any) -> tuple:
         params, opt_states, scalars, is_skipped = super().update(grads, *args)
-        gradients = self._fetched({"params": grads})["params"]
+        gradients = self._to_device({"params": grads})["params"]
         return params, opt_states, {**scalars, "gradients": gradients}, is_skipped
 
 

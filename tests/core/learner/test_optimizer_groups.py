@@ -208,7 +208,9 @@ def test_the_learner_groups_by_optimizer_and_stack():
     groups = learner.bind(SPECS).groups.by_name
     for tree in (SPECS, trainable):
         actual = {
-            name: (group.stack_shape, {"/".join(path) for path, _ in spec_items(group.of(tree))})
+            name: (
+                group.stack_shape, {"/".join(path) for path, _ in spec_items(group.select(tree))}
+            )
             for name, group in groups.items()
         }
         assert actual == {

@@ -215,7 +215,7 @@ WRONG = {
     ),
     "our key by hand, by name": (
         with_metadata(ours(), split_dims_mapping={"mlp": "mdl"}), NO_RULES,
-        ["inner/w", "{'mlp': 'mdl'}", "plain sequence"],
+        ["inner/w", "{'mlp': 'mdl'}", "a sequence"],
     ),
 }
 

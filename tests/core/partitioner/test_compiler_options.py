@@ -68,7 +68,7 @@ def taking(monkeypatch, names):
         unknown = [name for name, _ in options if name not in names]
         return f"No such compile option: '{unknown[0]}'" if unknown else None
 
-    monkeypatch.setattr(compiler_options, "_refusal", refusal)
+    monkeypatch.setattr(compiler_options, "_rejection", refusal)
 
 
 @pytest.mark.parametrize("kind, expected", [
@@ -87,7 +87,7 @@ def test_an_option_that_xla_may_lack_is_left_out_with_a_warning(caplog, mesh_of)
         item = Partitioner(TASK, mesh_of(1, 4, 2), compiler_options={"cpu": options})
         assert item.compiler_options == {"xla_cpu_enable_fast_min_max": False}
     (message,) = [record.message for record in caplog.records]
-    assert "WARNING: mesh.compiler_options of cpu: xla_of_next_year=1 is left out" in message
+    assert "WARNING: mesh.compiler_options of cpu: xla_of_next_year=1 is omitted" in message
     assert "jaxlib" in message
 
 
@@ -95,11 +95,11 @@ def test_a_users_own_option_is_refused_beside_a_presets_that_is_left_out(monkeyp
     taking(monkeypatch, "ac")
     options = {"tpu": {"a?": 1, "b?": 2, "c": 3}}
     assert compiler_options.step_options(options, Tpu()) == {"a": 1, "c": 3}
-    assert "b=2 is left out. b is no option of XLA in libtpu" in caplog.text
-    with pytest.raises(ConfigError, match="v5e: d is no option") as refused:
+    assert "b=2 is omitted. b is not an option of XLA in libtpu" in caplog.text
+    with pytest.raises(ConfigError, match="v5e: d is not an option") as refused:
         compiler_options.step_options({"tpu": {"a?": 1, "b?": 2}, "v5e": {"d": 3}}, Tpu())
-    assert "b is no option" not in str(refused.value)
-    with pytest.raises(ConfigError, match="v5e: b is no option"):  # What is said last counts.
+    assert "b is not an option" not in str(refused.value)
+    with pytest.raises(ConfigError, match="v5e: b is not an option"):  # What is said last counts.
         compiler_options.step_options({"tpu": {"b?": 2}, "v5e": {"b": 3}}, Tpu())
 
 

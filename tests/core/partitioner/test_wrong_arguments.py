@@ -60,7 +60,7 @@ WRONG = {
         lambda p, s, b, k: p.train_step(s, rows(), k),
         "train_step.*batch.*ids, labels, weights;.*partitioner.global_batch",
     ),
-    "number for a key": (lambda p, s, b, k: p.train_step(s, b, 3), r"Give partitioner.key\(seed"),
+    "number for a key": (lambda p, s, b, k: p.train_step(s, b, 3), r"Pass partitioner.key\(seed"),
     "no key": (lambda p, s, b, k: p.train_step(s, b, None), "train_step.*key.*None;"),
     "state for mdl_vars": (
         lambda p, s, b, k: p.eval_step(s, b), "eval_step.*mdl_vars.*TrainState;.*state.mdl_vars"
@@ -71,7 +71,7 @@ WRONG = {
     ),
     "a leaf is missing": (
         lambda p, s, b, k: p.eval_step(with_leaf(s.mdl_vars, None, None), b),
-        "lacks params/softmax/logits_ffn/linear/w. Give",
+        "lacks params/softmax/logits_ffn/linear/w. Pass",
     ),
     "a leaf is unknown": (
         lambda p, s, b, k: p.eval_step(
@@ -83,7 +83,7 @@ WRONG = {
         lambda p, s, b, k: p.eval_step(
             with_leaf(s.mdl_vars, "softmax", {"logits_ffn": {"linear": {"w": 1.5}}}), b
         ),
-        r"linear/w (is 1.5; wanted is an array|has the shape \(\))",
+        r"linear/w (is 1.5; expected an array|has the shape \(\))",
     ),
     "another dtype": (
         lambda p, s, b, k: p.eval_step(cast(s.mdl_vars, jnp.bfloat16), b),

@@ -11,7 +11,7 @@ from praxis_lite.core.sharding.batch_sharding import (
     abstract_global_batch,
     batch_spec,
     check_inputs_split_mapping,
-    true_rows,
+    drop_padding_rows,
 )
 from tests.support.goldens import golden, trimmed
 
@@ -47,7 +47,7 @@ def test_rows_are_padded_to_the_devices_and_cut_inside_a_step(mesh_of, shape, ro
 
     def step(batch):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return true_rows(batch, mesh.axis_names)
+            return drop_padding_rows(batch, mesh.axis_names)
 
     jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(batch), inputs)
     expected = abstract_global_batch(

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core.sharding.padding import is_traced
-from praxis_lite.core.xla_workarounds.xla_errors import _right
+from praxis_lite.core.xla_workarounds.xla_errors import _corrected
 from praxis_lite.job.jax_internals import compilation_cache_modules, distributed_state
 from praxis_lite.layers.base.tokamax_internals import (
     grouped_matmul_kernels,
@@ -225,7 +225,7 @@ def test_a_device_kind_can_be_told_to_pallas():
 
 def test_a_primitive_of_ours_is_lowered_as_a_function():
     """Of core/xla_workarounds/xla_errors.py: mlir.lower_fun and mlir.register_lowering."""
-    doubled = _right(jax.lax.neg_p, lambda primitive, x, **params: 2 * x)
+    doubled = _corrected(jax.lax.neg_p, lambda primitive, x, **params: 2 * x)
     actual = jax.jit(lambda x: doubled.bind(x, accuracy=None))(SEVEN)
     np.testing.assert_array_equal(actual, 2 * SEVEN)
 

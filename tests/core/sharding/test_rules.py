@@ -220,13 +220,13 @@ def test_a_dim_of_layers_is_split_where_no_other_will_do():
 @pytest.mark.parametrize(
     ("shape", "rules", "job_mesh", "notes"),
     [
-        ((8, 8), "fsdp('data')", MESH, ["fsdp('data'): left whole, size at most 4 MiB"]),
-        ((8,), "fsdp('data', min_weight_size=2048)", MESH, ["left whole, size at most 2,048"]),
+        ((8, 8), "fsdp('data')", MESH, ["fsdp('data'): replicated, size at most 4 MiB"]),
+        ((8,), "fsdp('data', min_weight_size=2048)", MESH, ["replicated, size at most 2,048"]),
         ((13, 7), "fsdp('data', 0)", MESH, ["no free dim divides by the 4 devices"]),
         ((3, 3), "fsdp('data', 0)", PADDED, ["has as many elements as the 4 devices"]),
         ((), "fsdp('data', 0)", PADDED, ["has as many elements as the 4 devices"]),
         ((8,), "shard_dim('mdl', 1, True)", MESH, ["shard_dim('mdl', 1, ignore_ndim_error=True)"]),
-        ((8,), "logical_partitioning", MESH, ["logical_partitioning: left whole, no logical"]),
+        ((8,), "logical_partitioning", MESH, ["logical_partitioning: replicated, no logical"]),
         # Whole is what was asked for, and what another rule splits is not whole.
         ((8,), "replicate", MESH, []),
         ((8, 8), "fsdp('data')|shard_dim('mdl', 1)", MESH, []),

@@ -114,7 +114,7 @@ def test_names_become_mesh_axes_and_leading_stacks_stay_stacks():
     assert notes == (
         "embedding [257, 7]: logical axes ('vocab', 'embed'): 'embed' does not get data ('vocab' "
         "has it).",
-        "head [7, 13], scale []: left whole: no pattern or name splits it.",
+        "head [7, 13], scale []: replicated: no pattern or name splits it.",
     )
     decided = dict(spec_leaves(decide_shardings(
         tree, WeightSharding(logical_axis_rules=RULES), AXIS_SIZES).weight_specs))
@@ -187,12 +187,12 @@ def test_a_strategy_splits_what_declares_nothing_and_extends_what_does():
         "scale": "rule 'scale|head': fsdp('data') leaves it as it is",
     }
     assert notes == (
-        "embedding [257, 7]: rule 'embedding': logical names do not count, for want of "
-        "logical_partitioning.",
-        "blocks/bias [3, 13]: rule 'blocks/.*|head': logical names do not count, for want of "
-        "logical_partitioning.",
-        "scale []: rule 'scale|head': fsdp('data'): left whole, size at most 4 MiB.",
-        "rule 'head': earlier patterns have all the weights that it matches.",
+        "embedding [257, 7]: rule 'embedding': its logical names are ignored, because "
+        "logical_partitioning is missing.",
+        "blocks/bias [3, 13]: rule 'blocks/.*|head': its logical names are ignored, because "
+        "logical_partitioning is missing.",
+        "scale []: rule 'scale|head': fsdp('data'): replicated, size at most 4 MiB.",
+        "rule 'head': earlier patterns match all weights that it matches.",
     )
 
 
@@ -203,7 +203,7 @@ def test_weights_of_which_the_same_is_to_be_said_share_a_sentence():
         tree, WeightSharding(strategy=[(".*", "fsdp('data')")]), AXIS_SIZES
     ).notes
     assert notes == (
-        "100 weights, such as w0 [7], w1 [7]: rule '.*': fsdp('data'): left whole, size at most "
+        "100 weights, such as w0 [7], w1 [7]: rule '.*': fsdp('data'): replicated, size at most "
         "4 MiB.",
     )
 

@@ -14,7 +14,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.layers.attention.kernels import splash
 from praxis_lite.layers.attention.kernels.choice import Workload, attend, choose_kernel
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
-from praxis_lite.layers.attention.kernels.splash_kernels import SplashOfTokamax
+from praxis_lite.layers.attention.kernels.splash_kernels import TokamaxSplash
 from praxis_lite.layers.attention.masks import AttentionMask
 from tests.support.marks import needs_tokamax
 
@@ -77,12 +77,12 @@ def test_the_dq_that_a_tpu_adds_up_in_three_arrays_is_the_einsums(window):
     mask, options = AttentionMask(window, 0), LogitOptions()
     q, k, v = drawn(640, 4, 8), drawn(640, 2, 8, seed=1), drawn(640, 2, 8, seed=2)
     cotangent = drawn(640, 4, 8, seed=3)
-    row = SplashOfTokamax((640, 640), 4, mask, options, pltpu.InterpretParams())
+    row = TokamaxSplash((640, 640), 4, mask, options, pltpu.InterpretParams())
     assert row.kernel().kwargs["config"].dq_reduction_steps == 3
 
     def kernel(q, k, v):
         q, k, v = (x.transpose(1, 0, 2) for x in (q, k, v))
-        return row.attended(q, k, v, None).transpose(1, 0, 2)
+        return row.attend(q, k, v, None).transpose(1, 0, 2)
 
     def by_einsum(q, k, v):
         return einsum_attention(q[None], k[None], v[None], mask, options)[0]
@@ -100,7 +100,7 @@ def jax_without_splash(monkeypatch):
 
 @needs_tokamax
 def test_where_jax_has_no_splash_the_name_gives_tokamaxs(jax_without_splash):
-    assert splash.splash_of("splash") is SplashOfTokamax
+    assert splash.splash_of("splash") is TokamaxSplash
     name, reason = choose_kernel("splash", (), ON_TPU)
     assert name == "splash" and "tokamax's, for this jax has none" in reason
     assert choose_kernel("auto", (), ON_TPU)[0] == "splash"

@@ -123,7 +123,10 @@ def test_a_table_split_by_columns_stays_where_it_is_unless_tokens_are_more_than_
             dtype=jnp.float32, activation_split_dims_mapping=("data", None, None),
         )
         result, pull = jax.vjp(
-            lambda table: embeddings.placed(lookup(table), ("data", None, None), SPLIT), table
+            lambda table: embeddings.constrain_embeddings(
+                lookup(table), ("data", None, None), SPLIT
+            ),
+            table,
         )
         return result, pull(cotangent)[0]
 
@@ -151,7 +154,7 @@ def test_vectors_of_a_table_split_by_columns_go_to_their_part_of_time():
 
     def looked_up(table, ids):
         vectors = embeddings.lookup(table, ids, columns, "index", jnp.float32, split)
-        return embeddings.placed(vectors, split, columns)
+        return embeddings.constrain_embeddings(vectors, split, columns)
 
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
     shardings = [NamedSharding(mesh, P(*x)) for x in (columns, ("data", None))]

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError
-from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_lite.core.jaxprs import all_eqns, open_jaxpr
 from praxis_lite.layers import (
     Pipeline,
     Repeat,
@@ -53,7 +53,7 @@ def gradient_of(make, policy, **settings):
 def sent_to_host(jaxpr):
     """Returns the shapes of the arrays that a program copies to the host, sorted."""
     return sorted(
-        eqn.invars[0].aval.shape for eqn in with_inner(opened(jaxpr).eqns)
+        eqn.invars[0].aval.shape for eqn in all_eqns(open_jaxpr(jaxpr).eqns)
         if eqn.primitive.name == "device_put" and "Host" in str(eqn.params["devices"])
     )
 
@@ -82,7 +82,7 @@ def test_what_goes_to_the_host_has_its_dims_in_order_in_memory(monkeypatch):
     jaxpr = gradient_of(functools.partial(Repeat, GATED, 2), policy)
     orders = [
         (eqn.invars[0].aval.shape, eqn.params["layout"].major_to_minor)
-        for eqn in with_inner(opened(jaxpr).eqns) if eqn.primitive.name == "layout_constraint"
+        for eqn in all_eqns(open_jaxpr(jaxpr).eqns) if eqn.primitive.name == "layout_constraint"
     ]
     offloaded = {SHAPES[name] for name, place in policy.items() if place == "offload"}
     assert {shape for shape, _ in orders} == offloaded

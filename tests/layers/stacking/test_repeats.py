@@ -12,7 +12,7 @@ from flax import nnx
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, NnxModel
-from praxis_lite.core.jaxprs import with_inner
+from praxis_lite.core.jaxprs import all_eqns
 from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.layers import (
     AuxLoss,
@@ -165,7 +165,7 @@ def test_on_tpu_a_turn_casts_its_own_weights_and_gives_the_same(monkeypatch):
 
 def count_dots(jaxpr) -> int:
     """Returns how many matrix products a program has, each loop's body once."""
-    return sum(eqn.primitive.name == "dot_general" for eqn in with_inner(jaxpr.eqns))
+    return sum(eqn.primitive.name == "dot_general" for eqn in all_eqns(jaxpr.eqns))
 
 
 def test_policies_differ_in_what_the_backward_pass_computes_again():

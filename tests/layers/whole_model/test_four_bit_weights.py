@@ -12,7 +12,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner
 from praxis_lite.core.models.nnx_model import NnxModel
-from praxis_lite.layers.whole_model.four_bit_weights import NF4, forms_in_4_bits, in_4_bits
+from praxis_lite.layers.whole_model.four_bit_weights import NF4, four_bit_packs, to_4_bits
 from praxis_lite.layers.whole_model.packed_weights import PackedModel, check_frozen
 
 
@@ -36,7 +36,7 @@ def by_hand(w, qtype, block_size):
 @pytest.mark.parametrize("block_size", [64, 20, 7])
 def test_the_numbers_are_those_by_hand_and_two_are_in_a_byte(qtype, block_size):
     w = draw((2, 3, 131, 5))  # Two stacked dims in front, blocks that do not divide.
-    actual = in_4_bits(jnp.asarray(w), qtype, block_size, -2)
+    actual = to_4_bits(jnp.asarray(w), qtype, block_size, -2)
     expected = [[by_hand(x, qtype, block_size) for x in row] for row in w]
     np.testing.assert_allclose(actual.astype(jnp.float32), expected, rtol=1e-6, atol=1e-7)
     num_blocks = -(-131 // block_size)
@@ -47,11 +47,11 @@ def test_the_numbers_are_those_by_hand_and_two_are_in_a_byte(qtype, block_size):
 
 def test_zeros_stay_zeros_and_the_layers_of_a_stack_are_those_apart():
     w = jnp.asarray(draw((3, 70, 5))).at[1].set(0)
-    stack = in_4_bits(w, "nf4", 64, -2)
+    stack = to_4_bits(w, "nf4", 64, -2)
     assert not stack.astype(jnp.float32)[1].any()
     for i in range(3):
         layer = jax.tree.map(lambda x, i=i: x[i], stack)
-        alone = in_4_bits(w[i], "nf4", 64, -2).astype(jnp.float32)
+        alone = to_4_bits(w[i], "nf4", 64, -2).astype(jnp.float32)
         np.testing.assert_array_equal(layer.astype(jnp.float32), alone)
 
 
@@ -74,14 +74,14 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_multiplies_by_its_weight_as_kept_and_keeps_no_floats_for_the_backward_pass(name):
     build, shape = LAYERS[name]
-    model = PackedModel(build, functools.partial(forms_in_4_bits, qtype="nf4"))
+    model = PackedModel(build, functools.partial(four_bit_packs, qtype="nf4"))
     kept, whole = (x.init(jax.random.key(0)) for x in (model, NnxModel(build)))
     assert jax.tree.structure(model.weight_specs(), is_leaf=lambda x: hasattr(x, "shape")) == (
         jax.tree.structure(kept)
     )
     # The same model with the rounded weight in float32.
     form = model.packed_forms["params/w"]
-    rounded = form.of_parts(kept["params"]["w"]).astype(jnp.float32)
+    rounded = form.from_parts(kept["params"]["w"]).astype(jnp.float32)
     whole["params"]["w"] = rounded
     x = jnp.asarray(draw(shape))
 
@@ -99,14 +99,14 @@ def test_a_layer_multiplies_by_its_weight_as_kept_and_keeps_no_floats_for_the_ba
 
 def test_what_makes_logits_stays_and_codes_cannot_be_trained():
     build = functools.partial(layers.FullSoftmax, 37, 13)
-    assert PackedModel(build, functools.partial(forms_in_4_bits, qtype="nf4")).packed_forms == {}
-    model = PackedModel(LAYERS["linear"][0], functools.partial(forms_in_4_bits, qtype="nf4"))
+    assert PackedModel(build, functools.partial(four_bit_packs, qtype="nf4")).packed_forms == {}
+    model = PackedModel(LAYERS["linear"][0], functools.partial(four_bit_packs, qtype="nf4"))
     with pytest.raises(ConfigError, match="w/codes, w/scale would be trained.*uint8.*inclusion"):
         check_frozen(model, Learner(optax.sgd, 0.1))
 
 
 def test_a_kept_model_is_a_module_with_stored_weights():
-    model = PackedModel(LAYERS["linear"][0], functools.partial(forms_in_4_bits, qtype="int4"))
+    model = PackedModel(LAYERS["linear"][0], functools.partial(four_bit_packs, qtype="int4"))
     assert isinstance(model.abstract_module(), nnx.Module)
     assert model.abstract_module().w.shape == (130, 7)
     assert model.init(jax.random.key(0))["params"]["w"]["codes"].shape == (96, 7)

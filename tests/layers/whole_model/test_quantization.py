@@ -350,7 +350,7 @@ def test_the_first_rule_that_matches_counts_and_the_log_tells_what_is_left(caplo
         for name, x in qtypes.items()
     }
     assert actual == {"query": "float8_e4m3fn", "post": "int8", "ffn": "int8", "softmax": None}
-    assert "not rounded, by a rule: softmax/logits_ffn/linear/w" in caplog.messages
+    assert "not rounded, because of a rule: softmax/logits_ffn/linear/w" in caplog.messages
     embedding = functools.partial(layers.Embedding, 5, 13)
     mixture = functools.partial(layers.TransformerFeedForwardMoe, 13, 7, num_experts=2)
     for build, left in ((embedding, "emb_var"), (mixture, "gate, wi_0, wo_0")):
@@ -358,7 +358,7 @@ def test_the_first_rule_that_matches_counts_and_the_log_tells_what_is_left(caplo
         with caplog.at_level("INFO", logger="praxis_lite"):
             quantized(model=both, rules=[QuantizationRule("")], rngs=nnx.Rngs(0))
         paths = ", ".join(f"other/{name}" for name in left.split(", "))
-        assert f"not rounded, being no dense layers: {paths}" in caplog.messages
+        assert f"not rounded, because they are no dense layers: {paths}" in caplog.messages
 
 
 class Both(BaseLayer):

@@ -19,7 +19,7 @@ from praxis_lite.layers import (
     set_sharding_params,
     splits,
 )
-from praxis_lite.layers.whole_model.sharding_presets import LEFT_WHOLE
+from praxis_lite.layers.whole_model.sharding_presets import REPLICATED_LAYERS
 from tests.layers.whole_model import preset_runs
 from tests.layers.whole_model.preset_runs import AXES, EVEN, both_ends
 
@@ -293,7 +293,7 @@ def test_every_layer_with_weights_to_split_names_their_dims_or_has_a_reason():
         layer = getattr(layers, name)
         if inspect.isclass(layer) and "weight_split_dims_mapping" in inspect.signature(
             layer
-        ).parameters and not issubclass(layer, LEFT_WHOLE) and not any(
+        ).parameters and not issubclass(layer, REPLICATED_LAYERS) and not any(
             layer.splits["weight_split_dims_mapping"]
         ):
             without.add(name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.splash_kernels import SplashOfJax
+from praxis_lite.layers.attention.kernels.splash_kernels import JaxSplash
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_tools.explain.hlo_text import parse
 from praxis_tools.explain.kernels import kernel_flops
@@ -336,7 +336,7 @@ def test_cudnns_flops_are_those_of_the_pairs_in_its_mask():
 def test_the_share_of_blocks_that_splash_computes(mask, lengths):
     seen = mask.visible(*lengths)
     seen = np.ones((1, *lengths), bool) if seen is None else np.asarray(seen)
-    row = SplashOfJax(lengths, 1, mask, LogitOptions(), interpret=True)
+    row = JaxSplash(lengths, 1, mask, LogitOptions(), interpret=True)
     block_q, block_kv = row.block_sizes
     blocks = seen[0].reshape(lengths[0] // block_q, block_q, lengths[1] // block_kv, block_kv)
     assert row.share_of_blocks() == pytest.approx(blocks.any((1, 3)).mean())

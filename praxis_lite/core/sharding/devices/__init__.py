@@ -1,4 +1,4 @@
-"""Which devices are there, in what order and axes, and what do their compilers get wrong?
+"""Devices: their order and axis types in a mesh, and the options of their compilers.
 
-Never sees a layer.
+This package knows nothing about layers.
 """

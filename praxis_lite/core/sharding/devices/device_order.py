@@ -1,4 +1,4 @@
-"""The order of devices in a mesh: by process, by their interconnect, slice by slice."""
+"""Orders the devices of a mesh: by process, by interconnect, slice by slice."""
 
 import math
 from collections.abc import Sequence
@@ -11,37 +11,37 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 
 
-def of_each_process(
+def devices_per_process(
     config: MeshConfig, devices: Sequence[jax.Device], num_processes: int
 ) -> list[jax.Device]:
-    """Returns as many simulated devices of each process; they are the slices, if there are any."""
+    """Returns equally many simulated devices of each process; each process acts as a slice."""
     expected, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
     if expected % num_processes:
         raise ConfigError(
             f"{config} of {expected} simulated devices cannot be divided among {num_processes} "
-            "processes. Change mesh.ici_mesh_shape, or the number of processes."
+            "processes. Change mesh.ici_mesh_shape or the number of processes."
         )
     if config.dcn_mesh_shape is not None and num_slices not in (1, num_processes):
         raise ConfigError(
-            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape)} lays {num_slices} slices, but "
-            f"there are {num_processes} processes, and of simulated devices each process is a "
+            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape)} has {num_slices} slices, but "
+            f"there are {num_processes} processes; with simulated devices, each process is a "
             f"slice. Make its product {num_processes}, or start {num_slices} processes."
         )
-    held: dict[int, list[jax.Device]] = {}
+    by_process: dict[int, list[jax.Device]] = {}
     for device in devices:
-        held.setdefault(device.process_index, []).append(device)
+        by_process.setdefault(device.process_index, []).append(device)
     each = expected // num_processes
-    for process, local in held.items():
+    for process, local in by_process.items():
         if len(local) < each:
             raise ConfigError(
-                f"{config} needs {each} devices of each process, but process {process} has "
-                f"{len(local)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS there, or set them alike."
+                f"{config} needs {each} devices in each process, but process {process} has "
+                f"{len(local)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS in it, or set them equally."
             )
-    return [device for process in sorted(held) for device in held[process][:each]]
+    return [device for process in sorted(by_process) for device in by_process[process][:each]]
 
 
 def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns the devices in the order that suits their interconnect, slice by slice."""
+    """Returns accelerators ordered by `mesh_utils` for their interconnect, slice by slice."""
     split = config.allow_split_physical_axes
     try:
         if config.dcn_mesh_shape is not None and math.prod(config.dcn_mesh_shape) > 1:
@@ -57,15 +57,15 @@ def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
         raise ConfigError(
             f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)} does not fit the devices' "
             f"interconnect: {str(error).splitlines()[0].split(' The size of')[0]} Make each axis a "
-            "product of the interconnect's dims, or say mesh.allow_split_physical_axes=true."
+            "product of the interconnect's dims, or set mesh.allow_split_physical_axes=true."
         ) from error
 
 
 def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
-    """Returns True if a host is a slice, as with GPUs; False if the devices name their slice.
+    """Returns whether each host is a slice, as with GPUs; False if devices have a slice index.
 
     Raises:
-      ConfigError: the DCN shape has another number of slices than there are of either.
+      ConfigError: The DCN shape matches neither the number of slices nor that of hosts.
     """
     expected = math.prod(config.dcn_mesh_shape or (1,))
     slices = len({getattr(device, "slice_index", None) for device in devices})
@@ -74,15 +74,15 @@ def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool
     hosts = len({device.process_index for device in devices})
     if expected != hosts:
         raise ConfigError(
-            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape or ())} lays {expected} slices, but "
+            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape or ())} has {expected} slices, but "
             f"the devices are in {slices} slices and {hosts} processes. Make its product one of "
-            "these."
+            "these numbers."
         )
     return True
 
 
 def simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns the devices as mesh_utils' hybrid mesh lays them: slices outermost on each axis."""
+    """Returns simulated devices in the order of mesh_utils' hybrid mesh: slices vary slowest."""
     ici_mesh_shape = tuple(config.ici_mesh_shape)
     dcn_mesh_shape = tuple(config.dcn_mesh_shape or (1,) * len(ici_mesh_shape))
     num_axes = len(ici_mesh_shape)

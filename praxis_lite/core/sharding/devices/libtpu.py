@@ -1,4 +1,4 @@
-"""libtpu, the compiler and driver of TPUs: left alone where there is no TPU; does it fit jax?"""
+"""Keeps JAX from loading libtpu on hosts without TPUs, and checks that libtpu matches jax."""
 
 import functools
 import importlib.metadata
@@ -15,7 +15,7 @@ __all__ = ("WITHOUT_TPU", "mismatch")
 
 log = logging.getLogger(__name__)
 
-# Else libtpu asks Google's metadata server what machine this is, complains, and locks itself.
+# Without these, libtpu queries Google's metadata server, logs errors and takes a lock file.
 WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
@@ -25,15 +25,15 @@ WITHOUT_TPU = {
 
 @functools.cache
 def leave_absent_tpus_alone() -> None:
-    """Keeps JAX from loading a libtpu that is installed, as for plans, where there is no TPU.
+    """Keeps JAX from loading an installed libtpu if the host has no TPU.
 
-    JAX (0.10 to 0.12) would load it when it makes its first device, and libtpu prints lines of
-    errors, and a profile ends by SIGSEGV if it is not jax's own. To be called before that; where
-    devices were made already, or JAX_PLATFORMS is set, nothing changes. JAX itself counts the chips
-    of this host when it is imported, and takes "tpu,cpu" if there are any.
+    libtpu may be installed for plans. JAX (0.10 to 0.12) would load it when it creates its first
+    device. Then libtpu logs errors, and profiling crashes with SIGSEGV if libtpu is not the version
+    that jax requires. Call this before devices are created; afterwards, or if JAX_PLATFORMS is set,
+    it has no effect. On hosts with TPU chips, `import jax` itself sets the platforms to "tpu,cpu".
 
     Raises:
-      ConfigError: as `check_environment`.
+      ConfigError: As `check_environment`.
     """
     check_environment()
     if importlib.util.find_spec("libtpu") is None:
@@ -42,7 +42,7 @@ def leave_absent_tpus_alone() -> None:
     if not platforms and not _has_other_plugins():
         jax.config.update("jax_platforms", "cpu")
         return
-    if not platforms:  # GPUs, perhaps: JAX tries all that is installed.
+    if not platforms:  # There may be GPUs: JAX tries all installed backends.
         for setting, value in WITHOUT_TPU.items():
             os.environ.setdefault(setting, value)
     if (not platforms or "tpu" in platforms.split(",")) and (message := mismatch()):
@@ -50,7 +50,7 @@ def leave_absent_tpus_alone() -> None:
 
 
 def mismatch() -> str | None:
-    """Returns a sentence if libtpu is not the release that this jax names; None if it is."""
+    """Returns a warning if the installed libtpu is not the version that jax requires, else None."""
     try:
         installed = importlib.metadata.version("libtpu")
         requirements = importlib.metadata.requires("jax") or ()
@@ -61,14 +61,14 @@ def mismatch() -> str | None:
     if not matches or f"{installed}.".startswith(f"{(expected := matches[0][1])}."):
         return None
     return (
-        f"libtpu {installed} is installed, but jax {jax.__version__} goes with libtpu {expected}: "
-        "programs may fail, and jax.profiler.start_trace may end the process by SIGSEGV. "
+        f"libtpu {installed} is installed, but jax {jax.__version__} requires libtpu {expected}: "
+        "programs may fail, and jax.profiler.start_trace may crash with SIGSEGV. "
         f"pip install 'libtpu=={expected}.*'"
     )
 
 
 def _has_other_plugins() -> bool:
-    """Returns True if a plugin of JAX's, such as that for CUDA, is installed or named."""
+    """Returns whether a JAX plugin, such as that for CUDA, is installed or configured."""
     return bool(
         importlib.metadata.entry_points(group="jax_plugins")
         or importlib.util.find_spec("jax_plugins")

@@ -1,4 +1,4 @@
-"""XLA's options by name: those that an installed compiler has, and what became of former ones."""
+"""Names of XLA options: those of the installed compiler, and replacements of removed ones."""
 
 import difflib
 import functools
@@ -14,19 +14,20 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, few
 
 __all__ = ("check_environment",)
 
-# The environment variables that options come from, with the package whose library reads them. XLA
-# ends the process at a name that it does not know.
-_OF_THE_ENVIRONMENT = {"XLA_FLAGS": "jaxlib", "LIBTPU_INIT_ARGS": "libtpu"}
+# Environment variables with XLA options, and the package whose library reads them. XLA ends the
+# process at an unknown name.
+_PACKAGES = {"XLA_FLAGS": "jaxlib", "LIBTPU_INIT_ARGS": "libtpu"}
 
 _PIPELINED = tuple(f"xla_gpu_pipeline_{x}" for x in ("all_gather", "all_reduce", "reduce_scatter"))
 _IS_MODE = (
     "is now {}: COLLECTIVE_PIPELINING_MODE_ON or COLLECTIVE_PIPELINING_MODE_OFF, and in XLA_FLAGS "
     "on or off"
 )
-_IS_ASYNC = "is gone: collectives are asynchronous, but for the kinds in {}"
-# What became of options, and today's names, which stand for {}. Sources: openxla/xla#45836 (July
-# 2026) of the pipelined ones, and the comments "Was ..." in openxla/xla, xla/xla.proto at 00987f6.
-FORMER: dict[str, tuple[str, tuple[str, ...]]] = {
+_IS_ASYNC = "was removed: collectives are asynchronous, except for the kinds in {}"
+# Removed options: what became of each, and the current names, which replace {}. Sources:
+# openxla/xla#45836 (July 2026) for the pipelined ones, and the comments "Was ..." in xla/xla.proto
+# of openxla/xla at 00987f6.
+REMOVED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{name.replace("pipeline", "enable_pipelined"): (_IS_MODE, (name,)) for name in _PIPELINED},
     "xla_gpu_enable_pipelined_collectives": (_IS_MODE, _PIPELINED),
     **{
@@ -37,7 +38,8 @@ FORMER: dict[str, tuple[str, tuple[str, ...]]] = {
         )
     },
     "xla_gpu_graph_level": (
-        "is gone: {} lists what is recorded, and '' is level 0", ("xla_gpu_enable_command_buffer",)
+        "was removed: {} lists what is recorded, and '' is level 0",
+        ("xla_gpu_enable_command_buffer",),
     ),
     "xla_detailed_logging_and_dumping": (
         "is now {}", ("xla_detailed_logging", "xla_enable_dumping")
@@ -47,75 +49,78 @@ FORMER: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def not_known(
+def unknown_option_message(
     name: str, package: str, is_option: Callable[[str], bool] = lambda name: True
 ) -> str:
-    """Returns sentences: a package's compiler has no option `name`, and what to say in its place.
+    """Returns sentences that report an unknown XLA option and suggest replacements.
 
     Args:
-      package: that the compiler is installed by: "jaxlib" or "libtpu".
-      is_option: tells whether the compiler takes a name; if it can be asked.
+      name: The unknown option.
+      package: The package that contains the compiler: "jaxlib" or "libtpu".
+      is_option: Returns whether the compiler accepts a name, if that can be tested.
     """
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         version = "of unknown version"
-    message = f"{name} is no option of XLA in {package} {version}."
-    if name in FORMER:
-        became, names = FORMER[name]
-        return f"{message} It {became.format(' and '.join(names))}."
+    message = f"{name} is not an option of XLA in {package} {version}."
+    if name in REMOVED_OPTIONS:
+        change, names = REMOVED_OPTIONS[name]
+        return f"{message} It {change.format(' and '.join(names))}."
     if any(re.finditer(name.encode() + rb"(?![a-z_])", _library(package) or b"")):
-        message += " XLA had it once."
-    near = difflib.get_close_matches(name, names_in(package) - {name}, 9, 0.8)
-    return f"{message}{did_you_mean(name, filter(is_option, near))}"
+        message += " It was removed from XLA."
+    similar = difflib.get_close_matches(name, option_names(package) - {name}, 9, 0.8)
+    return f"{message}{did_you_mean(name, filter(is_option, similar))}"
 
 
 def check_environment() -> None:
-    """Checks the options in XLA_FLAGS and LIBTPU_INIT_ARGS, at which XLA would end the process.
+    """Checks the names of options in XLA_FLAGS and LIBTPU_INIT_ARGS.
+
+    XLA would end the process at an unknown name.
 
     Raises:
-      ConfigError: the compiler's library has no such name in it; names them all.
+      ConfigError: Options do not exist in the compiler's library. The message lists all of them.
     """
-    for variable, package in _OF_THE_ENVIRONMENT.items():
+    for variable, package in _PACKAGES.items():
         given = dict.fromkeys(re.findall(r"(?:^|\s)--(xla_\w+)", os.environ.get(variable, "")))
         library = _library(package) if given else None
         if library and (unknown := [x for x in given if not _is_in(library, x.encode())]):
-            sentences = " ".join(not_known(name, package) for name in unknown)
+            sentences = " ".join(unknown_option_message(name, package) for name in unknown)
             raise ConfigError(
-                f"{variable} of the environment: {sentences} Take {few(unknown)} out of {variable}."
+                f"{variable} of the environment: {sentences} Remove {few(unknown)} from {variable}."
             )
 
 
 @functools.cache
-def names_in(package: str) -> frozenset[str]:
-    """Returns the names in a compiler's library that may be options; it takes half a second.
+def option_names(package: str) -> frozenset[str]:
+    """Returns the strings in a compiler's library that may be option names; takes half a second.
 
-    Some are names of other things: XLA alone says which are options.
+    Some of them name other things; only XLA itself can tell.
     """
     library = _library(package) or b""
     matches = re.finditer(rb"xla_[a-z0-9_]+", library)
     names = {x[0] for x in matches if not _is_reserved(library, x.start(), x[0])}
-    # An "8" at the end may be the tag of the next field.
+    # A trailing "8" may be the tag of the next protobuf field.
     return frozenset(name.decode() for name in names if name[:-1] not in names)
 
 
 def _is_in(library: mmap.mmap, name: bytes) -> bool:
-    """Returns True if a library has a name other than as that of a former option."""
+    """Returns whether a library contains a name, not counting names of removed options."""
     matches = re.finditer(re.escape(name) + rb"(?![a-z_])", library)
     return any(not _is_reserved(library, match.start(), name) for match in matches)
 
 
 def _is_reserved(library: mmap.mmap | bytes, start: int, name: bytes) -> bool:
-    """Returns True if the name at `start` is one that protobuf keeps DebugOptions from reusing.
+    """Returns whether the name at `start` is a reserved field name of DebugOptions.
 
-    The library has the message's description, where such names are field 10, `reserved_name`.
+    The library contains the descriptor of that message, where reserved names are field 10.
     """
     return library[start - 2 : start] == b"R%c" % (len(name) % 256)
 
 
 @functools.cache
 def _library(package: str) -> mmap.mmap | None:
-    """Returns the largest file of a package, which is XLA; None if it is not installed."""
+    """Maps the largest file of a package, which is XLA's library; None if it is not installed."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     files = [path for folder in folders or () for path in Path(folder).glob("*") if path.is_file()]

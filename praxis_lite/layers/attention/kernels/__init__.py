@@ -1,6 +1,6 @@
-"""Attention kernels, and attention to a sequence that is split over devices.
+"""Attention kernels, and attention over sequences that are split over devices.
 
-`choice` chooses the kernel: `einsum` (the reference), `chunks`, `blocks`, `fused` or `splash`.
-`context_parallel` splits a sequence over the devices of `ring_groups`. All take queries, keys and
-values; none sees a weight.
+`choice` selects the kernel: `einsum` (the reference), `chunks`, `blocks`, `fused` or `splash`.
+`context_parallel` splits a sequence over the devices of `ring_groups`. Kernels take queries, keys
+and values, and no weights.
 """

@@ -1,8 +1,8 @@
-"""Attention in blocks of queries, each with only the keys that it may see by index.
+"""Attention in blocks of queries, each with only the keys that its queries may see.
 
-Causal attention computes little more than half of the logits, a window fewer. The blocks are
-unrolled into plain matmuls, which the compiler plans, fuses and costs as any others. The backward
-pass is custom.
+Causal attention then computes little more than half of the logits, and a window fewer. The blocks
+are unrolled into plain matmuls, which the compiler schedules, fuses and costs like any others. The
+backward pass is a custom one.
 """
 
 import dataclasses
@@ -28,13 +28,17 @@ def blocked_attention(
 ) -> jax.Array:
     """Returns attention outputs [B, T, N, K].
 
-    The residuals are the unnormalized probabilities of the computed blocks in the queries' dtype.
-    With remat they exist only during a layer's backward pass.
+    The residuals are the unnormalized probabilities of the computed blocks, in the queries' dtype.
+    With remat they exist only during the backward pass of a layer.
 
     Args:
-      q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`; the mask has no
-        indices of its own.
-      block_size: C, queries of a block.
+      q_BTNK: See `einsum_attention`.
+      k_BSGK: See `einsum_attention`.
+      v_BSGK: See `einsum_attention`.
+      mask: A mask without indices.
+      options: See `einsum_attention`.
+      block_size: C, number of queries in a block.
+      sinks_N: See `einsum_attention`.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
@@ -49,7 +53,7 @@ def blocked_attention(
 
 
 class _Block(NamedTuple):
-    """Queries [start, stop), which see only keys of [first, end)."""
+    """Queries [start, stop), which see only keys in [first, end)."""
 
     start: int
     stop: int
@@ -63,25 +67,25 @@ class _Block(NamedTuple):
         return x[:, self.first : self.end]
 
     def logits(self, q, k, mask: AttentionMask, options: LogitOptions) -> tuple[Any, Any]:
-        """Returns capped logits [B, G, R, C, S'], and their visibility, [B or 1, 1, 1, C, S']."""
+        """Returns capped logits [B, G, R, C, S'] and their visibility, [B or 1, 1, 1, C, S']."""
         dtype = jnp.float32 if options.float32_logits else q.dtype
         logits = jnp.einsum(
             "btgrk,bsgk->bgrts", self.queries(q), self.keys(k), preferred_element_type=dtype
         )
 
-        def part(x: jax.Array | None, of_block: Any) -> jax.Array | None:
-            return None if x is None else of_block(x)
+        def slice_if_set(x: jax.Array | None, to_block: Any) -> jax.Array | None:
+            return None if x is None else to_block(x)
 
         local = dataclasses.replace(
             mask,
-            q_segments_BT=part(mask.q_segments_BT, self.queries),
-            kv_segments_BS=part(mask.kv_segments_BS, self.keys),
-            kv_visible_BS=part(mask.kv_visible_BS, self.keys),
+            q_segments_BT=slice_if_set(mask.q_segments_BT, self.queries),
+            kv_segments_BS=slice_if_set(mask.kv_segments_BS, self.keys),
+            kv_visible_BS=slice_if_set(mask.kv_visible_BS, self.keys),
         )
         index_T = jnp.arange(self.start, self.stop, dtype=jnp.int32)[None]
         index_S = jnp.arange(self.first, self.end, dtype=jnp.int32)[None]
         visible = local.visible_at(index_T, index_S)
-        return options.applied(logits), None if visible is None else visible[:, None, None]
+        return options.apply(logits), None if visible is None else visible[:, None, None]
 
 
 def _blocks(num_queries: int, num_keys: int, mask: AttentionMask, size: int) -> Iterator[_Block]:
@@ -101,7 +105,7 @@ def _attention(q, k, v, mask, sinks, options, block_size):
 
 def _forward(q, k, v, mask, sinks, options, block_size):
     """Returns attention outputs, and the residuals of each block."""
-    parts, kept = [], []
+    parts, saved = [], []
     for block in _blocks(q.shape[1], k.shape[1], mask, block_size):
         logits, visible = block.logits(q, k, mask, options)
         lowest = float(jnp.finfo(logits.dtype).min)
@@ -116,15 +120,15 @@ def _forward(q, k, v, mask, sinks, options, block_size):
         highest = highest.astype(jnp.float32)
         if sinks is not None:
             total += jnp.exp(sinks - highest)
-        # A query without visible keys has exp = 1 for all keys: give them no weight.
+        # Queries without visible keys have exp = 1 for all keys; give these no weight.
         share = jnp.where(sees_any, 1.0 / total, 0.0)
-        part = _einsum("bgrts,bsgk->btgrk", exp, block.keys(v)) * _of_outputs(share)
+        part = _einsum("bgrts,bsgk->btgrk", exp, block.keys(v)) * _to_output_layout(share)
         if _averages(q, k, mask, sinks, options):
             mean = jnp.mean(v, axis=1, dtype=jnp.float32)[:, None, :, None]
-            part = jnp.where(_of_outputs(sees_any), part, mean)
+            part = jnp.where(_to_output_layout(sees_any), part, mean)
         parts.append(part.astype(q.dtype))
-        kept.append((exp, share, highest))
-    return jnp.concatenate(parts, axis=1), kept
+        saved.append((exp, share, highest))
+    return jnp.concatenate(parts, axis=1), saved
 
 
 def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
@@ -133,25 +137,25 @@ def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
     return options.averages and sinks is None and may_see_none
 
 
-def _of_outputs(x_BGRT: jax.Array) -> jax.Array:
-    """Returns [B, T, G, R, 1]."""
+def _to_output_layout(x_BGRT: jax.Array) -> jax.Array:
+    """Transposes [B, G, R, T] to [B, T, G, R, 1], to broadcast with outputs."""
     return x_BGRT.transpose(0, 3, 1, 2)[..., None]
 
 
 def _forward_with_residuals(q, k, v, mask, sinks, options, block_size):
-    encoded, kept = _forward(q, k, v, mask, sinks, options, block_size)
-    return encoded, (q, k, v, mask, sinks, encoded, kept)
+    encoded, saved = _forward(q, k, v, mask, sinks, options, block_size)
+    return encoded, (q, k, v, mask, sinks, encoded, saved)
 
 
 def _backward(options, block_size, residuals, d_encoded):
-    q, k, v, mask, sinks, encoded, kept = residuals
+    q, k, v, mask, sinks, encoded, saved = residuals
     num_keys, dq, dk, dv, d_sinks = k.shape[1], [], None, None, 0.0
     blocks = list(_blocks(q.shape[1], num_keys, mask, block_size))
     # Start with the last block, which sees all keys in causal attention.
-    for block, (exp, share, highest) in zip(reversed(blocks), reversed(kept), strict=True):
+    for block, (exp, share, highest) in zip(reversed(blocks), reversed(saved), strict=True):
         d_out = block.queries(d_encoded)
-        d_sums = (d_out * _of_outputs(share)).astype(q.dtype)
-        # Sum over s of p_s dp_s, which the softmax's derivative subtracts.
+        d_sums = (d_out * _to_output_layout(share)).astype(q.dtype)
+        # The sum over s of p_s dp_s, which the softmax's derivative subtracts.
         inner = _einsum("btgrk,btgrk->bgrt", d_out, block.queries(encoded)) * share
         logits_dtype = jnp.float32 if options.float32_logits else q.dtype
         d_exp = jnp.einsum(
@@ -184,7 +188,7 @@ def _backward(options, block_size, residuals, d_encoded):
 
 
 def _added(total: jax.Array | None, part: jax.Array, first: int, num_keys: int) -> jax.Array:
-    """Adds a part at keys from `first` on to a total [B, S, G, K]; None: zeros."""
+    """Adds `part` to `total` [B, S, G, K] at keys from `first` on; a total of None is zeros."""
     end = first + part.shape[1]
     if total is None:
         return jnp.pad(part, [(0, 0), (first, num_keys - end), (0, 0), (0, 0)])

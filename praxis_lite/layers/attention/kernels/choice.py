@@ -1,4 +1,4 @@
-"""The choice and the call of an attention kernel."""
+"""Chooses and calls an attention kernel."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ _SPLASH = frozenset(
         "window without is_causal",
     }
 )
-# The settings and arguments that each kernel supports beyond plain and causal attention.
+# Settings and arguments that each kernel supports, in addition to plain and causal attention.
 KERNELS: dict[str, frozenset[str]] = {
     "einsum": _ALL,
     "dot_product": _ALL
@@ -66,17 +66,25 @@ KERNELS: dict[str, frozenset[str]] = {
     },
     "blocked": _ALL - {"atten_dropout_prob", "atten_mask", "cache", "relative_bias_tpl"},
 }
-# The checkpoint name of attention outputs, and of other residuals.
+# Checkpoint name of attention outputs and of a kernel's other residuals.
 CONTEXT = "context"
-# Kernels that name their residuals themselves.
+# Kernels that name their own residuals.
 _NAMING = ("chunked", *SPLASHES)
-# From this number of logits per head on chunks are worth their second pass.
+# From this number of logits per head on, the chunked kernel's recomputation pays off.
 CHUNKED_FROM = 4096 * 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The platform of an attention ("cpu", "gpu", "tpu"), its shapes and dtype."""
+    """The properties of an attention call that decide which kernels support it.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      dtype: Dtype of the queries.
+      num_queries: T.
+      num_keys: S.
+      dim_per_head: K.
+    """
 
     platform: str
     dtype: Any
@@ -86,19 +94,20 @@ class Workload:
 
 
 def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[str, str]:
-    """Returns the name of a kernel, and the reason for it.
+    """Returns the name of a kernel, and the reason for the choice.
 
-    "auto" is the platform's kernel if it supports what is needed, chunks if there are many logits,
-    otherwise the einsum. Calls with a cache, whose mask depends on the positions, use the einsum or
-    chunks for any setting. "auto" never chooses "blocked", which is for platforms without a kernel,
-    and for programs that must be planned.
+    "auto" is the platform's kernel if it supports the call, chunks if there are many logits, and
+    otherwise the einsum. Calls with a cache, whose mask depends on positions, use the einsum or
+    chunks with any setting. "auto" never chooses "blocked", which is for platforms without a
+    kernel, and for programs whose cost must be predicted.
 
     Args:
-      setting: a name in KERNELS, or "auto".
-      needs: names of options in use, as in KERNELS.
+      setting: A name in KERNELS, or "auto".
+      needs: Names of the options in use, as in KERNELS.
+      work: The call.
 
     Raises:
-      ConfigError: the kernel that is set does not support it; suggests others.
+      ConfigError: The selected kernel does not support the call; suggests others.
     """
     needs = frozenset(needs)
     check_kernel(setting, {})
@@ -112,15 +121,19 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
             f"{able}."
         )
     if setting == "splash" and splash_of(setting) is splash_of("tokamax"):
-        return setting, "it is set; it is tokamax's, for this jax has none"
-    return setting, "it is set"
+        return setting, "set by the user; tokamax's, because this jax version has none"
+    return setting, "set by the user"
 
 
 def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
-    """Checks that a kernel exists, is installed, and supports the `needs` that are True.
+    """Checks that a kernel exists, is installed, and supports the options that are in use.
+
+    Args:
+      setting: A name in KERNELS, or "auto".
+      needs: Whether each option is in use.
 
     Raises:
-      ConfigError: it does not, on any platform; suggests others.
+      ConfigError: It does not support them on any platform; suggests others.
     """
     require_choice("DotProductAttention.atten_kernel", setting, ("auto", *KERNELS))
     if setting == "auto":
@@ -131,40 +144,40 @@ def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
     if missing := sorted(used - KERNELS[setting]):
         able = [name for name, options in KERNELS.items() if used <= options]
         raise ConfigError(
-            f"DotProductAttention.atten_kernel is {setting!r}, which cannot do "
+            f"DotProductAttention.atten_kernel is {setting!r}, which does not support "
             f"{' or '.join(missing)}. Choose one of {able}, or 'auto'."
         )
 
 
 def _auto(needs: frozenset[str], work: Workload) -> tuple[str, str]:
     fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(work.platform)
-    why_not = f"the usual one on a {work.platform}"
+    why_not = f"the default on {work.platform}"
     if fused is not None:
         why_not = _obstacle(fused, needs, work)
         if why_not is None:
-            return fused, f"it is the {work.platform}'s own"
+            return fused, f"the default on {work.platform}"
     if work.num_queries * work.num_keys >= CHUNKED_FROM:
         obstacle = _obstacle("chunked", needs, work)
         if obstacle is None:
-            return "chunked", f"{why_not}, and the logits would be many"
+            return "chunked", f"{why_not}, and there would be many logits"
         why_not = f"{why_not}, and {obstacle}"
     return "einsum", why_not
 
 
 def _obstacle(name: str, needs: frozenset[str], work: Workload) -> str | None:
-    """Returns why a kernel cannot run, or None."""
+    """Returns why a kernel cannot be used, or None."""
     if missing := sorted(needs - KERNELS[name]):
-        return f"{name} cannot do {' or '.join(missing)}"
+        return f"{name} does not support {' or '.join(missing)}"
     if name in SPLASHES and not splash_is_installed(name):
         return f"no {name} kernel is installed"
     if name == "cudnn":
         dtype, dims = jnp.dtype(work.dtype).name, work.dim_per_head
         if work.platform not in ("gpu", "cuda"):
-            return f"cudnn runs on a GPU, not on {work.platform}"
+            return f"cudnn requires a GPU, not {work.platform}"
         if dtype not in ("bfloat16", "float16"):
-            return f"cudnn takes bfloat16 or float16, not {dtype}"
+            return f"cudnn requires bfloat16 or float16, not {dtype}"
         if dims % 8 or dims > 128:
-            return f"cudnn takes heads of a multiple of 8 up to 128 dims, not {dims}"
+            return f"cudnn requires a multiple of 8 and at most 128 dims per head, not {dims}"
     return None
 
 
@@ -189,27 +202,37 @@ def attend(
     value_dims: int | None = None,
     is_part: bool = False,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K] by the kernel of `choose_kernel`.
+    """Returns attention outputs [B, T, N, K], computed by the kernel of `choose_kernel`.
 
-    Residuals of the backward pass are checkpointed under the name "context". The splash, chunked
-    and ring kernels name their own results, so that a policy that saves "context" runs the kernel
-    once. Activations that are offloaded to the host are named here.
+    Residuals of the backward pass have the checkpoint name "context". The splash, chunked and ring
+    kernels name their own results, so that a policy that saves "context" runs the kernel once.
+    Activations that are offloaded to the host are named here.
 
     Args:
-      q_BTNK, k_BSGK, v_BSGK, mask, options, bias, atten_mask, dropout, key, sinks_N: of
-        `einsum_attention`.
-      has_cache: whether keys and values come from a cache.
-      chunk_size: of the chunked and the blocked kernel.
-      split: of q and of the results.
-      context_parallel: a name in CONTEXT_PARALLEL, if time is split over devices.
-      dtype: of the results; None: of q.
-      value_dims: number of dims of values without padding; None: all.
-      is_part: whether this is a device's part of a call, which names offloaded activations.
+      setting: A name in KERNELS, or "auto".
+      q_BTNK: See `einsum_attention`.
+      k_BSGK: See `einsum_attention`.
+      v_BSGK: See `einsum_attention`.
+      mask: See `einsum_attention`.
+      options: See `einsum_attention`.
+      has_cache: Whether keys and values come from a cache.
+      bias: See `einsum_attention`.
+      atten_mask: See `einsum_attention`.
+      dropout: See `einsum_attention`.
+      key: See `einsum_attention`.
+      chunk_size: Size of chunks or blocks, for the chunked and the blocked kernel.
+      split: Split of queries and outputs.
+      sinks_N: See `einsum_attention`.
+      context_parallel: A name in CONTEXT_PARALLEL, if time is split over devices.
+      dtype: Dtype of the outputs; None: that of the queries.
+      value_dims: Number of dims of values without padding; None: all.
+      is_part: Whether this call computes a device's part of another call, which names offloaded
+        activations.
     """
     to_host = goes_to_host(CONTEXT)
     residual_name = None if to_host else CONTEXT
 
-    def finished(encoded_BTNK: jax.Array, *, is_named: bool = False) -> jax.Array:
+    def finish(encoded_BTNK: jax.Array, *, is_named: bool = False) -> jax.Array:
         encoded_BTNK = encoded_BTNK[..., :value_dims].astype(dtype or q_BTNK.dtype)
         encoded_BTNK = constrain(encoded_BTNK, split)
         has_name = is_part if to_host else is_named
@@ -219,8 +242,8 @@ def attend(
         if atten_mask is not None:
             raise ConfigError(
                 f"DotProductAttention.context_parallel is {context_parallel!r}, which does not "
-                "support an atten_mask. Pass segment_ids or paddings, or context_parallel=None: "
-                "the compiler then splits attention by time."
+                "support an atten_mask. Pass segment_ids or paddings, or set "
+                "context_parallel=None, so that the compiler splits attention by time."
             )
         kernel = functools.partial(
             attend, setting, chunk_size=chunk_size, dtype=dtype, is_part=True
@@ -229,7 +252,7 @@ def attend(
             context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options, kernel, atten_kernel=setting,
             chunk_size=chunk_size, split=split, sinks_N=sinks_N, residual_name=residual_name,
         )
-        return finished(encoded_BTNK, is_named=True)
+        return finish(encoded_BTNK, is_named=True)
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
     uses = {
         "atten_dropout_prob": drops,
@@ -254,7 +277,7 @@ def attend(
             *args, options, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key,
             sinks_N=sinks_N,
         )
-        return finished(encoded_BTNK)
+        return finish(encoded_BTNK)
 
     def kernel(*args: Any) -> jax.Array:
         *arrays, bias, sinks_N = args
@@ -274,12 +297,12 @@ def attend(
             residual_name=residual_name,
         )
 
-    # JAX cannot type kernels and their gradients.
+    # JAX cannot type kernels or their gradients.
     encoded_BTNK = untyped(kernel, *args, bias, sinks_N, out=type_spec)
-    return finished(encoded_BTNK, is_named=name in _NAMING)
+    return finish(encoded_BTNK, is_named=name in _NAMING)
 
 
 @functools.cache
 def log_choice(name: str, reason: str) -> None:
-    """Logs a kernel and the reason for it, once per process."""
+    """Logs the chosen kernel and the reason, once per process for each choice."""
     logging.getLogger("praxis_lite").info("attention by the %s kernel: %s", name, reason)

@@ -1,4 +1,4 @@
-"""Attention in chunks of queries and keys, with memory linear in T."""
+"""Attention in chunks of queries and keys, with memory linear in the number of queries."""
 
 import dataclasses
 import functools
@@ -24,19 +24,24 @@ def chunked_attention(
     options: LogitOptions, *, chunk_size: int, sinks_N: jax.Array | None = None,
     residual_name: str | None = None,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K]; only one chunk of the logits exists at a time.
+    """Returns attention outputs [B, T, N, K], with one chunk of the logits in memory at a time.
 
-    A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135); the
-    backward pass recomputes each chunk's logits. Chunks in which no query can see a key by index
-    are skipped. A query without visible keys gets the same as by the einsum.
+    A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135). The
+    backward pass recomputes each chunk's logits. Chunks in which no query can see a key are
+    skipped. Queries without visible keys get the same outputs as with the einsum.
 
-    Memory besides arguments and results: two numbers per query and head, and the logits of one
-    chunk with their derivatives; benchmarks/attention_memory.py has the formula.
+    Memory in addition to arguments and results: two numbers per query and head, and one chunk of
+    the logits with their derivatives; benchmarks/attention_memory.py has the formula.
 
     Args:
-      q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`.
-      chunk_size: queries and keys of a chunk.
-      residual_name: the checkpoint name of residuals; None: no name.
+      q_BTNK: See `einsum_attention`.
+      k_BSGK: See `einsum_attention`.
+      v_BSGK: See `einsum_attention`.
+      mask: See `einsum_attention`.
+      options: See `einsum_attention`.
+      chunk_size: Number of queries and keys in a chunk.
+      sinks_N: See `einsum_attention`.
+      residual_name: Checkpoint name of residuals; None: no name.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
@@ -55,14 +60,15 @@ def apply_sinks(
     encoded: jax.Array, log_sums: jax.Array, options: LogitOptions, sinks_N: jax.Array | None,
     mean_BGK: jax.Array | None,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K] with sinks, given those of a softmax over keys alone.
+    """Adds sinks to the softmax over keys, and returns attention outputs [B, T, N, K].
 
     Args:
-      encoded: [B, T, G, R, K], zeros for a query without visible keys.
-      log_sums: float32 [B, G, R, T], logsumexp of the logits; LARGE_NEGATIVE without visible keys.
-      options: `extra` is applied.
-      sinks_N: an extra logit for each head.
-      mean_BGK: the mean of all values, for queries without visible keys; None: zeros.
+      encoded: Outputs without sinks, [B, T, G, R, K]; zeros for queries without visible keys.
+      log_sums: Logsumexp of the logits, float32 [B, G, R, T]; LARGE_NEGATIVE for queries without
+        visible keys.
+      options: Provides `extra`, the logit of a sink.
+      sinks_N: An additional logit per head.
+      mean_BGK: Mean of all values, for queries without visible keys; None: zeros.
     """
     B, T, G, R, K = encoded.shape
     extra = options.extra
@@ -70,27 +76,27 @@ def apply_sinks(
         extra = sinks_N.astype(jnp.float32).reshape(1, G, R, 1)
     if extra is not None:
         share = jnp.exp(log_sums - jnp.logaddexp(log_sums, extra))
-        encoded = encoded * of_outputs(share)
+        encoded = encoded * to_output_layout(share)
     if mean_BGK is not None:
-        sees_any = of_outputs(log_sums > 0.5 * LARGE_NEGATIVE)
+        sees_any = to_output_layout(log_sums > 0.5 * LARGE_NEGATIVE)
         encoded = jnp.where(sees_any, encoded, mean_BGK[:, None, :, None])
     return encoded.reshape(B, T, G * R, K)
 
 
-def of_outputs(x_BGRT: jax.Array) -> jax.Array:
-    """Returns [B, T, G, R, 1]."""
+def to_output_layout(x_BGRT: jax.Array) -> jax.Array:
+    """Transposes [B, G, R, T] to [B, T, G, R, 1], to broadcast with outputs."""
     return x_BGRT.transpose(0, 3, 1, 2)[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def attention_with_log_sums(q, k, v, mask, options, chunk_size, residual_name):
-    """Returns the named result of `attended_in_chunks`, with gradients."""
-    results = attended_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
+    """Returns the results of `attend_in_chunks` with checkpoint names and a custom gradient."""
+    results = attend_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
     return name_residuals(results, residual_name)
 
 
 class _Chunks:
-    """The arguments, padded to multiples of the chunk size, and the mask of a pair of chunks."""
+    """Arguments padded to multiples of the chunk size, and the masks of pairs of chunks."""
 
     def __init__(self, q: Any, k: Any, v: Any, mask: AttentionMask, size: int):
         T, S = q.shape[1], k.shape[1]
@@ -110,8 +116,8 @@ class _Chunks:
     def arrays(self) -> tuple:
         """The arrays from which a chunk's logits and values are computed."""
         mask = self.mask
-        seen = mask.kv_index_BS, mask.q_segments_BT, mask.kv_segments_BS, mask.kv_visible_BS
-        return self.q, self.k, self.v, self.q_index, seen
+        masks = mask.kv_index_BS, mask.q_segments_BT, mask.kv_segments_BS, mask.kv_visible_BS
+        return self.q, self.k, self.v, self.q_index, masks
 
     def padded_rows(self, x: Any, mode: str = "constant") -> Any:
         return None if x is None else pad_to(x, self.num_q * self.q_size, 1, mode=mode)
@@ -128,7 +134,7 @@ class _Chunks:
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
         """Returns the range [first, end) of chunks of keys that queries of chunk i may see."""
         first, end, index = 0, self.num_kv, self.rows(self.q_index, i)
-        if self.mask.kv_index_BS is not None:  # The keys are in any order.
+        if self.mask.kv_index_BS is not None:  # Keys may be in any order.
             return first, end
         if self.mask.right_context is not None:
             last_key = jnp.max(index) + self.mask.right_context
@@ -141,7 +147,7 @@ class _Chunks:
     def logits(self, i: jax.Array, j: jax.Array, options: LogitOptions) -> tuple[Any, Any]:
         """Returns capped logits [B, G, R, C, C] and their visibility, [B or 1, 1, 1, C, C]."""
         logits = _einsum("btgrk,bsgk->bgrts", self.rows(self.q, i), self.columns(self.k, j))
-        place_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
+        index_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
         index_BS = self.columns(self.mask.kv_index_BS, j)
         mask = dataclasses.replace(
             self.mask,
@@ -149,32 +155,37 @@ class _Chunks:
             kv_segments_BS=self.columns(self.mask.kv_segments_BS, j),
             kv_visible_BS=self.columns(self.mask.kv_visible_BS, j),
         )
-        visible = (place_S < self.S)[None, None, :]
+        visible = (index_S < self.S)[None, None, :]
         allowed = mask.visible_at(
-            self.rows(self.q_index, i), place_S[None] if index_BS is None else index_BS
+            self.rows(self.q_index, i), index_S[None] if index_BS is None else index_BS
         )
         if allowed is not None:
             visible = allowed & jnp.broadcast_to(visible, allowed.shape)
-        return options.applied(logits), visible[:, None, None]
+        return options.apply(logits), visible[:, None, None]
 
 
 def _part(x: Any, i: jax.Array, size: int, dim: int) -> Any:
     return None if x is None else jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=dim)
 
 
-def attended_in_chunks(
+def attend_in_chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, options: LogitOptions,
     chunk_size: int, dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns attention outputs, and the logsumexp of each query's logits.
 
     Args:
-      q: [B, T, G, R, K]; k, v: [B, S, G, K].
-      options: `extra` and `zero_fully_masked` are ignored.
-      dtype: of the outputs.
+      q: Queries [B, T, G, R, K].
+      k: Keys [B, S, G, K].
+      v: Values [B, S, G, K].
+      mask: Mask of queries and keys.
+      options: Options of the logits, except `extra` and `zero_fully_masked`.
+      chunk_size: Number of queries and keys in a chunk.
+      dtype: Dtype of the outputs.
 
     Returns:
-      [B, T, G, R, K] and float32 [B, G, R, T]; zeros and LARGE_NEGATIVE where no key is seen.
+      Outputs [B, T, G, R, K] and logsumexp, float32 [B, G, R, T]; zeros and LARGE_NEGATIVE for
+      queries without visible keys.
     """
     chunks = _Chunks(q, k, v, mask, chunk_size)
     B, G, R = chunks.dims
@@ -192,9 +203,8 @@ def attended_in_chunks(
             decay = jnp.exp(highest - new_highest)
             values = chunks.columns(chunks.v, j)
             added = _einsum("bgrts,bsgk->btgrk", exp.astype(values.dtype), values)
-            return (
-                new_highest, total * decay + jnp.sum(exp, axis=-1), acc * of_outputs(decay) + added
-            )
+            total = total * decay + jnp.sum(exp, axis=-1)
+            return new_highest, total, acc * to_output_layout(decay) + added
 
         first, end = chunks.columns_seen(i)
         start = (
@@ -205,7 +215,7 @@ def attended_in_chunks(
         start = varying_alike(start, chunks.arrays)
         highest, total, acc = jax.lax.fori_loop(first, end, add_keys, start)
         share = 1.0 / jnp.where(total > 0.0, total, 1.0)
-        part = (acc * of_outputs(share)).astype(dtype)
+        part = (acc * to_output_layout(share)).astype(dtype)
         encoded = jax.lax.dynamic_update_slice_in_dim(encoded, part, i * Cq, axis=1)
         log_sum = highest - jnp.log(share)
         return encoded, jax.lax.dynamic_update_slice_in_dim(log_sums, log_sum, i * Cq, axis=3)
@@ -236,7 +246,7 @@ def _backward(options, chunk_size, residual_name, residuals, grads):
 
 
 def inner_products(d_encoded: jax.Array, encoded: jax.Array) -> jax.Array:
-    """Returns [B, G, R, T]: sum over s of p_s dp_s, which the softmax's derivative subtracts."""
+    """Returns [B, G, R, T]: sums over s of p_s dp_s, which the softmax's derivative subtracts."""
     return _einsum("btgrk,btgrk->bgrt", d_encoded, encoded)
 
 
@@ -244,14 +254,20 @@ def gradients_in_chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, options: LogitOptions,
     chunk_size: int, log_sums: jax.Array, inner: jax.Array, d_encoded: jax.Array, dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of q, and of k and v, which are float32.
+    """Returns the gradients of q, and float32 gradients of k and v.
 
     Args:
-      log_sums: float32 [B, G, R, T], over all keys, of which k may be a part.
-      inner: [B, G, R, T], `inner_products` of the outputs over all keys, less the gradient of
-        `log_sums`.
-      d_encoded: [B, T, G, R, K], the gradient of these outputs.
-      dtype: of the gradient of q.
+      q: Queries [B, T, G, R, K].
+      k: Keys [B, S, G, K].
+      v: Values [B, S, G, K].
+      mask: Mask of queries and keys.
+      options: Options of the logits.
+      chunk_size: Number of queries and keys in a chunk.
+      log_sums: Logsumexp over all keys, of which k may be a part; float32 [B, G, R, T].
+      inner: `inner_products` of the outputs over all keys, minus the gradient of `log_sums`;
+        [B, G, R, T].
+      d_encoded: Gradient of these outputs, [B, T, G, R, K].
+      dtype: Dtype of the gradient of q.
     """
     chunks = _Chunks(q, k, v, mask, chunk_size)
     d_encoded = chunks.padded_rows(d_encoded)
@@ -272,7 +288,7 @@ def gradients_in_chunks(
             d_probs = _einsum("btgrk,bsgk->bgrts", d_out, values)
             d_logits = probs * (d_probs - chunks.rows(inner, i, 3)[..., None])
             if options.cap > 0.0:
-                # Unseen logits have probs of 0, and so a derivative of 0.
+                # Hidden logits have probs of 0, and so a derivative of 0.
                 d_logits = d_logits * (1.0 - (logits / options.cap) ** 2)
             if options.scale != 1.0:
                 d_logits = d_logits * options.scale

@@ -2,17 +2,17 @@
 
 Each device has a part of the sequence, whose queries see keys of other devices:
 
-  gather: the keys and values of all devices are gathered (Llama 3, arXiv:2407.21783).
-  ring: keys and values go round a ring; a device attends to a part while the next one is sent
+  gather: Keys and values of all devices are gathered (Llama 3, arXiv:2407.21783).
+  ring: Keys and values circulate in a ring. A device attends to one part while the next one is sent
     (arXiv:2310.01889).
-  all_to_all: each device gets some heads of the complete sequence, attends, and sends them back
-    (DeepSpeed Ulysses, arXiv:2309.14509). Heads are padded with zeros until they divide.
-  all_to_all+ring: groups of as many devices as divide the heads exchange heads, and these groups
-    form a ring (arXiv:2405.07719). Without a remainder there is no ring.
+  all_to_all: Each device receives some heads of the complete sequence, attends, and sends the
+    outputs back (DeepSpeed Ulysses, arXiv:2309.14509). Heads are padded with zeros if necessary.
+  all_to_all+ring: Devices exchange heads in groups whose size divides the number of heads, and
+    these groups form a ring (arXiv:2405.07719). If all devices divide the heads, there is no ring.
 
-Under a causal mask the device with the last part of the sequence would compute most. So with `ring`
-and `gather` each device has two pieces of equal length, one from each end of the sequence
-(zig-zag). Time and heads are padded until they divide; no query sees the padding.
+With a causal mask the device with the last part of the sequence would compute most. So with `ring`
+and `gather`, each device has two pieces of equal length, one from each end of the sequence
+(zig-zag). Time and heads are padded until the devices divide them; no query sees the padding.
 """
 
 import dataclasses
@@ -35,15 +35,19 @@ from praxis_lite.core.sharding.split_dims import (
 )
 from praxis_lite.layers.attention.kernels.chunks import apply_sinks, attention_with_log_sums
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
+from praxis_lite.layers.attention.kernels.head_parts import pad_heads
 from praxis_lite.layers.attention.kernels.ring_attention import (
     BlockAttention,
     ChunkedBlocks,
-    of_queries,
-    round_ring,
+    mask_of_queries,
+    ring_attention,
 )
 from praxis_lite.layers.attention.kernels.ring_groups import Ring
-from praxis_lite.layers.attention.kernels.ring_splash import SplashBlocks, multiple_of, unable
+from praxis_lite.layers.attention.kernels.ring_splash import (
+    SplashBlocks,
+    length_multiple,
+    unsupported_feature,
+)
 from praxis_lite.layers.attention.kernels.splash import (
     SPLASHES,
     splash_is_installed,
@@ -57,12 +61,12 @@ from praxis_lite.layers.base.foreign_kernels import without_vma
 # B batch, T queries, S keys, N heads, G heads of keys and values, R heads of queries that share one
 # of these, K dims per head.
 
-# What moves, by the name of the setting.
+# By value of the setting: what is communicated.
 CONTEXT_PARALLEL = {
     "gather": "keys and values: all are gathered",
-    "ring": "keys and values, round a ring",
-    "all_to_all": "heads: a device gets some, of the whole sequence",
-    "all_to_all+ring": "heads within groups of as many devices as divide them, keys between these",
+    "ring": "keys and values, in a ring",
+    "all_to_all": "heads: each device receives some heads of the complete sequence",
+    "all_to_all+ring": "heads within groups whose size divides them, keys between the groups",
 }
 Kernel = Callable[..., jax.Array]
 
@@ -70,10 +74,10 @@ Kernel = Callable[..., jax.Array]
 def check_context_parallel(
     layer: object, setting: str | None, atten_kernel: str, unable: Mapping[str, bool]
 ) -> None:
-    """Checks the setting `context_parallel` of a layer, as `check_way`, and its kernel.
+    """Checks the setting `context_parallel` of a layer (see `check_way`), and its kernel.
 
     Raises:
-      ConfigError: as `check_way`; or the kernel does not support it.
+      ConfigError: As `check_way`; or the kernel does not support context parallelism.
     """
     check_way(layer, "context_parallel", setting, CONTEXT_PARALLEL, unable, "attention by time")
     if setting in ("gather", "ring"):
@@ -83,13 +87,13 @@ def check_context_parallel(
 def _check_kernel(name: str, how: str, atten_kernel: str, why: str, cannot: str = "") -> None:
     able = ["chunked", "auto"] if how == "gather" else ["chunked", *SPLASHES, "auto"]
     if atten_kernel not in able:
-        cannot = "it"
+        cannot = "this"
     able = [name for name in able if name != atten_kernel]
     if cannot:
         raise ConfigError(
-            f"{name}.context_parallel is {how!r}{why}, and atten_kernel is {atten_kernel!r}, which "
+            f"{name}.context_parallel is {how!r}{why}, but atten_kernel is {atten_kernel!r}, which "
             f"does not support {cannot}. Set atten_kernel to one of {able}, or "
-            "context_parallel='all_to_all', which takes any kernel."
+            "context_parallel='all_to_all', which supports any kernel."
         )
 
 
@@ -97,20 +101,20 @@ def _block_attention(
     how: str, atten_kernel: str, why: str, mask: AttentionMask, options: LogitOptions,
     chunk_size: int, ring: Ring, num_queries: int, num_keys: int,
 ) -> BlockAttention:
-    """Returns the attention to the keys of one group: splash if it is set or on TPU, else chunks.
+    """Returns attention to the keys of one group: splash if it is set or on TPU, otherwise chunks.
 
     Raises:
-      ConfigError: splash is set and does not support the mask.
+      ConfigError: Splash is set, but does not support the mask.
     """
     in_chunks = ChunkedBlocks(options, chunk_size)
     if how == "gather" or atten_kernel == "chunked":
         return in_chunks
-    cannot = unable(mask, num_queries, num_keys)
+    cannot = unsupported_feature(mask, num_queries, num_keys)
     is_tpu = compiled_platform() == "tpu"
     if atten_kernel in SPLASHES:
         _check_kernel("DotProductAttention", how, atten_kernel, why, cannot)
         return SplashBlocks(options, not is_tpu, splash_of(atten_kernel))
-    is_short = min(num_queries, num_keys) < multiple_of(ring.num_groups)
+    is_short = min(num_queries, num_keys) < length_multiple(ring.num_groups)
     if cannot or not is_tpu or is_short or not splash_is_installed("splash"):
         return in_chunks
     return SplashBlocks(options, not is_tpu, splash_of("splash"))
@@ -120,7 +124,8 @@ def is_context_parallel(how: str | None, split: SplitDims) -> bool:
     """Returns whether time is split over several devices, and `how` is set.
 
     Args:
-      split: of queries [B, T, N, K].
+      how: A name in CONTEXT_PARALLEL, or None.
+      split: Split of queries [B, T, N, K].
     """
     return how is not None and split is not None and num_shards_of((*split, None)[1]) > 1
 
@@ -133,17 +138,21 @@ def context_parallel_attention(
     """Returns attention outputs [B, T, N, K] if mesh axes split time.
 
     Args:
-      how: a name in CONTEXT_PARALLEL.
-      q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`; the mask has no
-        indices of its own.
-      kernel: called on one device with q, k, v of complete sequences, mask, options and `sinks_N`.
-      atten_kernel: the setting.
-      chunk_size: queries and keys of a chunk, where attention is in chunks.
-      split: of q.
-      residual_name: the checkpoint name of residuals; None: no name.
+      how: A name in CONTEXT_PARALLEL.
+      q_BTNK: See `einsum_attention`.
+      k_BSGK: See `einsum_attention`.
+      v_BSGK: See `einsum_attention`.
+      mask: A mask without indices.
+      options: See `einsum_attention`.
+      kernel: Called on one device with q, k, v of complete sequences, mask, options and `sinks_N`.
+      atten_kernel: The layer's setting.
+      chunk_size: Number of queries and keys in a chunk, for attention in chunks.
+      split: Split of q.
+      sinks_N: See `einsum_attention`.
+      residual_name: Checkpoint name of residuals; None: no name.
 
     Raises:
-      ConfigError: a ring is needed, and the kernel that is set does not support it.
+      ConfigError: A ring is needed, but the selected kernel does not support it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
@@ -162,26 +171,26 @@ def context_parallel_attention(
             how, atten_kernel, why, mask, options, chunk_size, ring, T, S
         )
         if isinstance(block_attention, SplashBlocks):
-            multiple = math.lcm(multiple, multiple_of(ring.num_groups))
+            multiple = math.lcm(multiple, length_multiple(ring.num_groups))
     may_see_none = options.averages and sinks_N is None and (mask.may_hide_all or T != S)
     gives_sums = is_by_time and (may_see_none or sinks_N is not None or options.extra is not None)
 
-    def padded(x: jax.Array) -> jax.Array:
+    def pad(x: jax.Array) -> jax.Array:
         return pad_to_multiple(pad_to_multiple(x, multiple, dim=1), num_rows, dim=0)
 
-    q, k, v = map(padded, heads_in_parts(q_BTNK, k_BSGK, v_BSGK, num_shards * ring.group_size))
-    arrays = {name: padded(x) for name, x in _arrays_of(mask, B, S, k.shape[1]).items()}
+    q, k, v = map(pad, pad_heads(q_BTNK, k_BSGK, v_BSGK, num_shards * ring.group_size))
+    arrays = {name: pad(x) for name, x in _mask_arrays(mask, B, S, k.shape[1]).items()}
     sinks = () if sinks_N is None or is_by_time else (jnp.pad(sinks_N, (0, q.shape[2] - N)),)
 
     def on_a_device(q: Any, k: Any, v: Any, *rest: jax.Array) -> tuple[jax.Array, ...]:
-        seen = AttentionMask(
+        local_mask = AttentionMask(
             mask.left_context, mask.right_context, is_to_itself=mask.is_to_itself,
             **dict(zip(arrays, rest[len(sinks) :], strict=True)),
         )
         q, k, v = map(ring.by_heads, (q, k, v))
         if not is_by_time:
             outputs = kernel(
-                q[:, :T], k[:, :S], v[:, :S], _without_filler(seen, T, S), options,
+                q[:, :T], k[:, :S], v[:, :S], _without_padding(local_mask, T, S), options,
                 sinks_N=ring.heads_of(rest[0]) if sinks else None,
             )
             return (ring.by_time(pad_to_multiple(outputs, multiple, dim=1)),)
@@ -189,21 +198,23 @@ def context_parallel_attention(
         q = ring.to_zigzag(q).reshape(b, t, k.shape[2], -1, K)
         if how == "gather":
             k, v = (jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in (k, v))
-            seen = of_queries(seen, ring, t)
+            local_mask = mask_of_queries(local_mask, ring, t)
             encoded, log_sums = attention_with_log_sums(
-                q, k, v, seen, options, chunk_size, residual_name
+                q, k, v, local_mask, options, chunk_size, residual_name
             )
         else:
             k, v = map(ring.to_zigzag, (k, v))
-            encoded, log_sums = round_ring(q, k, v, seen, ring, block_attention, residual_name)
+            encoded, log_sums = ring_attention(
+                q, k, v, local_mask, ring, block_attention, residual_name
+            )
         outputs = encoded.reshape(b, t, n, K), log_sums.transpose(0, 3, 1, 2).reshape(b, t, n)
         return tuple(ring.by_time(ring.from_zigzag(x)) for x in outputs[: 1 + gives_sums])
 
-    split_as = PartitionSpec(rows, time, heads, None)
+    spec = PartitionSpec(rows, time, heads, None)
     outputs = without_vma(
-        on_a_device, (split_as,) * 3 + (PartitionSpec(heads),) * len(sinks),
+        on_a_device, (spec,) * 3 + (PartitionSpec(heads),) * len(sinks),
         (PartitionSpec(rows),) * len(arrays),
-        (split_as, PartitionSpec(rows, time, heads))[: 1 + gives_sums],
+        (spec, PartitionSpec(rows, time, heads))[: 1 + gives_sums],
         set(mesh.axis_names) - set(mesh.manual_axes),
     )(q, k, v, *sinks, *arrays.values())
     encoded = outputs[0][:B, :T, :N]
@@ -218,18 +229,18 @@ def context_parallel_attention(
 def _ring_of(
     how: str, axes: tuple[str, ...], num: int, num_heads: int, mask: AttentionMask
 ) -> Ring:
-    """Returns the ring of groups of devices that exchange heads; a device has `num_heads`."""
+    """Returns the ring of groups that exchange heads; each device has `num_heads` heads."""
     size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(how, 1)
     is_causal = mask.right_context == 0 and mask.left_context is None
     return Ring(axes, num, num // size, is_causal and size < num)
 
 
-def _arrays_of(
+def _mask_arrays(
     mask: AttentionMask, num_rows: int, num_keys: int, padded_length: int
 ) -> dict[str, jax.Array]:
-    """Returns the arrays of a mask by name, including one that hides padding keys if needed.
+    """Returns the arrays of a mask by name, including one that hides padding keys if necessary.
 
-    In causal attention no query sees padding keys, which come last.
+    With a causal mask no query sees the padding keys, which come last.
     """
     arrays = {
         "q_segments_BT": mask.q_segments_BT, "kv_segments_BS": mask.kv_segments_BS,
@@ -240,13 +251,13 @@ def _arrays_of(
     return {name: x for name, x in arrays.items() if x is not None}
 
 
-def _without_filler(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
+def _without_padding(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
     """Returns the mask of complete sequences, without padding at their ends."""
-    def part(x: jax.Array | None, length: int) -> jax.Array | None:
+    def truncate(x: jax.Array | None, length: int) -> jax.Array | None:
         return None if x is None else x[:, :length]
 
     return dataclasses.replace(
-        mask, q_segments_BT=part(mask.q_segments_BT, num_queries),
-        kv_segments_BS=part(mask.kv_segments_BS, num_keys),
-        kv_visible_BS=part(mask.kv_visible_BS, num_keys),
+        mask, q_segments_BT=truncate(mask.q_segments_BT, num_queries),
+        kv_segments_BS=truncate(mask.kv_segments_BS, num_keys),
+        kv_visible_BS=truncate(mask.kv_visible_BS, num_keys),
     )

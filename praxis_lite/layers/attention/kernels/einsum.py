@@ -1,4 +1,4 @@
-"""Attention as an einsum: the reference, which supports all options and stores all logits."""
+"""Attention by einsums: the reference, which supports all options and materializes all logits."""
 
 import dataclasses
 import functools
@@ -16,15 +16,15 @@ from praxis_lite.layers.stochastics import Dropout
 
 @dataclasses.dataclass(frozen=True)
 class LogitOptions:
-    """Options of the logits.
+    """Options of the attention logits.
 
     Attributes:
-      scale: factor of the logits.
-      cap: logits become `cap * tanh(logits / cap)`; 0.0: no cap.
-      extra: an additional logit in the softmax, whose value is zero.
-      zero_fully_masked: a query without visible keys gets zeros instead of the mean of all values,
-        which the softmax of equal logits gives.
-      float32_logits: logits and softmax are float32, as in Pax; False: the queries' dtype.
+      scale: Factor of the logits.
+      cap: Logits become `cap * tanh(logits / cap)`; 0.0: no cap.
+      extra: An additional logit in the softmax, whose value is zero.
+      zero_fully_masked: Whether queries without visible keys give zeros instead of the mean of all
+        values, which a softmax of equal logits gives.
+      float32_logits: Whether logits and softmax are float32, as in Pax; False: the queries' dtype.
     """
 
     scale: float = 1.0
@@ -35,7 +35,7 @@ class LogitOptions:
 
     @property
     def averages(self) -> bool:
-        """Whether a query without visible keys gets the mean of all values instead of zeros."""
+        """Whether queries without visible keys give the mean of all values instead of zeros."""
         return self.extra is None and not self.zero_fully_masked
 
     @property
@@ -48,8 +48,8 @@ class LogitOptions:
             "float32_logits=False": not self.float32_logits,
         }
 
-    def applied(self, logits: jax.Array) -> jax.Array:
-        """Returns the logits scaled and capped."""
+    def apply(self, logits: jax.Array) -> jax.Array:
+        """Scales and caps logits."""
         return soft_cap(logits if self.scale == 1.0 else logits * self.scale, self.cap)
 
 
@@ -61,14 +61,17 @@ def einsum_attention(
     """Returns attention outputs [B, T, N, K].
 
     Args:
-      q_BTNK, k_BSGK, v_BSGK: scaled queries, keys, values; head n reads keys of n // (N / G).
-      mask: which keys are visible.
-      options: of the logits.
-      bias: float [B or 1, N, T, S], added to logits before they are scaled and capped.
-      atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is hidden where it is below half of
+      q_BTNK: Scaled queries.
+      k_BSGK: Keys; head n of queries reads head n // (N / G) of keys.
+      v_BSGK: Values.
+      mask: Visibility of keys.
+      options: Options of the logits.
+      bias: Float [B or 1, N, T, S], added to logits before they are scaled and capped.
+      atten_mask: Float [B or 1, 1 or N, 1 or T, S]; a key is hidden where it is below half of
         LARGE_NEGATIVE. As in Pax it is not added to the logits.
-      dropout, key: of the probabilities.
-      sinks_N: float [N], an additional logit for each head, whose value is zero.
+      dropout: Dropout of the probabilities.
+      key: Key for dropout; None: no dropout.
+      sinks_N: Float [N], an additional logit per head, whose value is zero.
     """
     B, T, N, K = q_BTNK.shape
     S, G = k_BSGK.shape[1:3]
@@ -81,7 +84,7 @@ def einsum_attention(
         logits_BNTS = product("btgrk,bsgk->bgrts", q_BTGRK, k_BSGK).reshape(B, N, T, S)
     if bias is not None:
         logits_BNTS += jnp.broadcast_to(bias, logits_BNTS.shape).astype(dtype)
-    logits_BNTS = options.applied(logits_BNTS)
+    logits_BNTS = options.apply(logits_BNTS)
     visible = mask.visible(T, S)
     visible = None if visible is None else visible[:, None]
     if atten_mask is not None:
@@ -98,7 +101,7 @@ def einsum_attention(
         probs_BNTS = dropout(probs_BNTS, key)
     if G == N:
         encoded_BTNK = jnp.einsum("bnts,bsnk->btnk", probs_BNTS, v_BSGK)
-    elif G == 1:  # With a dim of groups XLA's CPU backend would transpose the values first.
+    elif G == 1:  # With a dim of groups, XLA's CPU backend would first transpose the values.
         encoded_BTNK = jnp.einsum("bnts,bsk->btnk", probs_BNTS, v_BSGK[:, :, 0])
     else:
         probs_BGRTS = probs_BNTS.reshape(B, G, N // G, T, S)

@@ -1,4 +1,4 @@
-"""Attention by `jax.nn` (XLA, cuDNN), and kernels mapped over devices."""
+"""Attention by `jax.nn` (XLA or cuDNN), and the mapping of kernels over devices."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
+from praxis_lite.layers.attention.kernels.head_parts import pad_heads
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
@@ -27,7 +27,7 @@ def dot_product_attention(
         q_BTNK,
         k_BSGK,
         v_BSGK,
-        # jax.nn adds the bias to scaled logits, Pax to unscaled ones.
+        # jax.nn adds the bias to scaled logits, but Pax to unscaled ones.
         bias=None if bias is None else bias * options.scale,
         mask=None if visible_BTS is None else visible_BTS[:, None],
         scale=options.scale,
@@ -41,8 +41,9 @@ def cudnn_attention(
 ) -> jax.Array:
     """Returns attention outputs [B, T, N, K] by cuDNN's flash attention (arXiv:2307.08691).
 
-    Supports 16-bit inputs, and causal masks with or without a window, or no mask. Each device works
-    on its rows and heads, given by `split` [B, T, N, K]. Lowered for CUDA, not yet run on a GPU.
+    Supports 16-bit inputs, and causal masks with or without a window, or no mask. Each device
+    processes its rows and heads, given by `split` [B, T, N, K]. It was lowered for CUDA, but not
+    yet run on a GPU.
     """
     window = None if mask.left_context is None else (mask.left_context - 1, 0)
 
@@ -59,10 +60,18 @@ def per_device(
     attend: Callable[..., jax.Array], q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
     rest: tuple[jax.Array, ...], split: SplitDims,
 ) -> jax.Array:
-    """Returns `attend(q, k, v, *rest)`, mapped over the devices' rows and heads by shard_map.
+    """Returns `attend(q, k, v, *rest)`, mapped over the devices' rows and heads by `shard_map`.
 
     XLA cannot partition a custom kernel, and would gather its operands. Rows and heads are padded
-    until they divide. `rest` is [B, ...].
+    until the devices divide them.
+
+    Args:
+      attend: Kernel for one device.
+      q_BTNK: Queries.
+      k_BSGK: Keys.
+      v_BSGK: Values.
+      rest: Other arrays [B, ...].
+      split: Split of queries [B, T, N, K].
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)
@@ -76,10 +85,11 @@ def per_device(
     B, _, N, _ = q_BTNK.shape
     q, k, v = (
         pad_to_multiple(x, num_row_shards, dim=0)
-        for x in heads_in_parts(q_BTNK, k_BSGK, v_BSGK, num_head_shards)
+        for x in pad_heads(q_BTNK, k_BSGK, v_BSGK, num_head_shards)
     )
     rest = tuple(pad_to_multiple(x, num_row_shards, dim=0) for x in rest)
-    of_heads = PartitionSpec(rows, None, heads, None)
-    of_rest = tuple(PartitionSpec(rows) for _ in rest)
-    outputs = without_vma(attend, (of_heads,) * 3, of_rest, of_heads, auto_axes)(q, k, v, *rest)
+    head_spec = PartitionSpec(rows, None, heads, None)
+    rest_specs = tuple(PartitionSpec(rows) for _ in rest)
+    mapped = without_vma(attend, (head_spec,) * 3, rest_specs, head_spec, auto_axes)
+    outputs = mapped(q, k, v, *rest)
     return outputs[:B, :, :N]

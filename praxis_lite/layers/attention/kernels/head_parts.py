@@ -1,4 +1,4 @@
-"""Heads copied and padded until they divide into equal parts, one for each device."""
+"""Pads and copies heads until they can be divided equally among devices."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,11 @@ import jax.numpy as jnp
 from praxis_lite.layers.base.base_layer import pad_to
 
 
-def heads_of_parts(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[int, int, int]:
-    """Returns (heads of queries, heads of keys, copies of a head of keys) that divide into parts.
+def padded_num_heads(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[int, int, int]:
+    """Returns the numbers of (heads of queries, heads of keys, copies of a head of keys).
 
-    Each part has the heads of keys that its queries read; too few heads of keys are copied. Padding
+    They are such that `num_parts` divides both numbers of heads, and that each part has the heads
+    of keys that its queries read. If there are too few heads of keys, they are copied. Padding
     heads come last.
     """
     num_shared = num_heads // num_kv_heads
@@ -23,11 +24,11 @@ def heads_of_parts(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[i
     return num_q, num_kv, num_copies
 
 
-def heads_in_parts(
+def pad_heads(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, num_parts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries, keys and values with the numbers of heads of `heads_of_parts`."""
-    num_q, num_kv, num_copies = heads_of_parts(q_BTNK.shape[2], k_BSGK.shape[2], num_parts)
+    """Copies and pads the heads of queries, keys and values as by `padded_num_heads`."""
+    num_q, num_kv, num_copies = padded_num_heads(q_BTNK.shape[2], k_BSGK.shape[2], num_parts)
     if num_copies > 1:
         k_BSGK, v_BSGK = (jnp.repeat(x, num_copies, axis=2) for x in (k_BSGK, v_BSGK))
     return pad_to(q_BTNK, num_q, 2), pad_to(k_BSGK, num_kv, 2), pad_to(v_BSGK, num_kv, 2)

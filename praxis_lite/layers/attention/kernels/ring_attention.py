@@ -1,6 +1,6 @@
-"""Ring attention: keys and values move on while each group attends to those it has.
+"""Ring attention: keys and values circulate while each group attends to those that it has.
 
-Liu et al. 2023, arXiv:2310.01889. Inside `jax.shard_map`; the backward pass is by hand.
+Liu et al. 2023, arXiv:2310.01889. For use inside `jax.shard_map`; the backward pass is custom.
 """
 
 import dataclasses
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.attention.kernels.chunks import (
-    attended_in_chunks,
+    attend_in_chunks,
     gradients_in_chunks,
     inner_products,
-    of_outputs,
+    to_output_layout,
 )
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.ring_groups import Ring
@@ -26,67 +26,67 @@ from praxis_lite.layers.base.activation_names import name_residuals
 
 
 class BlockAttention(Protocol):
-    """Attention of this group's queries to the keys of the group `step` places before it.
+    """Attention of this group's queries to the keys of the group `step` positions before it.
 
-    `mask` describes the complete sequence; arrays belong to a group.
+    `mask` is for the complete sequence; other arrays belong to a group.
     """
 
-    def attended(
+    def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, ring: Ring,
         step: int | jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns float32 [B, T, G, R, K] and [B, G, R, T], as `attended_in_chunks`."""
+        """Returns float32 [B, T, G, R, K] and [B, G, R, T], like `attend_in_chunks`."""
         ...
 
     def gradients(
         self, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, ring: Ring,
         step: int | jax.Array, log_sums: jax.Array, inner: jax.Array, d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns float32 gradients of q, k and v, as `gradients_in_chunks`."""
+        """Returns float32 gradients of q, k and v, like `gradients_in_chunks`."""
         ...
 
 
 def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
-    """Returns the number of groups, itself included, whose keys a group's queries may see."""
+    """Returns the number of groups, including the group itself, whose keys queries may see."""
     if mask.right_context != 0 or mask.left_context is None:
         return ring.num_groups
     return min(ring.num_groups, 1 + -(-(mask.left_context - 1) // num_keys))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def round_ring(q, k, v, mask, ring, block_attention, residual_name):
+def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
     """Returns attention outputs of this group's queries [B, T, G, R, K] and their logsumexp.
 
-    As `attention_with_log_sums`. The backward pass sends keys and values round the ring again,
+    Like `attention_with_log_sums`. The backward pass sends keys and values around the ring again,
     with their gradients; the residuals are the group's own arrays.
     """
     num_steps = _num_steps(ring, mask, k.shape[1])
 
-    def added(step: Any, kv: Any, result: Any) -> tuple[jax.Array, jax.Array]:
-        return merge_by_logsumexp(result, block_attention.attended(q, *kv, mask, ring, step))
+    def add_step(step: Any, kv: Any, result: Any) -> tuple[jax.Array, jax.Array]:
+        return merge_by_logsumexp(result, block_attention.attend(q, *kv, mask, ring, step))
 
-    def turn(step: Any, carry: Any) -> Any:
+    def ring_step(step: Any, carry: Any) -> Any:
         kv, result = carry
-        following = ring.sent(kv, 1)  # On its way while this device attends.
-        return following, added(step, kv, result)
+        following = ring.shift(kv, 1)  # Sent while this device attends.
+        return following, add_step(step, kv, result)
 
-    following = ring.sent((k, v), 1) if num_steps > 1 else (k, v)
-    result = block_attention.attended(q, k, v, mask, ring, 0)
+    following = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
+    result = block_attention.attend(q, k, v, mask, ring, 0)
     if num_steps > 1:
-        following, result = jax.lax.fori_loop(1, num_steps - 1, turn, (following, result))
-        result = added(num_steps - 1, following, result)
+        following, result = jax.lax.fori_loop(1, num_steps - 1, ring_step, (following, result))
+        result = add_step(num_steps - 1, following, result)
     return name_residuals((result[0].astype(q.dtype), result[1]), residual_name)
 
 
 def merge_by_logsumexp(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Merges partial attention outputs by their logsumexp."""
     log_sums = functools.reduce(jnp.logaddexp, (each for _, each in parts))
-    encoded = sum(of_outputs(jnp.exp(each - log_sums)) * x for x, each in parts)
+    encoded = sum(to_output_layout(jnp.exp(each - log_sums)) * x for x, each in parts)
     return encoded, log_sums
 
 
 def _forward(q, k, v, mask, ring, block_attention, residual_name):
-    encoded, log_sums = round_ring(q, k, v, mask, ring, block_attention, None)
+    encoded, log_sums = ring_attention(q, k, v, mask, ring, block_attention, None)
     encoded, log_sums = name_residuals((encoded, log_sums), residual_name)
     return (encoded, log_sums), (q, k, v, mask, encoded, log_sums)
 
@@ -103,50 +103,51 @@ def _backward(ring, block_attention, residual_name, residuals, grads):
         )
         return dq, tuple(d_kv)
 
-    def added(step: Any, kv: Any, dq: jax.Array, d_kv: Any) -> tuple[jax.Array, Any]:
-        arrived = ring.sent(d_kv, 1)
+    def add_step(step: Any, kv: Any, dq: jax.Array, d_kv: Any) -> tuple[jax.Array, Any]:
+        arrived = ring.shift(d_kv, 1)
         more, d_here = gradients(step, kv)
         return dq + more, jax.tree.map(jnp.add, arrived, d_here)
 
-    def turn(step: Any, carry: Any) -> Any:
+    def ring_step(step: Any, carry: Any) -> Any:
         kv, dq, d_kv = carry
-        return ring.sent(kv, 1), *added(step, kv, dq, d_kv)
+        return ring.shift(kv, 1), *add_step(step, kv, dq, d_kv)
 
-    following = ring.sent((k, v), 1) if num_steps > 1 else (k, v)
+    following = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
     dq, d_kv = gradients(0, (k, v))
     if num_steps > 1:
-        following, dq, d_kv = jax.lax.fori_loop(1, num_steps - 1, turn, (following, dq, d_kv))
-        dq, d_kv = added(num_steps - 1, following, dq, d_kv)
-        d_kv = ring.sent(d_kv, 1 - num_steps)  # Home.
+        carry = jax.lax.fori_loop(1, num_steps - 1, ring_step, (following, dq, d_kv))
+        following, dq, d_kv = carry
+        dq, d_kv = add_step(num_steps - 1, following, dq, d_kv)
+        d_kv = ring.shift(d_kv, 1 - num_steps)  # Back to the group of the keys.
     dk, dv = d_kv
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
-round_ring.defvjp(_forward, _backward)
+ring_attention.defvjp(_forward, _backward)
 
 
 class ChunkedBlocks(NamedTuple):
-    """A BlockAttention in chunks of `chunk_size`, under any mask."""
+    """A BlockAttention in chunks of `chunk_size`, for any mask."""
 
     options: LogitOptions
     chunk_size: int
 
-    def attended(self, q, k, v, mask, ring, step):
+    def attend(self, q, k, v, mask, ring, step):
         return merge_by_logsumexp(*(
-            attended_in_chunks(q, *kv, of_piece, *self, jnp.float32)
-            for of_piece, kv in _pieces(mask, ring, step, q, k, v)
+            attend_in_chunks(q, *kv, piece_mask, *self, jnp.float32)
+            for piece_mask, kv in _pieces(mask, ring, step, q, k, v)
         ))
 
     def gradients(self, q, k, v, mask, ring, step, log_sums, inner, d_encoded):
         dq, dk, dv = zip(*(
-            gradients_in_chunks(q, *kv, of_piece, *self, log_sums, inner, d_encoded, jnp.float32)
-            for of_piece, kv in _pieces(mask, ring, step, q, k, v)
+            gradients_in_chunks(q, *kv, piece_mask, *self, log_sums, inner, d_encoded, jnp.float32)
+            for piece_mask, kv in _pieces(mask, ring, step, q, k, v)
         ), strict=True)
         return sum(dq), jnp.concatenate(dk, axis=1), jnp.concatenate(dv, axis=1)
 
 
-def of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> AttentionMask:
-    """Returns the mask of this group's queries, with their positions in the sequence as indices."""
+def mask_of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> AttentionMask:
+    """Returns the mask of this group's queries, with their positions as indices."""
     pieces = ring.starts(ring.group_index(), num_queries)
     index = [start + jnp.arange(length, dtype=jnp.int32) for start, length in pieces]
     segments = mask.q_segments_BT
@@ -161,17 +162,19 @@ def _pieces(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, q: jax.Array, *kv: jax.Array
 ) -> list[tuple[AttentionMask, list[jax.Array]]]:
     """Returns (mask, [keys, values]) for each piece of the keys of the group `step` before."""
-    seen = of_queries(mask, ring, q.shape[1])
+    query_mask = mask_of_queries(mask, ring, q.shape[1])
     group = (ring.group_index() - step) % ring.num_groups
     pieces, first = [], 0
     for start, length in ring.starts(group, kv[0].shape[1]):
-        of_keys = {
+        key_arrays = {
             name: jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
             for name in ("kv_segments_BS", "kv_visible_BS")
             if (x := getattr(mask, name)) is not None
         }
-        # Keys count from the first of the piece: chunks that no query sees are then skipped.
-        of_piece = dataclasses.replace(seen, q_index_BT=seen.q_index_BT - start, **of_keys)
-        pieces.append((of_piece, [x[:, first : first + length] for x in kv]))
+        # Indices are relative to the piece's first key, so that chunks that no query sees are
+        # skipped.
+        index_BT = query_mask.q_index_BT - start
+        piece_mask = dataclasses.replace(query_mask, q_index_BT=index_BT, **key_arrays)
+        pieces.append((piece_mask, [x[:, first : first + length] for x in kv]))
         first += length
     return pieces

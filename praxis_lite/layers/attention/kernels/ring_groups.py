@@ -1,4 +1,4 @@
-"""Devices that share a sequence: groups that exchange heads, and a ring of these groups."""
+"""Ring: devices that share a sequence, as a ring of groups of devices that exchange heads."""
 
 from typing import Any, NamedTuple
 
@@ -12,10 +12,10 @@ class Ring(NamedTuple):
     """A ring of groups of devices along the mesh axes that split time.
 
     Attributes:
-      axes: mesh axes that split time.
-      num: number of devices along these axes.
-      num_groups: number of groups in the ring.
-      is_zigzag: whether a group's tokens are two pieces, one from each end of the sequence.
+      axes: Mesh axes that split time.
+      num: Number of devices along these axes.
+      num_groups: Number of groups in the ring.
+      is_zigzag: Whether a group's tokens are two pieces, one from each end of the sequence.
     """
 
     axes: tuple[str, ...]
@@ -32,7 +32,7 @@ class Ring(NamedTuple):
     def groups(self) -> list[list[int]]:
         """The devices of each group, in the order of their tokens.
 
-        In a zig-zag with groups of an even size each group already has its two pieces.
+        In a zig-zag with an even group size, each group already has its two pieces.
         """
         if not self.is_paired:
             size = self.group_size
@@ -50,14 +50,14 @@ class Ring(NamedTuple):
 
     def group_index(self) -> jax.Array:
         """Returns the index of this device's group."""
-        of_device = [0] * self.num
+        group_of_device = [0] * self.num
         for i, group in enumerate(self.groups):
             for device in group:
-                of_device[device] = i
-        return jnp.asarray(of_device, jnp.int32)[jax.lax.axis_index(self.axes)]
+                group_of_device[device] = i
+        return jnp.asarray(group_of_device, jnp.int32)[jax.lax.axis_index(self.axes)]
 
-    def sent(self, tree: Any, step: int) -> Any:
-        """Returns the arrays of the group `step` places before this one."""
+    def shift(self, tree: Any, step: int) -> Any:
+        """Returns the arrays of the group `step` positions before this one."""
         pairs = [
             (device, self.groups[(i + step) % self.num_groups][rank])
             for i, group in enumerate(self.groups) for rank, device in enumerate(group)
@@ -69,7 +69,7 @@ class Ring(NamedTuple):
         return self._exchanged(x, 2, 1)
 
     def by_time(self, x: jax.Array) -> jax.Array:
-        """Returns the inverse of `by_heads`."""
+        """Inverts `by_heads`."""
         return self._exchanged(x, 1, 2)
 
     def _exchanged(self, x: jax.Array, split: int, concat: int) -> jax.Array:
@@ -88,9 +88,9 @@ class Ring(NamedTuple):
     def to_zigzag(self, x: jax.Array) -> jax.Array:
         """Returns the tokens [B, T, ...] of this group's two pieces, given consecutive tokens.
 
-        Group i has pieces 2 i and 2 i + 1 of the sequence, and gets i and its mirror image: one of
-        these is even and one is odd. So all even pieces move in one permute, all odd ones in a
-        second.
+        Group i has pieces 2 i and 2 i + 1 of the sequence, and receives piece i and its mirror
+        image. Of these, one index is even and one is odd. So all even pieces move in one permute,
+        and all odd pieces in a second.
         """
         if not self.is_zigzag or self.is_paired:
             return x
@@ -101,7 +101,7 @@ class Ring(NamedTuple):
         return jnp.concatenate(self._swapped_if_odd(even, odd), axis=1)
 
     def from_zigzag(self, x: jax.Array) -> jax.Array:
-        """Returns the inverse of `to_zigzag`."""
+        """Inverts `to_zigzag`."""
         if not self.is_zigzag or self.is_paired:
             return x
         parts = self._swapped_if_odd(*jnp.split(x, 2, axis=1))

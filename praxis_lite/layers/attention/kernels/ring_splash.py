@@ -1,4 +1,4 @@
-"""Ring attention to the keys of one group, by splash attention for TPU."""
+"""SplashBlocks: ring attention to the keys of one group by splash attention for TPU."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.ring_groups import Ring
-from praxis_lite.layers.attention.kernels.splash_kernels import LANES, SplashOfARow
+from praxis_lite.layers.attention.kernels.splash_kernels import LANES, RowSplash
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, R heads of queries that share one
@@ -15,32 +15,32 @@ from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 Segments = tuple[jax.Array, jax.Array] | None  # Of queries [B, T] and of keys [B, S].
 
 
-def unable(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
+def unsupported_feature(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
     """Returns the feature of a mask that splash does not support in a ring, or "".
 
-    Which blocks splash computes is fixed before a program runs. Under a causal mask the
-    blocks of any two groups depend only on their order; under a window they do not.
+    The blocks that splash computes are fixed before a program runs. With a causal mask the blocks
+    of two groups depend only on the groups' order; with a window they depend on their distance.
     """
     if mask.left_context is not None:
         return "a window"
     if mask.right_context == 0 and num_queries != num_keys:
-        return "as many queries as keys under a causal mask alone"
+        return "different numbers of queries and keys with a causal mask"
     return "" if mask.right_context in (0, None) else "a right_context"
 
 
 class SplashBlocks(NamedTuple):
-    """A BlockAttention by splash. A causal ring must be a zig-zag."""
+    """A BlockAttention by splash. If the mask is causal, the ring must be a zig-zag."""
 
     options: LogitOptions
     interpret: bool
-    splash: type[SplashOfARow]
+    splash: type[RowSplash]
 
-    def attended(self, q, k, v, mask, ring, step):
+    def attend(self, q, k, v, mask, ring, step):
         segments = _segments(mask, ring, step, q.shape[1], k.shape[1])
         half = k.shape[1] // 2
 
-        def later() -> tuple[jax.Array, jax.Array]:
-            encoded, log_sums = self._attended(
+        def to_later_group() -> tuple[jax.Array, jax.Array]:
+            encoded, log_sums = self._attend(
                 q[:, half:], k, v, _parts(segments, half, 0), is_causal=False
             )
             return (
@@ -48,56 +48,56 @@ class SplashBlocks(NamedTuple):
                 _with_zeros_before(log_sums, half, 3, LARGE_NEGATIVE),
             )
 
-        def earlier() -> tuple[jax.Array, jax.Array]:
-            of_keys = k[:, :half], v[:, :half]
-            return self._attended(q, *of_keys, _parts(segments, 0, -half), is_causal=False)
+        def to_earlier_group() -> tuple[jax.Array, jax.Array]:
+            kv = k[:, :half], v[:, :half]
+            return self._attend(q, *kv, _parts(segments, 0, -half), is_causal=False)
 
-        def whole(is_causal: bool) -> tuple[jax.Array, jax.Array]:
-            return self._attended(q, k, v, segments, is_causal=is_causal)
+        def to_all_keys(is_causal: bool) -> tuple[jax.Array, jax.Array]:
+            return self._attend(q, k, v, segments, is_causal=is_causal)
 
-        return _by_order(mask, ring, step, whole, earlier, later)
+        return _by_order(mask, ring, step, to_all_keys, to_earlier_group, to_later_group)
 
     def gradients(self, q, k, v, mask, ring, step, log_sums, inner, d_encoded):
         segments = _segments(mask, ring, step, q.shape[1], k.shape[1])
         half = k.shape[1] // 2
-        of_queries = log_sums, inner, d_encoded
+        query_arrays = log_sums, inner, d_encoded
 
-        def later() -> tuple[jax.Array, ...]:
+        def for_later_group() -> tuple[jax.Array, ...]:
             dq, dk, dv = self._gradients(
                 q[:, half:], k, v, _parts(segments, half, 0), log_sums[..., half:],
                 inner[..., half:], d_encoded[:, half:], is_causal=False,
             )
             return _with_zeros_before(dq, half, 1), dk, dv
 
-        def earlier() -> tuple[jax.Array, ...]:
-            of_keys = k[:, :half], v[:, :half]
+        def for_earlier_group() -> tuple[jax.Array, ...]:
+            kv = k[:, :half], v[:, :half]
             dq, *d_kv = self._gradients(
-                q, *of_keys, _parts(segments, 0, -half), *of_queries, is_causal=False
+                q, *kv, _parts(segments, 0, -half), *query_arrays, is_causal=False
             )
             return dq, *(jnp.pad(x, [(0, 0), (0, half), (0, 0), (0, 0)]) for x in d_kv)
 
-        def whole(is_causal: bool) -> tuple[jax.Array, ...]:
-            return self._gradients(q, k, v, segments, *of_queries, is_causal=is_causal)
+        def for_all_keys(is_causal: bool) -> tuple[jax.Array, ...]:
+            return self._gradients(q, k, v, segments, *query_arrays, is_causal=is_causal)
 
-        return _by_order(mask, ring, step, whole, earlier, later)
+        return _by_order(mask, ring, step, for_all_keys, for_earlier_group, for_later_group)
 
-    def _of_a_row(self, q: jax.Array, k: jax.Array, is_causal: bool) -> SplashOfARow:
-        """Returns the kernels of a row, of all heads."""
+    def _row_kernel(self, q: jax.Array, k: jax.Array, is_causal: bool) -> RowSplash:
+        """Returns the kernels for all heads of one row."""
         mask = AttentionMask(right_context=0 if is_causal else None)
         num_heads = q.shape[2] * q.shape[3]
         return self.splash(
             (q.shape[1], k.shape[1]), num_heads, mask, self.options, self.interpret
         )
 
-    def _attended(
+    def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, *, is_causal: bool
     ) -> tuple[jax.Array, jax.Array]:
-        encoded_BNTK, log_sums_BNT = jax.vmap(self._of_a_row(q, k, is_causal).with_log_sums)(
+        encoded_BNTK, log_sums_BNT = jax.vmap(self._row_kernel(q, k, is_causal).with_log_sums)(
             _rows(q * self.options.scale), _rows(k), _rows(v), segments
         )
-        encoded = _of_queries(encoded_BNTK, q.shape)
+        encoded = _to_query_layout(encoded_BNTK, q.shape)
         log_sums = log_sums_BNT.reshape(q.shape[0], *q.shape[2:4], q.shape[1])
-        # Of a query that sees no key splash gives the mean of all that it looked at.
+        # For queries that see no key, splash returns the mean of all values that it read.
         sees_any = log_sums > 0.5 * LARGE_NEGATIVE
         return (
             jnp.where(sees_any.transpose(0, 3, 1, 2)[..., None], encoded, 0.0),
@@ -109,29 +109,29 @@ class SplashBlocks(NamedTuple):
         inner: jax.Array, d_encoded: jax.Array, *, is_causal: bool,
     ) -> tuple[jax.Array, ...]:
         shape = (q.shape[0], -1, q.shape[1])
-        # Of a query that sees no key, whose logits are as low as their sum, the softmax is zero.
+        # For queries that see no key, whose logits equal their logsumexp, the softmax must be zero.
         sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
-        dq, dk, dv = jax.vmap(self._of_a_row(q, k, is_causal).gradients)(
+        dq, dk, dv = jax.vmap(self._row_kernel(q, k, is_causal).gradients)(
             _rows(q * self.options.scale), _rows(k), _rows(v), segments, sums.reshape(shape),
             inner.reshape(shape), _rows(d_encoded),
         )
         return (
-            _of_queries(dq, q.shape) * self.options.scale,
+            _to_query_layout(dq, q.shape) * self.options.scale,
             *(x.transpose(0, 2, 1, 3).astype(jnp.float32) for x in (dk, dv)),
         )
 
 
 def _by_order(
-    mask: AttentionMask, ring: Ring, step: int | jax.Array, whole: Any, earlier: Any, later: Any
+    mask: AttentionMask, ring: Ring, step: int | jax.Array, all_keys: Any, earlier: Any, later: Any
 ) -> Any:
-    """Returns the result for a group's own keys, or for those of a group before or after it.
+    """Returns the result for a group's own keys, or for those of an earlier or later group.
 
-    In a zig-zag all queries see the first piece of an earlier group and none its second; the
-    queries of the second piece see both pieces of a later group, the others none.
+    In a zig-zag, all queries see the first piece of an earlier group, and none sees its second
+    piece. The queries of the second piece see both pieces of a later group, and others see none.
     """
     is_causal = mask.right_context == 0
     if not is_causal or (isinstance(step, int) and step == 0):
-        return whole(is_causal)
+        return all_keys(is_causal)
     return jax.lax.cond(ring.group_index() >= step, earlier, later)
 
 
@@ -141,17 +141,18 @@ def _segments(
     """Returns the segments of this group's queries and of the keys; hidden keys have -1."""
     if mask.q_segments_BT is None and mask.kv_visible_BS is None:
         return None
-    here = ring.group_index()
-    there = (here - step) % ring.num_groups
-    of_queries, of_keys = mask.q_segments_BT, mask.kv_segments_BS
-    if of_queries is None:
-        of_keys = jnp.zeros(mask.kv_visible_BS.shape, jnp.int32)
-        of_queries = jnp.zeros((of_keys.shape[0], num_queries), jnp.int32)
+    group = ring.group_index()
+    key_group = (group - step) % ring.num_groups
+    q_segments, kv_segments = mask.q_segments_BT, mask.kv_segments_BS
+    if q_segments is None:
+        kv_segments = jnp.zeros(mask.kv_visible_BS.shape, jnp.int32)
+        q_segments = jnp.zeros((kv_segments.shape[0], num_queries), jnp.int32)
     else:
-        of_queries = ring.part_of(of_queries, here, num_queries)
+        q_segments = ring.part_of(q_segments, group, num_queries)
     if mask.kv_visible_BS is not None:
-        of_keys = jnp.where(mask.kv_visible_BS, of_keys, -1)
-    return of_queries.astype(jnp.int32), ring.part_of(of_keys, there, num_keys).astype(jnp.int32)
+        kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
+    kv_segments = ring.part_of(kv_segments, key_group, num_keys)
+    return q_segments.astype(jnp.int32), kv_segments.astype(jnp.int32)
 
 
 def _parts(segments: Segments, first_query: int, end_of_keys: int) -> Segments:
@@ -161,12 +162,12 @@ def _parts(segments: Segments, first_query: int, end_of_keys: int) -> Segments:
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """Returns [B, N, T, K] of [B, T, N, K] or [B, T, G, R, K]."""
+    """Transposes [B, T, N, K] or [B, T, G, R, K] to [B, N, T, K]."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1]).transpose(0, 2, 1, 3)
 
 
-def _of_queries(x_BNTK: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns float32 [B, T, G, R, K], where `shape` is of the queries."""
+def _to_query_layout(x_BNTK: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns float32 [B, T, G, R, K], where `shape` is that of the queries."""
     return x_BNTK.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(*shape[:-1], -1)
 
 
@@ -175,6 +176,6 @@ def _with_zeros_before(x: jax.Array, count: int, dim: int, value: float = 0.0) -
     return jnp.pad(x, widths, constant_values=value)
 
 
-def multiple_of(num_groups: int) -> int:
-    """Returns the number of tokens that a sequence is padded to a multiple of."""
+def length_multiple(num_groups: int) -> int:
+    """Returns the number of which sequence lengths must be multiples, by padding."""
     return 2 * num_groups * LANES

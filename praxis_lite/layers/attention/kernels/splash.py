@@ -1,4 +1,4 @@
-"""Splash attention: flash attention that skips hidden blocks, by JAX's or tokamax's kernels."""
+"""Splash attention: flash attention that skips hidden blocks, by kernels of JAX or tokamax."""
 
 import importlib.util
 
@@ -11,9 +11,9 @@ from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.fused import per_device
 from praxis_lite.layers.attention.kernels.splash_kernels import (
     LANES,
-    SplashOfARow,
-    SplashOfJax,
-    SplashOfTokamax,
+    JaxSplash,
+    RowSplash,
+    TokamaxSplash,
 )
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import pad_to_multiple
@@ -23,27 +23,27 @@ SPLASHES = ("splash", "tokamax")
 _OF_JAX = "jax.experimental.pallas.ops.tpu.splash_attention"
 
 
-def splash_of(name: str) -> type[SplashOfARow]:
-    """Returns whose kernels a name in SPLASHES means.
+def splash_of(name: str) -> type[RowSplash]:
+    """Returns the kernels for a name in SPLASHES.
 
-    "splash" is JAX's, or tokamax's with a jax that has none: the numbers are the same.
+    "splash" means JAX's kernels, or tokamax's if this jax version has none. Results are the same.
     """
     is_in_jax = name == "splash" and importlib.util.find_spec(_OF_JAX) is not None
-    return SplashOfJax if is_in_jax else SplashOfTokamax
+    return JaxSplash if is_in_jax else TokamaxSplash
 
 
 def splash_is_installed(name: str) -> bool:
-    """Returns True if the kernels that a name means are there."""
-    return splash_of(name) is SplashOfJax or is_installed("tokamax")
+    """Returns whether the kernels for a name are installed."""
+    return splash_of(name) is JaxSplash or is_installed("tokamax")
 
 
 def require_splash(name: str) -> None:
-    """Checks that the kernels that a name means are there.
+    """Checks that the kernels for a name are installed.
 
     Raises:
-      ConfigError: they are not; says what installs them.
+      ConfigError: They are not. The message says how to install them.
     """
-    if splash_of(name) is SplashOfTokamax:
+    if splash_of(name) is TokamaxSplash:
         why = f", as jax {jax.__version__} has no splash attention," if name == "splash" else ""
         require_package("tokamax", f"atten_kernel={name!r}{why}")
 
@@ -53,23 +53,27 @@ def splash_attention(
     options: LogitOptions, *, name: str = "splash", split: SplitDims = None,
     interpret: bool = False, residual_name: str | None = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K], by splash attention for TPU.
+    """Returns attention outputs [B, T, N, K] by splash attention for TPU.
 
-    Blocks of logits that the causal mask or the window hides are never computed. Each device works
-    on its own rows and heads, as `split` [B, T, N, K] says. Compiled for a TPU v5e that was not
-    attached, and run in interpret mode, which any platform has and which is slow.
+    Blocks of logits that the causal mask or the window hides are never computed. Each device
+    processes its rows and heads, given by `split` [B, T, N, K]. It was compiled for a TPU v5e that
+    was not attached, and run in interpret mode, which is slow but works on any platform.
 
     Args:
-      q_BTNK, k_BSGK, v_BSGK, mask, options: as of `einsum_attention`.
-      name: whose kernels, see `splash_of`.
-      split: of q.
-      interpret: run in interpret mode.
-      residual_name: the name of results that the backward pass takes up; None: they have none.
+      q_BTNK: See `einsum_attention`.
+      k_BSGK: See `einsum_attention`.
+      v_BSGK: See `einsum_attention`.
+      mask: See `einsum_attention`.
+      options: See `einsum_attention`.
+      name: Selects the kernels, see `splash_of`.
+      split: Split of q.
+      interpret: Whether to run in interpret mode.
+      residual_name: Checkpoint name of residuals; None: no name.
     """
     T, S = q_BTNK.shape[1], k_BSGK.shape[1]
     q, k, v = (pad_to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
     lengths = q.shape[1], k.shape[1]
-    # Keys that are padding, of the input or of a block, are a segment that no query is of.
+    # Padding keys, of the input or of a block, are a segment that no query belongs to.
     needs_segments = (
         mask.q_segments_BT is not None
         or mask.kv_visible_BS is not None
@@ -88,18 +92,18 @@ def splash_attention(
         )
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        of_a_row = splash_of(name)(lengths, q.shape[2], mask, options, interpret, residual_name)
+        row_kernel = splash_of(name)(lengths, q.shape[2], mask, options, interpret, residual_name)
 
         def one_row(q, k, v, *segments):
             q_NTK, k_GSK, v_GSK = (x.transpose(1, 0, 2) for x in (q, k, v))
-            return of_a_row.attended(q_NTK, k_GSK, v_GSK, segments or None).transpose(1, 0, 2)
+            return row_kernel.attend(q_NTK, k_GSK, v_GSK, segments or None).transpose(1, 0, 2)
 
         return jax.vmap(one_row)(q, k, v, *segments)
 
     outputs = per_device(on_one_device, q, k, v, segments, split)[:, :T]
     if not mask.may_hide_all:
         return outputs
-    # A query that sees no key gets the mean of all values; splash's is of the blocks it works on.
+    # Queries that see no key get the mean of all values; splash uses only the blocks it computes.
     sees_any_BT = jnp.any(mask.visible(T, S), axis=-1)
     mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32).astype(outputs.dtype)
     mean_BNK = jnp.repeat(mean_BGK, q.shape[2] // k.shape[2], axis=1)

@@ -1,4 +1,4 @@
-"""Splash attention of one row, by the kernels of JAX or of tokamax."""
+"""Splash attention for one row, by the kernels of JAX or of tokamax."""
 
 import abc
 import contextlib
@@ -21,16 +21,16 @@ Ids = tuple[jax.Array, jax.Array] | None  # Segments of queries [T] and of keys 
 
 
 @dataclasses.dataclass(frozen=True)
-class SplashOfARow(abc.ABC):
-    """Splash attention of a row: from q [N, T, K], scaled, and k and v [G, S, K].
+class RowSplash(abc.ABC):
+    """Splash attention for one row, with scaled q [N, T, K], and k and v [G, S, K].
 
     Attributes:
       lengths: T and S, multiples of LANES.
       num_heads: N.
-      mask: only its contexts are part of the kernel.
-      options: only the cap is part of the kernel.
-      interpret: run in interpret mode, which is slow, on any platform.
-      residual_name: the checkpoint name of residuals; None: no name.
+      mask: Provides the contexts; its arrays are not used.
+      options: Provides the cap; other options are not used.
+      interpret: Whether to run in interpret mode, which is slow but works on any platform.
+      residual_name: Checkpoint name of residuals; None: no name.
     """
 
     lengths: tuple[int, int]
@@ -40,9 +40,9 @@ class SplashOfARow(abc.ABC):
     interpret: bool
     residual_name: str | None = None
 
-    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
-        """Returns the attention outputs [N, T, K]; they can be differentiated."""
-        with self.noted():
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
+        """Returns the attention outputs [N, T, K], which are differentiable."""
+        with self.annotated():
             return self.kernel()(q, k, v, self.segments(ids))
 
     @abc.abstractmethod
@@ -59,9 +59,13 @@ class SplashOfARow(abc.ABC):
         """Returns the gradients of q, k and v for a softmax over more keys than k.
 
         Args:
-          log_sums: [N, T], logsumexp over all keys.
-          inner: [N, T], the products of outputs and their gradients.
-          d_encoded: [N, T, K], the gradients of outputs.
+          q: Scaled queries [N, T, K].
+          k: Keys [G, S, K].
+          v: Values [G, S, K].
+          ids: Segments.
+          log_sums: Logsumexp over all keys, [N, T].
+          inner: Products of outputs and their gradients, [N, T].
+          d_encoded: Gradients of the outputs, [N, T, K].
         """
 
     @abc.abstractmethod
@@ -70,7 +74,7 @@ class SplashOfARow(abc.ABC):
 
     @abc.abstractmethod
     def segments(self, ids: Ids) -> Any:
-        """Returns segments in the library's form."""
+        """Returns segments in the library's format."""
 
     def mask_of_head(self, masks: ModuleType) -> Any:
         """Returns the mask of a head, from the library's module of masks."""
@@ -82,39 +86,39 @@ class SplashOfARow(abc.ABC):
     @property
     def block_sizes(self) -> tuple[int, int]:
         """The block sizes of queries and keys."""
-        # With 512 the tiles of a fused backward kernel fit into a v5e's vector memory at 256 dims
-        # per head.
+        # With at most 512, the tiles of a fused backward kernel with 256 dims per head fit into a
+        # v5e's vector memory.
         block_q, block_kv = (
             max(size for size in (128, 256, 512) if length % size == 0) for length in self.lengths
         )
         return block_q, block_kv
 
-    def noted(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context that annotates kernels with the share of blocks that they compute."""
+    def annotated(self) -> contextlib.AbstractContextManager[Any]:
+        """Annotates kernels in the body with the fraction of blocks that they compute."""
         return share_of_blocks(self.share_of_blocks())
 
     def share_of_blocks(self) -> float:
-        """Returns the share of blocks of logits with visible ones, which splash computes."""
+        """Returns the fraction of blocks with visible logits, which splash computes."""
         (num_queries, num_keys), (block_q, block_kv) = self.lengths, self.block_sizes
         first_q, first_kv = np.arange(0, num_queries, block_q), np.arange(0, num_keys, block_kv)
-        # The least and the largest distance from a key to a query within a block.
-        least = first_q[:, None] - (first_kv[None, :] + block_kv - 1)
-        most = first_q[:, None] + block_q - 1 - first_kv[None, :]
-        is_seen = np.ones_like(least, bool)
+        # The smallest and the largest distance from a key to a query within a block.
+        smallest = first_q[:, None] - (first_kv[None, :] + block_kv - 1)
+        largest = first_q[:, None] + block_q - 1 - first_kv[None, :]
+        is_visible = np.ones_like(smallest, bool)
         if self.mask.left_context is not None:
-            is_seen &= least < self.mask.left_context
+            is_visible &= smallest < self.mask.left_context
         if self.mask.right_context is not None:
-            is_seen &= most >= -self.mask.right_context
-        return float(is_seen.mean())
+            is_visible &= largest >= -self.mask.right_context
+        return float(is_visible.mean())
 
 
-class SplashOfJax(SplashOfARow):
-    """JAX's: a forward kernel (two products), one for dq (three), one for dk and dv (four)."""
+class JaxSplash(RowSplash):
+    """JAX's kernels: one forward (two matmuls), one for dq (three), one for dk and dv (four)."""
 
     def with_log_sums(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
     ) -> tuple[jax.Array, jax.Array]:
-        with self.noted():
+        with self.annotated():
             encoded, (log_sums,) = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
         return encoded, log_sums
 
@@ -122,7 +126,7 @@ class SplashOfJax(SplashOfARow):
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
         inner: jax.Array, d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Splash's own gradient is of a softmax over its keys. These private functions take sums
+        # Splash's own gradient is for a softmax over its keys. These private functions accept sums
         # over all keys.
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -133,7 +137,7 @@ class SplashOfJax(SplashOfARow):
             ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
         } | {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
         arrays = q, k, v, self.segments(ids), None, log_sums, d_encoded, inner
-        with self.noted():
+        with self.annotated():
             _, dk, dv = splash_attention_kernel._splash_attention_bwd_dkv(
                 *arrays, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
                 bkv_compute=sizes.block_kv_dkv_compute, mask_info=kernel.dkv_mask_info,
@@ -146,7 +150,7 @@ class SplashOfJax(SplashOfARow):
         return dq, dk, dv
 
     def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
-        # Imported here: Pallas is slow to import, and only needed on TPU.
+        # Imported here, because importing Pallas is slow and only TPUs need it.
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel as splash,
         )
@@ -170,22 +174,22 @@ class SplashOfJax(SplashOfARow):
         return ids and splash_attention_kernel.SegmentIds(*ids)
 
 
-# Up to this number of blocks of keys each has its own dq, summed after the kernel. With more, the
-# kernel sums them into three arrays in the dtype of q.
-_MOST_DQ = 4
+# Up to this number of blocks of keys, each has a separate dq, and these are summed after the
+# kernel. With more, the kernel sums them into three arrays in the dtype of q.
+_MAX_SEPARATE_DQ = 4
 
 
-class SplashOfTokamax(SplashOfARow):
-    """Tokamax's: a forward kernel (two products), and one backward (five; JAX's two have seven).
+class TokamaxSplash(RowSplash):
+    """Tokamax's kernels: one forward (two matmuls) and one backward (five; JAX's two have seven).
 
-    The numbers are JAX's: it uses exp, not tokamax's optional exp2 with queries that are rounded
-    again. For 16-bit queries dq is rounded for each block of keys.
+    Results equal JAX's: it uses exp, and not tokamax's optional exp2, which rounds queries again.
+    For 16-bit queries dq is rounded for each block of keys.
     """
 
     def with_log_sums(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
     ) -> tuple[jax.Array, jax.Array]:
-        with self.noted():
+        with self.annotated():
             encoded, sums = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
         return encoded, sums["logsumexp"]
 
@@ -196,7 +200,7 @@ class SplashOfTokamax(SplashOfARow):
         kernel = self.kernel()
         block_q, block_kv = self.block_sizes
         shared = ("is_mqa", "mask_value", "mask_function", "config", "dkv_mask_sparsity")
-        with self.noted():
+        with self.annotated():
             return splash_kernels()._splash_attention_bwd_dkv(
                 q, k, v, self.segments(ids), log_sums, d_encoded, inner, bq=block_q, bkv=block_kv,
                 bkv_compute=block_kv, mask_info=kernel.dkv_mask_info,
@@ -208,7 +212,7 @@ class SplashOfTokamax(SplashOfARow):
         block_q, block_kv = self.block_sizes
         # dq is summed in an output that aliases an input, which JAX's plain interpreter does not
         # support.
-        adds_up = self.lengths[1] // block_kv > _MOST_DQ and self.interpret is not True
+        adds_up = self.lengths[1] // block_kv > _MAX_SEPARATE_DQ and self.interpret is not True
         config = splash.SplashConfig(
             block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
             attn_logits_soft_cap=self.options.cap or None, use_base2_exp=False,

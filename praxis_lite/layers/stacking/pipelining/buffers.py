@@ -1,4 +1,4 @@
-"""Buffers of waiting microbatches of a pipeline, and the transfer between stages."""
+"""Buffers of a pipeline's waiting microbatches, and the transfer between stages."""
 
 import functools
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 
-# S stages, M microbatches. Names end with the leading dims of their arrays.
+# S stages, M microbatches. Suffixes of names are the leading dims of arrays.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -25,18 +25,19 @@ def _shift_bwd(by: int, _: None, gradient_S: jax.Array) -> tuple[jax.Array]:
     return (jnp.roll(gradient_S, -by, axis=0),)
 
 
-# JAX's own gradient of a roll, pads and an addition, becomes two collective-permutes.
+# JAX's own gradient of a roll, pads and an addition, would become two collective-permutes.
 shift.defvjp(_shift_fwd, _shift_bwd)
 
 
 class Buffer:
-    """A buffer of all microbatches on every stage, of which stage 0's is used.
+    """A buffer of all microbatches on every stage, of which only that of stage 0 is used.
 
-    A microbatch waits there before, between and after its repeats, always in the same place. All
-    stages run the same program, so the others have the buffer too.
+    A microbatch waits there before, between and after its repeats, always at the same index. The
+    other stages also have the buffer, because all stages run the same program.
 
     Args:
-      layout: a StageLayout.
+      schedule: The pipeline's schedule.
+      layout: A StageLayout.
     """
 
     def __init__(self, schedule: Schedule, layout: Any):
@@ -44,8 +45,8 @@ class Buffer:
 
     def start(self, x_M: jax.Array) -> jax.Array:
         """Returns the buffer before the first tick: [S, M + 1, rows, ...]."""
-        # The last place takes results that come out before the first microbatch's. A select by tick
-        # would work too, but the backward pass would save each of its masks.
+        # Results that leave the last stage before the first microbatch's are written to the last
+        # index. A select would work too, but the backward pass would save its mask in each tick.
         x_M = jnp.concatenate([x_M, x_M[:1]])
         x_SM = jnp.broadcast_to(x_M, (self._schedule.num_stages, *x_M.shape))
         return self._layout.constrain(x_SM, row_dim=2)
@@ -53,7 +54,7 @@ class Buffer:
     def take(
         self, stored_SM: jax.Array, arrived_S: jax.Array, t: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns stage 0's input at tick t, [S, rows, ...], and the buffer then."""
+        """Returns stage 0's input at tick t, [S, rows, ...], and the buffer."""
         schedule = self._schedule
         place = jnp.minimum(t % schedule.period, schedule.num_microbatches - 1)
         return jax.lax.dynamic_index_in_dim(stored_SM, place, axis=1, keepdims=False), stored_SM
@@ -75,11 +76,11 @@ class Buffer:
 
 
 class StreamBuffer:
-    """A buffer of the microbatches split over the stages, in C = M / S columns, rounded up.
+    """A buffer of the microbatches, split over the stages, in C = M / S columns (rounded up).
 
-    At tick t stage 0 takes its part of column t % C. The column then moves one stage towards stage
-    0, and the result of the last stage takes the free place there. Between two repeats microbatches
-    wait on stage 0, which has a buffer for M - S of them.
+    At tick t, stage 0 takes its part of column t % C. The column then moves one stage towards stage
+    0, and the last stage writes its result to the element that became free. Between two repeats,
+    microbatches wait on stage 0, which has a buffer for M - S of them.
     """
 
     def __init__(self, schedule: Schedule, layout: Any):
@@ -90,7 +91,7 @@ class StreamBuffer:
     def start(self, x_M: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         num_stages = self._schedule.num_stages
         if num_free := num_stages * self._num_columns - len(x_M):
-            # Copies of rows, as on the stages that wait for their first.
+            # Copies of rows, as for stages that wait for their first microbatch.
             x_M = jnp.concatenate([x_M, jnp.broadcast_to(x_M[:1], (num_free, *x_M.shape[1:]))])
         stream = x_M.reshape(num_stages, self._num_columns, *x_M.shape[1:])
         waiting = None
@@ -110,7 +111,7 @@ class StreamBuffer:
             again = jax.lax.dynamic_index_in_dim(waiting, place, axis=1, keepdims=False)
             waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived_S, place, axis=1)
             waiting = self._layout.constrain(waiting, row_dim=2)
-        # A scalar select: jnp.where would save a mask of x's shape for the backward pass.
+        # Select by a scalar: jnp.where would save a mask of x's shape for the backward pass.
         is_first_repeat = t < self._schedule.num_microbatches
         return jax.lax.select(is_first_repeat, entering, again), (stream, waiting)
 
@@ -124,7 +125,7 @@ class StreamBuffer:
         return self._layout.constrain(stream, row_dim=2), waiting
 
     def outputs(self, stored: tuple) -> jax.Array:
-        # The last came out at the last tick, the others in the columns before.
+        # The last microbatch left at the last tick, the others are in the preceding columns.
         stream = jnp.roll(stored[0], -(self._schedule.num_ticks % self._num_columns), axis=1)
         x_M = stream.reshape(-1, *stream.shape[2:])
         return x_M[len(x_M) - self._schedule.num_microbatches :]
@@ -135,13 +136,14 @@ class StreamBuffer:
 
 
 class Handover:
-    """The transfer between stages around their work in a tick.
+    """The transfer between stages before and after their work in a tick.
 
     It is linear in all arrays, so its gradient does not depend on their values.
 
     Args:
-      layout: a StageLayout.
-      stream_io: as of Pipeline.
+      schedule: The pipeline's schedule.
+      layout: A StageLayout.
+      stream_io: See Pipeline.
     """
 
     def __init__(self, schedule: Schedule, layout: Any, stream_io: bool):
@@ -149,19 +151,19 @@ class Handover:
         self._buffer = (StreamBuffer if stream_io else Buffer)(schedule, layout)
 
     def start(self, x_M: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (x_S, stored) before the first tick."""
-        # Stages that wait for their first microbatch also work on rows of the batch.
+        """Returns (x_S, stored) before the first tick, where `stored` are the buffers."""
+        # Stages that wait for their first microbatch also process rows of the batch.
         x_S = jnp.broadcast_to(x_M[:1], (self._num_stages, *x_M.shape[1:]))
         return self._layout.constrain(x_S, row_dim=1), self._buffer.start(x_M)
 
     def enter(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the stages' inputs at tick t, [S, rows, ...], and what is stored then."""
+        """Returns the stages' inputs at tick t, [S, rows, ...], and the buffers."""
         is_first = (jnp.arange(self._num_stages) == 0).reshape(-1, *[1] * (x_S.ndim - 1))
         entering, stored = self._buffer.take(stored, x_S, t)
         return self._layout.constrain(jnp.where(is_first, entering, x_S), row_dim=1), stored
 
     def leave(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the stages' results, each at the next stage, and what is stored after tick t."""
+        """Returns the stages' results, each on the next stage, and the buffers after tick t."""
         arrived_S = self._layout.constrain(shift(x_S, 1), row_dim=1)
         return arrived_S, self._buffer.put(stored, x_S, arrived_S, t)
 
@@ -171,40 +173,41 @@ class Handover:
 
 
 class HandoverGradient:
-    """The gradient of a Handover, which is linear: its methods take and return gradients.
+    """The gradient of a Handover, which is linear: its methods map gradients to gradients.
 
     Args:
-      of_outputs: the gradient of all ticks' result, [M, rows, ...].
+      handover: The Handover.
+      grad_outputs: Gradient of the outputs of all ticks, [M, rows, ...].
     """
 
-    def __init__(self, handover: Handover, of_outputs: jax.Array):
-        self._handover, self._of_outputs = handover, of_outputs
+    def __init__(self, handover: Handover, grad_outputs: jax.Array):
+        self._handover, self._grad_outputs = handover, grad_outputs
 
-    def _pulled(self, function: Any, of_results: Any) -> Any:
-        # The function is linear: its gradient is the same at all values.
-        started = jax.eval_shape(self._handover.start, self._of_outputs)
+    def _vjp(self, function: Any, grad_results: Any) -> Any:
+        # The function is linear, so its gradient is the same at all values.
+        started = jax.eval_shape(self._handover.start, self._grad_outputs)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), started)
-        return jax.vjp(function, *zeros)[1](of_results)
+        return jax.vjp(function, *zeros)[1](grad_results)
 
     def start(self) -> tuple[jax.Array, Any]:
         """Returns the gradients of (x_S, stored) after the last tick."""
-        return self._pulled(
-            lambda x_S, stored: self._handover.outputs(stored), self._of_outputs
+        return self._vjp(
+            lambda x_S, stored: self._handover.outputs(stored), self._grad_outputs
         )
 
-    def leave(self, of_arrived_S: jax.Array, of_stored: Any, t: jax.Array) -> tuple:
-        """Returns the gradients of the stages' results, [S, rows, ...], and of what is stored."""
-        return self._pulled(
-            lambda x_S, stored: self._handover.leave(x_S, stored, t), (of_arrived_S, of_stored)
+    def leave(self, grad_arrived_S: jax.Array, grad_stored: Any, t: jax.Array) -> tuple:
+        """Returns the gradients of the stages' results, [S, rows, ...], and of the buffers."""
+        return self._vjp(
+            lambda x_S, stored: self._handover.leave(x_S, stored, t), (grad_arrived_S, grad_stored)
         )
 
-    def enter(self, of_x_S: jax.Array, of_stored: Any, t: jax.Array) -> tuple:
-        """Returns the gradients of what arrived at the stages, and of what is stored."""
-        return self._pulled(
-            lambda x_S, stored: self._handover.enter(x_S, stored, t), (of_x_S, of_stored)
+    def enter(self, grad_x_S: jax.Array, grad_stored: Any, t: jax.Array) -> tuple:
+        """Returns the gradients of the arrays that arrived at the stages, and of the buffers."""
+        return self._vjp(
+            lambda x_S, stored: self._handover.enter(x_S, stored, t), (grad_x_S, grad_stored)
         )
 
-    def inputs(self, of_x_S: jax.Array, of_stored: Any) -> jax.Array:
+    def inputs(self, grad_x_S: jax.Array, grad_stored: Any) -> jax.Array:
         """Returns the gradient of x_M before the first tick."""
-        _, pull = jax.vjp(self._handover.start, jnp.zeros_like(self._of_outputs))
-        return pull((of_x_S, of_stored))[0]
+        _, pull = jax.vjp(self._handover.start, jnp.zeros_like(self._grad_outputs))
+        return pull((grad_x_S, grad_stored))[0]

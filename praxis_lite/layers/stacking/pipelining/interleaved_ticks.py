@@ -1,7 +1,9 @@
-"""The ticks of 1F1B: each takes a microbatch forward, and another backward.
+"""The ticks of 1F1B: each processes one microbatch forward and another one backward.
 
 The loss of a microbatch is computed in the tick in which it leaves the last stage, and its backward
 pass begins in the same tick. So a stage stores the inputs of at most 2 R S - 1 microbatches.
+
+Skip this file on a first read: `ticks.py` is the same loop without a backward pass of its own.
 """
 
 import dataclasses
@@ -17,23 +19,23 @@ from praxis_lite.layers.stacking.pipelining.split_model import SplitModel
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
 
-# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches, K inputs kept.
-# Names end with the leading dims of their arrays.
+# R repeats, S stages, P layers of one stage in one repeat, M microbatches, K saved inputs. Suffixes
+# of names are the leading dims of arrays.
 
 PyTree = Any
 
 
 class Carry(NamedTuple):
-    """The carry of the scan over ticks; `of_x` is the gradient of `x`."""
+    """The carry of the scan over ticks; `grad_x` is the gradient of `x`."""
 
     x_S: jax.Array
-    of_x_S: jax.Array
-    kept_SK: jax.Array  # Inputs of the stages that are still to go backward.
-    residuals: list[jax.Array]  # [S, ticks, ...], of the last S ticks, or of this one.
-    of_floats: list[jax.Array]  # [X, S, ...], float32.
-    of_ends: PyTree
-    values: Values  # That the blocks assigned, [S, M, R, P, ...].
-    of_values: Values
+    grad_x_S: jax.Array
+    kept_SK: jax.Array  # Inputs of the stages whose backward pass is still to come.
+    residuals: list[jax.Array]  # [S, ticks, ...], of the last S ticks, or of this tick.
+    grad_floats: list[jax.Array]  # [X, S, ...], float32.
+    grad_ends: PyTree
+    values: Values  # Values assigned by the blocks, [S, M, R, P, ...].
+    grad_values: Values
     reported_M: PyTree
     weight_M: jax.Array
 
@@ -43,8 +45,11 @@ class InterleavedTicks:
     """1F1B over all microbatches.
 
     Attributes:
-      arrays: of `work`, [X, S, ...].
-      keys_M: the microbatches' keys, or None.
+      schedule: The schedule of the ticks.
+      work: The work of a stage.
+      ends: The model before and after its pipeline.
+      arrays: Arrays of `work`, [X, S, ...].
+      keys_M: Keys of the microbatches, or None.
     """
 
     schedule: InterleavedSchedule
@@ -55,13 +60,13 @@ class InterleavedTicks:
 
     @property
     def floats(self) -> list[int]:
-        """The numbers of the arrays of which gradients are made: the blocks'."""
+        """Indices of the arrays with gradients: the float arrays of the blocks."""
         return [i for i in floats_of(self.arrays) if i < self.work.num_leaves]
 
     def run(self) -> tuple[list[jax.Array], PyTree, PyTree, jax.Array]:
-        """Returns (gradients by `floats`, those of the ends' weights, reports [M, ...], weights).
+        """Returns (gradients by `floats`, gradients of the ends, reports [M, ...], weights [M]).
 
-        The gradients are sums of each microbatch's, which are times its weight.
+        The gradients are sums over microbatches, each multiplied by the microbatch's weight.
         """
         carry = self.start()
         for ticks, *parts in self.schedule.phases:
@@ -69,26 +74,26 @@ class InterleavedTicks:
                 functools.partial(self.tick, *parts), carry,
                 jnp.arange(ticks.start, ticks.stop),
             )
-        of_floats = [
-            self.work.together(i, of) for i, of in zip(self.floats, carry.of_floats, strict=True)
+        grad_floats = [
+            self.work.together(i, of) for i, of in zip(self.floats, carry.grad_floats, strict=True)
         ]
-        return of_floats, carry.of_ends, carry.reported_M, carry.weight_M
+        return grad_floats, carry.grad_ends, carry.reported_M, carry.weight_M
 
     def start(self) -> Carry:
         """Returns the carry of the first tick."""
         num_stages, num_microbatches = self.schedule.num_stages, self.schedule.num_microbatches
-        # Rows of the batch, too, for the stages that wait for their first.
+        # Stages that wait for their first microbatch process rows of the batch, too.
         x = self.ends.enter(jnp.array(0))
-        x_S = self.stated(jnp.broadcast_to(x, (num_stages, *x.shape)))
+        x_S = self.constrain_activations(jnp.broadcast_to(x, (num_stages, *x.shape)))
         assigned = self.work.assigned(self.arrays)
-        reported, _, _, of_ends, of_values = jax.eval_shape(
+        reported, _, _, grad_ends, grad_values = jax.eval_shape(
             self.ends.leave, jnp.array(0), x, assigned
         )
-        values, of_values = (
-            room_for_values(a, num_microbatches) for a in (assigned, of_values)
+        values, grad_values = (
+            room_for_values(a, num_microbatches) for a in (assigned, grad_values)
         )
-        stages, _ = self.work.stages, self.split  # Traced here, not within a loop.
-        _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, of_values)
+        stages, _ = self.work.stages, self.split  # Trace `split` here, outside loops.
+        _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, grad_values)
         kept_SK = jnp.broadcast_to(x_S[:, None], (num_stages, self.schedule.num_kept, *x.shape))
         return Carry(
             x_S, jnp.zeros_like(x_S), self.work.layout.constrain(kept_SK, row_dim=2),
@@ -100,8 +105,8 @@ class InterleavedTicks:
                 self.work.apart(i, jnp.zeros(self.arrays[i].shape, jnp.float32), dim=2)
                 for i in self.floats
             ],
-            jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), of_ends),
-            values, of_values,
+            jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), grad_ends),
+            values, grad_values,
             jax.tree.map(lambda a: jnp.zeros((num_microbatches, *a.shape), a.dtype), reported),
             jnp.zeros(num_microbatches, jnp.float32),
         )
@@ -114,7 +119,7 @@ class InterleavedTicks:
             carry, y_S = self.forward(carry, t)
             if does_inputs:
                 carry = self.leave(carry, y_S, t)
-            carry = carry._replace(x_S=self.stated(shift(y_S, 1)))
+            carry = carry._replace(x_S=self.constrain_activations(shift(y_S, 1)))
         if does_inputs:
             carry = self.backward(carry, t)
         if does_weights:
@@ -126,7 +131,8 @@ class InterleavedTicks:
         microbatch, repeat, is_valid = self.schedule.forward(t, self.work.stages)
         is_entering = is_valid[0] & (repeat[0] == 0)
         x = self.if_any(is_entering, self.ends.enter, microbatch[0])
-        x_S = self.stated(jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S))
+        x_S = jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S)
+        x_S = self.constrain_activations(x_S)
         kept_SK = jax.lax.dynamic_update_index_in_dim(
             carry.kept_SK, x_S, t % self.schedule.num_kept, axis=1
         )
@@ -142,31 +148,31 @@ class InterleavedTicks:
         y_S, values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0, 0, 0))(
             self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
         )
-        return carry._replace(kept_SK=kept_SK, values=values), self.stated(y_S)
+        return carry._replace(kept_SK=kept_SK, values=values), self.constrain_activations(y_S)
 
     def leave(self, carry: Carry, y_S: jax.Array, t: jax.Array) -> Carry:
-        """Returns the carry with a report, and the gradient of what leaves the last stage."""
+        """Returns the carry with the report and gradient of the microbatch that leaves."""
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
         values = values_of_microbatch(carry.values, microbatch)
-        reported, weight, of_y, of_ends, of_values = self.if_any(
+        reported, weight, grad_y, grad_ends, grad_values = self.if_any(
             is_leaving, self.ends.leave, microbatch, _at(y_S, last), values
         )
         weight = jnp.where(is_leaving, weight, 0.0)
 
-        def noted(all_M: jax.Array, new: jax.Array) -> jax.Array:
+        def record(all_M: jax.Array, new: jax.Array) -> jax.Array:
             new = jnp.where(is_leaving, new, all_M[microbatch])
             return jax.lax.dynamic_update_index_in_dim(all_M, new, microbatch, axis=0)
 
         return carry._replace(
-            of_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), of_y, carry.of_x_S),
-            of_ends=_sum(carry.of_ends, of_ends, weight != 0),
-            of_values=with_values_of_microbatch(
-                carry.of_values, of_values, microbatch, is_leaving
+            grad_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), grad_y, carry.grad_x_S),
+            grad_ends=_sum(carry.grad_ends, grad_ends, weight != 0),
+            grad_values=with_values_of_microbatch(
+                carry.grad_values, grad_values, microbatch, is_leaving
             ),
-            reported_M=jax.tree.map(noted, carry.reported_M, reported),
-            weight_M=noted(carry.weight_M, weight),
+            reported_M=jax.tree.map(record, carry.reported_M, reported),
+            weight_M=record(carry.weight_M, weight),
         )
 
     def backward(self, carry: Carry, t: jax.Array) -> Carry:
@@ -175,17 +181,17 @@ class InterleavedTicks:
         microbatch, repeat, is_valid = self.schedule.backward(t, stages)
         counts = is_valid & (carry.weight_M[microbatch] != 0)
         place = self.schedule.tick_forward(t, stages) % self.schedule.num_kept
-        x_S = self.stated(self.work.vmap(pick)(carry.kept_SK, place))
-        of_x_S, residuals = self.by_inputs(
-            microbatch, repeat, x_S, self.stated(carry.of_x_S), carry.of_values
+        x_S = self.constrain_activations(self.work.vmap(pick)(carry.kept_SK, place))
+        grad_x_S, residuals = self.by_inputs(
+            microbatch, repeat, x_S, self.constrain_activations(carry.grad_x_S), carry.grad_values
         )
-        # What an idle stage computes may be NaN, as what a microbatch of weight 0 does.
+        # Results of idle stages, and of microbatches of weight 0, may be NaN.
         counts = counts.reshape(-1, *[1] * (x_S.ndim - 1))
-        of_x_S = self.stated(jnp.where(counts, of_x_S, 0))
+        grad_x_S = self.constrain_activations(jnp.where(counts, grad_x_S, 0))
         microbatch, repeat, is_valid = self.schedule.backward(t, 0)
         is_first = is_valid & (repeat == 0)
-        of_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, _at(of_x_S, 0))
-        of_ends = _sum(carry.of_ends, of_ends, is_first & (carry.weight_M[microbatch] != 0))
+        grad_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, _at(grad_x_S, 0))
+        grad_ends = _sum(carry.grad_ends, grad_ends, is_first & (carry.weight_M[microbatch] != 0))
         residuals = [
             layout.constrain(
                 jax.lax.dynamic_update_index_in_dim(kept, new, t % self.schedule.num_residuals, 1)
@@ -193,27 +199,28 @@ class InterleavedTicks:
             for kept, new in zip(carry.residuals, residuals, strict=True)
         ]
         return carry._replace(
-            of_x_S=self.stated(shift(of_x_S, -1)), residuals=residuals, of_ends=of_ends
+            grad_x_S=self.constrain_activations(shift(grad_x_S, -1)), residuals=residuals,
+            grad_ends=grad_ends,
         )
 
     def by_inputs(
-        self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, of_y_S: jax.Array,
-        of_values: Values,
+        self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, grad_y_S: jax.Array,
+        grad_values: Values,
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the gradients of all stages' inputs, and residuals."""
 
         def first(
-            arrays: list, stage: Any, m: Any, r: Any, x: Any, of_y: Any, of_values: Values
+            arrays: list, stage: Any, m: Any, r: Any, x: Any, grad_y: Any, grad_values: Values
         ) -> tuple:
-            of_values = {path: a[m, r] for path, a in of_values.items()}
-            return self.split.first(*self.picked(arrays, stage, m, r), x, of_y, of_values)
+            grad_values = {path: a[m, r] for path, a in grad_values.items()}
+            return self.split.first(*self.picked(arrays, stage, m, r), x, grad_y, grad_values)
 
         return self.work.vmap(first, self.split, in_axes=(1, 0, 0, 0, 0, 0, 0))(
-            self.arrays, self.work.stages, microbatch, repeat, x_S, of_y_S, of_values
+            self.arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
         )
 
     def weights(self, carry: Carry, t: jax.Array) -> Carry:
-        """Returns the carry with gradients of weights."""
+        """Returns the carry with gradients of weights added."""
         stages = self.work.stages
         since = stages if self.schedule.split_backward else 0 * stages
         microbatch, repeat, is_valid = self.schedule.weights(t, stages)
@@ -230,19 +237,20 @@ class InterleavedTicks:
                 lambda total, part: added(total, _if(counts, part), r), totals, parts
             )
 
-        of_place = 0 if microbatch.ndim else None  # Of each stage, or the same of all.
-        of_floats = self.work.vmap(
-            second, self.split, in_axes=(1, 1, 0, 0, 0, *[of_place] * 3), out_axes=1
+        slot_axis = 0 if microbatch.ndim else None  # Of each stage, or the same of all.
+        grad_floats = self.work.vmap(
+            second, self.split, in_axes=(1, 1, 0, 0, 0, *[slot_axis] * 3), out_axes=1
         )(
-            self.arrays, carry.of_floats, carry.residuals, stages, since, microbatch, repeat, counts
+            self.arrays, carry.grad_floats, carry.residuals, stages, since, microbatch, repeat,
+            counts,
         )
-        return carry._replace(of_floats=jax.tree.map(
-            lambda total: self.work.layout.constrain(total, dim=1), of_floats
+        return carry._replace(grad_floats=jax.tree.map(
+            lambda total: self.work.layout.constrain(total, dim=1), grad_floats
         ))
 
     @functools.cached_property
     def split(self) -> Any:
-        """A stage's backward pass, in two parts."""
+        """A stage's backward pass, split in two parts."""
         x = jax.eval_shape(self.ends.enter, jnp.array(0))
         x_S = jax.ShapeDtypeStruct((self.schedule.num_stages, *x.shape), x.dtype)
         key = None if self.keys_M is None else self.keys_M[0]
@@ -250,14 +258,14 @@ class InterleavedTicks:
         return self.work.split(self.arrays, self.floats, key, x_S, assigned)
 
     def picked(self, arrays: list, stage: Any, microbatch: Any, repeat: Any) -> tuple:
-        """Returns the arguments of a stage's work but x."""
+        """Returns the arguments of a stage's work except x."""
         key = None if self.keys_M is None else pick(self.keys_M, microbatch)
-        # The key is the microbatch's already.
+        # The key is already the microbatch's, so the index that `work` folds in is 0.
         return self.work.picked(arrays, microbatch, repeat), key, stage, 0 * microbatch, repeat
 
     def if_any(self, is_any: jax.Array, function: Any, *args: Any) -> Any:
-        """Returns function(*args), or zeros if it is not needed."""
-        if self.schedule.circular_repeat == 1:  # It is needed in nearly all ticks.
+        """Returns `function(*args)`, or zeros if the condition is False."""
+        if self.schedule.circular_repeat == 1:  # The condition is True in nearly all ticks.
             return function(*args)
         zeros = lambda *args: jax.tree.map(  # noqa: E731
             lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, *args)
@@ -269,18 +277,18 @@ class InterleavedTicks:
         is_there = (self.work.stages == number) & condition
         return is_there.reshape(-1, *[1] * (x_S.ndim - 1))
 
-    def stated(self, x_S: jax.Array) -> jax.Array:
-        """Constrains the layout of activations."""
+    def constrain_activations(self, x_S: jax.Array) -> jax.Array:
+        """Constrains the sharding of activations."""
         return self.work.layout.constrain(x_S, row_dim=1)
 
 
 def _at(x_S: jax.Array, stage: int) -> jax.Array:
-    """Returns the array of a stage; without the barrier XLA moves it to the ends' layout first."""
+    """Indexes a stage's array; without the barrier, XLA first reshards it like the ends."""
     return jax.lax.optimization_barrier(x_S)[stage]
 
 
-# On TPU XLA moves the sum of gradients over devices out of the loop over ticks if only a select is
-# between it and the sum over ticks: no product with a weight.
+# On TPU, XLA moves the reduction of gradients over devices out of the loop over ticks only if there
+# is nothing but a select between it and the sum over ticks, such as a product with a weight.
 
 
 def _if(counts: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -291,8 +299,8 @@ def _sum(total: PyTree, gradients: PyTree, counts: jax.Array) -> PyTree:
     return jax.tree.map(lambda a, g: a + _if(counts, g), total, gradients)
 
 
-# Values that stages assign, kept per microbatch until its loss. `values` are [R, S, P, ...], as in
-# the model; `kept` are [S, M, R, P, ...].
+# Values that stages assign are stored per microbatch until its loss. `values` are [R, S, P, ...],
+# as in the model; `kept` are [S, M, R, P, ...].
 
 
 def room_for_values(values: Values, num_microbatches: int) -> Values:
@@ -306,7 +314,7 @@ def room_for_values(values: Values, num_microbatches: int) -> Values:
 def with_stage_values(
     kept: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
 ) -> Values:
-    """Returns a stage's kept values [M, R, P, ...] with those of its tick, [P, ...], if valid."""
+    """Updates a stage's stored values [M, R, P, ...] with those of its tick, [P, ...], if valid."""
     return {
         path: a.at[microbatch, repeat].set(jnp.where(is_valid, new[path], a[microbatch, repeat]))
         for path, a in kept.items()
@@ -314,14 +322,14 @@ def with_stage_values(
 
 
 def values_of_microbatch(kept: Values, microbatch: jax.Array) -> Values:
-    """Returns the values of a microbatch."""
+    """Returns the values of one microbatch."""
     return {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in kept.items()}
 
 
 def with_values_of_microbatch(
     kept: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
 ) -> Values:
-    """Returns kept values with those of a microbatch, if valid."""
+    """Updates the stored values of one microbatch, if valid."""
     return {
         path: a.at[:, microbatch].set(
             jnp.where(is_valid, jnp.moveaxis(values[path], 1, 0), a[:, microbatch])

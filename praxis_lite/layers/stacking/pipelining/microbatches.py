@@ -1,4 +1,4 @@
-"""The microbatches of a batch: their number, and how rows are distributed to them."""
+"""The number of microbatches of a batch, and their rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from praxis_lite.layers.base.calls import require_positive
 def check_microbatches(
     layer: Any, num_microbatches: int | None, microbatch_size: int | None
 ) -> None:
-    """Raises a ConfigError unless exactly one of a Pipeline's two settings is set, and positive."""
+    """Raises ConfigError unless exactly one of a Pipeline's two settings is set, and positive."""
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigError(
             f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
@@ -31,14 +31,17 @@ def num_microbatches_of(
     num_rows: int, num_microbatches: int | None, microbatch_size: int | None, *,
     must_divide: bool = False,
 ) -> int:
-    """Returns M for a batch of so many rows.
+    """Returns M for a batch.
 
     Args:
-      num_microbatches, microbatch_size: as of Pipeline: one of the two is None.
-      must_divide: whether blocks assign variables, which would count padding rows.
+      num_rows: Number of rows of the batch.
+      num_microbatches: See Pipeline.
+      microbatch_size: See Pipeline; one of the two is None.
+      must_divide: Whether M must divide the rows, because blocks assign variables, which would
+        count padding rows.
 
     Raises:
-      ConfigError: they must divide the rows, and do not.
+      ConfigError: M must divide the rows, but does not.
     """
     by_size = num_microbatches is None
     name = "microbatch_size" if by_size else "num_microbatches"
@@ -53,10 +56,10 @@ def num_microbatches_of(
 
 
 def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
-    """Returns the inputs that have rows, and the others (None, flags).
+    """Splits inputs into those with rows and the others (None, flags, scalars).
 
     Raises:
-      ConfigError: an array has neither `num_rows` rows nor one; names it.
+      ConfigError: An array has neither `num_rows` rows nor one.
     """
     arrays, others = {}, {}
     for name, value in inputs.items():
@@ -67,15 +70,15 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
             if leaf.shape[0] not in (1, num_rows):
                 raise ConfigError(
                     f"Pipeline's input {name!r} has the shape {leaf.shape}; expected x's "
-                    f"{num_rows} rows, or 1, as its first dim, to cut it into microbatches."
+                    f"{num_rows} rows, or 1, as its first dim."
                 )
     return arrays, others
 
 
 def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> jax.Array:
-    """Returns [rows, ...] as [M, rows / M, ...], padded with copies of row 0.
+    """Reshapes [rows, ...] to [M, rows / M, ...], padded with copies of row 0.
 
-    A microbatch has every M-th row, so that each device contributes rows to each microbatch.
+    A microbatch consists of every M-th row, so that each device contributes rows to it.
     """
     if num_free := -x.shape[0] % num_microbatches:
         x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_free, *x.shape[1:]))])
@@ -85,7 +88,7 @@ def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> ja
 
 
 def to_rows(x_M: jax.Array, num_streams: int) -> jax.Array:
-    """Returns the inverse of `to_microbatches`."""
+    """Inverts `to_microbatches`."""
     num_microbatches, microbatch_size = x_M.shape[:2]
     shape = num_streams, num_microbatches // num_streams, microbatch_size
     x = jnp.swapaxes(x_M.reshape(*shape, *x_M.shape[2:]), 1, 2)

@@ -1,4 +1,4 @@
-"""Gradients of a model with a pipeline by 1F1B: its loss is computed within the ticks."""
+"""OneForwardOneBackward: gradients of a pipelined model by 1F1B, with the loss in the ticks."""
 
 import dataclasses
 import functools
@@ -35,25 +35,25 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class OneForwardOneBackward:
-    """Gradients of a model with one Pipeline by 1F1B (arXiv:2104.04473).
+    """Computes the gradients of a model with one Pipeline by 1F1B (arXiv:2104.04473).
 
-    A microbatch goes backward as soon as it has left the last stage: a stage stores the inputs of
-    2 R S - 1 microbatches, independent of M. What comes before and after the Pipeline, embedding
-    and loss, is computed for each microbatch within the ticks. With `Pipeline.split_backward`
-    gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
+    The backward pass of a microbatch begins as soon as it has left the last stage, so a stage
+    stores the inputs of 2 R S - 1 microbatches, independent of M. The model before and after the
+    Pipeline, such as embedding and loss, is computed per microbatch within the ticks. With
+    `Pipeline.split_backward`, gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
 
-    The results equal gradient accumulation over the Pipeline's microbatches, which also runs on
-    meshes without the stage axis. If the loss is a weighted mean over rows, they equal those of the
-    complete batch.
+    The results equal those of gradient accumulation over the Pipeline's microbatches, which is used
+    on meshes without the stage axis. If the loss is a weighted mean over rows, they equal those of
+    the complete batch.
     """
 
     def on(
         self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
     ) -> Gradients:
-        """Returns the functions of a task on a mesh.
+        """Returns the functions that compute gradients and metrics of a task on a mesh.
 
         Raises:
-          ConfigError: the model does not have one Pipeline, or updates variables in a pass.
+          ConfigError: The model does not have exactly one Pipeline, or a pass updates variables.
         """
         pipeline = _pipeline_of(task)
         return Gradients(
@@ -66,29 +66,29 @@ class OneForwardOneBackward:
 
 def _pipeline_of(task: Task) -> Pipeline:
     module = task.model.abstract_module()
-    modules = [] if module is None else [item for _, item in nnx.compat.iter_modules(module)]
-    pipelines = [item for item in modules if isinstance(item, Pipeline)]
+    modules = [] if module is None else [node for _, node in nnx.compat.iter_modules(module)]
+    pipelines = [node for node in modules if isinstance(node, Pipeline)]
     if len(pipelines) != 1:
         raise ConfigError(
             f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; expected one. "
-            "Leave the Partitioner's gradients out, or make the model's stack a Pipeline."
+            "Omit the Partitioner's gradients, or make the model's stack a Pipeline."
         )
-    kept = {
+    updated = {
         str(path[-1]) for path, node in nnx.compat.iter_graph(module)
         if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param | nnx.Intermediate)
     }
-    if kept:
+    if updated:
         raise ConfigError(
             "OneForwardOneBackward found variables that are updated in each pass: "
-            f"{', '.join(sorted(kept))}; expected a model without batch statistics, because a "
-            "stage does not know yet which microbatches have no weight. Leave the Partitioner's "
-            "gradients out: the Pipeline alone supports such variables."
+            f"{', '.join(sorted(updated))}; expected a model without batch statistics, because a "
+            "stage does not know yet which microbatches have weight 0. Omit the Partitioner's "
+            "gradients: the Pipeline alone supports such variables."
         )
     return pipelines[0]
 
 
 def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
-    """Returns the microbatches of a batch, in all of its micro-batches of accumulation."""
+    """Returns M for a batch, summed over its micro-batches of accumulation."""
     num_rows = -(-num_rows_of(inputs) // num_micro_batches)
     num_microbatches = num_microbatches_of(
         num_rows, pipeline.num_microbatches, pipeline.microbatch_size
@@ -97,7 +97,7 @@ def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
 
 
 def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
-    """Returns the rows that a batch lacks to divide over the microbatches."""
+    """Returns the number of padding rows that a batch needs for its microbatches."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
     num_rows = num_rows_of(inputs)
     if num_rows % num_microbatches and assigned_values(pipeline.blocks):
@@ -113,13 +113,13 @@ def _value_and_grad(
     pipeline: Pipeline, loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree,
     non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, **settings: Any,
 ) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
-    """Returns the result of `accumulation.value_and_grad` over all microbatches.
+    """Implements `accumulation.value_and_grad` over all microbatches.
 
-    Ticks are computed over Auto axes: JAX cannot type a stage's work.
+    Ticks are computed over Auto axes, because JAX cannot type the work of a stage.
     """
     def types(results: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
-        whole = jax.tree.map(lambda x: PartitionSpec(), results[0])
-        return whole, *jax.tree.map(type_spec, (non_trainable, params))
+        replicated = jax.tree.map(lambda x: PartitionSpec(), results[0])
+        return replicated, *jax.tree.map(type_spec, (non_trainable, params))
 
     note_untyped("the Pipeline and its ends", "ticks of 1F1B have no types")
     in_ticks = functools.partial(_grads_in_ticks, pipeline, loss_fn, **settings)
@@ -132,7 +132,7 @@ def _grads_in_ticks(
     num_micro_batches: int = 1, inputs_split_mapping: Any = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
-    """Returns the result of `_value_and_grad`, without types."""
+    """Implements `_value_and_grad`, without types."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
     inputs = with_padding_rows(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
     if not pipeline.is_in_ticks:
@@ -142,14 +142,14 @@ def _grads_in_ticks(
                 num_micro_batches=num_microbatches, inputs_split_mapping=inputs_split_mapping,
                 lay_out=lay_out,
             )
-    cut = accumulation.cut(inputs, num_microbatches)
+    batches = accumulation.cut(inputs, num_microbatches)
 
     def batch_loss(params: PyTree, microbatch: Any) -> tuple:
         """Returns the loss of a microbatch, and metrics."""
-        batch = jax.tree.map(lambda a: a[microbatch], cut)
-        batch = accumulation.spread(batch, inputs_split_mapping)
-        of_batch = key if num_microbatches == 1 else jax.random.fold_in(key, microbatch)
-        loss, (metrics, _) = loss_fn(fixed, params, non_trainable, batch, of_batch)
+        batch = jax.tree.map(lambda a: a[microbatch], batches)
+        batch = accumulation.constrain_rows(batch, inputs_split_mapping)
+        batch_key = key if num_microbatches == 1 else jax.random.fold_in(key, microbatch)
+        loss, (metrics, _) = loss_fn(fixed, params, non_trainable, batch, batch_key)
         return loss, metrics
 
     full_weight = max(num_weights_of(inputs), 1) / num_microbatches
@@ -158,11 +158,11 @@ def _grads_in_ticks(
         pipeline.num_stages, num_microbatches, pipeline.circular_repeat, pipeline.split_backward
     )
     ticks = InterleavedTicks(schedule, *model.parts())
-    of_floats, of_ends, metrics_M, weight_M = ticks.run()
+    grad_floats, grad_ends, metrics_M, weight_M = ticks.run()
     total = jnp.sum(weight_M)
     divisor = jnp.where(total == 0, 1.0, total)
-    of_floats, of_ends = jax.tree.map(lambda g: g / divisor, (of_floats, of_ends))
-    grads = model.of_params(dict(zip(ticks.floats, of_floats, strict=True)), of_ends)
+    grad_floats, grad_ends = jax.tree.map(lambda g: g / divisor, (grad_floats, grad_ends))
+    grads = model.grad_params(dict(zip(ticks.floats, grad_floats, strict=True)), grad_ends)
     metrics = {
         name: jax.tree.map(lambda a: a[0], pairs) if num_microbatches == 1
         else accumulation.weighted_mean(*pairs)

@@ -1,8 +1,9 @@
-"""Which microbatch and which of its layers each stage of a pipeline works on at each tick.
+"""Schedules of pipelines: the microbatch and repeat that each stage processes in each tick.
 
-Pure arithmetic on Python ints, NumPy or traced arrays. GPipe (arXiv:1811.06965) is the schedule of
-one repeat; with more, a microbatch goes round all stages once per repeat (the circular schedule of
-arXiv:2104.04473 and of Pax), which divides the bubbles' share by about the repeats.
+Pure arithmetic on Python ints, NumPy or traced arrays. GPipe (arXiv:1811.06965) is the schedule for
+one repeat. With more repeats a microbatch passes through all stages once per repeat (the circular
+schedule of arXiv:2104.04473 and of Pax), which divides the fraction of bubbles by about the number
+of repeats.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ __all__ = ("Schedule",)
 class Schedule:
     """The ticks of a pipeline with S stages, M microbatches and R repeats.
 
-    At tick t, stage s continues the microbatch of stage s - 1 at tick t - 1; stage 0 continues
-    those of the last stage once all microbatches have started their repeat.
+    At tick t, stage s continues the microbatch that stage s - 1 had at tick t - 1. Stage 0
+    continues those of the last stage once all microbatches have started their repeat.
     """
 
     num_stages: int
@@ -27,53 +28,54 @@ class Schedule:
 
     @property
     def period(self) -> int:
-        """Ticks from a microbatch's entry into stage 0 to its next entry there."""
-        # With fewer microbatches than stages stage 0 waits for the first to return.
+        """Number of ticks from a microbatch's entry into stage 0 to its next entry."""
+        # With fewer microbatches than stages, stage 0 waits until the first one returns.
         return max(self.num_microbatches, self.num_stages)
 
     @property
     def num_ticks(self) -> int:
-        """Ticks until the last microbatch is done: R M + S - 1 if M >= S or R = 1."""
+        """Number of ticks until the last microbatch is done: R M + S - 1 if M >= S or R = 1."""
         last_start = (self.circular_repeat - 1) * self.period + self.num_microbatches - 1
         return last_start + self.num_stages
 
     @property
     def bubble_share(self) -> float:
-        """The share of the stages' ticks that are idle.
+        """Fraction of the stages' ticks that are idle.
 
-        (S - 1) / (M + S - 1) of GPipe, (S - 1) / (R M + S - 1) of the circular schedule.
+        (S - 1) / (M + S - 1) for GPipe, (S - 1) / (R M + S - 1) for the circular schedule.
         """
         return 1.0 - self.circular_repeat * self.num_microbatches / self.num_ticks
 
     @property
     def num_weight_ticks(self) -> int:
-        """Backward ticks of a split backward pass that compute gradients of weights.
+        """Number of backward ticks with gradients of weights, in a split backward pass.
 
-        The S - 1 ticks before do not. R M if M >= S or R = 1: no stage is idle in them.
+        The S - 1 ticks before have none. It is R M if M >= S or R = 1, and then no stage is idle in
+        these ticks.
         """
         return self.num_ticks - (self.num_stages - 1)
 
     def split_bubble_share(
         self, forward: float = 1.0, by_inputs: float = 1.0, by_weights: float = 1.0
     ) -> float:
-        """The share of a step's time in which a stage is idle with a split backward pass.
+        """Returns the fraction of a step's time in which a stage is idle, if backward is split.
 
-        (S - 1) (F + I) / ((R M + S - 1) (F + I) + R M W) if M >= S or R = 1; `bubble_share` if W =
-        0.
+        It is (S - 1) (F + I) / ((R M + S - 1) (F + I) + R M W) if M >= S or R = 1, and equals
+        `bubble_share` for W = 0.
 
         Args:
           forward: F, time of a stage's forward tick, including recomputation.
-          by_inputs: I, time of the gradient of its inputs.
-          by_weights: W, time of the gradients of its weights.
+          by_inputs: I, time for the gradient of its inputs.
+          by_weights: W, time for the gradients of its weights.
         """
         num_busy, with_bubbles = self.circular_repeat * self.num_microbatches, forward + by_inputs
         time = self.num_ticks * with_bubbles + self.num_weight_ticks * by_weights
         return 1.0 - num_busy * (with_bubbles + by_weights) / time
 
     def work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) of `stage` at `tick`, ints or arrays of them.
+        """Returns (microbatch, repeat, is_valid) of `stage` at `tick`, as ints or arrays.
 
-        An idle stage has is_valid False, and a microbatch and repeat within range.
+        For idle stages is_valid is False, and microbatch and repeat are within range.
         """
         since = tick - stage
         repeat, microbatch = since // self.period, since % self.period
@@ -88,19 +90,26 @@ class InterleavedSchedule:
     """The ticks of interleaved 1F1B (arXiv:2104.04473) with S stages, M microbatches, R repeats.
 
     A tick has up to three parts, the same on all stages: the forward pass of one microbatch, the
-    gradient of the inputs of another, the gradients of weights of a third. With several repeats
-    microbatches go round in groups of S. A stage's places are numbered in the order of its work:
-    each is one repeat of one microbatch; backward they start from the last repeat.
+    gradient of the inputs of another, and the gradients of weights of a third. With several repeats
+    microbatches circulate in groups of S. A stage's work is numbered by slots in the order of its
+    forward passes, each for one repeat of one microbatch; backward passes start with the last
+    repeat.
+
+    Attributes:
+      num_stages: S.
+      num_microbatches: M.
+      circular_repeat: R.
+      split_backward: Whether stage s computes gradients of weights s ticks after those of inputs.
     """
 
     num_stages: int
     num_microbatches: int
     circular_repeat: int = 1
-    split_backward: bool = False  # Stage s makes gradients of weights s ticks after its inputs'.
+    split_backward: bool = False
 
     @property
-    def num_places(self) -> int:
-        """R M if S divides M or R is 1; otherwise the last group has idle places."""
+    def num_slots(self) -> int:
+        """Number of slots: R M if S divides M or R is 1; otherwise the last group has idle ones."""
         if self.circular_repeat == 1:
             return self.num_microbatches
         group = self.num_stages * self.circular_repeat
@@ -108,12 +117,12 @@ class InterleavedSchedule:
 
     @property
     def num_ticks(self) -> int:
-        """Ticks in which a stage works forward, and as many backward."""
-        return self.num_places + self.num_stages - 1
+        """Number of ticks with forward passes, and of ticks with backward passes."""
+        return self.num_slots + self.num_stages - 1
 
     @property
     def first_backward(self) -> int:
-        """The tick of the last stage's first result, in which it starts its backward pass."""
+        """The tick of the last stage's first result, in which its backward pass begins."""
         return self.circular_repeat * self.num_stages - 1
 
     @property
@@ -129,12 +138,12 @@ class InterleavedSchedule:
 
     @property
     def num_residuals(self) -> int:
-        """Number of ticks whose residuals of the gradients of weights a stage stores."""
+        """Number of ticks whose residuals for the gradients of weights a stage stores."""
         return self.num_stages if self.split_backward else 1
 
     @property
     def phases(self) -> list[tuple[range, bool, bool, bool]]:
-        """Runs of ticks, each with three bools: forward, gradients of inputs, and of weights."""
+        """Ranges of ticks with three bools: forward, gradients of inputs, gradients of weights."""
         begins, end = self.first_backward, self.first_backward + self.num_ticks
         bounds = sorted({0, begins, min(self.first_weights, end), self.num_ticks, end})
         return [
@@ -145,15 +154,15 @@ class InterleavedSchedule:
     def bubble_share(
         self, forward: float = 1.0, by_inputs: float = 2.0, by_weights: float = 1.0
     ) -> float:
-        """The share of a step's time in which a stage is idle, by the phases' ticks.
+        """Returns the fraction of a step's time in which a stage is idle, from the phases' ticks.
 
-        (S - 1) / (R M + S - 1) where S divides M; with split_backward the gradients of weights
+        It is (S - 1) / (R M + S - 1) if S divides M; with split_backward the gradients of weights
         have no bubbles.
 
         Args:
-          forward: F, the time of a stage's forward tick.
-          by_inputs: time of the gradient of its inputs, including the recomputed F.
-          by_weights: time of the gradients of its weights.
+          forward: F, time of a stage's forward tick.
+          by_inputs: Time for the gradient of its inputs, including the recomputed F.
+          by_weights: Time for the gradients of its weights.
         """
         times = forward, by_inputs, by_weights
         time = sum(
@@ -163,40 +172,40 @@ class InterleavedSchedule:
         return 1.0 - self.circular_repeat * self.num_microbatches * sum(times) / time
 
     def forward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) of a stage's forward pass, as Schedule.work."""
+        """Returns (microbatch, repeat, is_valid) of a stage's forward pass; see Schedule.work."""
         return self._at(tick - stage)
 
     def backward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) of its gradient of inputs."""
-        microbatch, repeat, is_valid = self._at(self._place_backward(tick, stage))
+        """Returns (microbatch, repeat, is_valid) for a stage's gradient of inputs."""
+        microbatch, repeat, is_valid = self._at(self._slot_backward(tick, stage))
         return microbatch, self.circular_repeat - 1 - repeat, is_valid
 
     def weights(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) of its gradients of weights.
+        """Returns (microbatch, repeat, is_valid) for a stage's gradients of weights.
 
-        With split_backward they are the same for all stages, and scalars.
+        With split_backward they are scalars, the same for all stages.
         """
         if not self.split_backward:
             return self.backward(tick, stage)
         return self.backward(tick - (self.num_stages - 1), self.num_stages - 1)
 
     def tick_forward(self, tick: Any, stage: Any) -> Any:
-        """Returns the tick of the forward pass whose backward pass the stage does now."""
-        place = self._place_backward(tick, stage)
-        _, repeat, _ = self._at(place)  # Counted from the last.
-        there = place + (self.circular_repeat - 1 - 2 * repeat) * self.num_stages
-        return there + stage
+        """Returns the tick of the forward pass whose backward pass the stage computes now."""
+        slot = self._slot_backward(tick, stage)
+        _, repeat, _ = self._at(slot)  # Counted from the last repeat.
+        forward_slot = slot + (self.circular_repeat - 1 - 2 * repeat) * self.num_stages
+        return forward_slot + stage
 
-    def _place_backward(self, tick: Any, stage: Any) -> Any:
+    def _slot_backward(self, tick: Any, stage: Any) -> Any:
         return tick - self.first_backward - (self.num_stages - 1 - stage)
 
-    def _at(self, place: Any) -> tuple[Any, Any, Any]:
-        is_valid = (place >= 0) & (place < self.num_places)
-        place = place.clip(0, self.num_places - 1)
+    def _at(self, slot: Any) -> tuple[Any, Any, Any]:
+        is_valid = (slot >= 0) & (slot < self.num_slots)
+        slot = slot.clip(0, self.num_slots - 1)
         if self.circular_repeat == 1:
-            return place, 0 * place, is_valid
-        group, rest = place // (self.num_stages * self.circular_repeat), place % self.num_stages
-        repeat = place // self.num_stages % self.circular_repeat
+            return slot, 0 * slot, is_valid
+        group, rest = slot // (self.num_stages * self.circular_repeat), slot % self.num_stages
+        repeat = slot // self.num_stages % self.circular_repeat
         microbatch = group * self.num_stages + rest
         is_valid = is_valid & (microbatch < self.num_microbatches)
         return microbatch.clip(0, self.num_microbatches - 1), repeat, is_valid

@@ -1,6 +1,6 @@
-"""Splits a program in two: the operations that some results need, and the remaining ones.
+"""Splits a jaxpr in two: the operations that some results need, and the remaining ones.
 
-A split backward pass computes the gradient of its inputs first, for which the previous stage waits,
+A split backward pass first computes the gradient of its inputs, which the previous stage waits for,
 and the gradients of weights later (zero bubble, arXiv:2401.10241). No operation is in both parts.
 """
 
@@ -11,27 +11,27 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from praxis_lite.core.jaxprs import opened, plain, with_inner
+from praxis_lite.core.jaxprs import all_eqns, expand_high_level, open_jaxpr
 
 PyTree = Any
 
-# Operations that only call a program, which is split too. Loops are not split.
+# Operations that only call a jaxpr, which is split as well. Loops are not split.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitProgram:
-    """A program in two parts.
+    """A function in two parts.
 
     Attributes:
-      first: (*args) -> (results needed first, residuals of `second`).
-      second: (residuals, *again) -> other results.
-      axes_by_hand: mesh axes that are manual in all its `jax.shard_map`s; None if it has none.
+      first: (*args) -> (results needed first, residuals for `second`).
+      second: (residuals, *leading args) -> other results.
+      manual_axes: Mesh axes that are manual in all `jax.shard_map`s; None if there are none.
     """
 
     first: Callable[..., tuple[PyTree, list[jax.Array]]]
     second: Callable[..., PyTree]
-    axes_by_hand: frozenset[str] | None
+    manual_axes: frozenset[str] | None
 
 
 def split_program(
@@ -40,11 +40,13 @@ def split_program(
     """Splits `program`, which returns (results needed first, other results).
 
     Args:
-      args: arrays, or their shapes and dtypes, to trace it.
-      num_again: number of leading arguments that `second` gets again, instead of as residuals.
+      program: The function.
+      args: Its arguments, as arrays or their shapes and dtypes, for tracing it.
+      num_again: Number of leading arguments that are passed to `second` again, so that they are not
+        residuals.
     """
     closed, results = jax.make_jaxpr(program, return_shape=True)(*args)
-    jaxpr = opened(closed)
+    jaxpr = open_jaxpr(closed)
     constants = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
     eqns: list[core.JaxprEqn] = []
     outvars = _inlined(closed, jaxpr.invars, eqns, constants)
@@ -72,67 +74,67 @@ def split_program(
         actual = _evaluated(second_eqns, values, second_outvars)
         return jax.tree.unflatten(second_tree, actual)
 
-    return SplitProgram(first, second, _axes_by_hand(eqns))
+    return SplitProgram(first, second, _common_manual_axes(eqns))
 
 
 def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
     """Returns for each leaf of `args` whether results of `program` depend on it."""
     closed = jax.make_jaxpr(program)(*args)
     eqns: list[core.JaxprEqn] = []
-    outvars = _inlined(closed, opened(closed).invars, eqns, {})
+    outvars = _inlined(closed, open_jaxpr(closed).invars, eqns, {})
     used = {atom for atom in outvars if not isinstance(atom, core.Literal)}
     for eqn in _needed(eqns, outvars):
         used |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
-    return [var in used for var in opened(closed).invars]
+    return [var in used for var in open_jaxpr(closed).invars]
 
 
-def _axes_by_hand(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
+def _common_manual_axes(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
     """Returns the mesh axes that are manual in all `jax.shard_map`s; None if there are none."""
-    of_each = []
-    for eqn in with_inner(eqns):
+    manual_axes = []
+    for eqn in all_eqns(eqns):
         if eqn.primitive.name == "shard_map":
             name = next(name for name in eqn.params if name.endswith("manual_axes"))
-            of_each.append(frozenset(eqn.params[name]))
-    return frozenset.intersection(*of_each) if of_each else None
+            manual_axes.append(frozenset(eqn.params[name]))
+    return frozenset.intersection(*manual_axes) if manual_axes else None
 
 
 def _inlined(
     program: Any, arguments: Sequence[Any], eqns: list[core.JaxprEqn], constants: dict
 ) -> list[Any]:
-    """Appends a program's operations to eqns, with calls inlined, and returns its results."""
-    jaxpr = opened(program)
+    """Appends a jaxpr's equations to `eqns`, with calls inlined, and returns its results."""
+    jaxpr = open_jaxpr(program)
     names = dict(zip(jaxpr.invars, arguments, strict=True))
     for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
         constants[var] = value
 
-    def renamed(atoms: Iterable[Any]) -> list[Any]:
+    def rename(atoms: Iterable[Any]) -> list[Any]:
         return [atom if isinstance(atom, core.Literal) else names.get(atom, atom) for atom in atoms]
 
-    for eqn in map(plain, jaxpr.eqns):
-        invars = renamed(eqn.invars)
+    for eqn in map(expand_high_level, jaxpr.eqns):
+        invars = rename(eqn.invars)
         if eqn.primitive.name in _CALLS and "jaxpr" in eqn.params:
             outvars = _inlined(eqn.params["jaxpr"], invars, eqns, constants)
         else:
-            # New variables: a program may be called twice.
+            # New variables, because a jaxpr may be called twice.
             outvars = [core.Var(var.aval) for var in eqn.outvars]
             eqns.append(eqn.replace(invars=invars, outvars=outvars))
         names |= zip(eqn.outvars, outvars, strict=True)
-    return renamed(jaxpr.outvars)
+    return rename(jaxpr.outvars)
 
 
 def _needed(eqns: Sequence[core.JaxprEqn], atoms: Iterable[Any]) -> list[core.JaxprEqn]:
-    """Returns the operations that compute `atoms`, in order."""
+    """Returns the equations that compute `atoms`, in order."""
     needed = {atom for atom in atoms if not isinstance(atom, core.Literal)}
-    kept = []
+    used = []
     for eqn in reversed(eqns):
         if needed.intersection(eqn.outvars):
             needed |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
-            kept.append(eqn)
-    return kept[::-1]
+            used.append(eqn)
+    return used[::-1]
 
 
 def _evaluated(eqns: Sequence[core.JaxprEqn], values: dict, atoms: Sequence[Any]) -> list[Any]:
-    """Returns the values of `atoms` after some operations."""
+    """Evaluates equations and returns the values of `atoms`."""
     values = dict(values)
 
     def read(atoms: Sequence[Any]) -> list[Any]:

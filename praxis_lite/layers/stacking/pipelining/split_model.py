@@ -1,7 +1,7 @@
-"""A model split at its pipeline into functions of what comes before it and after it.
+"""Splits a model at its pipeline into functions for the parts before and after it.
 
 While a cut is active, a Pipeline that is called without a cache calls the cut instead of its
-blocks. So no layer or task has to declare where to split the model: each function traces the
+blocks. So layers and tasks need not declare where to split the model: each function traces the
 complete model, and what its results do not need is dead code.
 """
 
@@ -22,7 +22,7 @@ from praxis_lite.layers.stacking.pipelining.ticks import Values
 
 __all__ = ("in_one_microbatch",)
 
-# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches.
+# R repeats, S stages, P layers of one stage in one repeat, M microbatches.
 
 PyTree = Any
 
@@ -33,13 +33,13 @@ _CUT: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default
 
 
 def active_cut() -> Cut | None:
-    """Returns the function that replaces a pipeline's call, or None."""
+    """Returns the function that replaces calls of pipelines, or None."""
     return _CUT.get()
 
 
 @contextlib.contextmanager
 def cutting(cut: Cut) -> Iterator[None]:
-    """Activates a cut."""
+    """Activates a cut in the body."""
     token = _CUT.set(cut)
     try:
         yield
@@ -48,8 +48,8 @@ def cutting(cut: Cut) -> Iterator[None]:
 
 
 def in_one_microbatch() -> contextlib.AbstractContextManager[None]:
-    """Makes pipelines treat all rows of a call as one microbatch."""
-    return cutting(lambda pipeline, x, key, inputs: pipeline.applied(
+    """Makes pipelines process all rows of a call as one microbatch, in the body."""
+    return cutting(lambda pipeline, x, key, inputs: pipeline.apply_in_microbatches(
         x, 1, key=key, cache=None, **inputs
     )[0])
 
@@ -61,11 +61,14 @@ class SplitModel:
 
     Args:
       loss: (params, microbatch) -> (loss, metrics).
-      full_weight: of a microbatch; its actual weight is divided by it, so that weighted gradients
-        have the size of the loss's, which matters for the range of float16.
+      params: The weights.
+      num_microbatches: M.
+      full_weight: Expected weight of a microbatch. Weights are divided by it, so that weighted
+        gradients have the size of the loss's, which matters for the range of float16.
 
     Raises:
-      ConfigError: the pipeline is not called once, or its inputs other than x depend on weights.
+      ConfigError: The pipeline is not called exactly once, or its inputs other than x depend on
+        weights.
     """
 
     def __init__(
@@ -74,13 +77,13 @@ class SplitModel:
         self._full_weight = full_weight
         self._loss, self._num_microbatches = loss, num_microbatches
         self._params, self._form = jax.tree.flatten(params)
-        self._call: dict[str, Any] = {}  # The pipeline's call except its arrays.
+        self._call: dict[str, Any] = {}  # Arguments of the pipeline's call that are not arrays.
         x, *_ = jax.eval_shape(self._called, self._params, jnp.array(0))
         if any(self._used(lambda params: self._called(params, 0)[1])):
             raise ConfigError(
                 "OneForwardOneBackward: inputs of the Pipeline other than x depend on weights, "
-                "such as an encoder's; expected inputs of data alone. Leave the Partitioner's "
-                "gradients out."
+                "such as an encoder's; expected inputs that depend only on data. Omit the "
+                "Partitioner's gradients."
             )
         before = self._used(lambda params: self._called(params, 0)[0])
         behind = self._used(lambda params: self._left(params, 0, jnp.zeros(x.shape, x.dtype), {}))
@@ -101,9 +104,9 @@ class SplitModel:
         )
         return work, self, work.arrays(leaves, inputs), keys_M
 
-    def of_params(self, of_leaves: dict[int, jax.Array], of_ends: list[jax.Array]) -> PyTree:
-        """Combines the gradients of blocks and ends to float32 gradients of the model's weights."""
-        numbers = list(of_leaves)
+    def grad_params(self, grad_leaves: dict[int, jax.Array], grad_ends: list[jax.Array]) -> PyTree:
+        """Combines gradients of blocks and ends to float32 gradients of the model's weights."""
+        numbers = list(grad_leaves)
 
         def floats(params: list) -> list[jax.Array]:
             leaves = self._leaves(params)
@@ -111,36 +114,38 @@ class SplitModel:
 
         leaves, pull = jax.vjp(floats, self._params)
         grads = [jnp.zeros(w.shape, jnp.float32) for w in self._params]
-        rests = list(of_leaves.values())
-        # Gradients pass through a cast to 16 bits in three parts, without loss.
+        rests = list(grad_leaves.values())
+        # A cast to 16 bits in between would round gradients; they pass through it in three parts.
         num_parts = 3 if any(leaf.dtype != jnp.float32 for leaf in leaves) else 1
         for _ in range(num_parts):
             parts = [rest.astype(leaf.dtype) for rest, leaf in zip(rests, leaves, strict=True)]
             rests = [a - part.astype(a.dtype) for a, part in zip(rests, parts, strict=True)]
             grads = [a + g.astype(jnp.float32) for a, g in zip(grads, *pull(parts), strict=True)]
-        for i, g in zip(self._ends, of_ends, strict=True):
+        for i, g in zip(self._ends, grad_ends, strict=True):
             grads[i] += g
         return jax.tree.unflatten(self._form, grads)
 
     # The ends.
 
     def enter(self, microbatch: jax.Array) -> jax.Array:
-        """Returns the pipeline's x."""
+        """Returns the input x of the pipeline."""
         return self._called(self._params, microbatch)[0]
 
-    def enter_gradient(self, microbatch: jax.Array, of_x: jax.Array) -> list[jax.Array]:
+    def enter_gradient(self, microbatch: jax.Array, grad_x: jax.Array) -> list[jax.Array]:
         """Returns the gradients of the ends' weights through x."""
         ends = [self._params[i] for i in self._ends]
         _, pull = jax.vjp(lambda ends: self._called(self._with(ends), microbatch)[0], ends)
-        return pull(of_x)[0]
+        return pull(grad_x)[0]
 
     def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
         """Returns (metrics, weight, gradients of x, of the ends' weights and of values).
 
-        The gradients are multiplied by the weight, a float32 scalar; if it is 0 they may be NaN.
+        The gradients are multiplied by the weight, a float32 scalar; they may be NaN if it is 0.
 
         Args:
-          values: assigned by the blocks, [R, S, P, ...]; float ones have a gradient.
+          microbatch: Index of the microbatch.
+          x: Output of the pipeline.
+          values: Values assigned by the blocks, [R, S, P, ...]; float ones have a gradient.
         """
         ends = [self._params[i] for i in self._ends]
         floats = {path: value for path, value in values.items() if floats_of([value])}
@@ -152,8 +157,8 @@ class SplitModel:
         weight = metrics["loss"][1].astype(jnp.float32) / self._full_weight
         if self._num_microbatches == 1:  # A single microbatch is not weighted.
             weight = jnp.ones_like(weight)
-        of_ends, of_x, of_values = pull(weight.astype(loss.dtype))
-        return metrics, weight, of_x, of_ends, of_values
+        grad_ends, grad_x, grad_values = pull(weight.astype(loss.dtype))
+        return metrics, weight, grad_x, grad_ends, grad_values
 
     def _with(self, ends: list[jax.Array]) -> list[jax.Array]:
         params = list(self._params)
@@ -169,22 +174,22 @@ class SplitModel:
     ) -> tuple:
         calls = []
 
-        def noted(pipeline: Any, x: jax.Array, key: Any, inputs: dict) -> jax.Array:
+        def record(pipeline: Any, x: jax.Array, key: Any, inputs: dict) -> jax.Array:
             calls.append((pipeline, x, key, inputs))
             assign(pipeline.blocks, pipeline.off_stages(values))
             return cut(x)
 
-        with cutting(noted):
+        with cutting(record):
             result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
         if len(calls) != 1:
             raise ConfigError(
                 f"OneForwardOneBackward: a pass calls the Pipeline {len(calls)} times; expected "
-                "once. Leave the Partitioner's gradients out."
+                "once. Omit the Partitioner's gradients."
             )
         return result, calls[0]
 
     def _left(self, params: list, microbatch: Any, x: jax.Array, values: Values) -> tuple:
-        """Returns the loss and metrics, given the pipeline's result and what its blocks assign."""
+        """Returns the loss and metrics, given the pipeline's output and its blocks' values."""
         return self._cut(params, microbatch, lambda _: x, values)[0]
 
     def _called(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:

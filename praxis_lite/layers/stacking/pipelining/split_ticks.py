@@ -1,10 +1,10 @@
 """The ticks of a pipeline with a split backward pass: gradients of inputs, then of weights.
 
-In a backward tick a stage computes the gradient of its inputs, for which the previous stage waits.
-Stage s computes the gradients of weights s ticks later, so that all stages do so for the same
-microbatch in the same tick and none is idle: only the forward ticks and the gradients of inputs
-have bubbles (zero bubble, arXiv:2401.10241). One scan forward and two backward: S - 1 ticks without
-gradients of weights, the others with them.
+In a backward tick a stage computes the gradient of its inputs, which the previous stage waits for.
+Stage s computes the gradients of weights s ticks later. So all stages do this for the same
+microbatch in the same tick, and none is idle: only forward ticks and gradients of inputs have
+bubbles (zero bubble, arXiv:2401.10241). There is one scan forward and two backward: S - 1 ticks
+without gradients of weights, and the others with them.
 """
 
 import dataclasses
@@ -20,9 +20,8 @@ from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import StageLayout, Values, gathered, pick
 
-# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches, T ticks. Names
-# end with the leading dims of their arrays: x_M is [M, rows, ...]. X is R or M, of weights or of
-# inputs.
+# R repeats, S stages, P layers of one stage in one repeat, M microbatches, T ticks. Suffixes of
+# names are the leading dims of arrays: x_M is [M, rows, ...]. X is R for weights and M for inputs.
 
 PyTree = Any
 
@@ -31,12 +30,12 @@ def run_split_ticks(
     blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
     *, schedule: Schedule, num_layers: int, stream_io: bool, layout: StageLayout,
 ) -> tuple[jax.Array, Values]:
-    """Returns x_M after all blocks, and the assigned variables' new values.
+    """Returns x_M after all blocks, and the new values of assigned variables.
 
-    The inputs of each tick are saved and the tick is recomputed from them; so are the residuals of
-    the gradients of weights for S microbatches. Arguments are those of `run_ticks`.
+    The backward pass saves the inputs of each tick, and recomputes the tick. It stores residuals
+    for the gradients of weights of S microbatches. Arguments are those of `run_ticks`.
     """
-    # A custom_vjp needs all arrays as arguments: give arrays without rows a dim of rows.
+    # A custom_vjp needs all arrays as arguments; arrays without rows get a dim of rows.
     scalars = {
         name: jax.tree.map(lambda a: a[None], value) for name, value in others.items()
         if jax.tree.leaves(value)
@@ -105,74 +104,74 @@ class _Ticks:
         leaves, inputs, key, x_TS = saved
         arrays = self.work.arrays(leaves, inputs)
         floats = floats_of(arrays)
-        of_outputs, of_values = gradients
-        of_values = {
-            path: of_value / self.schedule.num_microbatches
-            for path, of_value in of_values.items() if of_value.dtype != jax.dtypes.float0
+        grad_outputs, grad_values = gradients
+        grad_values = {
+            path: grad_value / self.schedule.num_microbatches
+            for path, grad_value in grad_values.items() if grad_value.dtype != jax.dtypes.float0
         }
-        split = self.work.split(arrays, floats, key, x_TS[0], of_values)
-        handed = HandoverGradient(self.handover, of_outputs)
+        split = self.work.split(arrays, floats, key, x_TS[0], grad_values)
+        handed = HandoverGradient(self.handover, grad_outputs)
         num_stages, num_ticks = self.schedule.num_stages, self.schedule.num_ticks
 
         def first(
-            arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any, of_y: Any,
-            of_values: Any,
+            arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any, grad_y: Any,
+            grad_values: Any,
         ) -> tuple:
-            of_values = {path: pick(of_value, repeat) for path, of_value in of_values.items()}
+            grad_values = {path: pick(a, repeat) for path, a in grad_values.items()}
             picked = self.work.picked(arrays, microbatch, repeat)
-            return split.first(picked, key, stage, microbatch, repeat, x, of_y, of_values)
+            return split.first(picked, key, stage, microbatch, repeat, x, grad_y, grad_values)
 
         first_S = self.work.vmap(first, split, in_axes=(1, 0, 0, 0, 0, 0, 1))
 
         def by_inputs(carry: tuple, tick: tuple) -> tuple[tuple, None]:
-            of_arrived_S, of_stored, residuals = carry
+            grad_arrived_S, grad_stored, residuals = carry
             t, x_S = tick
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
-            of_y_S, of_stored = handed.leave(of_arrived_S, of_stored, t)
-            of_x_S, new_residuals = first_S(
-                arrays, self.work.stages, microbatch, repeat, x_S, of_y_S, of_values
+            grad_y_S, grad_stored = handed.leave(grad_arrived_S, grad_stored, t)
+            grad_x_S, new_residuals = first_S(
+                arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
             )
-            # What an idle stage computes may be NaN.
-            is_valid = is_valid.reshape(-1, *[1] * (of_x_S.ndim - 1))
-            of_x_S = self.work.layout.constrain(jnp.where(is_valid, of_x_S, 0), row_dim=1)
+            # Results of idle stages may be NaN.
+            is_valid = is_valid.reshape(-1, *[1] * (grad_x_S.ndim - 1))
+            grad_x_S = self.work.layout.constrain(jnp.where(is_valid, grad_x_S, 0), row_dim=1)
             residuals = [
                 self.work.layout.constrain(
                     jax.lax.dynamic_update_index_in_dim(kept, new, t % num_stages, axis=1)
                 )
                 for kept, new in zip(residuals, new_residuals, strict=True)
             ]
-            return (*handed.enter(of_x_S, of_stored, t), residuals), None
+            return (*handed.enter(grad_x_S, grad_stored, t), residuals), None
 
         def second(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
-            # Stage s had in tick t + s the microbatch that stage 0 has in tick t.
+            # At tick t + s, stage s had the microbatch that stage 0 has at tick t.
             residuals = [pick(kept, (t + stage) % num_stages) for kept in residuals]
             return split.second(residuals, self.work.picked(arrays, m, r), key, stage, m, r)
 
         def with_weights(carry: tuple, tick: tuple) -> tuple[tuple, None]:
-            carry, of_floats = carry
+            carry, grad_floats = carry
             carry, _ = by_inputs(carry, tick)
             t, _ = tick
             microbatch, repeat, is_valid = self.schedule.work(t, 0)
             new = self.work.vmap(second, split, in_axes=(1, 0, 0, None, None, None))(
                 arrays, self.work.stages, carry[-1], t, microbatch, repeat
             )
-            of_floats = [
+            grad_floats = [
                 jax.tree.map(
                     lambda total, part, i=i: added(
                         total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat)
                     ), totals, parts,
                 )
-                for i, totals, parts in zip(floats, of_floats, new, strict=True)
+                for i, totals, parts in zip(floats, grad_floats, new, strict=True)
             ]
-            return (carry, of_floats), None
+            return (carry, grad_floats), None
 
         _, residuals = jax.eval_shape(
-            first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], of_values
+            first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], grad_values
         )
         room = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
         totals = [self.work.apart(i, jnp.zeros_like(arrays[i]), 2) for i in floats]
-        carry, of_floats = varying_alike(
-            ((*handed.start(), room), totals), (leaves, of_outputs)
+        carry, grad_floats = varying_alike(
+            ((*handed.start(), room), totals), (leaves, grad_outputs)
         )
         ticks = jnp.arange(num_ticks)[::-1], x_TS[::-1]
         before, after = (jax.tree.map(lambda a, part=part: a[part], ticks) for part in (
@@ -180,10 +179,10 @@ class _Ticks:
         ))
         if num_stages > 1:
             carry, _ = jax.lax.scan(by_inputs, carry, before)
-        (carry, of_floats), _ = jax.lax.scan(with_weights, (carry, of_floats), after)
-        of_floats = [self.work.together(i, of) for i, of in zip(floats, of_floats, strict=True)]
-        of_arrays = dict(zip(floats, of_floats, strict=True))
-        of_leaves = [of_arrays.get(i) for i in range(self.work.num_leaves)]
-        of_inputs = [of_arrays.get(i) for i in range(self.work.num_leaves, len(arrays))]
-        of_inputs = [None if a is None else jnp.sum(a, axis=1) for a in of_inputs]
-        return of_leaves, of_inputs, handed.inputs(*carry[:2]), None
+        (carry, grad_floats), _ = jax.lax.scan(with_weights, (carry, grad_floats), after)
+        grad_floats = [self.work.together(i, of) for i, of in zip(floats, grad_floats, strict=True)]
+        grad_arrays = dict(zip(floats, grad_floats, strict=True))
+        grad_leaves = [grad_arrays.get(i) for i in range(self.work.num_leaves)]
+        grad_inputs = [grad_arrays.get(i) for i in range(self.work.num_leaves, len(arrays))]
+        grad_inputs = [None if a is None else jnp.sum(a, axis=1) for a in grad_inputs]
+        return grad_leaves, grad_inputs, handed.inputs(*carry[:2]), None

@@ -1,4 +1,4 @@
-"""The work of a stage on one microbatch: forward, and backward in two parts."""
+"""The work of a stage on one microbatch: the forward pass, and the backward pass in two parts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
     pick,
 )
 
-# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches. Names end with
-# the leading dims of their arrays.
+# R repeats, S stages, P layers of one stage in one repeat, M microbatches. Suffixes of names are
+# the leading dims of arrays.
 
 PyTree = Any
 
@@ -34,9 +34,13 @@ class StageWork:
     """The work of all stages; `arrays` are those of blocks [R, S, P, ...] and inputs [M, S, ...].
 
     Attributes:
-      form, num_leaves: tree structure and number of arrays of the blocks.
-      others: inputs that are not arrays.
-      num_layers: of a repeat; they have the first of its S P places.
+      form: Tree structure of the blocks.
+      num_leaves: Number of arrays of the blocks.
+      inputs_form: Tree structure of the inputs.
+      others: Inputs that are not arrays.
+      num_stages: S.
+      num_layers: Number of layers in a repeat, of at most S P.
+      layout: Layout of the stages.
     """
 
     form: Any
@@ -58,15 +62,17 @@ class StageWork:
         """Returns `jax.vmap(function, **settings)` over the stages.
 
         Args:
-          split: that the function calls.
+          function: Function of one stage's arrays.
+          split: A split program that the function calls, if any.
+          settings: Arguments of `jax.vmap`.
         """
         axes = self.layout.vmapped_axes(self.num_stages)
-        if split is not None and split.axes_by_hand is not None:
-            axes = axes if set(axes) <= split.axes_by_hand else ()
+        if split is not None and split.manual_axes is not None:
+            axes = axes if set(axes) <= split.manual_axes else ()
         return vmap_over(axes, function, **settings)
 
     def arrays(self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the arrays, [X, S, ...]; of the inputs a copy per stage."""
+        """Returns the arrays, [X, S, ...], with a copy of the inputs per stage."""
         return [*leaves, *of_each_stage(list(inputs), self.num_stages, self.layout, dim=1)]
 
     def assigned(self, arrays: Sequence[jax.Array]) -> Values:
@@ -74,94 +80,97 @@ class StageWork:
         return assigned_values(jax.tree.unflatten(self.form, arrays[: self.num_leaves]))
 
     def picked(self, arrays: Sequence[jax.Array], microbatch: Any, repeat: Any) -> list[jax.Array]:
-        """Returns the arrays of a microbatch and a repeat."""
+        """Returns the arrays of one microbatch and repeat."""
         return [pick(a, self.index(i, microbatch, repeat)) for i, a in enumerate(arrays)]
 
     def index(self, number: int, microbatch: Any, repeat: Any) -> Any:
-        """Returns the index of an array's part."""
+        """Returns the index of an array's part for this microbatch and repeat."""
         return repeat if number < self.num_leaves else microbatch
 
     def work(
         self, arrays: Sequence[jax.Array], key: Any, stage: jax.Array, microbatch: jax.Array,
         repeat: jax.Array, x: jax.Array,
     ) -> tuple[jax.Array, Values]:
-        """Returns a stage's (x, assigned values [P, ...]) in a tick, of its picked arrays.
+        """Returns a stage's (x, assigned values [P, ...]) in a tick, given `picked` arrays.
 
-        Its layers are unrolled, because a loop could not be split in two.
+        Layers are unrolled, because a loop could not be split in two.
         """
         leaves_P = arrays[: self.num_leaves]
         inputs = jax.tree.unflatten(self.inputs_form, arrays[self.num_leaves :])
-        num_places, values_P = len(leaves_P[0]), []
-        for place in range(num_places):
-            block = jax.tree.unflatten(self.form, [leaf[place] for leaf in leaves_P])
+        num_layers_here, values_P = len(leaves_P[0]), []
+        for index in range(num_layers_here):
+            block = jax.tree.unflatten(self.form, [leaf[index] for leaf in leaves_P])
             x, _, values = apply_layer_at(
-                block, x, stage * num_places + place, repeat, microbatch,
+                block, x, stage * num_layers_here + index, repeat, microbatch,
                 num_layers=self.num_layers,
-                has_free_places=num_places * self.num_stages > self.num_layers,
+                has_padding_layers=num_layers_here * self.num_stages > self.num_layers,
                 key=key, cache=None, **inputs, **self.others,
             )
             values_P.append(values)
         return x, jax.tree.map(lambda *values: jnp.stack(values), *values_P)
 
     def apart(self, number: int, array: jax.Array, dim: int) -> PyTree:
-        """Returns an array of the blocks as a list along its dim of places, an input unchanged.
+        """Returns an array of the blocks as a list along its dim of layers; inputs are unchanged.
 
-        Gradients are summed in this form: on TPU XLA does not find sums over devices behind the
-        pads with which JAX would stack the places' gradients.
+        Gradients are summed in this form. JAX would stack the gradients of layers by pads, and on
+        TPU, XLA does not find reductions over devices behind pads.
         """
         if number >= self.num_leaves:
             return array
         return [
-            jax.lax.index_in_dim(array, place, dim, keepdims=False)
-            for place in range(array.shape[dim])
+            jax.lax.index_in_dim(array, index, dim, keepdims=False)
+            for index in range(array.shape[dim])
         ]
 
     def together(self, number: int, array: PyTree) -> jax.Array:
-        """Returns the inverse of `apart` for [R, S, P, ...]."""
+        """Inverts `apart` for arrays [R, S, P, ...]."""
         return array if number >= self.num_leaves else jnp.stack(array, axis=2)
 
     def split(
         self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, values: Values
     ) -> SplitProgram:
-        """Splits a stage's backward pass: first the gradient of x, then those of floats, `apart`.
+        """Splits a stage's backward pass: first the gradient of x, then those of arrays.
 
-        Its arguments are those of `work`, then the gradients of x and of assigned values.
+        Its arguments are those of `work`, then the gradients of x and of assigned values. Gradients
+        of arrays have the form of `apart`.
 
         Args:
-          floats: indices of the arrays whose gradients are needed.
-          x_S: an array, or its shape and dtype.
-          values: assigned values, [R, S, P, ...], or their shapes; float ones have gradients.
+          arrays: Arrays of the work.
+          floats: Indices of the arrays whose gradients are needed.
+          key: Key of the pass, or None.
+          x_S: An array [S, rows, ...], or its shape and dtype.
+          values: Assigned values, [R, S, P, ...], or their shapes; float ones have gradients.
         """
         num_again = 5
 
         def program(*args: Any) -> tuple[jax.Array, list[jax.Array]]:
             arrays, *places = args[:num_again]
-            x, of_y, of_values = args[num_again:]
+            x, grad_y, grad_values = args[num_again:]
 
             def work(values: list, x: jax.Array) -> tuple[jax.Array, Values]:
                 given = dict(enumerate(arrays)) | dict(zip(floats, values, strict=True))
                 y, assigned = self.work(list(given.values()), *places, x)
-                return y, {path: assigned[path] for path in of_values}
+                return y, {path: assigned[path] for path in grad_values}
 
             _, pull = jax.vjp(work, [self.apart(i, arrays[i], 0) for i in floats], x)
-            of_floats, of_x = pull((of_y, of_values))
-            return of_x, of_floats
+            grad_floats, grad_x = pull((grad_y, grad_values))
+            return grad_x, grad_floats
 
         index = jax.ShapeDtypeStruct((), self.stages.dtype)
-        of_values = {
+        grad_values = {
             path: a for path, a in values.items() if jnp.issubdtype(a.dtype, jnp.inexact)
         }
-        arrays, of_values = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), (arrays, of_values)
+        arrays, grad_values = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), (arrays, grad_values)
         )
         x = jax.ShapeDtypeStruct(x_S.shape[1:], x_S.dtype)
-        args = arrays, key, index, index, index, x, x, of_values
+        args = arrays, key, index, index, index, x, x, grad_values
         with before_vmap(self.layout.vmapped_axes(self.num_stages)):
             return split_program(program, args, num_again)
 
 
 def added(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns `total` with `part` added to total[index], or to the only part there is."""
+    """Adds `part` to total[index], or to total[0] if that is the only entry."""
     index = 0 if total.shape[0] == 1 else index
     part += jax.lax.dynamic_index_in_dim(total, index, axis=0, keepdims=False)
     return jax.lax.dynamic_update_index_in_dim(total, part, index, axis=0)

@@ -1,6 +1,6 @@
-"""The ticks of a pipeline: a scan in which each stage works and then passes on its result.
+"""The ticks of a pipeline: a scan in which each stage works and then passes its result on.
 
-The stages are a dim of every array. XLA compiles a `jax.vmap` over it and a roll along it to one
+Stages are a dim of every array. XLA compiles a `jax.vmap` over it, and a roll along it, to one
 program per device and a collective-permute.
 """
 
@@ -28,8 +28,8 @@ from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.buffers import Handover
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 
-# R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
-# leading dims of their arrays: x_M is [M, rows, ...].
+# R repeats, S stages, P layers of one stage in one repeat, M microbatches. Suffixes of names are
+# the leading dims of arrays: x_M is [M, rows, ...].
 
 PyTree = Any
 Values = dict[tuple, jax.Array]
@@ -37,14 +37,19 @@ Values = dict[tuple, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """The layout of arrays with a dim of stages on the current mesh."""
+    """The layout of arrays with a dim of stages on the current mesh.
 
-    stage_axis: DimSplit  # How that dim splits.
-    row_split: SplitDims  # How [rows, ...] of activations split; None: XLA's choice.
+    Attributes:
+      stage_axis: Split of the dim of stages.
+      row_split: Split of activations [rows, ...]; None: XLA chooses it.
+    """
+
+    stage_axis: DimSplit
+    row_split: SplitDims
 
     @property
     def axis(self) -> Any:
-        """The mesh axis (or axes) of the stages, None without a mesh."""
+        """The mesh axis (or axes) of the stages; None without a mesh."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return None
@@ -60,9 +65,9 @@ class StageLayout:
         return math.prod(mesh.shape[axis] for axis in axes_of(self.axis))
 
     def vmapped_axes(self, num_stages: int) -> tuple[str, ...]:
-        """Returns the axes over which the stages can be vmapped; () if they do not divide.
+        """Returns the axes over which stages can be vmapped; () if they do not divide the stages.
 
-        Also () inside a `jax.shard_map`, where JAX refuses values that vary over the vmap's axes.
+        Also () inside a `jax.shard_map`, where JAX rejects values that vary over the vmap's axes.
         """
         is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
         divides = num_stages % self.num_devices == 0
@@ -71,10 +76,13 @@ class StageLayout:
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
     ) -> jax.Array:
-        """Constrains the layout of `x`: stages along `dim`, rows from `row_dim` on.
+        """Constrains the sharding of `x`: stages along `dim`, rows from `row_dim` on.
 
         Args:
-          rank: how many entries of row_split to use; None: all.
+          x: An array with a dim of stages.
+          dim: The dim of stages.
+          row_dim: The dim of rows; None: rows are not constrained.
+          rank: Number of entries of row_split to use; None: all.
         """
         axis, mesh = self.axis, jax.sharding.get_abstract_mesh()
         if axis is None:
@@ -107,16 +115,20 @@ def run_ticks(
     cache: PyTree, *, schedule: Schedule, num_layers: int, stream_io: bool,
     rematerialized: Callable[..., AbstractContextManager[Any]], layout: StageLayout,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Returns x_M after all blocks, the cache, and the assigned variables' new values.
+    """Returns x_M after all blocks, the cache, and the new values of assigned variables.
 
     Args:
-      blocks: a module with arrays [R, S, P, ...].
-      x_M: [M, rows, ...].
-      inputs_M: the blocks' inputs, [M, rows, ...], or [1, 1, ...] of one for all rows.
-      others: the inputs that are not arrays.
-      cache: [R, S, P, ...], of one microbatch; or None.
-      num_layers: of a repeat; they have the first of its S P places.
-      rematerialized: `remat` of a function of x and more, with its other arguments.
+      blocks: Module with arrays [R, S, P, ...].
+      x_M: Input of the first block, [M, rows, ...].
+      inputs_M: Other inputs of the blocks, [M, rows, ...], or [1, 1, ...] if shared by all rows.
+      others: Inputs that are not arrays.
+      key: Key of the pass, or None.
+      cache: Cache [R, S, P, ...] for one microbatch, or None.
+      schedule: The schedule of the ticks.
+      num_layers: Number of layers in a repeat, of at most S P.
+      stream_io: See Pipeline.
+      rematerialized: `remat` for a function of x and more, with its other arguments bound.
+      layout: Layout of the stages.
     """
     num_stages = schedule.num_stages
     stages = jnp.arange(num_stages)
@@ -128,21 +140,21 @@ def run_ticks(
         """Returns a stage's results in a tick."""
         inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
-        # Idle stages work on rows of the batch with any layer.
+        # Idle stages process rows of the batch with any layer.
         block_P, x, inputs = without_gradient_unless(is_valid, (block_P, x, inputs))
-        num_places = jax.tree.leaves(block_P)[0].shape[0]
-        first = stage * num_places
+        num_layers_here = jax.tree.leaves(block_P)[0].shape[0]
+        first = stage * num_layers_here
 
         def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
             block, place, cache = layer
             x, cache, values = apply_layer_at(
                 block, x, place, repeat, microbatch, num_layers=num_layers,
-                has_free_places=num_places * num_stages > num_layers,
+                has_padding_layers=num_layers_here * num_stages > num_layers,
                 key=key, cache=cache, **inputs, **others,
             )
             return x, (cache, values)
 
-        layers = block_P, first + jnp.arange(num_places), cache_P
+        layers = block_P, first + jnp.arange(num_layers_here), cache_P
         x, (new_cache_P, values_P) = jax.lax.scan(step, x, layers)
         cache_RP = jax.tree.map(
             lambda all_R, old, new: jax.lax.dynamic_update_index_in_dim(
@@ -183,14 +195,11 @@ def run_ticks(
 
 def apply_layer_at(
     block: Any, x: jax.Array, place: jax.Array, repeat: jax.Array, microbatch: jax.Array, *,
-    num_layers: int, has_free_places: bool, cache: PyTree, **inputs: Any,
+    num_layers: int, has_padding_layers: bool, cache: PyTree, **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Returns the result of `apply_layer` with the layer at a place of a repeat.
-
-    A place after the last layer returns x.
-    """
+    """Applies the layer at index `place` of a repeat; an index after the last layer returns x."""
     layer = repeat * num_layers + place
-    if not has_free_places:
+    if not has_padding_layers:
         return apply_layer(block, x, layer, microbatch, cache=cache, **inputs)
     exists = place < num_layers
     block, given = without_gradient_unless(exists, (block, x))
@@ -199,9 +208,9 @@ def apply_layer_at(
 
 
 def without_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
-    """Returns `tree`, whose gradient is stopped unless a condition holds.
+    """Stops the gradient of `tree` unless a condition holds.
 
-    Unused results may be NaN, and so would be their gradient: zero times NaN.
+    Unused results may be NaN, and so would their gradient: zero times NaN.
     """
 
     def cut(a: jax.Array) -> jax.Array:
@@ -217,7 +226,7 @@ def of_each_stage(
 ) -> PyTree:
     """Returns a copy of the blocks' inputs per stage: [S, M, rows, ...], or with dim 1 [M, S, ...].
 
-    The gradients of the stages are then summed once, after the last tick.
+    Gradients of the stages are then summed once, after the last tick.
     """
 
     def copied(a: jax.Array) -> jax.Array:
@@ -236,8 +245,13 @@ def gathered(
     """Returns `mean_update` of assigned variables, [R, S, P, ...], after one more tick.
 
     Args:
-      new_values: of a tick, [S, P, ...].
-      repeat, is_valid: of the stages' work, [S].
+      values: Their values before the tick.
+      old_values: Their values before the pass.
+      new_values: The tick's values, [S, P, ...].
+      repeat: Repeat of each stage's work, [S].
+      is_valid: Whether each stage's work is valid, [S].
+      schedule: The schedule of the ticks.
+      layout: Layout of the stages.
     """
     repeats = jnp.arange(schedule.circular_repeat)[:, None]
     is_worked_RS = (repeats == repeat[None]) & is_valid[None]
@@ -250,10 +264,10 @@ def gathered(
 
 
 def mean_update(old: jax.Array, new_M: jax.Array) -> jax.Array:
-    """Returns a variable's value after microbatches that each started from `old`."""
+    """Returns a variable's value after microbatches that each started with `old`."""
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return new_M[-1]
-    # A mean of differences: a value that no microbatch changed keeps its bits.
+    # A mean of differences, so that a value that no microbatch changed keeps its bits.
     return old + jnp.mean(new_M - old[None], axis=0)
 
 
@@ -261,7 +275,7 @@ def _gathered(
     value_RSP: jax.Array, old_RSP: jax.Array, new_SP: jax.Array, is_worked_RS: jax.Array,
     num_microbatches: int,
 ) -> jax.Array:
-    """Returns `mean_update` of the microbatches so far."""
+    """Returns `mean_update` for the microbatches so far."""
     is_worked = is_worked_RS.reshape(*is_worked_RS.shape, *[1] * (value_RSP.ndim - 2))
     if num_microbatches == 1 or not jnp.issubdtype(value_RSP.dtype, jnp.inexact):
         return jnp.where(is_worked, new_SP[None], value_RSP)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from praxis_lite.core import ConfigError, MeshConfig, constrain, make_mesh
 from praxis_lite.core.sharding.devices.axis_types import (
     UnevenType,
-    has_no_type,
+    is_type_error,
     mesh_of,
     type_spec,
     untyped,
@@ -132,7 +132,7 @@ def test_what_is_computed_untyped_is_typed_again():
     x = np.arange(32, dtype=np.float32).reshape(8, 4)
     with pytest.raises(Exception, match="should be replicated") as refused:
         typed(lambda x: scanned(constrain(x, ("data", None))), x)
-    assert has_no_type(refused.value)
+    assert is_type_error(refused.value)
     rows = PartitionSpec("data", None)
     specs, actual = typed(lambda x: untyped(scanned, constrain(x, ("data", None)), out=rows), x)
     assert specs == [rows]
@@ -140,8 +140,8 @@ def test_what_is_computed_untyped_is_typed_again():
 
 
 def test_other_errors_are_not_of_types():
-    assert not has_no_type(ValueError("weights must be positive"))
-    assert not has_no_type(ConfigError("a sharding is wrong"))
+    assert not is_type_error(ValueError("weights must be positive"))
+    assert not is_type_error(ConfigError("a sharding is wrong"))
 
 
 def test_a_mesh_without_types_said_has_auto_axes():

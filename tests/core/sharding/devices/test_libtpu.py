@@ -87,4 +87,4 @@ def test_jax_names_its_libtpu_as_it_is_read_here(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.0.0" if name == "libtpu" else "1"
     )
-    assert "goes with libtpu 0.0." in libtpu.mismatch()
+    assert "requires libtpu 0.0." in libtpu.mismatch()

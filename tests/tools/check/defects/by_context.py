@@ -42,7 +42,7 @@ def _sent(change):
     def new(old):
         return lambda self, tree, step: change(old, self, tree, step)
 
-    return replaced(f"{RING}.sent", new)
+    return replaced(f"{RING}.shift", new)
 
 
 def _pieces(change):
@@ -126,7 +126,7 @@ DEFECTS += [
         "positions begin anew on each device": _starts(lambda ring, start, length: start * 0),
         "the zig-zag is not undone": IN_A_RING["the zig-zag is not undone"],
         "the mask is lost": replaced(
-            f"{KERNELS}.context_parallel:of_queries",
+            f"{KERNELS}.context_parallel:mask_of_queries",
             lambda old: lambda mask, *rest: _without(right_context=None)(
                 old(mask, *rest), None, None)[0]),
     }.items()

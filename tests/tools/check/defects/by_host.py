@@ -6,14 +6,14 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.models.layers_apart import HostWeight
+from praxis_lite.core.models.stacked_weights import HostWeight
 from praxis_lite.core.sharding.memory_spaces import to_device, to_host
 from praxis_lite.layers import Repeat
 from tests.tools.check import tiny
 from tests.tools.check.defects.defect import Defect, after, first_part, num_devices
 
 LEARNER = "praxis_lite.core.learner.update"
-FETCHED = "praxis_lite.core.models.layers_apart:HostWeight.fetched"
+FETCHED = "praxis_lite.core.models.stacked_weights:HostWeight.to_device"
 
 
 class Offloaded(tiny.Lm):
@@ -50,7 +50,7 @@ CHANGES = {
     "an average left there": (f"{LEARNER}:moving_average", _if_split(
         lambda average, old, params, decay, n: old)),
     "weights fetched for the layer before": (
-        "praxis_lite.core.partitioner.train_state:StateLayout.in_layers",
+        "praxis_lite.core.partitioner.train_state:StateLayout.wrap_host_weights",
         _if_split(_of_the_layer_before)),
     "weights fetched in part": (FETCHED, _if_split(lambda x, *_: first_part(x, 2))),
     "gradients of weights left there": (FETCHED, _if_split(

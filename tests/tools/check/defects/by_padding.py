@@ -87,7 +87,7 @@ def _weights_of_filler(inputs, batch, *_):
     return {**inputs, "weights": jnp.maximum(inputs["weights"], 1e-3)}
 
 
-ROWS = "praxis_lite.core.partitioner.task_on_mesh:true_rows"
+ROWS = "praxis_lite.core.partitioner.task_on_mesh:drop_padding_rows"
 DEFECTS += [
     Defect("rows of padding enter the batch", tiny.Points, replaced(ROWS, lambda _: _all_rows),
            (5, 1)),

@@ -112,9 +112,9 @@ IN_1F1B = {
     "a stage goes backward with the inputs of the tick before": after(
         f"{INTERLEAVED}.tick_forward", lambda tick, *_: tick - 1),
     "a microbatch's weights' gradients are counted twice": _carried(
-        "weights", lambda new, ticks, old, t: new._replace(of_floats=jax.tree.map(
+        "weights", lambda new, ticks, old, t: new._replace(grad_floats=jax.tree.map(
             lambda a, b: jnp.where(t == ticks.schedule.first_weights, 2 * b - a, b),
-            old.of_floats, new.of_floats,
+            old.grad_floats, new.grad_floats,
         ))),
     "weights' gradients are those of another microbatch": replaced(
         f"{TICKS}:InterleavedTicks.weights",
@@ -124,8 +124,8 @@ IN_1F1B = {
         f"{PIPELINING}.split_model:SplitModel.enter_gradient",
         lambda old: lambda self, m, of_x: jax.tree.map(jnp.zeros_like, old(self, m, of_x))),
     "the first loss's gradient does not set out": _carried(
-        "leave", lambda new, ticks, old, y_S, t: new._replace(of_x_S=jnp.where(
-            t == ticks.schedule.first_backward, jnp.zeros_like(new.of_x_S), new.of_x_S))),
+        "leave", lambda new, ticks, old, y_S, t: new._replace(grad_x_S=jnp.where(
+            t == ticks.schedule.first_backward, jnp.zeros_like(new.grad_x_S), new.grad_x_S))),
     "microbatches count alike, whatever their weight": after(
         f"{PIPELINING}.split_model:SplitModel.leave",
         lambda left, *_: _of_weight_one(*left)),
@@ -133,7 +133,7 @@ IN_1F1B = {
         "leave", lambda new, ticks, *_: new._replace(
             reported_M=jax.tree.map(lambda a: a.at[0].set(a[-1]), new.reported_M))),
     "stages have each other's layers": after(
-        "praxis_lite.layers.stacking.pipelines:with_free_places",
+        "praxis_lite.layers.stacking.pipelines:pad_stages",
         lambda tree, *_: jax.tree.map(lambda a: jnp.flip(a, 1), tree)),
 }
 IN_THE_LAYER = {

@@ -1,0 +1,76 @@
+"""Forms of stacked weights that a model accepts: one array per layer, or arrays in host memory."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from praxis_lite.core.sharding.memory_spaces import to_device
+from praxis_lite.core.sharding.padding import unpad_tree
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class UnstackedLayers:
+    """A stacked weight as one array per layer, without the stacked dims.
+
+    A loop that indexes into a stack copies the layer's weight; in decoding, that is a copy per
+    token. Separate arrays are read in place.
+    """
+
+    layers: list[Any]
+
+
+def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list[Any] | None:
+    """Returns a module per layer if the weights of `blocks` are `UnstackedLayers`, else None.
+
+    Args:
+      blocks: A module whose arrays are stacks of layers.
+      num_layers: Number of layers.
+      num_stacked: Number of leading dims that stack layers, for arrays that are still stacks.
+    """
+    is_unstacked = lambda x: isinstance(x, UnstackedLayers)  # noqa: E731
+    if not any(map(is_unstacked, jax.tree.leaves(blocks, is_leaf=is_unstacked))):
+        return None
+
+    def layer(index: int) -> Any:
+        return jax.tree.map(
+            # Arrays that are not weights, such as a layer's statistics, are still stacks.
+            lambda x: x.layers[index] if is_unstacked(x)
+            else x.reshape(-1, *x.shape[num_stacked:])[index],
+            blocks, is_leaf=is_unstacked,
+        )
+
+    return [layer(index) for index in range(num_layers)]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["shape", "spec"]
+)
+@dataclasses.dataclass(frozen=True)
+class HostWeight:
+    """A stacked weight in host memory, or one layer of it.
+
+    Attributes:
+      stored: Padded array in host memory.
+      shape: Logical shape of the entire stack.
+      spec: PartitionSpec of the entire stack.
+    """
+
+    stored: Any
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+
+    def to_device(self) -> jax.Array:
+        """Returns the unpadded weight in device memory."""
+        num_indexed = len(self.shape) - self.stored.ndim  # Stacked dims that a scan has indexed.
+        shape = jax.ShapeDtypeStruct(self.shape[num_indexed:], self.stored.dtype)
+        return unpad_tree(to_device(self.stored), shape, PartitionSpec(*self.spec[num_indexed:]))
+
+
+def weights_to_device(block: Any) -> Any:
+    """Returns a module with its `HostWeight`s replaced by arrays in device memory."""
+    is_weight = lambda x: isinstance(x, HostWeight)  # noqa: E731
+    return jax.tree.map(lambda x: x.to_device() if is_weight(x) else x, block, is_leaf=is_weight)
