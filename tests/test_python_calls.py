@@ -202,8 +202,8 @@ def test_an_exception_of_the_users_comes_through_and_nothing_stays_locked(
     ({"settings": {"run.num_train_steps": "many"}}, "num_train_steps: found 'many', expected int"),
     ({"settings": {"run.num_train_steps": 1.5}}, "found '1.5', expected int"),
     ({"settings": "run.seed=1"}, "settings is 'run.seed=1'"),
-    ({"hooks": [print]}, r"hooks\[0\] is <built-in function print>; wanted is a Hook"),
-    ({"packages": "jobzoo"}, "packages is 'jobzoo'; wanted is a list"),
+    ({"hooks": [print]}, r"hooks\[0\] is <built-in function print>; expected a Hook"),
+    ({"packages": "jobzoo"}, "packages is 'jobzoo'; expected a list"),
 ])
 def test_what_is_wrong_is_a_config_error_at_once(tmp_path, arguments, words):
     with as_launched(), pytest.raises(ConfigError, match=words):

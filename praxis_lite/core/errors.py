@@ -27,7 +27,7 @@ class OutOfMemory(ConfigError):
 
 
 def require(condition: bool, setting: str, found: object, wanted: str, change: str = "") -> None:
-    """Checks a setting: "SETTING is FOUND; wanted is WANTED. CHANGE".
+    """Checks a setting: "SETTING is FOUND; expected WANTED. CHANGE".
 
     Args:
       condition: False: the setting is wrong.
@@ -40,7 +40,7 @@ def require(condition: bool, setting: str, found: object, wanted: str, change: s
       ConfigError: the condition is False.
     """
     if not condition:
-        message = f"{setting} is {shown(repr(found))}; wanted is {wanted}."
+        message = f"{setting} is {shown(repr(found))}; expected {wanted}."
         raise ConfigError(f"{message} {change}".rstrip())
 
 
@@ -53,7 +53,7 @@ def require_choice(setting: str, found: object, choices: Collection[str]) -> Non
     if found not in list(choices):  # A dict would hash what was found.
         near = did_you_mean(str(found), choices)
         raise ConfigError(
-            f"{setting} is {shown(repr(found))}; wanted is one of {', '.join(choices)}.{near}"
+            f"{setting} is {shown(repr(found))}; expected one of {', '.join(choices)}.{near}"
         )
 
 

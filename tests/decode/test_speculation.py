@@ -190,7 +190,7 @@ GROWING = {"transformer_layer_tpl": fdl.Partial(
     (GROWING, 2, r"num_speculative_tokens.*rotary_position_emb has angles that grow"),
     (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*has h, window.*to 0"),
     (EXPERTS, 2, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
-    (WINDOW, 17, r"num_speculative_tokens is 17; wanted is 16 or less.*self_attention.*a window"),
+    (WINDOW, 17, r"num_speculative_tokens is 17; expected 16 or less.*self_attention.*a window"),
 ])
 def test_a_model_that_cannot_take_drafts_back_is_refused_before_anything_compiles(
     layer, most, message

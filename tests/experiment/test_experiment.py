@@ -102,7 +102,7 @@ def test_other_wrong_returns_say_what_to_write():
 def test_a_wrong_setting_of_the_run_names_its_path_and_value(field, value):
     with pytest.raises(ConfigError) as caught:
         RunConfig(**{"num_train_steps": 7, field: value})
-    assert str(caught.value).startswith(f"run.{field} is {value!r}; wanted is a whole number")
+    assert str(caught.value).startswith(f"run.{field} is {value!r}; expected a whole number")
 
 
 def test_the_runs_defaults_and_limits_are_accepted():

@@ -120,7 +120,7 @@ def test_an_error_about_a_file_names_the_setting(recorded):
 @pytest.mark.parametrize(
     ("message", "is_about_setting"),
     [
-        ("Sample.temperature is -1; wanted is 0 or more.", True),
+        ("Sample.temperature is -1; expected 0 or more.", True),
         ("inputs_split_mapping.map_1d: no.", True),
         ("The mesh of mesh.ici_mesh_shape needs 8.", True),
         ("There are no decode datasets. Add decode_datasets().", True),

@@ -50,9 +50,9 @@ REFUSED = {
     "BuiltOptimizer": r"is built already.* Write fdl.Partial\(optax.adamw, .* in place of optax.ad",
     "NoDecayMethod": r"'decay_method'. Give it .*: fdl.Partial\(adafactor, decay_method=...\)",
     "NoRate": "scale_by_adam cannot be called with just learning_rate: got an unexpected keyword",
-    "NamedOptimizer": r"is 'adamw'; wanted is a function .* such as fdl.Partial\(optax.adamw",
+    "NamedOptimizer": r"is 'adamw'; expected a function .* such as fdl.Partial\(optax.adamw",
     "NoOptimizer": "returns_rate returns a float, which is not an optax.GradientTransformation",
-    "NamedRate": "learning_rate is '1e-3'; wanted is a number, or a schedule",
+    "NamedRate": "learning_rate is '1e-3'; expected a number, or a schedule",
     "UnbuiltSchedule": r"Configure a schedule as fdl.Config\(linear_schedule, ...\)",
     "PartialLearner": r"LossTask.learner is a partial; wanted is a Learner: fdl.Config\(Learner",
     "ConfigModel": r"task.model: Mlp cannot be made: .*'rngs'.* write fdl.Partial\(Mlp, ...\)",
@@ -171,7 +171,7 @@ def test_options_that_there_are_not_are_told_the_nearest():
         ("--job_dir=x",): "--job_log_dir?",
         ("run.seed=3",): "--set run.seed=3",
         ("--run.seed=3",): "--set run.seed=3",
-        ("--mode=test",): "'test'; wanted is one of train, eval, decode",
+        ("--mode=test",): "'test'; expected one of train, eval, decode",
         ("--mode=eval", "--step=last"): "'last'",
     }.items():
         assert words in refused(*argv)

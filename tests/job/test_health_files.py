@@ -92,7 +92,7 @@ def test_a_job_is_ready_from_its_first_step_to_its_last(tmp_path, monkeypatch):
     [
         (["--health_dir=JOB/health"], "--health_dir.*outside --job_log_dir"),
         (["--health_dir=FILE/health"], "--health_dir=.*cannot be written.*directory of this host"),
-        (["--grace_seconds=0"], "--grace_seconds is 0; wanted is a number of seconds, 1 or more"),
+        (["--grace_seconds=0"], "--grace_seconds is 0; expected a number of seconds, 1 or more"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_compiles(tmp_path, flags, words):

@@ -171,7 +171,7 @@ def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
     expected = decoded(job)
     actual = model.generate(texts, temperature=1.5, num_samples=2, seed=7)
     assert without_scores(actual) == without_scores(expected) and len(actual) == 6
-    with pytest.raises(ConfigError, match=r"weights_dtype is 'int4'; wanted is one of activ"):
+    with pytest.raises(ConfigError, match=r"weights_dtype is 'int4'; expected one of activ"):
         model.generate(texts, weights_dtype="int4")
     stopped = model.generate(texts, decoder=Greedy(max_decode_steps=2))
     assert {item["decode_length"] for item in stopped} <= {1, 2}

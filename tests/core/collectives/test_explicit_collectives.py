@@ -393,9 +393,9 @@ def refused(match, **settings):
 
 def test_data_axes_are_axes_of_the_mesh():
     refused(r"\('dat',\); .* \('data', 'mdl'\), each once. Did you mean data", data_axes=("dat",))
-    refused("wanted is one axis or more", data_axes=())
+    refused("expected one axis or more", data_axes=())
     refused("each once", data_axes=("data", "data"))
-    refused(r"data_axes \('data',\) is 1; wanted is 2 or more.*gradients out", mesh_shape=(1, 2))
+    refused(r"data_axes \('data',\) is 1; expected 2 or more.*gradients out", mesh_shape=(1, 2))
 
 
 def test_a_dim_is_split_by_hand_or_by_the_compiler():

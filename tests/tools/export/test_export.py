@@ -303,13 +303,13 @@ def test_bfloat16_and_scalars_are_weights_too(tmp_path):
 
 
 @pytest.mark.parametrize("what, given, message", [
-    ("decode", {"given": ["ids=int32"]}, "--inputs is 'ids=int32'; wanted is NAME=DTYPE"),
+    ("decode", {"given": ["ids=int32"]}, "--inputs is 'ids=int32'; expected NAME=DTYPE"),
     ("decode", {"given": ["ids=int65[2,3]"]}, "int65.*wanted is a dtype"),
     ("decode", {"given": ["ids=int64[2,3]"]}, "int64.*wanted is a dtype"),
     ("decode", {"given": ["ids=int32[2,0]"]}, "dims of 1 or more"),
     ("decode", {"given": ["ids=int32[2,3]", "weights=float32[b]"]}, "ids 2, weights b.*the same"),
     ("decode", {"given": ["ids=int32[2,3]"], "batch": "2"}, "--batch or --length next to --inputs"),
-    ("decode", {"batch": "0", "length": 3}, "--batch is '0'; wanted is 1 or more, or b"),
+    ("decode", {"batch": "0", "length": 3}, "--batch is '0'; expected 1 or more, or b"),
     ("decode", {"batch": "2", "length": 0}, "--length is 0"),
     ("decode", {"batch": "2"}, "no decode_datasets.*--length=TOKENS"),
     ("predict", {"length": 2}, "no datasets.*--inputs"),
@@ -355,7 +355,7 @@ def test_what_decodes_nothing_is_refused_and_so_are_foreign_platforms(model):
     with pytest.raises(ConfigError, match="Silent decodes nothing.*--what=predict"):
         inputs_of(task, "decode", {})
     inputs = inputs_of(model[0].task, "predict", {}, batch="2", length=3)
-    with pytest.raises(ConfigError, match="--platforms is 'gpu'; wanted is one of cpu, cuda"):
+    with pytest.raises(ConfigError, match="--platforms is 'gpu'; expected one of cpu, cuda"):
         exported_program(model[0], "predict", inputs, ["gpu"])
 
 

@@ -139,7 +139,7 @@ def test_what_is_no_language_model_of_text_is_an_error(loaded):
         asked(fdl.copy_with(loaded.experiment.task, tokenizer=None))
     bidirectional = experiment("lm.PyDocs")
     bidirectional.model.model_type = "bidirectional"
-    with pytest.raises(ConfigError, match="model_type is 'bidirectional'; wanted is 'causal'"):
+    with pytest.raises(ConfigError, match="model_type is 'bidirectional'; expected 'causal'"):
         asked(bidirectional)
     with pytest.raises(ConfigError, match="model is 'str'"):
         evaluated_model("job")

@@ -7,11 +7,11 @@ from praxis_tools.lm_eval import model_args
 
 
 @pytest.mark.parametrize("given, words", [
-    ({}, "the number in --model_args is 0; wanted is 1"),
+    ({}, "the number in --model_args is 0; expected 1"),
     ({"job": "a", "pretrained": "b"}, "the number in --model_args is 2"),
     ({"job": "a", "dtype": "float32"}, "gives the model dtype='float32'; known here are job"),
     ({"jobs": "a"}, "Did you mean job"),
-    ({"job": "a", "mesh": "4,2"}, "mesh is '4,2'; wanted is 'attached', 'job', or devices"),
+    ({"job": "a", "mesh": "4,2"}, "mesh is '4,2'; expected 'attached', 'job', or devices"),
     ({"job": "a", "mesh": 8}, "mesh is 8"),
     ({"pretrained": "a", "step": 3}, "step, next to pretrained=DIR, is 3"),
     ({"job": "no_such_job"}, "no_such_job"),

@@ -40,7 +40,7 @@ def test_bytes_have_nothing_before_them_and_an_empty_context_is_the_end_of_the_t
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"add_bos_token": True}, "no beginning of a text, is True; wanted is False or None"),
+    ({"add_bos_token": True}, "no beginning of a text, is True; expected False or None"),
     ({"add_bos_token": "yes"}, "add_bos_token is 'yes'"),
     ({"prefix_token_id": 257}, "prefix_token_id is 257; .*256"),
 ])  # fmt: skip

@@ -67,7 +67,7 @@ def test_values_are_told_from_sequences_by_the_field(settings, searched):
     ([f"{MESH}=(1,3,2),(1,2,x)"], "1,2,x"),
     # A text with a comma, or two texts?
     ([f"{FILES}=a/*,b"], rf"'{FILES}=\"a/\*,b\"' .* '{FILES}=\"a/\*\",\"b\"' "),
-    ([f"{RATE}=1e-2..1e-3"], "0.01; wanted is below its upper end 0.001"),
+    ([f"{RATE}=1e-2..1e-3"], "0.01; expected below its upper end 0.001"),
     ([f"{RATE}=0..1:log"], "above 0"),
     ([f"{RATE}=1,2", f"{RATE}=3"], "how often it is given is 2"),
 ])
