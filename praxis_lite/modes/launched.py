@@ -116,9 +116,9 @@ def job_on_mesh(
 
         partitioner = partitioner_of(job, checked_for)
 
-        from praxis_lite.trainer.checks.memory import saying_what_is_large
+        from praxis_lite.trainer.checks.memory import explaining_out_of_memory
 
-        with saying_what_is_large(partitioner.layout):
+        with explaining_out_of_memory(partitioner.layout):
             yield JobOnMesh(partitioner, job, command.job_dir)
 
 

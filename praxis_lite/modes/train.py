@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from praxis_lite.trainer.hooks.hook import Hook
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
     from praxis_lite.trainer.job_tools import JobTools
-    from praxis_lite.trainer.trainer import Trained
+    from praxis_lite.trainer.trainer import TrainingResult
 
 
 class LastStepUnsound(ConfigError):
@@ -138,7 +138,7 @@ def trained(
     command: CommandLine, launched: "LaunchedConfig", tools: "JobTools", *,
     hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
     stop_request: type[StopRequest] = StopRequest,
-) -> "tuple[JobOnMesh, Trained]":
+) -> "tuple[JobOnMesh, TrainingResult]":
     """Trains the experiment of a command line; returns its job and the result.
 
     Args:

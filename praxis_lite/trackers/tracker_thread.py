@@ -72,7 +72,7 @@ class TrackerThread(threading.Thread):
             self._recorded_step, self._recorded_evaluation = recorded_step, recorded_evaluation
         self._call(self._tracker.go_on_from, step)
 
-    def made(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log_step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Gives the tracker the numbers of a step, if it is due."""
         if step <= self._recorded_step or not self.is_due(step):
             return
@@ -83,7 +83,7 @@ class TrackerThread(threading.Thread):
             self._newest_at = now
         self._call(self._tracker.scalars, step, numbers)
 
-    def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+    def log_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Gives the tracker the metrics of an evaluation, by dataset."""
         if step > self._recorded_evaluation:
             numbers = {

@@ -27,7 +27,7 @@ class StuckBeats(Beats):
 
     def __init__(self, seconds: float):
         super().__init__(seconds)
-        events.tell(own)
+        events.add_listener(own)
         self._decision = Decision(processes.count())
         self._asked: dict[int, str] = {}  # Stuck processes that are asked, and their stacks.
         self._num_asked, self._reported = 0, ()

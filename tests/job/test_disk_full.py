@@ -98,7 +98,7 @@ def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def failing(job, fails, number):
     """Lets the files of lines of a job fail at some steps, by an error of that number."""
-    fstat_of, add = os.fstat, kept_lines.KeptLines.add
+    fstat_of, add = os.fstat, kept_lines.RetryingLineWriter.add
 
     def fstat(file):
         name = os.readlink(f"/proc/self/fd/{file}")
@@ -113,7 +113,7 @@ def failing(job, fails, number):
     fstat.step = 0
     with (
         mock.patch.object(os, "fstat", fstat),
-        mock.patch.object(kept_lines.KeptLines, "add", noting),
+        mock.patch.object(kept_lines.RetryingLineWriter, "add", noting),
         mock.patch.object(kept_lines, "_RETRY_SECONDS", 0.0),
     ):
         yield
@@ -160,7 +160,7 @@ def test_tensorboard_says_so_once_and_training_goes_on(tmp_path):
         thread.go_on_from(0, 0, 0)
         thread.start()
         for step in range(1, 50):
-            thread.made(step, {"loss": 2.5})
+            thread.log_step(step, {"loss": 2.5})
         while not thread.notes:
             time.sleep(0.01)
     thread.end("finished")

@@ -27,8 +27,8 @@ def test_one_process_exchanges_with_itself_and_asks_no_device():
 
 def test_one_process_agrees_with_itself_at_once(mesh_of):
     consensus = StopConsensus(mesh_of(1, 4, 2))
-    consensus.host_worked(5.0)
-    assert [consensus.reached(wanted) for wanted in (False, True, False)] == [False, True, False]
+    consensus.add_host_seconds(5.0)
+    assert [consensus.should_stop(wanted) for wanted in (False, True, False)] == [False, True, False]
 
 
 class FakeDevice:

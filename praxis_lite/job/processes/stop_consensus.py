@@ -25,7 +25,7 @@ class StopConsensus:
     The processes meet over a mesh.
 
     Attributes:
-      wanted_by: the processes that wanted to stop when `reached` last returned True, as text.
+      stop_reason: the processes that wanted to stop when `reached` last returned True, as text.
       save_is_due: True if a checkpoint was due by the first process's clock, when `reached` was
         last called; the same on all processes.
       profile_steps: how many steps a process asked to profile, as the last call of `reached`
@@ -34,7 +34,7 @@ class StopConsensus:
     """
 
     def __init__(self, mesh: Mesh):
-        self.wanted_by, self.save_is_due, self.profile_steps = "this process", False, 0
+        self.stop_reason, self.save_is_due, self.profile_steps = "this process", False, 0
         self.end_is_due = False
         self._has_saved = False
         self._is_alone = jax.process_count() == 1
@@ -50,7 +50,7 @@ class StopConsensus:
         self._own_seconds = 0.0
         self._slow = SlowHosts()
 
-    def host_worked(self, seconds: float) -> None:
+    def add_host_seconds(self, seconds: float) -> None:
         """Adds to what this process's own work, such as waiting for data, took in this step."""
         if not self._is_alone:
             self._own_seconds += seconds
@@ -59,7 +59,7 @@ class StopConsensus:
         """Notes that a checkpoint was just begun, so an earlier request for one is void."""
         self.save_is_due, self._has_saved = False, True
 
-    def reached(
+    def should_stop(
         self, wanted: bool, save_is_due: bool = False, profile_steps: int = 0,
         end_is_due: bool = False,
     ) -> bool:
@@ -99,7 +99,7 @@ class StopConsensus:
         self.end_is_due = bool(words[0, 4])
         asking = np.flatnonzero(words[:, 0]).tolist()
         if asking:
-            self.wanted_by = f"a signal to {' and '.join(map(processes.name, asking))}"
+            self.stop_reason = f"a signal to {' and '.join(map(processes.name, asking))}"
         return bool(asking)
 
 

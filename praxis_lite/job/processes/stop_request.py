@@ -26,7 +26,7 @@ class StopRequest(signals.SignalListener):
 
     Attributes:
       reason: what asked this process to end, such as "SIGTERM", or None.
-      profile_is_asked: SIGUSR1 came; the code that makes the profile resets it.
+      profile_requested: SIGUSR1 came; the code that makes the profile resets it.
     """
 
     def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
@@ -39,7 +39,7 @@ class StopRequest(signals.SignalListener):
         self._has_stepped = self._leaves = False
         self._status = 0  # Of an end before any step.
         self.reason: str | None = None
-        self.profile_is_asked = False
+        self.profile_requested = False
 
     def __enter__(self) -> "StopRequest":
         if self._time_limit_seconds is not None:
@@ -78,7 +78,7 @@ class StopRequest(signals.SignalListener):
             self._wakes_at = time.monotonic() + seconds
 
     def _profile_asked(self) -> None:
-        self.profile_is_asked = True
+        self.profile_requested = True
         begins = "after the running step" if self._has_stepped else "after the first step"
         signals.say(f"{signals.name(signals.PROFILES)}: a profile begins {begins}")
 
