@@ -86,7 +86,7 @@ def test_a_request_that_cannot_be_read_is_reported_once(tmp_path):
 
 def test_sigusr1_asks_for_a_profile_in_training_and_ends_nothing_outside_of_it(monkeypatch):
     lines = []
-    monkeypatch.setattr(signals, "say", lines.append)
+    monkeypatch.setattr(signals, "write_line", lines.append)
     with EndsBySignal():
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -79,7 +79,7 @@ class ProfileEnds(Hook):
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
         self._profiler.note = loop.note
-        if not loop.stop.hears_profiles:
+        if not loop.stop.handles_profile_signal:
             loop.note(
                 "note: SIGUSR1 does not request a profile, because training does not run in the "
                 "main thread or the program has installed a handler for SIGUSR1; create the file "

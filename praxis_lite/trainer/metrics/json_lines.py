@@ -110,7 +110,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         file.seek(cut)
         lost, kept = [], []
         for text in file:
-            (lost if _parsed(text)["step"] > last else kept).append(text)
+            (lost if _parse_line(text)["step"] > last else kept).append(text)
         _add_to(self.lost_path, b"".join(lost))
         if kept:
             # Lines of other processes, between the lost ones. Replace the file atomically.
