@@ -9,7 +9,7 @@ from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.experiment.launched_config import config_of_job
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.processes.row_digests import fingerprint_digest
-from praxis_lite.job.examples.history import History, Part, history_of
+from praxis_lite.job.examples.history import History, Segment, history_of
 from praxis_lite.job.examples.lines import read_record
 from praxis_lite.job.job_dir import JobDir
 
@@ -130,7 +130,7 @@ def train_pipeline(
         return build(config.datasets[TRAIN])
 
 
-def _words(part: Part) -> str:
+def _words(part: Segment) -> str:
     """Returns a line on the steps of a start, with its processes and mesh."""
     first = part.starts[0]
     mesh = ", ".join(f"{axis} {size}" for axis, size in first.mesh.items())

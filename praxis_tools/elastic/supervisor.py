@@ -50,8 +50,10 @@ class _Leaves(signals.SignalListener):
 
     def _on_signal(self, signum: int) -> None:
         self.reason = signals.name(signum)
-        signals.write_line(f"{self.reason}: this process leaves the job after the running step; a second "
-                    "signal ends it at once")
+        signals.write_line(
+            f"{self.reason}: this process leaves the job after the running step; a second signal "
+            "ends it at once"
+        )
 
 
 class Supervisor:

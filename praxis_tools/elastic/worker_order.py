@@ -148,8 +148,8 @@ def report_progress() -> None:
     """Begins to report the progress of this worker, once a second, from a thread.
 
     The supervisor gets `progress`, the fields of `Progress`, and `stacks_file`, the path for
-    `stacks.request_stacks`. Once the worker waits it also gets `stacks`, and `first_collectives`: for
-    each process, as text, the first collective of a training step that needs its devices.
+    `stacks.request_stacks`. Once the worker waits it also gets `stacks`, and `first_collectives`:
+    for each process, as text, the first collective of a training step that needs its devices.
     """
     report(stacks_file=install_stacks_handler())
     threading.Thread(target=_report_progress, name="progress", daemon=True).start()

@@ -42,7 +42,7 @@ def test_a_reader_that_goes_away_ends_what_only_prints_and_no_training(what, tmp
     if what == "goes on":
         assert code == 0 and (tmp_path / "done").read_text() == "at the end\n"
         first, second = err.splitlines()
-        assert first.startswith("standard output cannot be written (Broken pipe); the job continues")
+        assert first.startswith("standard output cannot be written (Broken pipe); the job")
         assert second == "and an error"
     else:
         assert (code, err) == (141, "") and not (tmp_path / "done").exists()

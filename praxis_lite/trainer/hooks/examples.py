@@ -19,7 +19,7 @@ from praxis_lite.inputs.processes.row_digests import (
 )
 from praxis_lite.job import processes
 from praxis_lite.job.events import events
-from praxis_lite.job.examples.lines import Start, Stretch, line_of, next_start
+from praxis_lite.job.examples.lines import RowSpan, Start, line_of, next_start
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.job.processes.same_everywhere import versions
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
@@ -78,7 +78,7 @@ class Examples(Hook):
         if not self._steps:
             return
         first, last, fed = self._batches[0], self._batches[-1], set(self._batches)
-        stretch = Stretch(
+        stretch = RowSpan(
             start=self._number, process=processes.index(),
             steps=(self._steps[0], self._steps[-1]), batches=(first, last),
             skipped=tuple(index for index in range(first, last + 1) if index not in fed),

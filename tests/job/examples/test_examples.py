@@ -17,8 +17,8 @@ from praxis_lite.inputs.processes.row_digests import row_digests, total
 from praxis_lite.job.examples.history import history_of
 from praxis_lite.job.examples.lines import (
     Record,
+    RowSpan,
     Start,
-    Stretch,
     line_of,
     next_start,
     read_record,
@@ -214,7 +214,7 @@ def starts(*steps, processes=1, rows=(((0, 7),),), **others):
 
 
 def stretch(start, first, last, process=0):
-    return Stretch(
+    return RowSpan(
         start=start, process=process, steps=(first, last), batches=(first - 1, last - 1),
         skipped=(), digest=f"{1:016x}",
     )
