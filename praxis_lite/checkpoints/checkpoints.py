@@ -146,7 +146,7 @@ class Checkpoints:
         return self._queue.retry_is_due()
 
     def wait(self) -> None:
-        """Waits for the save in progress; raises FailedSave if it fails, because no retry follows."""
+        """Waits for the save in progress; raises FailedSave if it fails, without a retry."""
         if self._queue is not None:
             self._queue.settle(retries=0)
 

@@ -81,7 +81,7 @@ def test_jobs_in_a_directory_that_is_none_or_beside_it_are_named(tmp_path):
     job_at(tmp_path / "jobs" / "other")
     with pytest.raises(ConfigError, match=r"warmup77 .* mean warmup7, in .*/jobs\."):
         open_for_reading(tmp_path / "jobs" / "warmup77")
-    with pytest.raises(ConfigError, match="trained: .*/jobs/other, .*/jobs/warmup7"):
+    with pytest.raises(ConfigError, match="trained job: .*/jobs/other, .*/jobs/warmup7"):
         open_for_reading(tmp_path / "jobs")
 
 

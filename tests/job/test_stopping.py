@@ -223,7 +223,7 @@ def test_what_is_ignored_stays_ignored():
     line = process.stderr.readline()
     if line.startswith("nohup"):
         line = process.stderr.readline()
-    assert line.startswith("SIGTERM: ending when")
+    assert line.startswith("SIGTERM: ending after")
     process.kill()
     process.communicate()
 

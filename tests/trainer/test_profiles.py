@@ -63,12 +63,12 @@ def test_which_processes_trace_is_one_of_two_words():
 def test_a_file_asks_once_for_as_many_steps_as_it_says(tmp_path, text, expected, words):
     notes, file = [], tmp_path / "profile.request"
     requests = ProfileRequests(file, StopRequest(), notes.append)
-    assert requests.taken() == 0
+    assert requests.take() == 0
     file.write_text(text)
     requests._looked_at -= 1.0
-    assert requests.taken() == expected
+    assert requests.take() == expected
     assert not file.exists()
-    assert requests.taken() == 0
+    assert requests.take() == 0
     assert words in "".join(notes)
     assert len(notes) == bool(words)
 
@@ -78,7 +78,7 @@ def test_a_request_that_cannot_be_read_is_reported_once(tmp_path):
     file.mkdir()
     requests = ProfileRequests(file, StopRequest(), notes.append)
     for _ in range(3):
-        assert requests.taken() == 0
+        assert requests.take() == 0
         requests._looked_at -= 1.0
     assert len(notes) == 1
     assert "profile.request cannot be read and removed" in notes[0]

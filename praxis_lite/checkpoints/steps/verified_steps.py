@@ -44,7 +44,7 @@ class VerifiedSteps:
         self._manifests: dict[int, Mapping[str, Any]] = {}
 
     def repair(self) -> None:
-        """Removes what killed saves and deletions left; completes a save that only lacks a rename."""
+        """Removes files of killed saves and deletions; completes a save that lacks only a rename."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             step = path.name.removesuffix(".saving")
@@ -202,7 +202,7 @@ class VerifiedSteps:
                 self._note(f"the checkpoint of step {later} is rolled back: renamed to {name}")
 
     def describe_newest(self) -> str:
-        """Returns a sentence about the newest checkpoint for error messages, without verifying it."""
+        """Returns a sentence about the newest checkpoint, not verified, for error messages."""
         if steps := self.committed():
             return f"The newest checkpoint is of step {steps[-1]}, in {self.directory}."
         return f"There is no other checkpoint in {self.directory}."

@@ -95,7 +95,7 @@ def test_the_id_of_a_run_is_made_once(tmp_path):
     assert len(first) == 32 and int(first, 16)
     assert tracking.run_id(tmp_path / "trackers") == first
     (tmp_path / "trackers" / "run_id.json").write_text("[]")
-    with pytest.raises(ConfigError, match="run_id.json has no run id"):
+    with pytest.raises(ConfigError, match="run_id.json contains no run id"):
         tracking.run_id(tmp_path / "trackers")
 
 
