@@ -206,7 +206,7 @@ def test_a_kill_in_a_save_loses_no_step(tmp_path, monkeypatch, name, left, steps
         restored = checkpoints.restore(SMALL, mesh())
         assert restored.step == int(restored.state.opt_states["count"]) == steps[-1]
     assert names_in(tmp_path) == [str(step) for step in steps] and len(lines) == 1
-    assert ("7.saving, left by a save" in lines[0]) == (steps == [3])
+    assert ("7.saving, left by an interrupted save" in lines[0]) == (steps == [3])
 
 
 def test_a_kill_while_an_old_step_is_deleted_leaves_none_that_is_half(tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def test_a_file_asks_once_for_as_many_steps_as_it_says(tmp_path, text, expected,
     requests = ProfileRequests(file, StopRequest(), notes.append)
     assert requests.take() == 0
     file.write_text(text)
-    requests._looked_at -= 1.0
+    requests._polled_at -= 1.0
     assert requests.take() == expected
     assert not file.exists()
     assert requests.take() == 0
@@ -79,7 +79,7 @@ def test_a_request_that_cannot_be_read_is_reported_once(tmp_path):
     requests = ProfileRequests(file, StopRequest(), notes.append)
     for _ in range(3):
         assert requests.take() == 0
-        requests._looked_at -= 1.0
+        requests._polled_at -= 1.0
     assert len(notes) == 1
     assert "profile.request cannot be read and removed" in notes[0]
 

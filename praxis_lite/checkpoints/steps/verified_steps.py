@@ -44,7 +44,7 @@ class VerifiedSteps:
         self._manifests: dict[int, Mapping[str, Any]] = {}
 
     def repair(self) -> None:
-        """Removes files of killed saves and deletions; completes a save that lacks only a rename."""
+        """Cleans up after killed saves and deletions; completes a save that lacks only a rename."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             step = path.name.removesuffix(".saving")
