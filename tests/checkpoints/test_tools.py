@@ -187,7 +187,8 @@ def test_ls_tells_the_state_of_every_folder(job, tmp_path, capsys):
     states = {line.split()[0]: line for line in out.splitlines()[1:]}
     for name, words in {
         "1.deleting": "deleting, or left by an interrupted deletion", "3.damaged": "quarantined",
-        "6": "damaged: mdl_vars/", "9": "good", "12.saving": "saving, or left by an interrupted save",
+        "6": "damaged: mdl_vars/", "9": "good",
+        "12.saving": "saving, or left by an interrupted save",
         "15": "damaged: it is an empty directory",
     }.items():
         assert words in states.pop(name)

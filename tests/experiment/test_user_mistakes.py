@@ -85,7 +85,7 @@ THEIR_LINES = {
     ),
     "all.PaxMapping": (
         "mistakes/all.py", 'task.model.weight_split_dims_mapping.wt = ("data", "mdl")', "in task",
-        "has no fields here: assign the sequence itself",
+        "mapping has no fields: assign a sequence",
     ),
     "syntax.One": ("mistakes/syntax.py", "def task(self)", "line 2", "SyntaxError: expected ':'"),
     "absent.One": ("mistakes/absent.py", "import torchvison", "line 2", "ModuleNotFoundError"),
@@ -105,7 +105,7 @@ def test_an_exception_of_the_users_code_is_their_line_and_its_traceback_a_file(n
     assert message.startswith("error: ") and f"{file}, line" in message.split("`")[0]
     assert f"`{line}" in message or f"{line}`" in message
     assert all(word in message for word in words)
-    path = re.search(r"The whole traceback is in (\S+)\.$", message)[1]
+    path = re.search(r"The full traceback is in (\S+)\.$", message)[1]
     # Of a job only once its directory is known to be its own.
     assert (path == str(job / "traceback.txt")) == job.exists()
     with open(path) as traceback:

@@ -229,13 +229,13 @@ def test_any_other_file_is_one_paragraph_and_errors_of_ours_keep_their_traceback
         done = launch("--exp=lm.PyDocs")
     assert done.code == 2
     assert done.err == "\n".join(textwrap.wrap(
-        "error: /data/layout.txt could not be written: No space left on device. Make room, or "
-        "fix the file system, and launch the same command again.", 100
+        "error: /data/layout.txt could not be written: No space left on device. Free disk "
+        "space or fix the file system, and run the same command again.", 100
     )) + "\n"
     gone = FileNotFoundError(2, "gone", "/x")
     with mock.patch.object(registry, "get_experiment", side_effect=gone):
         done = launch("--exp=lm.PyDocs")
-    assert done.code == 2 and done.err.startswith("error: /x: gone. The whole traceback is in ")
+    assert done.code == 2 and done.err.startswith("error: /x: gone. The full traceback is in ")
     with (
         mock.patch.object(registry, "get_experiment", side_effect=KeyError("a defect of ours")),
         pytest.raises(KeyError),

@@ -112,7 +112,7 @@ def test_a_job_trains_as_ever_though_one_tracker_hangs_and_one_fails(tmp_path, m
     assert done.code == 0 and done.err == ""
     lines = done.out.splitlines()
     (failed,) = (line for line in lines if "the tracker raises failed" in line)
-    assert "ConnectionError: no service at 127.0.0.1:9; training goes on without it" in failed
+    assert "ConnectionError: no service at 127.0.0.1:9; training continues without it" in failed
     assert any("the tracker hangs did not finish within 0.5 s" in line for line in lines)
     assert any(line.startswith("metrics for Prometheus: http://127.0.0.1:") for line in lines)
     job = JobDir(tmp_path / "job")
