@@ -46,12 +46,12 @@ def build(config: fdl.Config) -> Any:
             raise raised.with_traceback(error.__traceback__) from raised.__cause__
         name, path = place.groups()
         path = path.lstrip(".").replace("['", ".").replace("']", "")
-        words = own_words(error)
+        message = own_words(error)
         hint = "Fix the class, or its arguments in the experiment."
-        if "'rngs'" in words:
+        if "'rngs'" in message:
             hint = f"It will be called with rngs later: write fdl.Partial({name}, ...) instead."
         raise ConfigError(
-            f"{path}: {name} cannot be built: {shown(words, 1000).rstrip('.')}. {hint}"
+            f"{path}: {name} cannot be built: {shown(message, 1000).rstrip('.')}. {hint}"
         ) from error
 
 

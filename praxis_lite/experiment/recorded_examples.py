@@ -63,8 +63,8 @@ class ExamplesProof:
             lines.append(
                 f"{EXACTLY_ONCE}: by the record, and by the data made again"
                 if self.is_recomputed
-                else f"{EXACTLY_ONCE}: by the record alone, which says which rows of which batch "
-                "were fed; that they held what the config's data hold was not compared"
+                else f"{EXACTLY_ONCE}: by the record alone; whether the rows contained the "
+                "config's data was not compared"
             )
         return lines
 

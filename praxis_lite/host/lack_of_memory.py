@@ -15,15 +15,15 @@ _NO_MEMORY = re.compile(
 def lack_of_memory(error: BaseException) -> str | None:
     """Returns the message of an out-of-memory exception, or of such a cause; None for others."""
     for cause in causes(error):
-        words, name = str(cause), type(cause).__name__
+        text, name = str(cause), type(cause).__name__
         if (
             isinstance(cause, MemoryError)
             or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
             or name == "ResourceExhaustedError"  # Of TensorFlow, which may not be installed.
-            or (name == "JaxRuntimeError" and "out of memory" in words.lower())
-            or _NO_MEMORY.search(words)
+            or (name == "JaxRuntimeError" and "out of memory" in text.lower())
+            or _NO_MEMORY.search(text)
         ):
-            first = words.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+            first = text.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
             return shown(first.rstrip(".") or name, 300)
     return None
 

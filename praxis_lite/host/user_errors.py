@@ -27,7 +27,7 @@ class ElsewhereError(RuntimeError):
 class Explained(NamedTuple):
     """A message for an exception, and the exit status: 1 for the user's code."""
 
-    words: str
+    message: str
     status: int
 
 
@@ -49,23 +49,23 @@ def explained(error: BaseException, path: Path | None) -> Explained | None:
     Returns:
       The message and exit status; None if the exception is neither, or no file can be written.
     """
-    words, status = described(error), 1
-    if words is None:
+    message, status = described(error), 1
+    if message is None:
         if not isinstance(error, OSError) or error.filename is None:
             return None
-        words, status = f"{error.filename}: {error.strerror}.", 2
+        message, status = f"{error.filename}: {error.strerror}.", 2
     text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
     if path is not None:
         with contextlib.suppress(ConfigError):  # The directory may be deleted, or the disk full.
             write_whole(path, text)
-            return Explained(f"{words} The full traceback is in {path}.", status)
+            return Explained(f"{message} The full traceback is in {path}.", status)
     try:
         number, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")
         with open(number, "wb") as file:
             file.write(text)
     except OSError:
         return None
-    return Explained(f"{words} The full traceback is in {name}.", status)
+    return Explained(f"{message} The full traceback is in {name}.", status)
 
 
 def described(error: BaseException) -> str | None:
@@ -85,8 +85,8 @@ def described(error: BaseException) -> str | None:
     if line.name != "<module>":
         where += f", in {line.name}"
     code = f": `{shown(line.line, 200)}`" if line.line else ""
-    words = shown(own_words(error), 1000).rstrip(".")
-    message = f"{where}{code}: {type(error).__name__}: {words}".rstrip(": ") + "."
+    text = shown(own_words(error), 1000).rstrip(".")
+    message = f"{where}{code}: {type(error).__name__}: {text}".rstrip(": ") + "."
     if isinstance(error, AttributeError) and re.search(r"split_dims_mapping\.\w", line.line or ""):
         # The syntax of Pax.
         message += " In praxis_lite a split-dims mapping has no fields: assign a sequence to it."

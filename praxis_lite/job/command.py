@@ -95,7 +95,7 @@ def _run(
         explanation = explained(error, traceback_txt())
         if explanation is None:
             raise
-        print_error(explanation.words, wraps=wraps)
+        print_error(explanation.message, wraps=wraps)
         sys.exit(explanation.status)
 
 
