@@ -45,7 +45,7 @@ def test_former_options_are_none_any_more():
 def test_renamed_and_close_and_former_names_are_said():
     message = not_known("xla_gpu_enable_pipelined_all_gather", "jaxlib")
     assert f"no option of XLA in jaxlib {importlib.metadata.version('jaxlib')}" in message
-    assert "The current value is xla_gpu_pipeline_all_gather: COLLECTIVE_PIPELINING_MODE_ON" in message
+    assert "It is now xla_gpu_pipeline_all_gather: COLLECTIVE_PIPELINING_MODE_ON" in message
     assert "Did you mean xla_cpu_enable_fast_math" in not_known("xla_cpu_fast_math", "jaxlib")
     asked = not_known("xla_cpu_enable_fast_mth", "jaxlib", lambda name: "cpu" not in name)
     assert "Did you mean xla_enable_fast_math" in asked
