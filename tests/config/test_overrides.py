@@ -113,7 +113,7 @@ def test_a_wrong_type_names_path_value_and_type(setting, expected):
     path, _, text = setting.partition("=")
     with pytest.raises(ConfigError) as caught:
         layer_with(setting)
-    message = f"task[0].{path}: found {text!r}, expected {expected}. It is"
+    message = f"task[0].{path}: found {text!r}, expected {expected}. The current value is"
     assert str(caught.value).startswith(message)
 
 
