@@ -64,8 +64,8 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
                 line = {"step": step, **dict.fromkeys(NAMES, step / 7)}
                 writer.write(line)
                 called = time.perf_counter()
-                trackers.made(step, line)
-                trackers.say(print)
+                trackers.log_step(step, line)
+                trackers.forward_notes(print)
                 ended = time.perf_counter()
                 seconds.append(ended - began)
                 calls.append(ended - called)

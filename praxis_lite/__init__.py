@@ -1,7 +1,7 @@
 """praxis_lite: models written for a single device, run on any mesh.
 
-The names below are loaded on first use, so that `import praxis_lite` and the errors of a mistyped
-command cost no import of jax.
+The names below are imported on first use, so that `import praxis_lite`, and the error for a
+mistyped command, do not import jax.
 """
 
 import sys
@@ -16,9 +16,10 @@ __getattr__, __dir__, __all__ = public_names(__name__)
 
 
 class _TopFolders(PathFinder):
-    """Finds praxis_lite.tasks and .experiments at the top of a checkout, as setup.py installs them.
+    """Imports praxis_lite.tasks and praxis_lite.experiments from the top folder of a checkout.
 
-    The names `tasks` and `experiments` alone mean packages of a user, elsewhere on sys.path.
+    `setup.py` installs them inside the package. The bare names `tasks` and `experiments` refer to
+    packages of the user elsewhere on sys.path.
     """
 
     checkout = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""`train` in Python: takes what the command line takes, and raises what it prints."""
+"""`train` in Python: the counterpart of --mode=train, which raises its errors as exceptions."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from praxis_lite.experiment import registry
 from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job.processes.interrupts import Interrupt
 from praxis_lite.modes.mode import CommandLine
-from praxis_lite.modes.train import begun, trained
+from praxis_lite.modes.train import begin_launch, train_job
 
 if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Experiment
@@ -32,48 +32,53 @@ def train(
 ) -> "TrainedModel":
     """Trains an experiment, or resumes its job, and returns the trained model.
 
-    The result is the same as that of `load`, on the job's mesh; the weights are read when they are
-    first used. A first Ctrl-C, or interrupt of a notebook's kernel, stops after the running step
-    and saves it: `stopped_by` is then "SIGINT", and the same call resumes the job. Before the first
-    step, and the second time, it raises KeyboardInterrupt. In a thread other than the main one
-    signals have no effect.
+    The first Ctrl-C, or interrupt of a notebook kernel, stops after the running step and saves it:
+    `stopped_by` of the result is then "SIGINT", and the same call resumes the job. Before the first
+    step, and for the second time, it raises KeyboardInterrupt. Signals have no effect if this runs
+    in another thread than the main thread.
 
     Args:
-      experiment: A name, as for --exp, or a subclass of Experiment.
+      experiment: Name of an experiment, as for --exp, or a subclass of Experiment.
       job_log_dir: The job's directory.
-      settings: Values by path, {"run.num_train_steps": 200}, or "path=value" each, as for --set.
-      hooks: Further hooks, called after those of the experiment. They are not recorded in
-        config.json.
+      settings: Values by path, such as {"run.num_train_steps": 200}, or strings "path=value", as
+        for --set.
+      hooks: Hooks to call after those of the experiment. They are not recorded in config.json.
       packages: Your packages, as for --packages.
 
+    Returns:
+      The trained model on the job's mesh, as from `load`; its weights are read on first use.
+
     Raises:
-      ConfigError: A setting, the data or the mesh is wrong, or the directory belongs to another
-        job. Exceptions of the experiment's code or of a hook are raised unchanged.
+      ConfigError: A setting, the data or the mesh is wrong, or the directory contains another job.
+        Exceptions from the experiment's code or from hooks are raised unchanged.
     """
     command = command_line("train", experiment, settings, packages)
     command.job_log_dir = os.fspath(job_log_dir)
     if threading.current_thread() is not threading.main_thread():
-        print("not in the main thread: no signal, such as Ctrl-C, stops this training", flush=True)
-    launched = begun(command)
-    job, ended = trained(
+        print("not in the main thread: signals such as Ctrl-C do not stop training", flush=True)
+    launched = begin_launch(command)
+    job, result = train_job(
         command, launched, installed_job_tools(), hooks=hooks, stop_request=Interrupt
     )
 
     from praxis_lite.trained_model.trained_model import TrainedModel
 
     return TrainedModel(
-        job.partitioner, job.job, launched.config, job.files, ended.step,
-        experiment=launched.experiment, stopped_by=ended.stopped_by or ended.ended_early,
+        job.partitioner, job.job, launched.config, job.files, result.step,
+        experiment=launched.experiment, stopped_by=result.stopped_by or result.ended_early,
     )
 
 
 def command_line(
     mode: str, experiment: "str | type[Experiment]", settings: Settings, packages: Sequence[str]
 ) -> CommandLine:
-    """Returns the command line that does the same as a call in Python.
+    """Returns the command line that is equivalent to a call in Python.
 
     Args:
-      experiment, settings, packages: as for `train`.
+      mode: Name of the mode.
+      experiment: Name of an experiment, or a subclass of Experiment.
+      settings: Values by path, or strings "path=value".
+      packages: The user's packages.
     """
     require(
         not isinstance(packages, str), f"{mode}: packages", packages,
@@ -84,20 +89,20 @@ def command_line(
 
 
 def _name(experiment: "str | type[Experiment]") -> str:
-    """Returns the name of an experiment; a class is registered if it is not."""
+    """Returns the name of an experiment, and registers it if it is a class."""
     if isinstance(experiment, str):
         return experiment
     if not isinstance(experiment, type):
         raise ConfigError(
-            f"The experiment is {experiment!r}; expected a name, such as 'lm.PyDocs', or a "
-            "subclass of Experiment: the class, not an instance."
+            f"The experiment is {experiment!r}; expected a name such as 'lm.PyDocs', or a subclass "
+            "of Experiment (the class, not an instance)."
         )
     if "<locals>" in experiment.__qualname__:
         raise ConfigError(
-            f"{callable_name(experiment)} is defined in a function, where no other process finds "
-            "it. Define it at the top of a module or of a notebook."
+            f"{callable_name(experiment)} is defined inside a function, where other processes "
+            "cannot import it. Define it at the top level of a module or notebook."
         )
     name = callable_name(experiment)
-    registry.registered.pop(name, None)  # A reloaded module defines its classes again.
+    registry.registered.pop(name, None)  # Allow a module that was reloaded.
     registry.register(experiment)
     return name

@@ -1,4 +1,4 @@
-"""Runs a command line in its mode: one of the library, or of an installed package."""
+"""The command line: parses it and runs its mode, from the library or an installed package."""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from praxis_lite.job.processes.start import start
 from praxis_lite.modes.decode import Decode
 from praxis_lite.modes.evaluate import Evaluate
 from praxis_lite.modes.mode import CommandLine, Mode
-from praxis_lite.modes.options import parsed
+from praxis_lite.modes.options import parse_command_line
 from praxis_lite.modes.summary import Summary
 from praxis_lite.modes.train import Train
 
@@ -23,7 +23,7 @@ TOOLS = installed_job_tools()
 
 
 def _modes() -> dict[str, Mode]:
-    """Returns all modes: a package adds one by an entry point in the group `praxis_lite.modes`."""
+    """Returns all modes by name; packages add modes by entry points in `praxis_lite.modes`."""
     installed = importlib.metadata.entry_points(group="praxis_lite.modes")
     modes = [Train(TOOLS), Evaluate(), Decode(), Summary(TOOLS.summary_section)]
     return {mode.name: mode for mode in (*modes, *(point.load()() for point in installed))}
@@ -33,17 +33,20 @@ MODES: Mapping[str, Mode] = _modes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line; exits 2, with a paragraph, for errors that the user can fix.
+    """Runs a command line, and exits with its status.
 
-    It exits 3 if training has ended, and is saved, but its last step was skipped, and 1 if
-    --mode=check found a difference.
+    The status is 2 after an error that the user can fix, 3 if training has ended but its last step
+    was skipped, and 1 if --mode=check found a difference.
+
+    Args:
+      argv: The arguments; None for those of this process.
     """
     command, mode = CommandLine(), None
 
     def launch() -> int | None:
         nonlocal command, mode
         began = process_start()
-        command, mode, options = parsed(argv, MODES)
+        command, mode, options = parse_command_line(argv, MODES)
         command.began = began
         print_log()
         if command.list:
@@ -52,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command.elastic:
             require(
                 TOOLS.begin_elastic is not None, "--elastic", True,
-                "a job with praxis_tools, which supervises it", "Install praxis_tools.",
+                "an installation with praxis_tools, whose supervisor it needs",
+                "Install praxis_tools.",
             )
             status = TOOLS.begin_elastic(command, argv, options["health_dir"])
             if status is not None:
@@ -65,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         require(
             mode.is_of_many_processes or processes.count() == 1,
             f"The number of processes of --mode={command.mode}", processes.count(), "1",
-            "Start it once, without --coordinator.",
+            "Start one process, without --coordinator.",
         )
         return mode.run(command, **options)
 

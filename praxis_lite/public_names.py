@@ -1,11 +1,12 @@
-"""The names that a user may import, by package: docs/api.md lists them. Others may move.
+"""Lazy import of the public names of each package, which docs/api.md lists.
 
-A package's `__init__.pyi` names the module of each of its names, and its `__init__.py`
+The stub `__init__.pyi` of a package specifies the module of each public name, and its `__init__.py`
 
     __getattr__, __dir__, __all__ = public_names(__name__)
 
-loads a name on first use. So `from praxis_lite.layers import Linear` imports one file and not a
-hundred, and `import praxis_lite` does not import jax. Type checkers and editors read the same stub.
+imports a name on first use. So `from praxis_lite.layers import Linear` imports one file instead of
+a hundred, and `import praxis_lite` does not import jax. Type checkers and editors use the same
+stub.
 """
 
 import ast
@@ -59,9 +60,9 @@ PACKAGES = (
 
 
 def homes_of(package: str) -> dict[str, str]:
-    """Returns the module that defines each public name of a package or module; imports neither.
+    """Returns the module that defines each public name of a package, without importing it.
 
-    They are the names that its `__init__.pyi` imports, or of a file without a stub its `__all__`.
+    Public names are those that its stub `__init__.pyi` imports; without a stub, its `__all__`.
     """
     file = Path(importlib.util.find_spec(package).origin)
     stub = file.with_suffix(".pyi")

@@ -1,4 +1,4 @@
-"""States on disk: saved, compared and restored, the best kept, and the weights a new job takes.
+"""Saves, verifies and restores the states of a job, and initializes states from checkpoints.
 
-Names are imported from their modules: what experiments need of them does not load Orbax.
+Import names from their modules: the settings that experiments use do not import Orbax.
 """

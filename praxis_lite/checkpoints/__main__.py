@@ -1,7 +1,6 @@
-"""`python -m praxis_lite.checkpoints`: looks at checkpoints without the code of their model.
+"""`python -m praxis_lite.checkpoints`: inspects checkpoints without the code of their model.
 
-Exit status: 0; 1 if something is damaged (verify) or different (diff); 2 if the question cannot be
-answered.
+Exit status: 0; 1 if a step is damaged (verify) or steps differ (diff); 2 after an error.
 """
 
 import argparse
@@ -19,9 +18,9 @@ from praxis_lite.job.command import Parser, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status; prints the answer, or the reason of a failure on standard error."""
+    """Runs a command and returns the exit status; errors are printed to standard error."""
     status = status_of(lambda: _run(argv), goes_on=False)
-    # `| head` closes the pipe early; that is no failure.
+    # A closed pipe, as with `| head`, is not a failure.
     return 0 if status == 128 + signal.SIGPIPE else status
 
 
@@ -34,7 +33,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def _ls(directory: Path, *, step: int | None) -> int:
     steps = tools.list_steps(directory)
     if step is not None:
-        steps = [item for item in steps if item.name.partition(".")[0] == str(step)]
+        steps = [listed for listed in steps if listed.name.partition(".")[0] == str(step)]
     _print(tools.listing(steps))
     return 0
 
@@ -48,14 +47,14 @@ def _show(directory: Path, *, step: int | None) -> int:
 def _verify(directory: Path, *, step: int | None) -> int:
     steps = step_dirs.numbered_steps(directory) if step is None else [step]
     if step is not None and not (directory / str(step)).is_dir():
-        tools.step_dir_of(directory, step)  # Says which there are.
+        tools.step_dir_of(directory, step)  # Raises an error that lists the existing steps.
     if not steps:
-        raise ConfigError(f"{directory} has no step to verify, only what was set aside.")
+        raise ConfigError(f"{directory} has no step to verify, only folders that were set aside.")
     status = 0
     for step in steps:
-        wrong = tools.what_is_wrong_within(directory / str(step))
-        _print([f"step {step}: {line}" for line in wrong or ["good"]])
-        status |= bool(wrong)
+        errors = tools.what_is_wrong_within(directory / str(step))
+        _print([f"step {step}: {line}" for line in errors or ["good"]])
+        status |= bool(errors)
     return int(status)
 
 
@@ -66,7 +65,7 @@ def _diff(
     if step is None and other_directory == directory:
         steps = step_dirs.committed_steps(directory)
         newer = max(steps, default=0) if other_step is None else other_step
-        step = max((item for item in steps if item < newer), default=None)
+        step = max((earlier for earlier in steps if earlier < newer), default=None)
     first = tools.step_dir_of(directory, step)
     second = tools.step_dir_of(other_directory, other_step)
     if first == second:
@@ -95,26 +94,29 @@ def _parser() -> Parser:
                     "needed. Nothing is written, renamed or deleted.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command, what in (
+    for name, command, description in (
         ("ls", _ls, "each step: state, size, time, metrics; all digests are compared"),
         ("show", _show, "the arrays of a step, and where it comes from"),
         ("verify", _verify, "decode all of one step or of every step; exit 1 if any is damaged"),
         ("diff", _diff, "what differs between two steps, of one job or two; exit 1 if anything"),
         ("digest", _digest, "a digest of the values, the same on every mesh"),
     ):
-        one = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
-        one.set_defaults(command=command)
-        one.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a job, or its checkpoints")
+        subparser = commands.add_parser(
+            name, help=description, description=description, allow_abbrev=False
+        )
+        subparser.set_defaults(command=command)
+        add = subparser.add_argument
+        add("job_log_dir", metavar="JOB_LOG_DIR", help="a job, or its checkpoints")
         if name == "diff":
-            one.add_argument("other", nargs="?", metavar="OTHER", help="another job; else the same")
-            one.add_argument("--other_step", type=_step, help="of OTHER; else the newest")
+            add("other", nargs="?", metavar="OTHER", help="another job; else the same")
+            add("--other_step", type=_step, help="of OTHER; else the newest")
         step_help = {
             "ls": "only this one", "verify": "only this one",
             "diff": "of JOB_LOG_DIR; else the newest, or without OTHER the one before it",
         }
-        one.add_argument("--step", type=_step, help=step_help.get(name, "else the newest"))
+        add("--step", type=_step, help=step_help.get(name, "else the newest"))
         if name == "digest":
-            one.add_argument("--leaves", action="store_true", help="of each array too")
+            add("--leaves", action="store_true", help="of each array too")
     return parser
 
 

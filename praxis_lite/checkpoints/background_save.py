@@ -1,8 +1,8 @@
-"""A single save: the state is copied to the host at once, all else happens in a thread.
+"""Saves one state: copies it to the host immediately, and writes it in a background thread.
 
-Orbax writes `N.saving`. Then the first process checks that all arrays are in it, digests and
-syncs every file, writes the manifest and the commit, and renames the folder to its number. A
-failure on one process is a failure on all of them, and leaves nothing behind.
+Orbax writes the folder `N.saving`. Then the first process checks that it contains all arrays,
+computes digests of all files and syncs them, writes the manifest and the commit, and renames the
+folder to `N`. If one process fails, the save fails in all of them and its files are removed.
 """
 
 import contextlib
@@ -21,30 +21,30 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 
-_MEET_SECONDS = 3600.0
-# How long a process that cancels waits for the others' parts, so that all of them can be removed.
+_BARRIER_SECONDS = 3600.0
+# How long a process that cancels waits for the other processes, so that all files can be removed.
 _CANCEL_SECONDS = 10.0
 _OPEN_FILES = "/proc/self/fd"
 
 
 class FailedSave(ConfigError):
-    """A checkpoint could not be written; says which, why, and what to do."""
+    """A checkpoint could not be written; the message gives the step, the reason and what to do."""
 
 
 class BackgroundSave:
-    """A save that has begun.
-
-    Attributes:
-      step: of the state.
-      error: what made it fail, or None if nothing did so far.
-      failed_alone: True if it failed where others of several processes may not have.
-      opened: the directory under the path that Orbax gets; None: it has not begun.
+    """A save that is in progress, or has ended.
 
     Args:
-      directory: of all steps.
-      manifest: what is known of the state; its files are added.
-      name: of this save among all of the job, the same on all processes.
-      published: called by every process once the step has its number.
+      directory: The folder of all steps.
+      manifest: The manifest of the state; the entries of its files are added.
+      name: Name of this save, unique in the job and the same in all processes.
+      published: Called in every process after the step's folder got its number.
+
+    Attributes:
+      step: The step of the state.
+      error: Why the save failed; None if it has not failed.
+      failed_alone: Whether this process failed before the other processes could learn of it.
+      opened: The open folder whose path Orbax gets; None before the save has started.
     """
 
     def __init__(
@@ -59,25 +59,26 @@ class BackgroundSave:
         self.failed_alone = False
         self._directory, self._manifest, self._published = directory, manifest, published
         self._folder = directory / f"{self.step}.saving"
-        self._meeting = _Meeting(name)
+        self._barriers = _Barriers(name)
         self.opened: OpenFolder | None = None
         self._writing: OrbaxWrite | None = None
-        # Waited for in place of the thread: up to Python 3.12 a thread whose `join` a signal has
-        # interrupted counts as ended, though it runs.
+        # Wait for this event instead of the thread: up to Python 3.12, a thread whose `join` was
+        # interrupted by a signal counts as ended although it still runs.
         self._ended = threading.Event()
-        # No daemon: an interpreter that ends waits for it.
+        # Not a daemon thread, so that the interpreter waits for it at exit.
         self._thread = threading.Thread(target=self._run, name=f"save of step {self.step}")
 
     def begin(self, state: TrainState) -> None:
-        """Returns once `state` is on the host, or once that has failed; see `error`.
+        """Copies `state` to the host and starts the thread; a failure is stored in `error`.
 
-        An exception that a signal raises here cancels the save, and propagates.
+        An exception that a signal handler raises here cancels the save and propagates.
         """
         try:
             if processes.is_first():
                 self._clear()
-            self.opened = OpenFolder(self._directory)  # Kept: `why` reads its name.
-            self._writing = OrbaxWrite(self._meeting.meet)
+            # Keep the folder open, because `why` looks up its path for messages.
+            self.opened = OpenFolder(self._directory)
+            self._writing = OrbaxWrite(self._barriers.wait)
             self._writing.begin(self.opened.path / self._folder.name, state)
         except Exception as error:
             self.failed_alone = processes.count() > 1
@@ -99,14 +100,14 @@ class BackgroundSave:
         return self._ended.is_set()
 
     def join(self) -> None:
-        """Waits until it is done; an exception that a signal raises may end this."""
+        """Waits until the save has ended; a signal handler may interrupt this with an exception."""
         self._ended.wait()
 
     def cancel(self) -> bool:
-        """Ends the save early and removes its files; returns False if it had ended already.
+        """Cancels the save and removes its files; returns False if it had ended already.
 
-        Another process, that does not cancel it, hears of it once its own part is written. It is
-        waited for, but not for long; what it writes later is removed by the next launch.
+        Other processes learn of it at their next barrier. This one waits for them for a short time;
+        files that they write later are removed by the next launch.
         """
         if not self.is_done():
             self._writing.cancel()
@@ -117,11 +118,12 @@ class BackgroundSave:
         try:
             self._writing.wait()
             if processes.is_first():
-                stored_arrays(self._folder, self._manifest)  # Orbax may have written less.
+                # Check that all arrays were written, because Orbax may omit some without an error.
+                stored_arrays(self._folder, self._manifest)
                 self._manifest["files"] = step_files.synced_digests(self._folder)
                 step_dirs.commit(self._folder, self._manifest)
                 step_dirs.publish(self._folder, self._directory / str(self.step))
-            self._meeting.meet()
+            self._barriers.wait()
         except Exception as error:
             self._fail(error)
         else:
@@ -134,7 +136,8 @@ class BackgroundSave:
         self.error = error
         if not self.failed_alone:
             is_cancelled = isinstance(error, CancelledWrite)
-            self._meeting.tell(why(error), _CANCEL_SECONDS if is_cancelled else _MEET_SECONDS)
+            seconds = _CANCEL_SECONDS if is_cancelled else _BARRIER_SECONDS
+            self._barriers.report_error(why(error), seconds)
         if processes.is_first():
             try:
                 self._clear()
@@ -142,21 +145,21 @@ class BackgroundSave:
                 self.error.add_note(f"{self._folder} could not be removed: {second}")
 
     def _clear(self) -> None:
-        """Removes the files that a save of this step wrote so far."""
+        """Removes the incomplete files of a save of this step."""
         for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
             if path.name.startswith(self._folder.name):
                 step_dirs.remove_leftover(path)
 
 
 class OpenFolder:
-    """A folder that is open while this object lives, under a path that Orbax uses unchanged.
+    """An open folder with a path that Orbax does not interpret.
 
-    Orbax globs the paths that it is given ("run[1]" matches "run1"), and etils takes /gs/... for a
-    bucket. A path of an open file has no such characters. The number of the file must not be
-    reused while Orbax or TensorStore may still write: see `SaveQueue.begin`.
+    Orbax expands wildcards in paths ("run[1]" matches "run1"), and etils treats /gs/... as a
+    bucket. The path of an open file descriptor avoids both. The descriptor must not be reused while
+    Orbax or TensorStore may still write: see `SaveQueue.begin`.
 
     Attributes:
-      path: "/proc/self/fd/N"; the folder's own where the system has no such paths.
+      path: "/proc/self/fd/N", or the folder's own path on systems without such paths.
     """
 
     def __init__(self, folder: Path):
@@ -167,54 +170,56 @@ class OpenFolder:
             self.path = Path(_OPEN_FILES, str(file))
 
 
-class _FailedThere(Exception):
-    """A save failed, on which processes and why."""
+class _PeerFailed(Exception):
+    """The save failed in other processes; the message names them, with the reasons."""
 
 
-class _Meeting:
-    """Where the processes of a save wait for each other, and hear of each other's errors.
+class _Barriers:
+    """The barriers of a save, at which the processes also exchange their errors.
 
-    Orbax lets them meet after all have written and after the first has put it together; then we
-    do, once the step has its number. A process that fails says so where the others wait next.
+    Orbax uses the first two: all processes have written, and the first has merged the files. The
+    third follows after the step's folder got its number. A process that fails reports its error at
+    the next barrier.
     """
 
     def __init__(self, name: str):
         self._name, self._left = name, ["written", "put together", "published"]
 
-    def meet(self, error: str = "", seconds: float = _MEET_SECONDS) -> None:
-        place = self._left.pop(0)
-        texts = processes.exchange(f"{self._name}/{place}", error, seconds)
+    def wait(self, error: str = "", seconds: float = _BARRIER_SECONDS) -> None:
+        """Waits at the next barrier; raises _PeerFailed if a process reports an error there."""
+        barrier = self._left.pop(0)
+        texts = processes.exchange(f"{self._name}/{barrier}", error, seconds)
         failed = [f"{processes.name(i)}: {text}" for i, text in enumerate(texts) if text]
         if failed:
             self._left.clear()
-            raise _FailedThere("; ".join(failed))
+            raise _PeerFailed("; ".join(failed))
 
-    def tell(self, error: str, seconds: float) -> None:
-        """Tells an error, unless it is what another process told; waits `seconds` for them."""
+    def report_error(self, error: str, seconds: float) -> None:
+        """Reports an error at the next barrier, unless another process has ended the save."""
         if self._left:
-            with contextlib.suppress(Exception):  # Its message is known here.
-                self.meet(error or "an error without words", seconds)
+            with contextlib.suppress(Exception):  # `wait` raises this process's own error.
+                self.wait(error or "an error without a message", seconds)
 
 
 def why(error: BaseException) -> str:
-    """Returns the reason of a failure as a short message: the system's, and the path, if known."""
+    """Returns a short reason for a failed save: the system's message, with the path if known."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (_place(str(error.filename)) if error.filename else "")
+        return error.strerror + (_location(str(error.filename)) if error.filename else "")
     text = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, _FailedThere | ConfigError | CancelledWrite):
+    if isinstance(error, _PeerFailed | ConfigError | CancelledWrite):
         return text
     # TensorStore: OUT_OF_RANGE: ... Failed writing: "PATH": ... [os_error_code='27']
     if code := re.search(r"os_error_code='(\d+)'", text):
         paths = re.findall(r'"(/[^"]+)"', text)
-        return os.strerror(int(code[1])) + (_place(paths[-1]) if paths else "")
-    return f"{type(error).__name__}: {_own_names(text)[:300]}" if text else type(error).__name__
+        return os.strerror(int(code[1])) + (_location(paths[-1]) if paths else "")
+    return f"{type(error).__name__}: {_real_paths(text)[:300]}" if text else type(error).__name__
 
 
-def _place(path: str) -> str:
-    # Names below that folder are Orbax's, and long.
-    return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", _own_names(path)) + ")"
+def _location(path: str) -> str:
+    # Cut off long names of Orbax's files inside the folder.
+    return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", _real_paths(path)) + ")"
 
 
-def _own_names(text: str) -> str:
-    """Returns a text in which open folders have their own paths."""
+def _real_paths(text: str) -> str:
+    """Replaces paths of open file descriptors in a text by the paths of the files."""
     return re.sub(rf"{_OPEN_FILES}/[0-9]+", lambda name: os.path.realpath(name[0]), text)

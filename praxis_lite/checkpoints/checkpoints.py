@@ -1,10 +1,10 @@
-"""Checkpoints of a TrainState: saved in the background, verified and compared before a restore.
+"""Checkpoints of a TrainState, saved in the background and verified before they are restored.
 
-Orbax stores the padded arrays of the mesh that saved; a manifest next to them has the unpadded
-shapes. A restore compares those first, then cuts and pads to the shapes of its own mesh.
+Orbax stores the arrays as they are padded for the mesh that saves; a manifest has the logical
+shapes. A restore checks these against the model, and then pads for its own mesh.
 
-Of several processes all save and restore; the first one decides which step it is, and writes,
-renames and deletes all that Orbax does not.
+With several processes, all save and restore their shards. The first process chooses the step, and
+writes, renames and deletes all files but those of Orbax.
 """
 
 import dataclasses
@@ -37,19 +37,19 @@ from praxis_lite.job.processes.broadcast import from_first
 __all__ = ("Checkpoints", "Restored")
 
 PyTree = Any
-# Several may be open in a process; all processes open them in one order.
+# Numbers the instances of a process; all processes must create theirs in the same order.
 _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The result of a restore.
+    """A restored state.
 
     Attributes:
-      step: of the checkpoint.
-      state: a TrainState on the mesh.
-      data: what was saved with it: the position of the training data.
-      from_memory: True if it comes from the memory of hosts and not from the disk.
+      step: The step of the checkpoint.
+      state: The TrainState on the mesh.
+      data: The JSON data that was saved with it, such as the position in the training data.
+      from_memory: Whether it comes from the memory of hosts instead of the disk.
     """
 
     step: int
@@ -59,11 +59,11 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of a job; a context that waits for the save in flight on its way out.
+    """The checkpoints of a job. Leaving the context waits for the save in progress.
 
-    KeyboardInterrupt, that a second signal raises in Python, cancels the save in flight.
+    KeyboardInterrupt, which a second Ctrl-C raises, cancels the save in progress.
 
-    In a custom loop, on any mesh:
+    Usage in a custom loop, on any mesh:
 
         with Checkpoints("folder", saving=SaveSettings()) as checkpoints:
             if checkpoints.latest_step() is None:
@@ -73,17 +73,18 @@ class Checkpoints:
             ...
             checkpoints.save(step, state, partitioner.layout)
 
-    A step is used only after all its files were compared with its manifest (`VerifiedSteps`). A
-    job that saves renames a damaged step to `N.damaged`, one that only reads skips it; either uses
-    the newest whole step in its place.
+    A step is verified before it is used: all its files are compared with its manifest
+    (`VerifiedSteps`). A job that saves renames a damaged step to `N.damaged`, and one that only
+    reads skips it; both then use the newest undamaged step.
 
     Args:
-      directory: of all steps.
-      saving: how this job saves, or None if it only reads: nothing is then renamed or deleted.
-      note: told, a line each, of what is damaged and what is done about it.
-      config_json: of the job, for the manifests, or "" if it is not known.
-      evaluated: returns metrics by step of evaluations that came after the save, for "best".
-      saved: told the newest step whenever it is another, on every process; from any thread.
+      directory: The folder of all steps.
+      saving: How this job saves; None to only read, without renaming or deleting anything.
+      note: Called with a line about each damaged step, and what is done about it.
+      config_json: Content of the job's config.json, whose digest goes into the manifests; "" if
+        unknown.
+      evaluated: Returns metrics by step of evaluations after the save, to find the best step.
+      saved: Called with the newest step whenever it changes, in every process, from any thread.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Checkpoints:
             return
         try:
             if isinstance(error, KeyboardInterrupt):
-                self._queue.cancel()  # A second signal, in Python: nobody waits for the save.
+                self._queue.cancel()  # After a second Ctrl-C the user does not want to wait.
             self.wait()
         except KeyboardInterrupt:
             self._queue.cancel()
@@ -124,56 +125,61 @@ class Checkpoints:
         except FailedSave as failed:
             if error is None:
                 raise
-            # The first exception must not be hidden by this one.
+            # Do not replace the exception that is being raised.
             self._note(str(failed))
 
     def raise_if_failed(self) -> None:
-        """Raises FailedSave once the save in the background has failed too often in a row."""
+        """Raises FailedSave if too many consecutive saves have failed."""
         if self._queue is not None:
             self._queue.raise_if_failed()
 
     def is_saving(self) -> bool:
-        """Returns True while a save runs in the background; from any thread."""
+        """Returns whether a save runs in the background; callable from any thread."""
         return self._queue is not None and self._queue.is_saving()
 
     def retry_is_due(self) -> bool:
-        """Returns True if a save that failed is to be tried again now, with the newest state.
+        """Returns whether to retry a failed save now, with the newest state.
 
-        Of several processes never, for their clocks differ: the next save is the next try.
+        Always False with several processes, because their clocks differ; there the next regular
+        save follows.
         """
         return self._queue.retry_is_due()
 
     def wait(self) -> None:
-        """Waits for the save in flight; raises FailedSave, for nothing tries again after it."""
+        """Waits for the save in progress; raises FailedSave if it fails, without a retry."""
         if self._queue is not None:
             self._queue.settle(retries=0)
 
     def latest_step(self) -> int | None:
-        """Returns the newest whole step, after verifying it, or None if there never was a step.
+        """Verifies and returns the newest step; None if nothing was saved.
 
         Raises:
-          ConfigError: there are steps, and all are damaged.
+          ConfigError: All steps are damaged.
         """
         return from_first(self._name, self._steps.newest)
 
     def all_steps(self) -> list[int]:
-        """Returns the committed steps in order, without a step in flight."""
+        """Returns the committed steps in order, without a step that is being saved."""
         return self._steps.committed()
 
     def best_step(self) -> int | None:
-        """Returns the best whole step, or None if no checkpoint has the metric."""
+        """Verifies and returns the best step; None if no checkpoint has the metric."""
         return from_first(self._name, lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
-        """Returns the position of the training data that was saved with the newest state."""
-        return self._chosen(None)[1]["data"]
+        """Returns the JSON data that was saved with the newest state, such as the data position."""
+        return self._choose(None)[1]["data"]
 
     def leaves(self, step: Step = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the unpadded shapes of a checkpoint's arrays, by path; reads no array.
+        """Returns the logical shapes and dtypes of a checkpoint's arrays, without reading them.
 
-        Paths are "mdl_vars/params/softmax/...", "opt_states/slots/...".
+        Args:
+          step: The step; "best", or None for the newest.
+
+        Returns:
+          Shapes by path, such as "mdl_vars/params/softmax/..." or "opt_states/slots/...".
         """
-        leaves = self._chosen(step)[1]["leaves"]
+        leaves = self._choose(step)[1]["leaves"]
         return {p: jax.ShapeDtypeStruct(x["shape"], x["dtype"]) for p, x in leaves.items()}
 
     def save(
@@ -186,32 +192,35 @@ class Checkpoints:
         *,
         is_last: bool = False,
     ) -> None:
-        """Saves `state` in the background; it may be donated once this returns.
+        """Saves `state` in the background; the state may be donated after this returns.
 
-        Orbax takes everything to the host before it returns. On CPU that is a view of the array's
-        own buffer, and XLA gives a step that donates a buffer with a view on it another one. A step
-        that is there already is replaced once the new one is whole.
+        Orbax copies the state to the host before this returns. On CPU the copy is a view of the
+        array's buffer, and XLA does not reuse a donated buffer while a view exists. An existing
+        checkpoint of the same step is replaced once the new one is complete.
 
         Args:
-          data: saved with the state, such as the position of the training data; as JSON. It is in
-            `Restored.data` and `latest_data`.
-          metrics: of this very state, such as {"heldout/loss": 1.5}, for `best`.
-          is_last: wait until it is saved; what fails is tried again with this very state.
+          step: The step of the state.
+          state: The state.
+          layout: Layout of the state.
+          data: JSON data to save with the state, such as the position in the training data;
+            returned in `Restored.data` and by `latest_data`.
+          metrics: Metrics of this state, such as {"heldout/loss": 1.5}, to find the best step.
+          is_last: Whether to wait until the state is saved, and to retry with this state.
 
         Raises:
-          ConfigError: these Checkpoints only read, numbers in the state are not finite, or two
-            leaves have one name; nothing is saved.
-          FailedSave: the save before this one failed too often, or this one, if it is the last.
+          ConfigError: This object was created only to read, the state has numbers that are not
+            finite, or two leaves have the same name. Nothing is saved then.
+          FailedSave: Too many earlier saves failed; or this one failed, if `is_last`.
         """
         if self._queue is None:
             raise ConfigError(
-                f"Checkpoints({str(self.directory)!r}) only reads. To save, make it with "
+                f"Checkpoints({str(self.directory)!r}) can only read. To save, pass "
                 "saving=SaveSettings()."
             )
         self._queue.settle()
         check_names(layout)
         if not self._saving.save_non_finite:
-            check_finite(step, state, self._steps.newest_in_words())
+            check_finite(step, state, self._steps.describe_newest())
         best = self._best and dataclasses.asdict(self._best)
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
         manifest = new_manifest(step, layout, data or {}, metrics, best, self._config_digest)
@@ -220,14 +229,14 @@ class Checkpoints:
             self._queue.end(state, manifest)
 
     def abandon_after(self, step: int) -> None:
-        """Sets aside the steps after `step`, for a run that is rolled back to it.
+        """Sets aside the steps after `step`, when a run is rolled back to it.
 
-        Else the next start would take the newest of them. They are renamed to N.abandoned, and
-        deleted once the next save is whole: until then there are no fewer steps than before.
+        Otherwise the next launch would resume from the newest of them. They are renamed to
+        N.abandoned, and deleted after the next save is complete.
         """
         self._queue.settle()
         from_first(self._name, lambda: self._steps.abandon_after(step))
-        self._saved(max((left for left in self.all_steps() if left <= step), default=None))
+        self._saved(max((other for other in self.all_steps() if other <= step), default=None))
 
     def restore(
         self,
@@ -237,26 +246,29 @@ class Checkpoints:
         step: Step = None,
         opt_states_keys: Sequence[str] | None = None,
     ) -> Restored:
-        """Returns a state on `mesh`; it may have been saved on another.
+        """Restores a state on `mesh`, which may differ from the mesh that saved it.
 
         Args:
-          layout: of the whole TrainState.
-          step: None for the newest, or "best".
-          opt_states_keys: which of the opt_states are compared and read, such as ("ema",); by
-            default all.
+          layout: Layout of the complete TrainState.
+          mesh: The mesh.
+          step: The step; "best", or None for the newest.
+          opt_states_keys: Keys of the opt_states to check and read, such as ("ema",); None for all.
+
+        Returns:
+          The restored state, and the data that was saved with it.
 
         Raises:
-          ConfigError: there is no such step, or it has other leaves, unpadded shapes or dtypes;
-            names them. Or the layout has no such key.
+          ConfigError: There is no such step; its leaves, logical shapes or dtypes differ from the
+            layout; or the layout has no such key in opt_states.
         """
-        there = sorted(layout.shapes.opt_states)
+        existing = sorted(layout.shapes.opt_states)
         for key in opt_states_keys or ():
-            if key not in there:
+            if key not in existing:
                 raise ConfigError(
-                    f"The state to restore has no opt_states[{key!r}]; it has {there}."
-                    f"{did_you_mean(key, there)} Set the learner as it was trained."
+                    f"The state to restore has no opt_states[{key!r}]; it has {existing}."
+                    f"{did_you_mean(key, existing)} Use the learner that the job was trained with."
                 )
-        step, _ = self._chosen(step)
+        step, _ = self._choose(step)
         step_dir = self.directory / str(step)
         with self._steps.read(step) as manifest:
             state = read_state(
@@ -268,23 +280,28 @@ class Checkpoints:
     def restore_leaves(
         self, leaves: Mapping[str, LeafLayout], mesh: Mesh, *, step: Step = None
     ) -> dict[str, jax.Array]:
-        """Returns arrays of a checkpoint by path, each in its shards; no others are read.
+        """Restores some arrays of a checkpoint into their shards.
 
         Args:
-          leaves: how each is wanted, by path in the checkpoint.
+          leaves: The layout of each array to read, by path in the checkpoint.
+          mesh: The mesh.
+          step: The step; "best", or None for the newest.
+
+        Returns:
+          The arrays by path.
 
         Raises:
-          ConfigError: there is no such array, or it has another unpadded shape or dtype.
+          ConfigError: There is no such array, or its logical shape or dtype differs.
         """
-        step, manifest = self._chosen(step)
+        step, manifest = self._choose(step)
         expected = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
-        there = {path: leaf for path, leaf in manifest["leaves"].items() if path in expected}
-        check_same(self.directory / str(step), there, expected)
+        saved = {path: leaf for path, leaf in manifest["leaves"].items() if path in expected}
+        check_same(self.directory / str(step), saved, expected)
         with self._steps.read(step) as manifest:
             return read_arrays(stored_arrays(self.directory / str(step), manifest), leaves, mesh)
 
-    def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
-        """Returns the step that is meant, verified, and its manifest."""
-        result = from_first(self._name, lambda: self._steps.choose(step, self._best))
-        with self._steps.read(result) as manifest:
-            return result, manifest
+    def _choose(self, step: Step) -> tuple[int, Mapping[str, Any]]:
+        """Returns the number of a step after verifying it, and its manifest."""
+        number = from_first(self._name, lambda: self._steps.choose(step, self._best))
+        with self._steps.read(number) as manifest:
+            return number, manifest

@@ -1,4 +1,4 @@
-"""A digest of a step's values without padding: the same for every mesh that saved them."""
+"""Computes digests of a step's logical values, which do not depend on the mesh that saved them."""
 
 from pathlib import Path
 
@@ -12,25 +12,25 @@ __all__ = ("digest_of",)
 
 
 def digest_of(step_dir: Path) -> str:
-    """Returns the digest of a step: XXH3-128 of its leaves' paths and digests, in order.
+    """Returns the digest of a step: the XXH3-128 of the paths and digests of its leaves.
 
     Raises:
-      ConfigError: the step cannot be read, or is not what its manifest says.
+      ConfigError: The step cannot be read, or does not match its manifest.
     """
     return combined(leaf_digests(step_dir))
 
 
 def leaf_digests(step_dir: Path) -> dict[str, str]:
-    """Returns a digest per leaf, by path: of its dtype, and of its shape and values unpadded.
+    """Returns a digest of each leaf's dtype, logical shape and values, by path.
 
-    0.0 and -0.0, and NaNs of other bits, are different.
+    Values are compared bitwise: 0.0 and -0.0 differ, as do NaNs with different bits.
     """
     arrays = stored_arrays(step_dir, manifest_of(step_dir))
     return {array.path: _digest(array) for array in tracked(list(arrays.values()))}
 
 
 def combined(digests: dict[str, str]) -> str:
-    """Returns the digest of a whole step."""
+    """Combines the digests of all leaves into that of the step."""
     lines = [f"{path} {digest}\n" for path, digest in sorted(digests.items())]
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 

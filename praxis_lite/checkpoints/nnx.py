@@ -1,6 +1,6 @@
 """Reads weights from an Orbax checkpoint of `nnx.state(model)`, as in Flax's guide.
 
-To begin a job with them, name the folder in `run.init_from_checkpoint_rules`.
+To start a job from them, set the folder in `run.init_from_checkpoint_rules`.
 """
 
 import warnings
@@ -21,21 +21,24 @@ __all__ = ["mdl_vars_from_nnx"]
 def mdl_vars_from_nnx(
     model: NnxModel, directory: str | Path, *, step: int | None = None
 ) -> MdlVars:
-    """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.
+    """Reads the variables of a model from an Orbax checkpoint.
 
-    The state of random streams (`nnx.Dropout`'s) is left out. So are scalars and strings that the
-    model lacks, such as a step; a warning names them.
+    The state of random streams, such as that of `nnx.Dropout`, is left out. Scalars and strings
+    that the model lacks, such as a step, are left out with a warning.
 
     Args:
-      model: the model that gets the variables.
-      directory: the folder to which Orbax saved `nnx.state(model)` or
+      model: The model that gets the variables.
+      directory: The folder to which Orbax saved `nnx.state(model)` or
         `nnx.to_pure_dict(nnx.state(model))` with StandardCheckpointer or `checkpoint.v1`; or the
-        folder of a `training.Checkpointer` or a CheckpointManager, with its steps.
-      step: its number, or None for the latest.
+        folder with the steps of a `training.Checkpointer` or a CheckpointManager.
+      step: The step to read; None for the latest.
+
+    Returns:
+      `{"params": ..., "non_trainable": ...}`, nested dicts of NumPy arrays without padding.
 
     Raises:
-      ConfigError: it is not such a checkpoint, or damaged; it has several trees of arrays;
-        variables are left over or missing, or have another shape or dtype. Lists them.
+      ConfigError: There is no such checkpoint, it is damaged, or it has several trees of arrays; or
+        variables are missing, left over, or have a different shape or dtype.
     """
     saved = NnxCheckpoint(Path(directory))
     arrays = saved.arrays(step)

@@ -1,8 +1,8 @@
-"""Writes a state's arrays to files with Orbax; nothing else of Orbax is used.
+"""Writes the arrays of a state to files with Orbax.
 
-Only OCDBT is written. Orbax's CheckpointManager is not used: it takes a stray folder for the
-newest step, deletes in place, and reports a failed save late or never. Nor does Orbax restore:
-`sharded_reading` reads each shard's part of the logical arrays.
+Orbax is used only to write, in OCDBT format. Its CheckpointManager is not used, because it treats
+any stray folder as the newest step, deletes in place, and reports failed saves late or never.
+`sharded_reading` restores states, because each shard needs a part of the logical arrays.
 """
 
 import asyncio
@@ -31,42 +31,43 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-# Failures are raised as our own errors; Orbax's log would report them twice.
+# Drop Orbax's log messages about failures, which are raised as exceptions as well.
 logging.getLogger("absl").addFilter(_is_not_of_orbax)
 
 
-def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Returns a coroutine's result once all that it began is over.
+def _run_until_all_done(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine, and returns its result after all tasks that it has started are done.
 
-    Orbax closes the loop at the first write that fails. The others would then make folders anew
-    while we remove them, and each print a traceback: "Event loop is closed".
+    Replaces a function of Orbax that closes the loop when the first write fails. The other writes
+    would then recreate folders that are being removed, and print tracebacks ("Event loop is
+    closed").
     """
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(coroutine)
     except BaseException:
-        loop.set_exception_handler(lambda loop, context: None)  # Only the first failure is told.
+        loop.set_exception_handler(lambda loop, context: None)  # Report only the first failure.
         raise
     finally:
         while left := asyncio.all_tasks(loop):
             loop.run_until_complete(asyncio.wait(left))
-        # A cancelled task leaves behind what it began in a thread: making a folder, say.
+        # A cancelled task may have left work in a thread, such as creating a folder.
         loop.run_until_complete(loop.shutdown_default_executor())
         asyncio.set_event_loop(None)
         loop.close()
 
 
-asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+asyncio_utils._run_sync_via_new_loop = _run_until_all_done
 
 _cancellable = asyncio_utils.cancellable
 
 
 async def _cancellable_but_commits(awaitable: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns the result of an awaitable that may be cancelled, unless TensorStore commits it.
+    """Makes an awaitable cancellable, except for commits of TensorStore.
 
-    TensorStore finishes a commit that nobody awaits any more, and would make the folder again after
-    it was removed: `_run_to_the_end` waits for the task that is shielded here.
+    TensorStore completes a commit even if nothing awaits it, and would recreate a removed folder.
+    The commit is shielded here, and `_run_until_all_done` waits for it.
     """
     if isinstance(awaitable, ts.Future):
         awaitable = asyncio.shield(_result_of(awaitable))
@@ -80,8 +81,8 @@ async def _result_of(commit: ts.Future) -> Any:
 asyncio_utils.cancellable = _cancellable_but_commits
 
 
-class _SteadyTime:
-    """The module `time`, with a `time()` that no change of the system's clock moves."""
+class _MonotonicTime:
+    """The module `time`, with a `time()` that changes of the system's clock do not affect."""
 
     time = staticmethod(time.monotonic)
 
@@ -89,28 +90,28 @@ class _SteadyTime:
         return getattr(time, name)
 
 
-# Orbax computes deadlines from the wall clock: where that is set, a save fails or never ends.
+# Orbax computes deadlines from the wall clock: if that is adjusted, a save may fail or never end.
 for _module in (async_checkpointer, future, signaling_client):
-    _module.time = _SteadyTime()
+    _module.time = _MonotonicTime()
 
 
 class CancelledWrite(Exception):
-    """A write was cancelled before it was whole."""
+    """A write was cancelled before it was complete."""
 
     def __init__(self) -> None:
         super().__init__("it was cancelled by a signal")
 
 
 class OrbaxWrite:
-    """A state that is being written to a new folder, by all processes.
+    """A write of a state to a new folder by all processes.
 
     Args:
-      meet: called by every process where Orbax would let them wait for each other.
+      barrier: Called in every process where Orbax synchronizes the processes.
     """
 
-    def __init__(self, meet: Callable[[], None]):
+    def __init__(self, barrier: Callable[[], None]):
         handlers = {item: ocp.PyTreeCheckpointHandler(use_ocdbt=True) for item in ITEMS}
-        self._is_cancelled, self._meet, self._num_met = False, meet, 0
+        self._is_cancelled, self._wait_at_barrier, self._num_barriers = False, barrier, 0
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(**handlers),
             async_options=ocp.options.AsyncOptions(
@@ -120,7 +121,7 @@ class OrbaxWrite:
         )
 
     def begin(self, folder: Path, state: TrainState) -> None:
-        """Takes everything to the host; what `folder` has in the end is not there yet."""
+        """Copies the state to the host, and starts to write it to `folder`."""
         args = {item: ocp.args.PyTreeSave(getattr(state, item)) for item in ITEMS}
         try:
             self._checkpointer.save(folder, args=ocp.args.Composite(**args))
@@ -129,50 +130,51 @@ class OrbaxWrite:
             raise
 
     def wait(self) -> None:
-        """Waits until `folder` is there, or nothing writes to it any more; raises what failed."""
+        """Waits until `folder` is complete; if that fails, until nothing writes, and raises."""
         try:
             self._checkpointer.wait_until_finished()
-            # Orbax says nothing then, as of a write that is whole. After the second barrier it is.
-            if self._is_cancelled and self._num_met < 2:
+            # Orbax raises nothing after a cancellation. Past the second barrier the write is
+            # complete.
+            if self._is_cancelled and self._num_barriers < 2:
                 raise CancelledWrite
         except BaseException:
             _wait_for_threads()
             raise
 
     def cancel(self) -> None:
-        """Makes `wait` end early and raise CancelledWrite, unless it is over; from any thread."""
+        """Cancels the write, so that `wait` raises CancelledWrite; callable from any thread."""
         self._is_cancelled = True
         self._checkpointer.cancel()
-        # Orbax knows of its writes only once `begin` is over.
+        # Until `begin` has returned, Orbax does not know its threads yet: cancel them directly.
         for thread in _threads():
             if isinstance(thread, future._SignalingThread):
                 thread.cancel()
 
     def _barrier(self, key: str, timeout_ms: int) -> None:
-        self._meet()
-        self._num_met += 1
+        self._wait_at_barrier()
+        self._num_barriers += 1
 
     def close(self) -> None:
-        """Ends its threads; what failed was told by `wait`."""
+        """Ends Orbax's threads; `wait` has raised any error."""
         with contextlib.suppress(Exception):
             self._checkpointer.close()
 
 
 def _wait_for_threads() -> None:
-    """Waits for the writes that Orbax leaves running after another part of the save failed.
+    """Waits for the threads that Orbax leaves running after a part of the save has failed.
 
-    A part that has not begun waits, for an hour, for a signal of the part that failed. It is given
-    the signal, and ends as the others do.
+    A thread that has not started writing would wait up to an hour for a signal from the failed
+    part. Send the signal, so that it ends too.
     """
     for thread in _threads():
         if isinstance(thread, future._SignalingThread) and thread.main_task is None:
             future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
     for thread in _threads():
-        threading.Thread.join(thread)  # Its own join raises what it met.
+        threading.Thread.join(thread)  # The subclass's own `join` raises the thread's exception.
 
 
 def _threads() -> list[threading.Thread]:
-    """Returns Orbax's threads, which are those of a single write."""
+    """Returns all threads of Orbax; there is only one write at a time."""
     return [
         thread for thread in threading.enumerate()
         if type(thread).__module__.startswith("orbax.")

@@ -1,4 +1,4 @@
-"""Checks of a state before it is saved: its names, and that its numbers are finite."""
+"""Checks a state before it is saved: its names, dtypes, and that its numbers are finite."""
 
 import functools
 import itertools
@@ -18,14 +18,14 @@ from praxis_lite.core.sharding.memory_spaces import to_device
 
 
 def check_names(layout: StateLayout) -> None:
-    """Checks that no two leaves have the same name in a checkpoint.
+    """Checks that every leaf has a valid and unique name in a checkpoint, and a storable dtype.
 
-    Orbax joins names by "." and silently writes two leaves of one name over each other; we join
-    them by "/".
+    Orbax joins names with "." and the manifest with "/". Orbax overwrites a leaf with another of
+    the same name without an error.
 
     Raises:
-      ConfigError: two leaves would share a name, or one would lie inside another; a name is empty,
-        or has nothing between two "." or "/"; or a dtype cannot be stored.
+      ConfigError: Two leaves have the same name, or one name is a prefix of the other; a name has
+        an empty part between "." or "/"; or TensorStore cannot store a dtype.
     """
     stored = []
     for path, _ in jax.tree.leaves_with_path(layout.shapes):
@@ -34,16 +34,16 @@ def check_names(layout: StateLayout) -> None:
         shown = jax.tree_util.keystr(path).removeprefix(".")
         if not all(parts):
             raise ConfigError(
-                f"{shown} cannot be saved: a name in it is empty, or begins or ends with '.' or "
+                f"{shown} cannot be saved: one of its names is empty, starts or ends with '.' or "
                 "'/', or has two of them in a row. Rename it."
             )
         stored.append((parts, shown))
-    # In sorted order, a name that equals another or is inside it comes directly after it.
+    # In sorted order, a name directly follows an equal name or one that is a prefix of it.
     for (outer, first), (inner, second) in itertools.pairwise(sorted(stored)):
         if inner[: len(outer)] == outer:
             raise ConfigError(
-                f"{first} and {second} would have one name in a checkpoint, where '.' and '/' "
-                "separate names. Rename one of them."
+                f"{first} and {second} would have the same name in a checkpoint, where '.' and '/' "
+                "both separate names. Rename one of them."
             )
     for leaf in layout.leaves():
         try:
@@ -55,26 +55,30 @@ def check_names(layout: StateLayout) -> None:
             ) from None
 
 
-def check_finite(step: int, state: TrainState, newest_in_words: str) -> None:
-    """Checks that a state may be saved.
+def check_finite(step: int, state: TrainState, newest: str) -> None:
+    """Checks that the numbers of a state are finite.
+
+    Args:
+      step: The step of the state.
+      state: The state.
+      newest: A sentence about the newest checkpoint, for the error message.
 
     Raises:
-      ConfigError: `non_finite_leaves` finds some; names them, the step and the newest checkpoint.
+      ConfigError: `non_finite_leaves` returns paths; the message contains them.
     """
     if paths := non_finite_leaves(state):
         raise ConfigError(
-            f"Step {step} is not saved: not all numbers are finite in {few(paths)}. "
-            f"{newest_in_words} Look at grad_norm in metrics.jsonl, run with --set "
-            "run.debug_nans=true; to save such a state all the same, "
-            "run.checkpoints.save_non_finite=true."
+            f"Step {step} is not saved: not all numbers are finite in {few(paths)}. {newest} Look "
+            "at grad_norm in metrics.jsonl, or run with --set run.debug_nans=true. To save such "
+            "states anyway, set run.checkpoints.save_non_finite=true."
         )
 
 
 def non_finite_leaves(state: TrainState) -> list[str]:
-    """Returns the paths of leaves that must not be saved, in the state's order.
+    """Returns the paths of leaves with numbers that must not be saved, in the state's order.
 
-    Weights, other variables and averages of weights must be finite. Slots may be infinite, as what
-    an optimizer compares with may begin, but not NaN. Padding is zero, and so finite.
+    Weights, other variables and averaged weights must be finite. Optimizer slots must not be NaN,
+    but may be infinite, because a minimum may be initialized with infinity.
     """
     tree = {"mdl_vars": state.mdl_vars, "opt_states": state.opt_states}
     paths, leaves, is_weight = [], [], []
@@ -85,13 +89,13 @@ def non_finite_leaves(state: TrainState) -> list[str]:
             is_weight.append(path.startswith(("mdl_vars/", "opt_states/ema/")))
     if not leaves:
         return []
-    bad = jax.device_get(_checker(leaves[0].sharding)(leaves, tuple(is_weight)))
-    return [path for path, item in zip(paths, bad, strict=True) if item]
+    are_bad = jax.device_get(_checker(leaves[0].sharding)(leaves, tuple(is_weight)))
+    return [path for path, is_bad in zip(paths, are_bad, strict=True) if is_bad]
 
 
 @functools.cache
 def _checker(sharding: jax.sharding.Sharding) -> Any:
-    # Replicated, so that each of several processes can read it.
+    # Replicate the result, so that every process can read it.
     is_named = isinstance(sharding, NamedSharding)
     out = NamedSharding(sharding.mesh, PartitionSpec()) if is_named else None
     return jax.jit(_are_bad, static_argnums=1, out_shardings=out)

@@ -1,4 +1,4 @@
-"""The saves of a job: a single save at a time, and the response when a save fails."""
+"""Runs the saves of a job one at a time, and handles saves that fail."""
 
 import itertools
 import time
@@ -19,16 +19,18 @@ from praxis_lite.job import processes
 
 
 class SaveQueue:
-    """The save in flight, and how many have failed in a row.
+    """The save in progress, and the number of consecutive failures.
 
-    A save that failed cannot be tried again as it was: its state is gone. The newest state is
-    saved in its place, once the trainer hears that it is due; only the last save of a run can wait.
+    A failed save cannot be retried with its own state, which training has overwritten. Instead the
+    trainer saves the newest state once `retry_is_due`. Only the last save of a run is retried as it
+    is.
 
     Args:
-      steps: of the directory that is saved to.
-      note: told of what fails and is tried again.
-      saved: told of each step that is whole, on every process; from another thread.
-      name: of all exchanges between the processes, the same on all.
+      steps: The steps of the directory.
+      settings: When to retry, and which steps to retain.
+      note: Called with a line after a failure that will be retried.
+      saved: Called with each step that was saved, in every process; from another thread.
+      name: Prefix of the exchanges between processes, the same in all.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class SaveQueue:
         self._num_failed, self._retry_at = 0, float("inf")
 
     def begin(self, state: TrainState, manifest: dict[str, Any]) -> None:
-        """Begins a save; none is in flight."""
+        """Starts a save; no other may be in progress."""
         self._retry_at = float("inf")
         save = self._in_flight = BackgroundSave(
             self._steps.directory, manifest, f"{self._name}, save {next(self._numbers)}",
@@ -52,48 +54,55 @@ class SaveQueue:
         try:
             save.begin(state)
         finally:
-            # Kept open until the next save has begun: a cancelled save may leave writes in
-            # TensorStore's threads, which name the folder by the number of an open file.
+            # Keep the folder open until the next save has started, because TensorStore's threads
+            # may still write files of a cancelled save through this descriptor.
             self._opened = save.opened
 
     def end(self, state: TrainState, manifest: dict[str, Any]) -> None:
-        """Waits until the save in flight is whole, beginning it again where it failed."""
+        """Waits until the save in progress is complete, and retries it if it fails."""
         while not self.settle():
             time.sleep(self._settings.retry_seconds)
             self.begin(state, manifest)
 
     def is_saving(self) -> bool:
-        """Returns True while a save is in flight; from any thread."""
+        """Returns whether a save is in progress; callable from any thread."""
         save = self._in_flight
         return save is not None and not save.is_done()
 
     def cancel(self) -> None:
-        """Ends the save in flight early, and tells so; one that is over is left to `settle`."""
+        """Cancels the save in progress, and notes it; does nothing if it has ended."""
         save = self._in_flight
         if save is not None and save.cancel():
             self._in_flight = None
-            newest = self._steps.newest_in_words()
+            newest = self._steps.describe_newest()
             self._note(f"The save of step {save.step} was cancelled. {newest}")
 
     def raise_if_failed(self) -> None:
-        """Settles the finished saves."""
+        """Calls `settle` if the save in progress has ended."""
         if self._in_flight is not None and self._in_flight.is_done():
             self.settle()
 
     def retry_is_due(self) -> bool:
-        """Returns True if a failed save is to be tried again now."""
+        """Returns whether to retry a failed save now, with the newest state."""
         return processes.count() == 1 and time.monotonic() >= self._retry_at
 
     def settle(self, retries: int | None = None) -> bool:
-        """Waits for the save in flight, if any; returns False if it failed.
+        """Waits for the save in progress, if any.
+
+        Args:
+          retries: Number of consecutive failures to allow; by default that of the settings.
+
+        Returns:
+          False if the save has failed, else True.
 
         Raises:
-          FailedSave: more than `retries` in a row have failed; by default those of the settings.
+          FailedSave: More than `retries` consecutive saves have failed.
         """
         save = self._in_flight
         if save is None:
             return True
-        save.join()  # A second signal may end this: `cancel` then finds the save.
+        # A second signal may interrupt this; then `cancel` must still find the save.
+        save.join()
         self._in_flight = None
         if save.error is None:
             self._num_failed = 0
@@ -103,16 +112,16 @@ class SaveQueue:
         failed = f"The checkpoint of step {save.step} could not be saved: {why(save.error)}"
         if self._num_failed > retries or save.failed_alone:
             raise FailedSave(
-                f"{failed}. {self._steps.newest_in_words()} Make room, or fix the cause; the same "
-                "command then resumes from there. With run.checkpoints.retries=N a save that "
-                "fails is tried again."
+                f"{failed}. {self._steps.describe_newest()} Free disk space or fix the cause; the "
+                "same command then resumes from that checkpoint. With run.checkpoints.retries=N, "
+                "failed saves are retried."
             ) from save.error
         self._retry_at = time.monotonic() + self._settings.retry_seconds
-        self._note(f"{failed}. It will be tried again, {self._num_failed} of {retries} times")
+        self._note(f"{failed}. Retrying, {self._num_failed} of {retries} times")
         return False
 
     def _published(self, step: int) -> None:
-        """Reports a step that is complete; on the first process deletes what is not retained."""
+        """Reports a saved step; in the first process also deletes steps that are not retained."""
         self._saved(step)
         if not processes.is_first():
             return
@@ -124,5 +133,5 @@ class SaveQueue:
                 settings.best,
             )
             self._steps.delete(set(steps) - retained)
-        except Exception as error:  # The save did not fail: the next one tries this again.
+        except Exception as error:  # The save itself succeeded; the next save retries the deletion.
             self._note(f"old checkpoints could not be deleted: {why(error)}")

@@ -1,4 +1,4 @@
-"""Stored arrays read into the shards of a mesh: each process reads what its devices hold."""
+"""Reads stored arrays into the shards of a mesh; each process reads only its devices' shards."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,39 +15,43 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, Tr
 
 __all__ = ("read_state",)
 
-# Bytes that are read at a time: the host's share of a large state must not be in memory twice.
-_MOST_BYTES_AT_ONCE = 4 * 10**9
+# Maximum bytes to read at a time, so that the host does not hold a large state twice.
+_MAX_GROUP_BYTES = 4 * 10**9
 _NUM_THREADS = 16
 
 
 class ReadableArray(Protocol):
-    """An array whose parts can be read, from disk or from memory."""
+    """An array whose blocks can be read, from disk or from memory."""
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a part that lies within the unpadded array."""
+        """Returns a block of the unpadded array."""
 
 
 def read_state(
     step_dir: Path, saved: Leaves, arrays: Callable[[], Mapping[str, ReadableArray]],
     layout: StateLayout, mesh: Mesh, opt_states_keys: Sequence[str] | None = None,
 ) -> TrainState:
-    """Returns a state that was stored, on a mesh.
+    """Reads a stored state onto a mesh.
 
     Args:
-      step_dir: ends with the step's number; the rest says in messages where it is.
-      saved: a manifest's entries of what is stored.
-      arrays: returns it, by path; called once it was compared.
-      layout: of the whole TrainState.
-      opt_states_keys: of its opt_states, those that are compared and read; None: all.
+      step_dir: The step's folder, whose name is the step's number.
+      saved: The entries of the stored arrays in a manifest.
+      arrays: Returns the stored arrays by path; called after `saved` was checked.
+      layout: Layout of the complete TrainState.
+      opt_states_keys: Keys of the opt_states to check and read; None for all.
+
+    Returns:
+      The state.
 
     Raises:
-      ConfigError: it has other leaves, unpadded shapes or dtypes, or cannot be read.
+      ConfigError: The stored leaves, unpadded shapes or dtypes differ from the layout, or an array
+        cannot be read.
     """
-    kept = ("mdl_vars/", "opt_states/")
+    prefixes = ("mdl_vars/", "opt_states/")
     if opt_states_keys is not None:
-        kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
-    saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(kept)}
-    leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(kept)}
+        prefixes = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
+    saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(prefixes)}
+    leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(prefixes)}
     check_same(step_dir, saved, {path: manifest_leaf(leaf) for path, leaf in leaves.items()})
     read = read_arrays(arrays(), leaves, mesh)
     shapes, opt_shapes = layout.shapes.mdl_vars, layout.shapes.opt_states
@@ -60,31 +64,36 @@ def read_state(
 def read_arrays(
     arrays: Mapping[str, ReadableArray], leaves: Mapping[str, LeafLayout], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Returns padded arrays in the order of `leaves`, each in its shards.
+    """Reads arrays into their shards, padded for the mesh.
 
     Args:
-      arrays: by path; more than are wanted.
-      leaves: how each is wanted, by path; its unpadded shape and dtype are those stored.
+      arrays: The stored arrays by path, which may contain others too.
+      leaves: The layout of each array to read, by path; its unpadded shape and dtype must be those
+        of the stored array.
+      mesh: The mesh.
+
+    Returns:
+      The padded arrays by path, in the order of `leaves`.
 
     Raises:
-      ConfigError: an array cannot be decoded, or does not fit into the host's memory.
+      ConfigError: An array cannot be decoded, or does not fit into host memory.
     """
-    result = {}
+    by_path = {}
     sizes = {
         path: prod(leaf.padded_shape) * leaf.dtype.itemsize for path, leaf in leaves.items()
     }
-    for batch in in_groups(sizes, _MOST_BYTES_AT_ONCE):
+    for group in in_groups(sizes, _MAX_GROUP_BYTES):
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), batch)
-            result |= dict(zip(batch, read, strict=True))
-    return result
+            read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), group)
+            by_path |= dict(zip(group, read, strict=True))
+    return by_path
 
 
-def in_groups(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Yields the names in order, in groups of at most this size, or of a single name."""
+def in_groups(sizes: Mapping[str, int], max_size: int) -> Iterator[list[str]]:
+    """Yields the names in order, in groups of at most `max_size`, or of one larger entry."""
     group, total = [], 0
     for name, size in sizes.items():
-        if group and total + size > most:
+        if group and total + size > max_size:
             yield group
             group, total = [], 0
         group.append(name)
@@ -93,18 +102,21 @@ def in_groups(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
 
 
 def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
-    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # Replicas are read once.
+    """Reads an array into its shards on a mesh."""
+    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # Read replicated shards once.
 
     def block(index: tuple[slice, ...]) -> np.ndarray:
-        ends = tuple(
-            item.indices(size)[:2] for item, size in zip(index, leaf.padded_shape, strict=True)
+        bounds = tuple(
+            dim_slice.indices(size)[:2]
+            for dim_slice, size in zip(index, leaf.padded_shape, strict=True)
         )
-        if ends not in blocks:
-            inner = [(min(a, n), min(b, n)) for (a, b), n in zip(ends, leaf.shape, strict=True)]
-            read = array.read_block(tuple(slice(a, b) for a, b in inner))
-            pads = [(0, b - a - size) for (a, b), size in zip(ends, read.shape, strict=True)]
-            blocks[ends] = np.pad(read, pads) if any(pad for _, pad in pads) else read
-        return blocks[ends]
+        if bounds not in blocks:
+            # Read the part without padding, and pad it with zeros to the shard's shape.
+            logical = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True)]
+            read = array.read_block(tuple(slice(a, b) for a, b in logical))
+            pads = [(0, b - a - size) for (a, b), size in zip(bounds, read.shape, strict=True)]
+            blocks[bounds] = np.pad(read, pads) if any(pad for _, pad in pads) else read
+        return blocks[bounds]
 
     return jax.make_array_from_callback(
         leaf.padded_shape, leaf.sharding(mesh), block, dtype=leaf.dtype

@@ -1,4 +1,4 @@
-"""What differs between two steps: their arrays to the bit, and where they come from."""
+"""Compares two steps: their arrays bitwise, and their data position, config and versions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,44 +17,54 @@ _ORIGINS = {
 
 
 def step_differences(first: Path, second: Path) -> Iterator[str]:
-    """Yields a line for each difference between two steps' values and origins.
+    """Compares the values and origins of two steps.
 
-    How values are stored (mesh, specs, padding) does not count.
+    Mesh, specs and padding are not compared.
+
+    Args:
+      first: The folder of a step.
+      second: The folder of another step.
+
+    Yields:
+      A line per difference.
 
     Raises:
-      ConfigError: a step is damaged, or is not what its manifest says.
+      ConfigError: A step is damaged, or does not match its manifest.
     """
     manifests = [manifest_of(step_dir) for step_dir in (first, second)]
-    arrays = [stored_arrays(*element) for element in zip((first, second), manifests, strict=True)]
-    for key, what in _ORIGINS.items():
-        yield from _origin(what, *(manifest[key] for manifest in manifests))
-    for path in tracked(sorted(arrays[0] | arrays[1])):
-        item, other = (result.get(path) for result in arrays)
-        if item is None or other is None:
-            only, array = ("second", other) if item is None else ("first", item)
-            yield f"{path}: only in the {only}, {array.dtype.name}{list(array.shape)}"
+    first_arrays, second_arrays = (
+        stored_arrays(step_dir, manifest)
+        for step_dir, manifest in zip((first, second), manifests, strict=True)
+    )
+    for key, name in _ORIGINS.items():
+        yield from _origin_differences(name, *(manifest[key] for manifest in manifests))
+    for path in tracked(sorted(first_arrays | second_arrays)):
+        array, other = first_arrays.get(path), second_arrays.get(path)
+        if array is None or other is None:
+            side, only = ("second", other) if array is None else ("first", array)
+            yield f"{path}: only in the {side}, {only.dtype.name}{list(only.shape)}"
             continue
-        if item.shape != other.shape:
-            yield f"{path}: shape {list(item.shape)} and {list(other.shape)}"
-        if item.dtype != other.dtype:
-            yield f"{path}: dtype {item.dtype.name} and {other.dtype.name}"
-        elif item.shape == other.shape:
-            yield from _values(path, item, other)
+        if array.shape != other.shape:
+            yield f"{path}: shape {list(array.shape)} and {list(other.shape)}"
+        if array.dtype != other.dtype:
+            yield f"{path}: dtype {array.dtype.name} and {other.dtype.name}"
+        elif array.shape == other.shape:
+            yield from _value_differences(path, array, other)
 
 
-def _origin(what: str, item: Any, other: Any) -> Iterator[str]:
-    if isinstance(item, Mapping) and isinstance(other, Mapping):
-        for key in sorted(item.keys() | other.keys()):
-            yield from _origin(f"{what}: {key}", item.get(key), other.get(key))
-    elif item != other:
-        yield f"{what}: {_shown(item)} and {_shown(other)}"
+def _origin_differences(name: str, value: Any, other: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        for key in sorted(value.keys() | other.keys()):
+            yield from _origin_differences(f"{name}: {key}", value.get(key), other.get(key))
+    elif value != other:
+        yield f"{name}: {_value_text(value)} and {_value_text(other)}"
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "not known" if value in (None, "") else str(value)
 
 
-def _values(path: str, array: StoredArray, other: StoredArray) -> Iterator[str]:
+def _value_differences(path: str, array: StoredArray, other: StoredArray) -> Iterator[str]:
     num_different = num_not_finite = 0
     largest: Any = 0
     for rows in array.parts():
@@ -75,9 +85,9 @@ def _values(path: str, array: StoredArray, other: StoredArray) -> Iterator[str]:
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> tuple[int, float | int]:
-    """Returns how many pairs are finite, and their largest absolute difference."""
+    """Returns the number of finite pairs, and their largest absolute difference."""
     if x.dtype.kind in "bui":
-        pairs = zip(x.tolist(), y.tolist(), strict=True)  # Python's numbers do not wrap.
+        pairs = zip(x.tolist(), y.tolist(), strict=True)  # Python's integers do not overflow.
         return len(x), max((abs(int(a) - int(b)) for a, b in pairs), default=0)
     wide = np.complex128 if x.dtype.kind == "c" else np.float64
     x, y = x.astype(wide), y.astype(wide)

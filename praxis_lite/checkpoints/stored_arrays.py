@@ -1,7 +1,7 @@
-"""Opens the arrays that Orbax wrote with TensorStore, and checks that all of them are there.
+"""Opens the arrays of a checkpoint with TensorStore, and checks that they are complete.
 
-Orbax may write less than it was given without an error, and TensorStore reads a missing chunk as
-zeros unless it is told not to.
+The check is needed because Orbax may omit arrays without an error, and because TensorStore by
+default reads missing chunks as zeros.
 """
 
 import collections
@@ -20,22 +20,22 @@ from praxis_lite.core.errors import ConfigError
 ITEMS = ("mdl_vars", "opt_states")
 DATABASE = "manifest.ocdbt"
 METADATA_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}  # TensorStore's driver for each.
-# The keys of an array "a.b": "a.b/.zarray" and "a.b/0.1" in Zarr 2, "a.b/zarr.json" and "a.b/c/0/1"
-# in Zarr 3. A name may contain "/".
+# The keys of an array "a.b" are "a.b/.zarray" and "a.b/0.1" in Zarr 2, and "a.b/zarr.json" and
+# "a.b/c/0/1" in Zarr 3. The name may contain "/".
 _KEY = re.compile(r"(.+?)/(\.zarray|zarr\.json|\d+(?:\.\d+)*|c(?:/\d+)*)")
-_BLOCK_BYTES = 2**26  # Read at a time, where an array's chunks allow it.
-_MAX_TREE_BYTES = 10**8  # Of an OCDBT database's tree, cached while its arrays are read.
+_BLOCK_BYTES = 2**26  # How much to read at a time, if the array's chunks are smaller.
+_MAX_TREE_BYTES = 10**8  # How much of the tree of an OCDBT database to cache while reading.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredArray:
-    """A stored array, opened; its values are read on request.
+    """An opened array of a checkpoint; its values are read on request.
 
     Attributes:
-      path: "mdl_vars/params/...".
-      shape: the logical, unpadded shape.
-      array: the padded array.
-      folder: of the checkpoint, for errors.
+      path: Path of the array, such as "mdl_vars/params/...".
+      shape: Logical shape.
+      array: The stored array, with padding.
+      folder: Folder of the checkpoint, for error messages.
     """
 
     path: str
@@ -52,27 +52,32 @@ class StoredArray:
         return self.array.dtype.numpy_dtype
 
     def parts(self) -> Iterator[slice]:
-        """Yields the rows to read at a time: those of one chunk, or of several up to 64 MiB."""
+        """Yields slices of rows to read at a time: whole chunks, and about 64 MiB if possible."""
         yield from self._parts(self.shape)
 
     def read(self, rows: slice | None = None) -> np.ndarray:
-        """Returns the values without padding; with `rows`, of these rows only.
+        """Reads the values without padding.
+
+        Args:
+          rows: The rows to read; None for all.
 
         Raises:
-          ConfigError: they cannot be decoded; names the array.
+          ConfigError: The values cannot be decoded; the message names the array.
         """
-        cut = tuple(slice(0, dim) for dim in self.shape)
-        return self.read_block(cut if rows is None else (rows, *cut[1:])[: len(cut)])
+        logical = tuple(slice(0, dim) for dim in self.shape)
+        return self.read_block(
+            logical if rows is None else (rows, *logical[1:])[: len(logical)]
+        )
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a part of the padded array; raises as `read`."""
+        """Reads a block of the padded array; raises ConfigError like `read`."""
         try:
             return np.asarray(self.array[index].read().result())
         except ValueError as error:
             raise _unreadable(self.folder, self.path, error) from None
 
     def padding_is_zero(self) -> bool:
-        """Returns True if there are only zeros around the values; reads all."""
+        """Reads the complete array and returns whether its padding is all zeros."""
         for rows in self._parts(self.padded_shape):
             block = self.read_block((rows,)[: len(self.shape)])
             if self.shape:
@@ -94,15 +99,22 @@ class StoredArray:
 
 
 def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, StoredArray]:
-    """Returns the arrays of a step by path, sorted; reads no values.
+    """Opens the arrays of a step without reading their values.
+
+    Args:
+      step_dir: The step's folder.
+      manifest: The step's manifest.
+
+    Returns:
+      The arrays by path, sorted.
 
     Raises:
-      ConfigError: an array is missing, lacks a chunk, or has another shape or dtype than the
-        manifest; names it.
+      ConfigError: An array is missing, lacks a chunk, or has another shape or dtype than in the
+        manifest; the message names it.
     """
     arrays = {}
     for item in ITEMS:
-        # Orbax joins names by ".", the manifest by "/"; a name may contain either.
+        # Orbax joins names with ".", the manifest with "/"; the names may contain both.
         actual = {
             f"{item}/{name}".replace(".", "/"): array
             for name, array in _opened(step_dir / item).items()
@@ -125,14 +137,17 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
 
 
 def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
-    """Returns the arrays of a folder that another program wrote with Orbax; reads no values.
+    """Opens the arrays that another program wrote with Orbax, without reading their values.
 
     Args:
-      folder: an OCDBT database, or a folder with a folder for each array, in Zarr 2 or Zarr 3.
-      prefix: of the names that are opened; paths are without it.
+      folder: An OCDBT database, or a folder with a subfolder per array in Zarr 2 or Zarr 3.
+      prefix: Prefix of the names of the arrays to open; removed from the paths.
+
+    Returns:
+      The arrays by path.
 
     Raises:
-      ConfigError: an array cannot be opened, or lacks a chunk; names it.
+      ConfigError: An array cannot be opened, or lacks a chunk; the message names it.
     """
     arrays = {
         name.removeprefix(prefix).replace(".", "/"): array
@@ -142,14 +157,14 @@ def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
 
 
 def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
-    """Returns the padded arrays in a folder by Orbax's names."""
+    """Opens the padded arrays in a folder, by their names in Orbax."""
     kvstore = {"driver": "file", "path": f"{folder}/"}
     if (folder / DATABASE).is_file():
         kvstore = {
             "driver": "ocdbt", "base": kvstore, "path": "", "cache_pool": "cache_pool#tree"
         }
     context = ts.Context({
-        "cache_pool": {"total_bytes_limit": 0},  # Decoded chunks are not cached.
+        "cache_pool": {"total_bytes_limit": 0},  # Do not cache decoded chunks.
         "cache_pool#tree": {"total_bytes_limit": _MAX_TREE_BYTES},
     })
     drivers, num_chunks = {}, collections.Counter()
@@ -164,12 +179,13 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
                 drivers[match[1]] = METADATA_FILES[match[2]]
             else:
                 num_chunks[match[1]] += 1
-    # All are opened at once: each reads its metadata.
+    # Open all arrays concurrently, because each reads its metadata.
     opening = {
         name: ts.open(
             {
                 "driver": driver, "kvstore": {**kvstore, "path": f"{kvstore['path']}{name}/"},
-                "fill_missing_data_reads": False,  # Of chunks within a shard of Zarr 3.
+                # Raise an error for missing chunks inside a shard of Zarr 3.
+                "fill_missing_data_reads": False,
             },
             open=True, read=True, context=context,
         )
@@ -181,19 +197,20 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
             array = arrays[name] = future.result()
         except ValueError as error:
             raise _unreadable(folder, name, error) from None
-        chunk = array.chunk_layout.write_chunk.shape or ()  # None for a scalar.
+        chunk = array.chunk_layout.write_chunk.shape or ()  # The shape is None for a scalar.
         expected = math.prod(-(-dim // part) for dim, part in zip(array.shape, chunk, strict=True))
         if num_chunks[name] != expected:
             raise ConfigError(
                 f"The checkpoint {folder}: {name} has {num_chunks[name]} chunks instead of "
-                f"{expected}. It is damaged: use another step, or another copy of this one."
+                f"{expected}. It is damaged: use another step, or a copy of this one."
             )
     return arrays
 
 
 def _unreadable(folder: Path, name: str, error: ValueError) -> ConfigError:
-    reason = " ".join(str(error).split()).partition(" [")[0]  # Specs and source locations follow.
+    # Cut off TensorStore's specs and source locations.
+    reason = " ".join(str(error).split()).partition(" [")[0]
     return ConfigError(
         f"The checkpoint {folder}: {name} cannot be read ({reason[:500]}). It is damaged: use "
-        "another step, or another copy of this one."
+        "another step, or a copy of this one."
     )

@@ -1,4 +1,4 @@
-"""`python -m praxis_lite.checkpoints`: reports on a directory of steps, or on a step."""
+"""Lists, verifies and describes the steps in a directory of checkpoints."""
 
 import contextlib
 import dataclasses
@@ -23,14 +23,14 @@ from praxis_lite.job.local_directory import local_directory
 _Item = TypeVar("_Item")
 _SET_ASIDE = {
     "damaged": "quarantined",
-    "saving": "saving, or left by a save that was cut short",
-    "deleting": "deleting, or left by a deletion that was cut short",
+    "saving": "saving, or left by an interrupted save",
+    "deleting": "deleting, or left by an interrupted deletion",
     "abandoned": "rolled back",
 }
 
 
 def tracked(items: Sequence[_Item]) -> Iterable[_Item]:
-    """Yields the items; on a terminal it shows meanwhile, on standard error, how many are done."""
+    """Yields the items, and shows a progress bar on standard error if that is a terminal."""
     console = Console(stderr=True)
     return track(
         items, "reading", console=console, transient=True, disable=not console.is_terminal
@@ -39,14 +39,14 @@ def tracked(items: Sequence[_Item]) -> Iterable[_Item]:
 
 @dataclasses.dataclass(frozen=True)
 class ListedStep:
-    """A folder of a directory of steps.
+    """A folder in a directory of steps.
 
     Attributes:
-      name: of the folder: "300", "300.damaged", "400.saving".
-      state: "good", or what is wrong with it.
-      num_bytes: of all its files.
-      saved: when, in seconds since 1970, or NaN if it has no commit.
-      metrics: that it was saved with.
+      name: Name of the folder, such as "300", "300.damaged" or "400.saving".
+      state: "good", or what is wrong with the step.
+      num_bytes: Size of all its files.
+      saved: When it was saved, in Unix seconds; NaN without a commit.
+      metrics: The metrics that were saved with it.
     """
 
     name: str
@@ -57,37 +57,41 @@ class ListedStep:
 
 
 def steps_directory(path: str) -> Path:
-    """Returns the directory of steps that is meant: a job's, or the path itself.
+    """Returns the directory of steps for a path, which may be that of a job or of its steps.
 
     Raises:
-      ConfigError: there is no such directory, or nothing in it is a step.
+      ConfigError: There is no such directory, or it contains no step.
     """
     given = local_directory(path)
     if not given.is_dir():
         raise ConfigError(
-            f"{given} is no directory. Name a job_log_dir, or the folder 'checkpoints' in it."
+            f"{given} is not a directory. Pass a job_log_dir, or the folder 'checkpoints' in it."
         )
     for directory in (given / "checkpoints", given):
         if step_dirs.numbered_steps(directory) or _set_aside(directory):
             return directory
     if given.name.isdigit() and (given / MANIFEST_JSON).exists():
-        raise ConfigError(f"{given} is one step: name {given.parent}, and --step={given.name}.")
+        raise ConfigError(f"{given} is one step: pass {given.parent}, and --step={given.name}.")
     raise ConfigError(
-        f"{given} holds no checkpoints. Name a job_log_dir, or the folder 'checkpoints' in it."
+        f"{given} contains no checkpoints. Pass a job_log_dir, or the folder 'checkpoints' in it."
     )
 
 
 def step_dir_of(directory: Path, step: int | None) -> Path:
-    """Returns the folder of a step, or of the newest that has a commit if `step` is None.
+    """Returns the folder of a committed step.
+
+    Args:
+      directory: The directory of steps.
+      step: The step; None for the newest.
 
     Raises:
-      ConfigError: there is no such step.
+      ConfigError: There is no such step.
     """
     steps = step_dirs.committed_steps(directory)
     if not steps or (step is not None and step not in steps):
-        there = f"it has the steps {', '.join(map(str, steps))}" if steps else "it has no steps"
-        which = "step" if step is None else f"step {step}"
-        raise ConfigError(f"{directory} has no committed {which}; {there}.")
+        existing = f"it has the steps {', '.join(map(str, steps))}" if steps else "it has no steps"
+        missing = "step" if step is None else f"step {step}"
+        raise ConfigError(f"{directory} has no committed {missing}; {existing}.")
     return directory / str(steps[-1] if step is None else step)
 
 
@@ -95,29 +99,30 @@ def manifest_of(step_dir: Path) -> dict[str, Any]:
     """Returns a step's manifest.
 
     Raises:
-      ConfigError: another one was committed.
+      ConfigError: The manifest or the commit is damaged.
     """
-    manifest, wrong = step_files.committed_manifest(step_dir)
-    if wrong:
-        raise ConfigError(f"The checkpoint {step_dir} is damaged: {'; '.join(wrong)}.")
+    manifest, errors = step_files.committed_manifest(step_dir)
+    if errors:
+        raise ConfigError(f"The checkpoint {step_dir} is damaged: {'; '.join(errors)}.")
     return manifest
 
 
 def list_steps(directory: Path) -> list[ListedStep]:
-    """Returns all steps of a directory, and the leftovers of others; reads every file of a step."""
+    """Verifies and lists all steps of a directory, and folders that were set aside."""
     listed = []
     for name in tracked([str(step) for step in step_dirs.numbered_steps(directory)]):
-        wrong = what_is_wrong(directory / name)
-        if not wrong or (directory / name).exists():  # Else deleted by a job that is at work there.
-            listed.append(_listed(directory / name, few(wrong, 2, "; ") or "good"))
+        errors = what_is_wrong(directory / name)
+        # Skip a step that a running job has deleted meanwhile.
+        if not errors or (directory / name).exists():
+            listed.append(_listed_step(directory / name, few(errors, 2, "; ") or "good"))
     for name in _set_aside(directory):
-        how = name.partition(".")[2].partition("-")[0].partition(".")[0]
-        listed.append(_listed(directory / name, _SET_ASIDE.get(how, how)))
+        kind = name.partition(".")[2].partition("-")[0].partition(".")[0]
+        listed.append(_listed_step(directory / name, _SET_ASIDE.get(kind, kind)))
     return sorted(listed, key=lambda step: (int(step.name.partition(".")[0]), step.name))
 
 
 def what_is_wrong(step_dir: Path) -> list[str]:
-    """Returns the errors of a step's files, a line each; no array is decoded."""
+    """Returns a line per error in the files of a step, without decoding arrays."""
     try:
         return [f"damaged: {line}" for line in step_files.verify(step_dir)]
     except ConfigError as error:
@@ -125,31 +130,31 @@ def what_is_wrong(step_dir: Path) -> list[str]:
 
 
 def what_is_wrong_within(step_dir: Path) -> list[str]:
-    """Returns the errors of a step, having decoded every array and looked at its padding."""
-    if wrong := what_is_wrong(step_dir):
-        return wrong
+    """Returns a line per error of a step, after decoding every array and checking its padding."""
+    if errors := what_is_wrong(step_dir):
+        return errors
     try:
         for array in tracked(list(stored_arrays(step_dir, manifest_of(step_dir)).values())):
             try:
                 if not array.padding_is_zero():
-                    wrong.append(f"{array.path} has a padding that is not zero")
+                    errors.append(f"{array.path} has a padding that is not zero")
             except ConfigError as error:
-                wrong.append(str(error))
+                errors.append(str(error))
     except ConfigError as error:
-        wrong.append(str(error))
-    return wrong
+        errors.append(str(error))
+    return errors
 
 
 def description(step_dir: Path) -> list[str]:
-    """Returns the description of a step in lines: where it comes from, and each of its arrays."""
+    """Describes a step in lines: size, mesh, versions, data position, metrics and all arrays."""
     manifest = manifest_of(step_dir)
-    listed = _listed(step_dir, "")
-    share = (step_dir / MANIFEST_JSON).stat().st_size / max(listed.num_bytes, 1)
+    listed = _listed_step(step_dir, "")
+    manifest_share = (step_dir / MANIFEST_JSON).stat().st_size / max(listed.num_bytes, 1)
     leaves = manifest["leaves"]
     pairs = {
         "step": f"{manifest['step']}, saved {_when(listed.saved)}",
         "size": f"{format_bytes(listed.num_bytes)} in {len(manifest['files'])} files, the manifest "
-                f"{share:.1%} of it",
+                f"{manifest_share:.1%} of it",
         "mesh": _pairs(manifest["mesh"]),
         "versions": _pairs(manifest["versions"]),
         "config": manifest["config_xxh3_128"] or "not known",
@@ -168,7 +173,7 @@ def description(step_dir: Path) -> list[str]:
 
 
 def listing(steps: Sequence[ListedStep]) -> list[str]:
-    """Returns `list_steps` as lines."""
+    """Formats the result of `list_steps` as a table."""
     return table_lines([
         ("step", "size", "saved", "state", "metrics"),
         *(
@@ -179,7 +184,7 @@ def listing(steps: Sequence[ListedStep]) -> list[str]:
 
 
 def _when(seconds: float) -> str:
-    """Returns "2026-11-21 20:33:01", local time."""
+    """Formats Unix seconds as local time, such as "2026-11-21 20:33:01"; "-" for NaN."""
     return "-" if math.isnan(seconds) else time.strftime("%F %T", time.localtime(seconds))
 
 
@@ -187,9 +192,9 @@ def _set_aside(directory: Path) -> list[str]:
     return [path.name for path in step_dirs.set_aside(directory, *_SET_ASIDE)]
 
 
-def _listed(step_dir: Path, state: str) -> ListedStep:
+def _listed_step(step_dir: Path, state: str) -> ListedStep:
     num_bytes, saved, metrics = 0, math.nan, {}
-    # A folder may go while it is looked at: a job may be training there.
+    # A running job may delete the folder meanwhile.
     for path in step_dir.rglob("*"):
         try:
             status = path.lstat()
@@ -203,9 +208,9 @@ def _listed(step_dir: Path, state: str) -> ListedStep:
     return ListedStep(step_dir.name, state, num_bytes, saved, metrics)
 
 
-def _pairs(result: Mapping[str, Any]) -> str:
-    shown = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in result.items()}
-    return ", ".join(f"{key}={value}" for key, value in shown.items()) or "none"
+def _pairs(values: Mapping[str, Any]) -> str:
+    texts = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in values.items()}
+    return ", ".join(f"{key}={text}" for key, text in texts.items()) or "none"
 
 
 def _spec(spec: Sequence[Any]) -> str:

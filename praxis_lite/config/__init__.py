@@ -1,1 +1,1 @@
-"""Configs of experiments: fields by path, `--set`, and the files config.json and config.txt."""
+"""Configs of experiments: access to fields by path, `--set`, config.json and config.txt."""

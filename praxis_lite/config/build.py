@@ -1,4 +1,4 @@
-"""Builds a config's objects; errors of constructors and files name the path in the config."""
+"""Builds the objects of a config, and adds paths in the config to error messages."""
 
 import contextlib
 import re
@@ -28,12 +28,12 @@ _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <
 
 
 def build(config: fdl.Config) -> Any:
-    """Returns the object that `fdl.build` makes.
+    """Builds the object of a config.
 
     Raises:
-        ConfigError: A class or function of an installed package refuses its arguments, or a class
-            lacks methods; names the path. Exceptions of the user's or the library's own code are
-            raised unchanged.
+        ConfigError: A class or function of an installed package rejects its arguments, or a class
+            lacks abstract methods; the message contains the path. Exceptions from the user's or the
+            library's code are raised unchanged.
     """
     try:
         return fdl.build(config)
@@ -46,17 +46,17 @@ def build(config: fdl.Config) -> Any:
             raise raised.with_traceback(error.__traceback__) from raised.__cause__
         name, path = place.groups()
         path = path.lstrip(".").replace("['", ".").replace("']", "")
-        words = own_words(error)
+        message = own_words(error)
         hint = "Fix the class, or its arguments in the experiment."
-        if "'rngs'" in words:
-            hint = f"It is called with rngs later: write fdl.Partial({name}, ...) instead."
+        if "'rngs'" in message:
+            hint = f"It will be called with rngs later: write fdl.Partial({name}, ...) instead."
         raise ConfigError(
-            f"{path}: {name} cannot be made: {shown(words, 1000).rstrip('.')}. {hint}"
+            f"{path}: {name} cannot be built: {shown(message, 1000).rstrip('.')}. {hint}"
         ) from error
 
 
-# The optional packages that settings need, by the last name of the path and the value; "": any.
-# Classes declare their package themselves, as a NeedsPackage.
+# Optional packages that settings need, by (last name of the path, value); the value "" means any.
+# Classes specify their package as a subclass of NeedsPackage.
 _PACKAGES_OF_SETTINGS = {
     ("quantization", "int8"): "qwix", ("quantization", "float8"): "qwix",
     ("atten_kernel", "tokamax"): "tokamax", ("expert_kernel", "tokamax"): "tokamax",
@@ -66,13 +66,15 @@ _PACKAGES_OF_SETTINGS = {
 
 @contextlib.contextmanager
 def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iterator[None]:
-    """Adds details from the config to a ConfigError.
+    """Adds details from the config to a ConfigError that is raised in the context.
 
-    An error about a file gets the paths of the settings that name it; one about a missing package,
-    the other missing packages that the config needs; one about a setting, where it was read.
+    An error about a file gets the paths of the settings that contain it. An error about a missing
+    package gets other missing packages that the config needs. An error about a setting gets the
+    file that the setting was read from.
 
     Args:
-      recorded: The config.json that `config` was read from; None: the experiment's class made it.
+      config: The config.
+      recorded: The config.json that `config` was read from; None if the experiment's class made it.
     """
     try:
         yield
@@ -90,16 +92,16 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
             message, config
         ):
             message += (
-                f" Settings are read from {printable(str(recorded))}, which training wrote, and "
-                "not from the experiment's class. Change them with --set PATH=VALUE (in Python "
-                "settings=), or launch --mode=train again to record a change of the class."
+                f" Settings are read from {printable(str(recorded))}, which training has written, "
+                "and not from the experiment's class. Change them with --set PATH=VALUE (in "
+                "Python, settings=), or launch --mode=train again to record changes of the class."
             )
         error.args = (f"{message}{fiddle}{context}", *error.args[1:])
         raise
 
 
 def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
-    """Returns a sentence on further missing packages and how to install all of them, or ""."""
+    """Returns a sentence about other missing packages, with the command to install all; or ""."""
     needed = []
     for field in iterate_fields(config):
         if isinstance(field.value, fdl.Buildable):
@@ -114,13 +116,13 @@ def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
     if not others:
         return ""
     return (
-        f" The config also needs {', '.join(others)}, not installed either. For all: "
-        f"{install_line([package, *others])}."
+        f" The config also needs {', '.join(others)}, which is not installed either. To install "
+        f"all: {install_line([package, *others])}."
     )
 
 
 def _names_setting(message: str, config: fdl.Buildable) -> bool:
-    """Returns whether a message names a field of the config: its path, or CLASS.FIELD."""
+    """Returns whether a message contains a field of the config, as a path or as CLASS.FIELD."""
     if "--set" in message:
         return True
     paths = {field.path for field in iterate_fields(config)}
@@ -131,7 +133,7 @@ def _names_setting(message: str, config: fdl.Buildable) -> bool:
 
 
 def _without_fiddle(error: Exception) -> Exception:
-    """Returns the exception that a constructor raised, which Fiddle wraps in a proxy."""
+    """Returns the exception that a constructor raised, without Fiddle's proxy around it."""
     while "proxy_base_exception" in vars(error):
         error = vars(error)["proxy_base_exception"]
     return error

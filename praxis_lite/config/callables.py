@@ -1,8 +1,8 @@
-"""Converts fields to text and back, including functions and classes by their names.
+"""Converts values of fields to text and back, including functions and classes by name.
 
-A name such as `optax.lion` is the function or class itself, with the fields below it as its
-settings (a template, an optimizer). With `()`, as in `optax.constant_schedule()`, it is the result
-of the call, and becomes a config.
+A name such as `optax.lion` means the function or class itself, for instance a template or an
+optimizer, whose settings are the fields below it. With `()`, as in `optax.constant_schedule()`, it
+means the result of a call, and becomes a config.
 """
 
 import collections.abc
@@ -20,28 +20,28 @@ from praxis_lite.core.errors import did_you_mean
 
 
 def text_of_value(value: Any, annotation: Any) -> str | None:
-    """Returns the text after `path=` that `--set` turns into the same value, or None.
+    """Returns the text from which `--set` restores a value; None if there is no such text.
 
-    None if the value is not known, if it contains configs, which have separate lines, or if it is a
-    default without a name.
+    There is none if the value is unknown, if it contains configs, which have separate lines, or if
+    it is a default without a name.
     """
     if isinstance(value, Unknown):
         return None
     if not holds_only_literals(value):
         return _full_name(value)
     text = format_value(value, annotation)
-    # A value that does not match its annotation is written as well.
+    # Also convert values that do not match their annotation.
     return format_value(value, UNKNOWN) if text is None else text
 
 
 def shown_value(value: Any, annotation: Any) -> str:
-    """Returns the text for a message: that of `--set`, or a description of the value."""
+    """Returns the text of a value for messages: that of `--set`, or a description."""
     text = text_of_value(value, annotation)
     return describe(value) if text is None else text
 
 
 def _full_name(value: Any) -> str | None:
-    # A dataclass instance is written as the call that makes it, with `()`, like a Config.
+    # A dataclass instance is written like a Config, as the call that creates it.
     symbol = None if isinstance(value, fdl.Buildable | functools.partial) else name_of(value)
     if symbol is not None:
         return ".".join(symbol)
@@ -53,41 +53,41 @@ def _full_name(value: Any) -> str | None:
 
 
 def parse_callable(text: str, present: Any, annotation: Any, packages: Collection[str]) -> Any:
-    """Returns the function, class or config that `text` names, or None.
+    """Returns the function, class or config with a name, or None.
 
     Args:
-        text: A name, full or bare (see `names.named`), with `()` or without.
-        present: The present value: a Config is replaced by a Config, a Partial by a Partial.
-        annotation: Of the field; if it is a class, the result is a Config of the instance.
-        packages: Top-level packages whose functions and classes it may name.
+        text: A full or bare name (see `names.named`), with or without `()`.
+        present: The current value; a Config is replaced by a Config, a Partial by a Partial.
+        annotation: Annotation of the field; if it is a class, the result is a Config of it.
+        packages: Top-level packages whose functions and classes may be used.
     """
     name, is_called = text.removesuffix("()"), text.endswith("()")
     value = named(name, packages, _places(present, annotation))
     if value is None or (is_called and not callable(value)):
         return None
     if not is_called and value is _function(present):
-        return present  # With the settings that it has.
+        return present  # Keep the current settings.
     if is_called or isinstance(present, fdl.Config) or takes(annotation) == "instance":
         return fdl.Config(value)
     return fdl.Partial(value) if isinstance(present, fdl.Partial) else value
 
 
 def takes(annotation: Any) -> str | None:
-    """Returns "function" or "instance" if code makes the annotation's values; None if text does."""
+    """Returns "function" or "instance" if values of the type are not literals, else None."""
     if any(kind in (collections.abc.Callable, type) for kind in _kinds(annotation)):
         return "function"
     return "instance" if _classes(annotation) else None
 
 
 def suggestion(text: str, present: Any, annotation: Any) -> str:
-    """Returns ' Did you mean lion?' with names that may replace `present`, or ''."""
+    """Returns a hint such as ' Did you mean lion?' with similar names, or ''."""
     if {int, float, str, bool} & set(_kinds(annotation)):
-        return ""  # No name may have been meant.
+        return ""  # The text may not have been meant as a name.
     return did_you_mean(text.removesuffix("()"), names_in(_places(present, annotation)))
 
 
 def _places(present: Any, annotation: Any) -> list[str]:
-    """Returns the modules in which a bare name is looked up first."""
+    """Returns the modules in which to look up a bare name first."""
     symbol = name_of(_function(present))
     classes = [kind.__module__ for kind in _classes(annotation)]
     return ([] if symbol is None else [symbol[0]]) + classes

@@ -1,4 +1,4 @@
-"""`--set BATCH_SIZE=32`: attributes of an experiment's class, set before it makes its config."""
+"""`--set BATCH_SIZE=32`: sets attributes of an experiment's class before it makes its config."""
 
 import copy
 import re
@@ -28,18 +28,17 @@ def configured(
 ) -> fdl.Config:
     """Returns the config of an experiment with the settings of `--set` applied.
 
-    A setting whose path begins with an attribute of the class, its own or inherited, sets that
-    attribute of an instance before the experiment makes its config; all others set fields of the
-    config.
+    A setting whose path starts with an attribute of the class sets that attribute of the instance
+    before the config is made; other settings set fields of the config.
 
     Args:
-        experiment: The class.
-        settings: `path=value` each, see `apply_overrides`.
-        packages: Top-level packages whose functions and classes may be named.
+        experiment: The experiment's class.
+        settings: Settings `path=value`, see `apply_overrides`.
+        packages: Top-level packages whose functions and classes may be used.
 
     Raises:
-        ConfigError: There is no such path, the value has another type than the field, or the
-            class's constructor requires arguments.
+        ConfigError: There is no such path, a value has the wrong type, or the constructor of the
+            class requires arguments.
     """
     return experiment_and_config(experiment, settings, packages)[1]
 
@@ -47,62 +46,68 @@ def configured(
 def experiment_and_config(
     experiment: type[_ExperimentT], settings: Sequence[str], packages: Collection[str] = ()
 ) -> tuple[_ExperimentT, fdl.Config]:
-    """Returns the instance whose attributes the settings set, and the config, as `configured`."""
+    """Returns the instance with its attributes set, and its config; see `configured`."""
     try:
-        result = experiment()
+        instance = experiment()
     except TypeError as error:
         if user_line(error) is not None:
             raise
         raise ConfigError(
-            f"{callable_name(experiment)} is built without arguments: {error}. Give __init__ "
-            "defaults, or leave it out: an experiment's settings are its configs."
+            f"{callable_name(experiment)} must be constructible without arguments: {error}. Give "
+            "the arguments of __init__ defaults, or remove it."
         ) from error
     known = _attributes(experiment)
-    local = [setting for setting in settings if _first_key(setting) in known]
-    # Copies, because all instances share the values of the class.
-    values = copy.deepcopy({_first_key(item): known[_first_key(item)] for item in local})
+    of_class = [setting for setting in settings if _first_key(setting) in known]
+    # Copy the values, because all instances share those of the class.
+    values = copy.deepcopy(
+        {_first_key(setting): known[_first_key(setting)] for setting in of_class}
+    )
     values = fdl.Config(_attributes_of, **values)
-    apply_overrides(values, local, packages)
+    apply_overrides(values, of_class, packages)
     for name, value in values.__arguments__.items():
-        setattr(result, name, value)
-    config = result.config()
-    apply_overrides(config, [one for one in settings if one not in local], packages, known)
-    return result, config
+        setattr(instance, name, value)
+    config = instance.config()
+    of_config = [setting for setting in settings if setting not in of_class]
+    apply_overrides(config, of_config, packages, known)
+    return instance, config
 
 
 def value_after(
     experiment: type[_Experiment], settings: Sequence[str], path: str,
     packages: Collection[str] = (),
 ) -> Any:
-    """Returns the value that a path has once the settings of `--set` are applied.
+    """Returns the value at a path after the settings of `--set` are applied.
 
     Args:
-        experiment, settings, packages: As for `configured`.
-        path: Of a field of the config, or of an attribute of the class.
+        experiment: The experiment's class.
+        settings: Settings `path=value`, see `apply_overrides`.
+        path: Path of a field of the config, or of an attribute of the class.
+        packages: Top-level packages whose functions and classes may be used.
 
     Raises:
         ConfigError: As `configured`, or there is no such path.
     """
-    made, config = experiment_and_config(experiment, settings, packages)
+    instance, config = experiment_and_config(experiment, settings, packages)
     known, name = _attributes(experiment), _first_key(path)
     if name in known:
-        config = fdl.Config(_attributes_of, **{name: getattr(made, name)})
+        config = fdl.Config(_attributes_of, **{name: getattr(instance, name)})
     return value_at(config, path, known)
 
 
 def _attributes(experiment: type) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    """Returns the public attributes of a class, inherited ones included, without its methods."""
+    members: dict[str, Any] = {}
     for base in reversed(experiment.__mro__):
-        result |= vars(base)
-    no_values = (types.FunctionType, property, classmethod, staticmethod)
+        members |= vars(base)
+    method_types = (types.FunctionType, property, classmethod, staticmethod)
     return {
-        name: value for name, value in result.items()
-        if not name.startswith("_") and not isinstance(value, no_values)
+        name: value for name, value in members.items()
+        if not name.startswith("_") and not isinstance(value, method_types)
     }
 
 
 def _attributes_of(**values):
-    """Stands for the class; without annotations, so that each value keeps its type."""
+    """Callable of a config of class attributes; unannotated, so values keep their types."""
 
 
 def _first_key(setting: str) -> str:

@@ -1,4 +1,4 @@
-"""Converts a config to JSON, from which it is rebuilt, and to lines for people."""
+"""Converts a config to JSON, from which it can be rebuilt, and to readable lines."""
 
 import dataclasses
 import json
@@ -26,9 +26,9 @@ class LoadedConfig:
     """The content of `config.json`.
 
     Attributes:
-        config: Of the complete job, overrides applied.
-        experiment: The full name of the experiment's class.
-        overrides: The settings as they were given to `--set`.
+        config: The config of the job, with overrides applied.
+        experiment: Full name of the experiment's class.
+        overrides: The settings that were passed to `--set`.
     """
 
     config: fdl.Config
@@ -43,17 +43,17 @@ def dump_config(
     *,
     packages: Collection[str] = (),
 ) -> str:
-    """Returns JSON text from which `load_config` rebuilds `config` exactly, shared parts shared.
+    """Serializes a config to JSON, from which `load_config` rebuilds it, shared objects included.
 
     Args:
-        config: Of the complete job.
-        experiment: The full name of the experiment's class; its package may be named.
-        overrides: The settings of `--set`, for the record.
-        packages: Further top-level packages whose functions and classes the config may name.
+        config: The config of the job.
+        experiment: Full name of the experiment's class, whose package the config may refer to.
+        overrides: The settings of `--set`, to be recorded.
+        packages: Further top-level packages whose functions and classes the config may refer to.
 
     Raises:
-        ConfigError: A value has no text form, such as a lambda or an array, or is a function from a
-            package that `load_config` would refuse; names the path.
+        ConfigError: A value cannot be serialized, such as a lambda or an array, or is a function
+            from a package that is not allowed; the message contains the path.
     """
     node = json_nodes.write(config, {experiment.partition(".")[0], *packages})
     header = {"format": FORMAT, "experiment": experiment, "overrides": list(overrides)}
@@ -61,18 +61,18 @@ def dump_config(
 
 
 def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
-    """Returns the config that `dump_config` wrote.
+    """Rebuilds a config from the output of `dump_config`.
 
-    A name is imported only after it has been checked.
+    Names are checked before they are imported.
 
     Args:
         text: The content of `config.json`.
-        packages: Top-level packages whose functions and classes the text may name, in addition to
-            `praxis_lite.experiments` and `.tasks`. The text itself cannot add packages.
+        packages: Top-level packages whose functions and classes the text may refer to, in addition
+            to `praxis_lite.experiments` and `praxis_lite.tasks`. The text cannot add packages.
 
     Raises:
-        ConfigError: The text is damaged, or has a name outside the allowed packages or one that the
-            code no longer has.
+        ConfigError: The text is damaged, or contains a name that is not allowed or that does not
+            exist any more.
     """
     try:
         parsed = parse_json(text)
@@ -82,7 +82,7 @@ def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
 
 
 def load_config_file(path: Path, *, packages: Collection[str] = ()) -> LoadedConfig:
-    """Returns the config in a file; as `load_config`."""
+    """Rebuilds a config from a file; see `load_config`."""
     return _loaded(read_json(path), packages)
 
 
@@ -93,14 +93,14 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     if parsed["format"] != FORMAT or type(parsed["format"]) is not int:
         raise ConfigError(
             f"config.json has format {shown(json.dumps(parsed['format']))}; this praxis_lite reads "
-            f"format {FORMAT}. Use the version that wrote it, or start the job anew."
+            f"format {FORMAT}. Use the version that wrote it, or start a new job."
         )
     experiment, overrides = parsed["experiment"], parsed.get("overrides")
     is_name = type(experiment) is str and re.fullmatch(r"\w+(\.\w+)+", experiment)
     if not is_name or len(experiment) > 200:
         raise damaged("experiment", "it is not module.Class")
     if type(overrides) is not list or not all(type(override) is str for override in overrides):
-        raise damaged("overrides", "they are not a list of texts")
+        raise damaged("overrides", "they are not a list of strings")
     config = json_nodes.read(parsed["config"], packages)
     if not isinstance(config, fdl.Buildable):
         raise damaged("config", "it is not a config")
@@ -109,16 +109,15 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
 
 
 def config_lines(config: fdl.Config) -> list[str]:
-    """Returns a line `path=value` for every field, in the order of the roots.
+    """Returns a line `path=value` per field, quoted so that it can be pasted after `--set`.
 
-    It is quoted for a shell, so that each line can be pasted after `--set`. A field without a
-    value, which the function's caller gives, has no line.
+    Fields without a value, which the caller of the function passes, are left out.
     """
     return [f"{path}={shlex.quote(text)}" for path, text in _texts(config).items()]
 
 
 def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
-    """Returns the value of every field by path: numbers and booleans as such, others as text."""
+    """Returns the values of all fields by path; values other than numbers and booleans as text."""
     values = {field.path: field.value for field in iterate_fields(config)}
     return {
         path: values[path] if isinstance(values[path], bool | int | float) else text
@@ -127,7 +126,7 @@ def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
 
 
 def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
-    """Returns a line 'run.seed: 0 -> 7' for every field that differs, in the order of the roots."""
+    """Returns a line such as 'run.seed: 0 -> 7' per field that differs."""
     before, after = _texts(old), _texts(new)
 
     def value_text(texts: dict[str, str], path: str) -> str:
@@ -147,6 +146,7 @@ def _texts(config: fdl.Config) -> dict[str, str]:
 
 
 def _check_parameters(config: fdl.Config) -> None:
+    """Checks that the functions of a config still have the parameters that it sets."""
     below = ((f"{field.path}.", field.value) for field in iterate_fields(config))
     for prefix, value in (("", config), *below):
         if not isinstance(value, fdl.Buildable):
@@ -158,7 +158,6 @@ def _check_parameters(config: fdl.Config) -> None:
             except AttributeError:
                 path = shown(f"{prefix}{name}", 300)
                 raise ConfigError(
-                    f"{path}: config.json sets it, and {callable_name(function)} has "
-                    "no such parameter: the code has changed since the job began. Restore it, or "
-                    "start a new job."
+                    f"{path}: config.json sets this parameter, but {callable_name(function)} does "
+                    "not have it any more. Restore the code, or start a new job."
                 ) from None

@@ -1,7 +1,7 @@
-"""The names that a config may have: classes and functions that compute, and the user's packages.
+"""Restricts the names that a config may contain, so that an untrusted config.json is safe to load.
 
-`module:name` in a job's config.json becomes an import and then a call, so a third-party config
-must not run code of packages that the user did not list.
+`module:name` in a config.json leads to an import and a call. Allowed are classes and functions that
+only compute, and everything in packages that the user has listed.
 """
 
 import sys
@@ -13,16 +13,16 @@ from praxis_lite.config.values import is_dtype
 from praxis_lite.core.errors import shown
 from praxis_lite.public_names import homes_of
 
-# Functions of these packages only compute. Those of other public packages read files, start devices
-# or change global state, so a config may name only their classes.
+# Functions of these packages only compute. Functions of other public packages may read files, start
+# devices or change global state, so a config may contain only classes of these.
 _FUNCTIONS_OF = (
     "praxis_lite.layers", "praxis_lite.models", "praxis_lite.optimizers",
     "praxis_lite.optimizers.schedules",
 )
 _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 
-# The library's public names: files move, these stay. If two packages export the same object, the
-# name of the first one is written.
+# The public names of the library, which stay the same if files move. If several packages export an
+# object, its name in the first one is written.
 PUBLIC = {
     package: frozenset(
         name for name in homes_of(package) if name != "Checkpoints" and
@@ -35,9 +35,10 @@ PUBLIC = {
     )
 }
 
-# Only scalar types, ufuncs and jitted functions: their other functions read and write files.
+# Of these only scalar types, ufuncs and jitted functions are allowed, because other functions may
+# read and write files.
 ARRAY_LIBRARIES = ("jax.numpy", "numpy")
-# Only subclasses of their Module.
+# Of these only subclasses of Module are allowed.
 LAYER_LIBRARIES = ("flax.linen", "flax.nnx")
 LIBRARIES = (
     "jax.nn", "optax", "jax.lax", "jax.nn.initializers", "jax.checkpoint_policies",
@@ -48,7 +49,7 @@ BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice",
 
 
 def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
-    """Returns True if a config may name `module:name`; imports nothing."""
+    """Returns whether a config may contain `module:name`, without importing it."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in (*parts, *module.split("."))):
         return False
@@ -65,7 +66,7 @@ def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
 
 
 def is_of_kind(module: str, value: Any) -> bool:
-    """Returns True if an object of a module is of a kind that a config may hold."""
+    """Returns whether a config may contain an object of a module, given its type."""
     if module in ARRAY_LIBRARIES:
         import jax.numpy
         import numpy
@@ -78,13 +79,13 @@ def is_of_kind(module: str, value: Any) -> bool:
 
 
 def refused(where: str, module: str, name: str) -> str:
-    """Returns the error message for a name that a config may not have."""
+    """Returns the error message for a name that is not allowed in a config."""
     if module == "__main__":
         return (
-            f"{where} names {shown(f'{module}.{name}')}, which a notebook or a script defined, and "
-            "which only that can use: define it, and call praxis_lite.load(DIR, "
-            "packages=['__main__']). For --mode=eval and other processes define it in a module of "
-            "your package, train from there, and name the package with --packages."
+            f"{where} contains {shown(f'{module}.{name}')}, which was defined in a notebook or "
+            "script and is available only there: define it, and call praxis_lite.load(DIR, "
+            "packages=['__main__']). For --mode=eval and other processes, define it in a module of "
+            "your package, train from there, and add --packages=PACKAGE."
         )
     top = module.partition(".")[0]
     is_own = top not in ("builtins", "praxis_lite", *sys.stdlib_module_names) and not any(
@@ -96,9 +97,8 @@ def refused(where: str, module: str, name: str) -> str:
     elif top == "praxis_lite":
         hint = f"docs/api.md lists the public names. {hint}"
     return (
-        f"{where} names {shown(f'{module}.{name}')}, and a config may name only what is defined in "
-        "the packages given by --packages; public names of praxis_lite, its experiments and tasks; "
-        "functions of jax.nn, jax.lax and optax; scalar types, ufuncs and jitted functions of "
-        "jax.numpy and numpy; and layers of flax. "
-        f"{hint}"
+        f"{where} contains {shown(f'{module}.{name}')}, which is not allowed in a config. Allowed "
+        "are names in the packages of --packages; public names of praxis_lite, its experiments and "
+        "tasks; functions of jax.nn, jax.lax and optax; scalar types, ufuncs and jitted functions "
+        f"of jax.numpy and numpy; and layers of flax. {hint}"
     )

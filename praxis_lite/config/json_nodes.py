@@ -1,12 +1,12 @@
-"""Writes a config as nested JSON objects, and reads it.
+"""Writes and reads a config as nested JSON objects.
 
-Numbers, texts, true, false and null are written as such; everything else is an object with the kind
-as its first key, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
+Numbers, strings, true, false and null are written as such. Everything else is an object whose first
+key is its kind, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
 
     {"Config": "praxis_lite:RunConfig", "arguments": {"num_train_steps": 7}, "id": 3}
 
-A shared object is written in its first place, with an "id", and as `{"again": 3}` in the others. So
-the text has no cycles.
+A shared object is written once, with an "id", and afterwards as `{"again": 3}`, so there are no
+cycles.
 """
 
 import functools
@@ -31,33 +31,35 @@ _BUILDABLES = {"Config": fdl.Config, "Partial": fdl.Partial}
 
 
 def write(value: Any, packages: Collection[str]) -> Any:
-    """Returns the JSON value from which `read` rebuilds `value`.
+    """Converts a value to JSON, from which `read` rebuilds it.
 
     Args:
-        value: A config, or a value in one.
-        packages: Top-level packages whose functions and classes it may name.
+        value: A config, or a value in a config.
+        packages: Top-level packages whose functions and classes it may contain.
 
     Raises:
-        ConfigError: It contains a value that has no text form, such as a lambda or an array, or a
-            name that is not allowed; names the path.
+        ConfigError: A value cannot be serialized, such as a lambda or an array, or a name is not
+            allowed; the message contains the path.
     """
     return _Writer(packages).write(value, "")
 
 
 def read(node: Any, packages: Collection[str]) -> Any:
-    """Returns the value of a JSON node, as `write` writes it.
+    """Rebuilds a value from the output of `write`.
 
     Args:
-        packages: Top-level packages whose functions and classes it may name.
+        node: The JSON value.
+        packages: Top-level packages whose functions and classes it may contain.
 
     Raises:
-        ConfigError: It has another form, or a name that is not allowed or does not exist.
+        ConfigError: The node is not valid, or contains a name that is not allowed or does not
+            exist.
     """
     return _Reader(packages).read(node, "config")
 
 
 def damaged(path: str, reason: str) -> ConfigError:
-    """Returns the message of a config.json that praxis_lite does not write."""
+    """Returns the error for a config.json that is not valid."""
     return ConfigError(
         f"config.json is damaged, or praxis_lite did not write it: {shown(path, 300)}: {reason}. "
         "Restore the file or start a new job."
@@ -68,7 +70,7 @@ class _Writer:
     def __init__(self, packages: Collection[str]):
         self._packages = packages
         self._num_ids = 0
-        # With the value, because the id of a freed object may be reused.
+        # Store the value too, because the id of a freed object may be reused.
         self._written: dict[int, tuple[Any, dict[str, Any] | None]] = {}
 
     def write(self, value: Any, path: str) -> Any:
@@ -76,7 +78,7 @@ class _Writer:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        # A tuple is immutable, so it need not be shared.
+        # Immutable values such as tuples need not stay shared.
         is_shared = isinstance(value, fdl.Buildable | functools.partial) or type(value) in (
             list, dict, set,
         )
@@ -133,26 +135,27 @@ class _Writer:
         return [self.write(value, join(path, index)) for index, value in enumerate(values)]
 
     def _arguments(self, arguments: dict[str | int, Any], path: str) -> dict[str, Any]:
-        # Positional ones have numbers, which no name of a parameter looks like.
-        return {str(key): self.write(item, join(path, key)) for key, item in arguments.items()}
+        # Positional arguments have numbers as keys, which cannot be names of parameters.
+        return {str(key): self.write(value, join(path, key)) for key, value in arguments.items()}
 
     def _name(self, value: Any, path: str) -> str:
         symbol = name_of(value)
         if symbol is None:
             is_local = "<" in getattr(value, "__qualname__", "")
-            what = (
-                f"the function or class {value.__qualname__}, which has no name at the top of a "
-                "module"
+            description = (
+                f"the function or class {value.__qualname__}, which is not defined at the top "
+                "level of a module"
                 if is_local
-                else f"{describe(value)}, which has no literal and no name in a module"
+                else f"{describe(value)}, which is not a literal and has no name in a module"
             )
             raise ConfigError(
-                f"{path}: is {what}, so the job's config.json could not hold it. Define it at the "
-                "top of a module, or write fdl.Config(...) of the class or function that makes it."
+                f"{path}: is {description}, so it cannot be written to config.json. Define it at "
+                "the top level of a module, or use fdl.Config(...) of the class or function that "
+                "creates it."
             )
         if not is_allowed(*symbol, self._packages):
             raise ConfigError(refused(f"{path}: the config", *symbol))
-        # What is written can be read: this is in sys.modules, and nothing is imported by it.
+        # Check that it can be read again. This imports nothing, because its module is loaded.
         imported(*symbol)
         return ":".join(symbol)
 
@@ -226,7 +229,7 @@ class _Reader:
 
 
 def _children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
-    """Yields the nodes directly below a node, each with a name for messages."""
+    """Yields (name for messages, node) of each child of a node."""
     if kind == "dict":
         for key, value in node[kind]:
             yield "key", key
@@ -238,7 +241,7 @@ def _children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def _buildable(kind: type[fdl.Buildable], function: Any, arguments: dict[str, Any]) -> Any:
-    # As fiddle unflattens one, so that defaults and positional arguments stay what they are.
+    # Rebuild it like Fiddle's unflatten, to preserve defaults and positional arguments.
     keys = tuple(int(key) if key.isdecimal() else key for key in arguments)
     metadata = kind(function).__flatten__()[1]._replace(argument_names=keys, argument_tags={})
     return kind.__unflatten__(arguments.values(), metadata)

@@ -1,4 +1,4 @@
-"""Finds the object that a name in a config means, and the name under which an object is written."""
+"""Finds objects by their names in configs, and the names of objects."""
 
 import enum
 import importlib
@@ -18,7 +18,7 @@ from praxis_lite.config.configurable import (
 from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError
 
-# Modules in which a bare name after --set is looked up.
+# The modules in which bare names after --set are looked up.
 SHORT = (
     "praxis_lite",
     "praxis_lite.layers",
@@ -33,45 +33,45 @@ SHORT = (
 
 
 def imported(module: str, name: str) -> Any:
-    """Imports `module:name`, already checked to be allowed.
+    """Imports and returns `module:name`, which must have passed `is_allowed`.
 
     Raises:
         ConfigError: It does not exist, or is not a class, function or constant defined there.
-            Exceptions of the module itself are raised unchanged.
+            Exceptions raised by the module are not changed.
     """
-    gone = (
-        f"config.json names {module}.{name}, which does not exist: the code has changed since the "
-        "job began, or its package is not on sys.path. Restore it, or start a new job."
+    missing = (
+        f"config.json contains {module}.{name}, which does not exist: the code has changed, or its "
+        "package is not on sys.path. Restore it, or start a new job."
     )
     if module == "__main__":
-        gone = (
-            f"config.json names {module}.{name}, which a notebook or a script defined, and which "
-            "is not defined here yet. Run the cell or the lines that define it first."
+        missing = (
+            f"config.json contains {module}.{name}, which a notebook or script has defined, but "
+            "which is not defined here yet. Run the cell or lines that define it first."
         )
-    result = _holder(module)
+    value = _module(module)
     for depth, part in enumerate(name.split(".")):
-        # Only modules and classes have named attributes; getattr of an instance may run code.
-        if depth > 0 and not isinstance(result, type):
+        # Follow attributes of modules and classes only: getattr of an instance may run code.
+        if depth > 0 and not isinstance(value, type):
             raise ConfigError(refused("config.json", module, name))
-        result = getattr(result, part, None)
-        if result is None:
-            raise ConfigError(gone)
-        # `os.system` is an attribute of every module that imports os.
-        if not _is_defined_in(result, module, depth):
+        value = getattr(value, part, None)
+        if value is None:
+            raise ConfigError(missing)
+        # Reject imported names: `os.system`, for instance, is reachable in modules that import os.
+        if not _is_defined_in(value, module, depth):
             raise ConfigError(refused("config.json", module, name))
-    if not is_of_kind(module, result):
+    if not is_of_kind(module, value):
         raise ConfigError(refused("config.json", module, name))
-    return result
+    return value
 
 
 def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> Any:
-    """Returns the object that a name after `--set` means, or None if a config may not name it.
+    """Returns the object for a name after `--set`; None if there is no such allowed name.
 
     Args:
-        text: A full name, `optax.lion`; or a bare one, `lion`, which is looked up in the modules
-            `nearby` and SHORT, in this order.
+        text: A full name such as `optax.lion`; or a bare name such as `lion`, which is looked up in
+            the modules `nearby` and SHORT, in this order.
         packages: The user's top-level packages.
-        nearby: Modules that define the present value or the annotated class.
+        nearby: Modules that define the current value or the annotated class.
     """
     parts = text.split(".")
     if len(text) > 200 or not all(part.isidentifier() for part in parts):
@@ -80,30 +80,31 @@ def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> A
     for module, name in splits or [(place, text) for place in (*nearby, *SHORT)]:
         is_nearby = module in nearby and module in sys.modules
         may_look = is_nearby or is_allowed(module, name, packages)
-        value = _shown_in(module, name) if may_look else None
+        value = _attribute_at(module, name) if may_look else None
         symbol = None if value is None else name_of(value)
-        # Modules export names that others define: the defining module decides.
+        # Modules re-export names: the defining module must be allowed.
         if symbol is not None and is_allowed(*symbol, packages):
             return imported(*symbol)
     return None
 
 
 def names_in(nearby: Sequence[str]) -> list[str]:
-    """Returns the bare names of functions and classes that `named` knows."""
+    """Returns the bare names of functions and classes that `named` accepts."""
     names = {
-        name for place in (*nearby, *SHORT) for name, item in vars(_loaded(place) or object).items()
-        if callable(item) and not name.startswith("_")
-        and (place in nearby or is_allowed(place, name, ()))
+        name for module in (*nearby, *SHORT)
+        for name, value in vars(_loaded(module) or object).items()
+        if callable(value) and not name.startswith("_")
+        and (module in nearby or is_allowed(module, name, ()))
     }
-    # The library's names are loaded on first use, so they are not in vars().
-    ours = {name for place in SHORT for name in PUBLIC.get(place, ()) if not name.isupper()}
+    # The library's names are imported on first use, so vars() does not contain them.
+    ours = {name for module in SHORT for name in PUBLIC.get(module, ()) if not name.isupper()}
     return sorted(names | ours)
 
 
 def name_of(value: Any) -> tuple[str, str] | None:
-    """Returns (module, name) under which `value` itself is imported, or None.
+    """Returns (module, name) from which `value` can be imported, or None.
 
-    It is the library's public name, if there is one: private modules move.
+    A public name of the library is preferred, because private modules may move.
     """
     if isinstance(value, enum.Enum):
         owner = name_of(type(value))
@@ -124,32 +125,33 @@ def name_of(value: Any) -> tuple[str, str] | None:
     return None if name is None else (module, name)
 
 
-def _shown_in(module: str, name: str) -> Any:
-    result = _holder(module)
+def _attribute_at(module: str, name: str) -> Any:
+    value = _module(module)
     for depth, part in enumerate(name.split(".")):
-        result = getattr(result, part, None) if depth == 0 or isinstance(result, type) else None
-    return result
+        value = getattr(value, part, None) if depth == 0 or isinstance(value, type) else None
+    return value
 
 
-def _holder(module: str) -> Any:
-    """Returns a module, or None if there is none by that name."""
+def _module(module: str) -> Any:
+    """Imports and returns a module; None if there is no such module."""
     if module == "jax.checkpoint_policies":  # An attribute, not a module.
         return importlib.import_module("jax").checkpoint_policies
     return imported_module(module)
 
 
 def _is_defined_in(value: Any, module: str, depth: int) -> bool:
-    place = getattr(value, "__module__", None)
-    if not isinstance(place, str) or isinstance(value, enum.Enum):
-        place = type(value).__module__
+    """Returns whether an object belongs to a module instead of being imported by it."""
+    home = getattr(value, "__module__", None)
+    if not isinstance(home, str) or isinstance(value, enum.Enum):
+        home = type(value).__module__
     top = module.partition(".")[0]
     if module in ARRAY_LIBRARIES:
-        return True  # jax.numpy exports some names of numpy; the kind decides.
+        return True  # jax.numpy re-exports names of numpy; `is_of_kind` checks them.
     if module not in (*LIBRARIES, *PUBLIC) and depth == 0:
-        return place == module
-    # The user's classes inherit methods from praxis_lite, and libraries export names of jaxlib.
+        return home == module
+    # Classes of users inherit methods from praxis_lite, and libraries re-export names of jaxlib.
     others = ("jaxlib",) if module in LIBRARIES else ("praxis_lite",)
-    return place.partition(".")[0] in (top, *others)
+    return home.partition(".")[0] in (top, *others)
 
 
 def _loaded(library: str) -> Any:
@@ -158,17 +160,17 @@ def _loaded(library: str) -> Any:
 
 
 def _name_in(holder: Any, value: Any) -> str | None:
-    # The first has the class before it, of a static method: `WeightInit.Xavier`.
+    # The qualified name of a static method includes its class, as in `WeightInit.Xavier`.
     for attribute in ("__qualname__", "__name__"):
         name = getattr(value, attribute, None)
         if not isinstance(name, str) or name.startswith("__"):
             continue
         if _is_at(holder, name, value):
             return name
-    # An instance at the top of a module, such as some of JAX's remat policies.
-    names = vars(holder).items() if holder is not None else ()
+    # A module-level instance without a name, such as some of JAX's remat policies.
+    members = vars(holder).items() if holder is not None else ()
     return next(
-        (name for name, item in names if item is value and not name.startswith("__")), None
+        (name for name, member in members if member is value and not name.startswith("__")), None
     )
 
 

@@ -1,4 +1,4 @@
-"""Messages for a `--set` that cannot be applied: the expected value, and the likely meaning."""
+"""Error messages for a `--set` that cannot be applied: expected values, and similar paths."""
 
 import contextlib
 import difflib
@@ -22,13 +22,21 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
 
 
 def check_form(setting: str, following: Sequence[str]) -> None:
-    """Checks that a setting is `path=value`; `following` are the settings after it."""
+    """Checks that a setting has the form `path=value`.
+
+    Args:
+        setting: The setting.
+        following: The settings after it, one of which may be its value.
+
+    Raises:
+        ConfigError: The setting has no "=".
+    """
     if "=" in setting:
         return
-    # `a.b 20`, `a.b = 20` and `a.b:20`, as other programs take them.
+    # Recognize the forms `a.b 20`, `a.b = 20` and `a.b:20` of other programs.
     path, colon, value = setting.strip().partition(":")
     if not colon:
-        value = next((item.removeprefix("=") for item in following if item != "="), "")
+        value = next((word.removeprefix("=") for word in following if word != "="), "")
     meant = f"{path}={value}" if value and "=" not in value else f"{path}=VALUE"
     raise ConfigError(
         f"--set {shown(setting)} has no '='; expected path=value, such as run.seed=7. Write --set "
@@ -37,7 +45,7 @@ def check_form(setting: str, following: Sequence[str]) -> None:
 
 
 def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bool) -> str:
-    """Returns the values that a field takes in place of `text`."""
+    """Returns a description of the values that a field accepts instead of `text`."""
     expected, parts = str(wrong), union_parts(annotation)
     plain = [type_name(part) for part in parts if is_plain(part)]
     others = [_kind(part) for part in parts if not is_plain(part)]
@@ -51,8 +59,8 @@ def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bo
     if "Sequence[" in expected and "," not in text:
         with contextlib.suppress(WrongType):
             parse_value(f"{text},", annotation)
-            return f"{expected}; a sequence of one is written {shown(text)},"
-        return f"{expected}, its items separated by commas"
+            return f"{expected}; write a sequence of one item as {shown(text)},"
+        return f"{expected}, with items separated by commas"
     if plain and others:
         return (
             f"{' or '.join(plain)}; {' or '.join(others)} can only be set in the experiment's code"
@@ -80,60 +88,64 @@ PAX_NAMES = {
 
 
 def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) -> str:
-    """Returns the message for a path that leads to no field, with the likely paths."""
+    """Returns the message for a path without a field, with similar paths."""
     if path in PAX_NAMES:
         return (
-            f"--set {path} is Pax's name. Here it is {PAX_NAMES[path]}: docs/coming_from_pax.md."
+            f"--set {path} is a name of Pax. In praxis_lite it is {PAX_NAMES[path]}: see "
+            "docs/coming_from_pax.md."
         )
     if hint := did_you_mean(path, attributes):
         return f"--set {shown(path)}: the experiment has no such attribute or field.{hint}"
     fields = list(iterate_fields(config))
     if below := re.fullmatch(r"(.*(?:weight|activation)_split_dims_mapping)\.\w+", path):
         hint = (
-            f"In Pax a mapping is a field below {_last(below[1])}; here {_last(below[1])} is the "
-            f"mapping itself, a plain sequence: --set {shown(below[1])}=data,mdl."
+            f"In Pax the mapping is a field of {_last(below[1])}; in praxis_lite "
+            f"{_last(below[1])} is the mapping itself, a plain sequence: --set "
+            f"{shown(below[1])}=data,mdl."
         )
     elif path.isupper() and not attributes:
         same = [field.path for field in fields if _last(field.path) == path.lower()]
         hint = (
-            "Attributes of the experiment's class can be set for training and --mode=explain only: "
-            "eval and decode read the job's config, which was made from them. Set its fields"
-            + (f": {few(same, 5)}." if same else ", which config.txt in its directory lists.")
+            "Attributes of the experiment's class can be set only for training and --mode=explain; "
+            "eval and decode read the job's config, which was made from them. Set its fields "
+            "instead"
+            + (f": {few(same, 5)}." if same else "; config.txt in the job's directory lists them.")
         )
     elif near := _nearest(path, fields):
         hint = f"The nearest are {', '.join(near)}."
     else:
         roots = [str(key) for key, _, _ in children(config, UNKNOWN)]
-        hint = f"Paths begin with {', '.join(roots)}; config.txt in the job's directory lists all."
+        hint = f"Paths start with {', '.join(roots)}; config.txt in the job's directory lists all."
     return f"--set {shown(path)}: the config has no such field. {hint}{_subclass(path, fields)}"
 
 
 def _subclass(path: str, fields: Sequence[Field]) -> str:
-    """Returns the settings that replace the object above by a subclass that has the field."""
+    """Returns a hint if a subclass of the object at the parent path has the field; else ""."""
     last = _last(path)
-    above = path[: -len(last)].rstrip(".")
+    parent = path[: -len(last)].rstrip(".")
     for field in fields:
-        owner = settings_of(field.value) if field.path == above else None
+        owner = settings_of(field.value) if field.path == parent else None
         function = fdl.get_callable(owner) if isinstance(owner, fdl.Config) else None
         for subclass in function.__subclasses__() if isinstance(function, type) else ():
             if last in inspect.signature(subclass).parameters:
                 name = subclass.__name__
-                return f" {name} has it: --set {above}={name}() {path}=VALUE."
+                return f" {name} has it: --set {parent}={name}() {path}=VALUE."
     return ""
 
 
 def _nearest(path: str, fields: Sequence[Field]) -> list[str]:
+    """Returns the paths of at most five fields that are similar to a path."""
     last = _last(path)
 
-    def likeness(field: Field) -> float:
-        # The last name counts as much as the rest: users forget where a field is.
+    def similarity(field: Field) -> float:
+        # The last name counts as much as the complete path, because users forget where a field is.
         total = difflib.SequenceMatcher(None, path, field.path).ratio()
         if field.is_settable and path.startswith((f"{field.path}.", f"{field.path}[")):
-            return total + 1  # A step too far.
+            return total + 1  # The path goes beyond an existing field.
         return total + difflib.SequenceMatcher(None, last, _last(field.path)).ratio()
 
-    scored = sorted(((likeness(item), item.path) for item in fields), reverse=True)
-    return [element for score, element in scored[:5] if score >= 1.2]
+    scored = sorted(((similarity(field), field.path) for field in fields), reverse=True)
+    return [field_path for score, field_path in scored[:5] if score >= 1.2]
 
 
 def _last(path: str) -> str:

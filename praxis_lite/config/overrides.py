@@ -1,4 +1,4 @@
-"""`--set path=value`: a field of any config, checked before anything is built."""
+"""`--set path=value`: sets a field of a config, with checks before anything is built."""
 
 import dataclasses
 import functools
@@ -42,22 +42,25 @@ def apply_overrides(
     packages: Collection[str] = (),
     attributes: Collection[str] = (),
 ) -> list[str]:
-    """Sets fields of `config` in place; returns a line 'path: old -> new' for each.
+    """Sets fields of a config in place.
 
-    A config that is shared by several fields is changed in all of them.
+    A config that is shared by several fields changes in all of them.
 
     Args:
-        config: The root.
-        settings: `path=value` each. A path walks the arguments of configs, the keys of dicts and
-            the indices of sequences: `datasets.train.batch_size`, `mesh.ici_mesh_shape[1]` or
+        config: The root of the config.
+        settings: Settings `path=value`. A path consists of arguments of configs, keys of dicts and
+            indices of sequences, such as `datasets.train.batch_size`, `mesh.ici_mesh_shape[1]` or
             `mesh.ici_mesh_shape.1`. A value is a Python literal, a bare word, items separated by
             commas, or the name of a function or class.
-        packages: The user's top-level packages, whose functions and classes may be named.
-        attributes: Attributes of the experiment's class, for the errors: `configured` sets them.
+        packages: The user's top-level packages, whose functions and classes may be used.
+        attributes: Attributes of the experiment's class, for error messages.
+
+    Returns:
+        A line 'path: old -> new' per setting.
 
     Raises:
-        ConfigError: There is no such path, or the value has another type than the field. Settings
-            before it are applied.
+        ConfigError: There is no such path, or a value has the wrong type. Earlier settings have
+            been applied.
     """
     for number, setting in enumerate(settings, start=1):
         check_form(setting, settings[number:])
@@ -65,7 +68,7 @@ def apply_overrides(
 
 
 def value_at(config: fdl.Buildable, path: str, attributes: Collection[str] = ()) -> Any:
-    """Returns the value at a path; raises ConfigError if there is none, as `apply_overrides`."""
+    """Returns the value at a path; raises ConfigError if there is no such path."""
     trail = _resolve(config, path)
     if trail is None:
         raise ConfigError(no_such_path(config, path, attributes))
@@ -73,17 +76,17 @@ def value_at(config: fdl.Buildable, path: str, attributes: Collection[str] = ())
 
 
 def check_required(config: fdl.Buildable) -> None:
-    """Checks that every `fdl.Config` has the arguments that its callable requires.
+    """Checks that every `fdl.Config` has all required arguments of its callable.
 
-    An `fdl.Partial` may lack some: its caller gives them.
+    An `fdl.Partial` may lack arguments, which its caller passes.
 
     Raises:
-        ConfigError: Some are missing; names their paths.
+        ConfigError: Arguments are missing; the message contains their paths.
     """
     missing = _unset_paths(config, "")
     if missing:
         raise ConfigError(
-            f"{', '.join(dict.fromkeys(missing))}: required, and not set. Set it in the "
+            f"{', '.join(dict.fromkeys(missing))}: required, but not set. Set it in the "
             f"experiment, or with --set {missing[0]}=VALUE."
         )
 
@@ -121,7 +124,7 @@ def _apply(
 
 
 class _Step(NamedTuple):
-    """A key of a path: the object it was looked up in, and the value there."""
+    """A step along a path: a key, the object it was looked up in, and the value found."""
 
     parent: Any
     key: str | int
@@ -130,13 +133,14 @@ class _Step(NamedTuple):
 
 
 def _resolve(config: fdl.Buildable, path: str) -> list[_Step] | None:
+    """Returns the steps along a path; None if there is no such path."""
     node, annotation, trail = config, UNKNOWN, []
     for token in _split(path):
-        result = _child(node, annotation, token)
-        if result is None:
+        child = _child(node, annotation, token)
+        if child is None:
             return None
-        trail.append(_Step(node, *result))
-        _, node, annotation = result
+        trail.append(_Step(node, *child))
+        _, node, annotation = child
     return trail or None
 
 
@@ -165,13 +169,16 @@ def _assign(config: fdl.Buildable, key: str | int, value: Any) -> None:
 
 
 def _replaced(container: Any, key: str | int, value: Any) -> Any:
-    # A new container, because the old one may be a default or a constant of the user's module.
+    """Returns a copy of a container with another value at a key.
+
+    The container itself may be a default, or a constant of the user's module.
+    """
     if isinstance(container, dict):
-        # The other items become part of the config too, which holds no dataclass instances.
+        # Convert dataclass instances to configs, because configs contain no such instances.
         others = {
-            name: settings_of(item) or item
-            if dataclasses.is_dataclass(item) and not isinstance(item, type) else item
-            for name, item in container.items()
+            name: settings_of(other) or other
+            if dataclasses.is_dataclass(other) and not isinstance(other, type) else other
+            for name, other in container.items()
         }
         return {**others, key: value}
     if (settings := settings_of(container)) is not None:
@@ -184,32 +191,34 @@ def _replaced(container: Any, key: str | int, value: Any) -> Any:
 def _checked_value(
     path: str, text: str, present: Any, annotation: Any, packages: Collection[str]
 ) -> Any:
+    """Returns the value of a text after `path=`; raises ConfigError if its type is wrong."""
     text = text.strip()
     is_config = not holds_only_literals(present)
     if text == text_of_value(present, annotation) and is_config:
         return present
     may_be_named = takes(annotation) or (is_config and _is_single(present))
-    is_named = is_config or "." in text or text.endswith("()")  # A bare word may be just that.
+    # A bare word is first tried as a string, below.
+    is_named = is_config or "." in text or text.endswith("()")
     if may_be_named and is_named:
-        result = parse_callable(text, present, annotation, packages)
-        if result is not None:
-            return result
+        value = parse_callable(text, present, annotation, packages)
+        if value is not None:
+            return value
     try:
         if is_config and (annotation in (UNKNOWN, Any) or not _is_single(present)):
             raise WrongType("a function, a class or a config, by its name")
         return parse_value(text, annotation, None if isinstance(present, Unknown) else present)
     except WrongType as wrong:
-        result = parse_callable(text, present, annotation, packages) if may_be_named else None
-        if result is not None:
-            return result
+        value = parse_callable(text, present, annotation, packages) if may_be_named else None
+        if value is not None:
+            return value
         if is_config and not _is_single(present):
             raise ConfigError(
-                f"{path} holds configs; --set sets the fields below it one by one."
+                f"{path} contains configs; set the fields below it one by one with --set."
             ) from None
         hint = suggestion(text, present, annotation) if may_be_named else ""
         raise ConfigError(
             f"{path}: found {shown(repr(text), 200)}, expected "
-            f"{expected_here(wrong, annotation, text, may_be_named)}. It is now "
+            f"{expected_here(wrong, annotation, text, may_be_named)}. The current value is "
             f"{shown_value(present, annotation)}.{hint}"
         ) from None
 
@@ -219,7 +228,7 @@ def _is_single(present: Any) -> bool:
 
 
 def _split(path: str) -> list[str]:
-    """Returns the keys of a path, or [] if it is not well formed."""
+    """Splits a path into keys; returns [] if it is not valid."""
     keys, at = [], 0
     while at < len(path):
         match = _TOKEN.match(path, at)

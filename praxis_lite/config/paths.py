@@ -1,4 +1,4 @@
-"""The fields of a config by path: `run.seed`, `datasets.train.batch_size`, `task.chain[1]`."""
+"""Iterates over fields of a config by path, such as `run.seed` or `task.chain[1]`."""
 
 import collections.abc
 import dataclasses
@@ -31,10 +31,11 @@ class Field:
     """A field of a config.
 
     Attributes:
-        path: From the root, as `--set` takes it.
-        value: The value that is set, or the default, or an `Unknown`.
-        annotation: Of the callable's parameter, or `UNKNOWN`.
-        is_settable: True if `--set` may replace it completely: it holds no configs or functions.
+        path: Path from the root, as for `--set`.
+        value: The value or the default, or an `Unknown`.
+        annotation: Annotation of the callable's parameter, or `UNKNOWN`.
+        is_settable: Whether `--set` can replace the value, because it contains no configs or
+            functions.
     """
 
     path: str
@@ -46,14 +47,14 @@ class Field:
 def iterate_fields(config: fdl.Buildable) -> Iterator[Field]:
     """Yields every field below `config`, parents first, in the order of the signatures.
 
-    Fields of a shared config come once per place. Sequences and dicts of plain values are one
-    field.
+    Fields of a shared config are yielded for each of its paths. Sequences and dicts of plain values
+    are a single field.
     """
     yield from _walk(config, UNKNOWN, "")
 
 
 def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
-    """Returns (key, value, annotation) of each item directly below a config, dict or sequence."""
+    """Returns (key, value, annotation) of each child of a config, dict or sequence."""
     if isinstance(node, fdl.Buildable):
         hints = _parameter_types(node)
         arguments = fdl.ordered_arguments(node, include_defaults=True, include_unset=True)
@@ -70,7 +71,7 @@ def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
 
 
 def item_type(annotation: Any, key: Any) -> Any:
-    """Returns the annotation of an item, given the container's."""
+    """Returns the annotation of an item, given the annotation of its container."""
     for part in union_parts(annotation):
         origin, args = typing.get_origin(part), typing.get_args(part)
         if isinstance(key, int) and origin is tuple and args:
@@ -89,7 +90,7 @@ def settings_of(value: Any) -> fdl.Buildable | None:
     """Returns `value`, or the config of a class, function or instance of a dataclass, or None."""
     if isinstance(value, fdl.Buildable):
         return value
-    # What jax.jit returns wraps a routine, but is not one.
+    # A jitted function wraps a routine but is not one itself.
     is_jitted = callable(value) and hasattr(value, "__wrapped__")
     is_function = isinstance(value, type) or inspect.isroutine(value) or is_jitted
     try:
@@ -100,33 +101,33 @@ def settings_of(value: Any) -> fdl.Buildable | None:
         if dataclasses.is_dataclass(value) and not isinstance(value, Unknown | type):
             fields = [field.name for field in dataclasses.fields(value) if field.init]
             return fdl.Config(type(value), **{name: getattr(value, name) for name in fields})
-    except (TypeError, ValueError, AttributeError):  # It has no signature, or a wrong one.
+    except (TypeError, ValueError, AttributeError):  # It has no valid signature.
         pass
     return None
 
 
 def kwargs_type(config: fdl.Buildable) -> Any | None:
-    """Returns the annotation of `**kwargs`, maybe `UNKNOWN`; None if the callable has none."""
+    """Returns the annotation of `**kwargs`, which may be `UNKNOWN`; None without `**kwargs`."""
     return _parameter_types(config).get("**")
 
 
 def join(path: str, key: Any) -> str:
-    """Returns the path of the item `key` below `path`."""
+    """Returns the path of a key below a path."""
     if isinstance(key, str) and all(part.isidentifier() for part in key.split("-")):
         return f"{path}.{key}" if path else key
     return f"{path}[{key!r}]"
 
 
 def describe(value: Any) -> str:
-    """Returns a text in angle brackets for a value without a literal, the same in every process."""
+    """Describes a value that is not a literal in angle brackets, equally in every process."""
     if isinstance(value, Unknown):
         return value.text
     if isinstance(value, fdl.Buildable):
         return f"<{type(value).__name__} {callable_name(fdl.get_callable(value))}>"
     if isinstance(value, functools.partial):
-        given = [repr(argument) for argument in value.args]
-        given += [f"{key}={keyword!r}" for key, keyword in value.keywords.items()]
-        return f"<partial {callable_name(value.func)}({', '.join(given)})>"
+        arguments = [repr(argument) for argument in value.args]
+        arguments += [f"{key}={argument!r}" for key, argument in value.keywords.items()]
+        return f"<partial {callable_name(value.func)}({', '.join(arguments)})>"
     if isinstance(value, dict):
         return f"<dict of {', '.join(map(str, value))}>"
     if isinstance(value, list | tuple):
@@ -146,7 +147,7 @@ def _walk(node: Any, annotation: Any, path: str) -> Iterator[Field]:
 
 
 def holds_only_literals(value: Any) -> bool:
-    """Returns True if `value` neither is nor holds a config, function or dataclass instance."""
+    """Returns whether `value` contains no config, function or dataclass instance."""
     if isinstance(value, dict):
         return all(holds_only_literals(item) for item in value.values())
     if isinstance(value, list | tuple | set | frozenset):
@@ -158,11 +159,11 @@ def holds_only_literals(value: Any) -> bool:
 def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
     function = fdl.get_callable(config)
     if key not in config.__arguments__ and dataclasses.is_dataclass(function):
-        # The signature shows a sentinel where a field has a factory.
+        # For fields with a factory, the signature has a sentinel as default.
         factories = {field.name: field.default_factory for field in dataclasses.fields(function)}
         factory = factories.get(key, dataclasses.MISSING)
         if factory is not dataclasses.MISSING:
-            # The library's factories only make settings; a user's may do anything.
+            # Call only factories of the library, because a factory of the user may have effects.
             is_known = factory in (dict, list, tuple, set) or factory.__module__.startswith(
                 "praxis_lite.experiment."
             )
@@ -171,7 +172,7 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
 
 
 def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
-    """Returns annotations by parameter, or by position if it has no name; `**` for `**kwargs`."""
+    """Returns annotations by parameter name, by position for positional-only ones, and "**"."""
     parameters = config.__signature_info__.parameters
     resolved = _resolved_annotations(fdl.get_callable(config))
     types = {}
@@ -190,8 +191,8 @@ def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
 
 
 def _resolved_annotations(function: Any) -> dict[str, Any]:
-    """Returns the annotations of a callable by parameter, `UNKNOWN` where there is none."""
-    # Not typing.get_type_hints, which gives up all for one name imported under TYPE_CHECKING.
+    """Returns the annotations of a callable by parameter; `UNKNOWN` if one cannot be evaluated."""
+    # typing.get_type_hints would fail for all if one name is imported under TYPE_CHECKING.
     if isinstance(function, type):
         owner = next(base for base in function.__mro__ if "__init__" in vars(base))
         if "__dataclass_fields__" in vars(owner):

@@ -1,4 +1,4 @@
-"""Converts settings given in Python, values by path, to the texts of `--set`."""
+"""Converts settings in Python (values by path) to the strings of `--set`."""
 
 import dataclasses
 import enum
@@ -18,15 +18,15 @@ Settings = Mapping[str, Any] | Sequence[str]
 
 
 def as_texts(settings: Settings) -> tuple[str, ...]:
-    """Returns settings as "path=value" each, as for `--set`.
+    """Converts settings to strings "path=value", as for `--set`.
 
     Args:
-      settings: Such texts, or values by path. A value is a number, a text, None, a dtype, a member
-        of an enum, or lists, tuples, sets and dicts of them; a function or a class that a config
-        may name; or a config (`fdl.Config`) or an instance of a dataclass, whose arguments follow.
+      settings: Such strings, or a mapping of values by path. A value may be a number, a string,
+        None, a dtype, an enum member, or lists, tuples, sets and dicts of these; a function or
+        class that is allowed in configs; or an `fdl.Config` or a dataclass instance.
 
     Raises:
-      ConfigError: A value has no text form, or `settings` is neither of the two.
+      ConfigError: A value cannot be converted, or `settings` has the wrong type.
     """
     if isinstance(settings, Mapping):
         return tuple(text for path, value in settings.items() for text in _texts(path, value))
@@ -34,13 +34,13 @@ def as_texts(settings: Settings) -> tuple[str, ...]:
     if not is_texts or not all(isinstance(text, str) for text in settings):
         raise ConfigError(
             f"settings is {shown(repr(settings))}; expected a dict of values by path, such as "
-            "{'run.num_train_steps': 200}, or a list of texts, such as ['run.num_train_steps=200']."
+            "{'run.num_train_steps': 200}, or a list such as ['run.num_train_steps=200']."
         )
     return tuple(settings)
 
 
 def _texts(path: str, value: Any) -> list[str]:
-    """Returns the text of a value, followed by those of a config's arguments."""
+    """Returns the setting for a value, followed by settings for the arguments of a config."""
     if not isinstance(path, str):
         raise ConfigError(f"settings has the key {path!r}; expected a path, such as 'run.seed'.")
     if is_dtype(value) or isinstance(value, enum.Enum) or holds_only_literals(value):
@@ -61,7 +61,7 @@ def _texts(path: str, value: Any) -> list[str]:
 
 
 def _call_of(value: Any) -> fdl.Config | None:
-    """Returns the call that makes a dataclass instance, without defaults; None for others."""
+    """Returns a config of a dataclass instance, without default values; None for other values."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
     return fdl.Config(type(value), **{
@@ -79,7 +79,7 @@ def _literal(value: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value with Python's own numbers in place of NumPy's scalars."""
+    """Converts NumPy scalars in a value to Python numbers."""
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(map(_plain, value))
     if type(value) is dict:
@@ -90,8 +90,8 @@ def _plain(value: Any) -> Any:
 
 def _refused(value: Any) -> str:
     return (
-        f"{shown(repr(value), 200)} cannot be stored in config.json; expected numbers, texts, "
-        "None, lists and dicts of them, and functions and classes by their names, such as "
-        "optax.lion, with their arguments by path. Define it at the top of a module or a notebook, "
-        "or return it in a method of the experiment."
+        f"{shown(repr(value), 200)} cannot be stored in config.json; expected numbers, strings, "
+        "None, lists and dicts of these, or functions and classes with a name, such as "
+        "optax.lion, and their arguments by path. Define it at the top level of a module or "
+        "notebook, or return it from a method of the experiment."
     )

@@ -1,4 +1,4 @@
-"""Converts the text after the `=` of `--set` to a checked value, and back."""
+"""Converts the text after `=` in `--set` to a typed value, and back."""
 
 import ast
 import collections.abc
@@ -19,7 +19,7 @@ _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 class WrongType(Exception):
-    """The text has no value of the expected type; `str()` of the error names the type."""
+    """The text is not a value of the expected type; the message is the name of the type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,32 +30,32 @@ class _Word:
 
 
 def parse_value(text: str, annotation: Any, present: Any = None) -> Any:
-    """Returns the value of type `annotation` that `text` means.
+    """Parses a text as a value of a type.
 
     Args:
         text: A Python literal, `none`, `true`, `false`, a bare word, or items separated by commas.
-        annotation: Of the parameter, or `UNKNOWN`; then the value must have the type of `present`.
-        present: The present value or the default.
+        annotation: Annotation of the parameter; if it is `UNKNOWN`, the type of `present` counts.
+        present: The current value, or the default.
 
     Raises:
-        WrongType: The text has no such value.
+        WrongType: The text is not a value of this type.
     """
     if is_dtype(present) or _names_dtype(annotation):
         return _parse_dtype(text, annotation, present)
     if annotation is UNKNOWN:
         annotation = _type_of(present)
     read = _read(text)
-    # Exact first: in `str | int`, 7 is the number; in `str | None`, none is None.
+    # Try an exact match first: for `str | int`, 7 is a number; for `str | None`, none is None.
     for lenient in (False, True):
         with contextlib.suppress(WrongType):
             return _fit(read, text, annotation, lenient)
     if read is None and present is None:
-        return None  # `width: int = None`, as in older code.
+        return None  # Accept `width: int = None`, as in older code.
     raise WrongType(type_name(annotation))
 
 
 def format_value(value: Any, annotation: Any) -> str | None:
-    """Returns the shortest text that `parse_value` turns into `value` again, or None."""
+    """Returns the shortest text that `parse_value` parses as `value`, or None."""
     candidates = [repr(value)]
     if isinstance(value, str):
         candidates = [value, repr(value)]
@@ -65,7 +65,7 @@ def format_value(value: Any, annotation: Any) -> str | None:
         candidates = [value.name]
     elif type(value) is tuple and value:
         items = [item if isinstance(item, str) else repr(item) for item in value]
-        # Without brackets it needs no quotes in a shell.
+        # Prefer a form without brackets, which needs no quotes in a shell.
         candidates = [",".join(items) + ("," if len(value) == 1 else ""), repr(value)]
     for text in candidates:
         if text == text.strip() and text.isprintable():
@@ -77,7 +77,7 @@ def format_value(value: Any, annotation: Any) -> str | None:
 
 def _are_same(item: Any, other: Any) -> bool:
     if type(item) in (int, float) and type(other) in (int, float):
-        # A field of floats may hold a 1.
+        # A float field may contain the integer 1.
         return item == other or (item != item and other != other)
     if type(item) is not type(other):
         return False
@@ -87,13 +87,13 @@ def _are_same(item: Any, other: Any) -> bool:
 
 
 def is_bare_word(text: str) -> bool:
-    """Returns True if a text without quotes is read as that text, not as a number or sequence."""
+    """Returns whether a text without quotes is parsed as a string, not as a number or sequence."""
     is_number = text.lower().lstrip("-") in ("inf", "nan")
     return _read(text) == _Word(text) and text.isprintable() and not is_number
 
 
 def type_name(annotation: Any) -> str:
-    """Returns the annotation as a person writes it."""
+    """Returns a readable form of an annotation."""
     if annotation is UNKNOWN or annotation is Any:
         return "any literal"
     if annotation is None or annotation is types.NoneType:
@@ -106,12 +106,12 @@ def type_name(annotation: Any) -> str:
         return annotation.__name__
     text = str(annotation).replace("NoneType", "None")
     text = text.replace("typing.", "").replace("collections.abc.", "")
-    # Omits private modules: optax._src.base.GradientTransformation is optax's.
+    # Omit private modules, as in optax._src.base.GradientTransformation.
     return re.sub(r"\._\w+\.(?:\w+\.)*", ".", text)
 
 
 def is_plain(annotation: Any) -> bool:
-    """Returns True if text can mean a value of the type, False if only code makes such a value."""
+    """Returns whether values of the type can be written as text."""
     kind = typing.get_origin(annotation) or annotation
     if not isinstance(kind, type):
         return True
@@ -120,23 +120,23 @@ def is_plain(annotation: Any) -> bool:
 
 
 def union_parts(annotation: Any) -> tuple[Any, ...]:
-    """Returns the members of a union, or the annotation alone."""
+    """Returns the members of a union; for other annotations, the annotation itself."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def is_dtype(value: Any) -> bool:
-    """Returns True if `value` is a dtype, or a scalar type such as `jnp.bfloat16`."""
+    """Returns whether `value` is a dtype, or a scalar type such as `jnp.bfloat16`."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.dtype | type):
         return False
-    # jnp.float32 is a class with an attribute dtype; those of ml_dtypes are generic types of numpy.
+    # jnp.float32 has an attribute `dtype`; scalar types of ml_dtypes are subclasses of np.generic.
     has_dtype = isinstance(getattr(value, "dtype", None), numpy.dtype)
     return isinstance(value, numpy.dtype) or has_dtype or issubclass(value, numpy.generic)
 
 
 def dtype_name(value: Any) -> str:
-    """Returns 'bfloat16' for `jnp.bfloat16` or `jnp.dtype('bfloat16')`."""
+    """Returns the name of a dtype or scalar type, such as 'bfloat16' for `jnp.bfloat16`."""
     return sys.modules["numpy"].dtype(value).name
 
 
@@ -155,7 +155,14 @@ def _read(text: str) -> Any:
 
 
 def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
-    """Returns `read` as a value of type `expected`; `text` is its source, None in a container."""
+    """Converts a parsed value to a type; raises WrongType if that is not possible.
+
+    Args:
+        read: The parsed value.
+        text: The text it was parsed from; None inside a container.
+        expected: The annotation.
+        lenient: Whether to convert numbers to strings, integers to floats, and the like.
+    """
     if expected in (UNKNOWN, Any, object) or isinstance(expected, typing.TypeVar):
         return _plain(read)
     if expected is None or expected is types.NoneType:
@@ -172,10 +179,10 @@ def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
                 return _fit(read, text, member, lenient)
         raise WrongType(type_name(expected))
     if origin is typing.Literal:
-        # "none" and "true" may be words here.
+        # The words "none" and "true" may be members of the Literal.
         actual = text if lenient and text in args else _plain(read)
-        is_right = any(type(a) is type(actual) and a == actual for a in args)
-        return _require(is_right, actual, expected)
+        is_member = any(type(a) is type(actual) and a == actual for a in args)
+        return _require(is_member, actual, expected)
     kind = origin or expected
     if kind is float and lenient and type(read) is int:
         return float(read)
@@ -224,7 +231,7 @@ def _plain(read: Any) -> Any:
 
 
 def _type_of(present: Any) -> Any:
-    """Returns the type that a value must have to replace `present`."""
+    """Returns the type that a replacement of `present` must have."""
     if present is None or present is UNKNOWN:
         return UNKNOWN
     if type(present) in (tuple, list) and present:
@@ -253,7 +260,7 @@ def _parse_dtype(text: str, annotation: Any, present: Any) -> Any:
     scalar = getattr(sys.modules.get("jax.numpy", np), name, None)
     if not is_dtype(scalar):
         raise WrongType(expected)
-    # As the present value is written: jnp.bfloat16, np.float32 or a dtype instance.
+    # Return the same kind of object as the current value: np.dtype, np.float32 or jnp.bfloat16.
     if isinstance(present, np.dtype):
         return np.dtype(scalar)
     if isinstance(present, type) and issubclass(present, np.generic):

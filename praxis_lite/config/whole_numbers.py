@@ -13,23 +13,24 @@ CHANGE = "Change it in the experiment's run(), or with --set."
 def check_whole_numbers(
     path: str, settings: Any, ranges: Mapping[str, tuple[float, float]] = {}
 ) -> None:
-    """Checks each field of a dataclass that is annotated as `int` or `int | None`.
+    """Checks every field of a dataclass that is annotated as `int` or `int | None`.
 
     Args:
-      path: Of the settings in a job, "run.checkpoints".
-      ranges: The smallest and the largest value of fields whose range is not "1 or more".
+      path: Path of the settings in a job, such as "run.checkpoints".
+      settings: The dataclass instance.
+      ranges: (smallest value, largest value) of fields whose range is not "1 or more".
 
     Raises:
-      ConfigError: A number has the wrong type, or is out of its range.
+      ConfigError: A number has the wrong type, or is out of range.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if field.type not in (int, int | None) or (value is None and field.type is not int):
             continue
-        least, most = ranges.get(field.name, (1, math.inf))
-        expected = f"{least} or more" if most == math.inf else f"from {least} to {most}"
-        absent = "" if field.type is int else ", or None"
+        smallest, largest = ranges.get(field.name, (1, math.inf))
+        in_range = f"{smallest} or more" if largest == math.inf else f"from {smallest} to {largest}"
+        or_none = "" if field.type is int else ", or None"
         require(
-            type(value) is int and least <= value <= most, f"{path}.{field.name}", value,
-            f"a whole number, {expected}{absent}", CHANGE,
+            type(value) is int and smallest <= value <= largest, f"{path}.{field.name}", value,
+            f"a whole number, {in_range}{or_none}", CHANGE,
         )

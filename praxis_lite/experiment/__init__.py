@@ -1,4 +1,4 @@
-"""Experiments (WHAT runs), their reports of a run, and the names by which they are found.
+"""Experiments: configs of what to run, the registry of their names, and configs of recorded jobs.
 
-Holds configs, and never sees an array. Public names are those of `praxis_lite` itself.
+Deals with configs and never with arrays. The public names are exported by `praxis_lite`.
 """

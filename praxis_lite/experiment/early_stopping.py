@@ -1,4 +1,4 @@
-"""Ends training before its last step, when a metric no longer improves."""
+"""Early stopping: ends training when a metric no longer improves."""
 
 import dataclasses
 import math
@@ -13,10 +13,10 @@ class EarlyStopping:
     """Ends training when a metric has not improved for several evaluations.
 
     Attributes:
-        metric: The dataset and the metric, as evaluations are printed: `heldout/loss`.
-        mode: "min" or "max", the better direction.
-        patience: Training ends after this many evaluations in a row without an improvement.
-        min_delta: By how much an improvement must beat the best value so far.
+        metric: Name of the dataset and the metric, such as `heldout/loss`.
+        mode: "min" if lower values are better, "max" if higher ones are.
+        patience: Number of consecutive evaluations without improvement after which training ends.
+        min_delta: Minimum difference to the best value that counts as an improvement.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -37,25 +37,29 @@ class EarlyStopping:
         )
 
     def watched_in(self, values: Mapping[str, float], step: int) -> float:
-        """Returns the metric's value among those of the evaluation of `step`.
+        """Returns the value of the watched metric in an evaluation.
+
+        Args:
+          values: Metrics of the evaluation by name.
+          step: The evaluated step, for the error message.
 
         Raises:
-          ConfigError: it is not among them.
+          ConfigError: The evaluation does not have the metric.
         """
         if self.metric not in values:
             raise ConfigError(
                 f"run.stopping.early watches {self.metric}, which the evaluation of step {step} "
-                f"lacks: no row of datasets.{self.metric.partition('/')[0]} weighs anything. Give "
-                "it rows with weights above 0, raise run.evaluation.max_batches, watch another "
-                "metric, or set run.stopping.early=None."
+                f"lacks, because all rows of datasets.{self.metric.partition('/')[0]} have weight "
+                "0. Add rows with positive weights, raise run.evaluation.max_batches, watch "
+                "another metric, or set run.stopping.early=None."
             )
         return values[self.metric]
 
     def reason_to_stop(self, values: Mapping[int, float]) -> str | None:
-        """Returns why training ends now, or None if it continues.
+        """Returns why training must end now; None if it continues.
 
         Args:
-          values: of the metric by step, of all evaluations so far. NaN counts as no improvement.
+          values: Values of the metric by step, of all evaluations so far. NaN is no improvement.
         """
         sign = 1.0 if self.mode == "min" else -1.0
         best, best_step, num_since = math.inf, None, 0
@@ -66,10 +70,10 @@ class EarlyStopping:
                 num_since += 1
         if num_since < self.patience:
             return None
-        result = (
+        history = (
             "was never a number"
             if best_step is None
             else f"was best at step {best_step} ({sign * best:.4f})"
         )
-        times = "evaluation" if num_since == 1 else "evaluations"
-        return f"{self.metric} {result} and has not got better in {num_since} {times}"
+        noun = "evaluation" if num_since == 1 else "evaluations"
+        return f"{self.metric} {history} and has not improved in {num_since} {noun}"

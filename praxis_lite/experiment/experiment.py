@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The result of `fdl.build` of an experiment's config; its fields are the roots of every path.
+    """The objects built from an experiment's config; its fields are the roots of `--set` paths.
 
     Attributes:
-        mesh: The devices and their axes.
+        mesh: Shape and axes of the device mesh.
         task: The model, its loss and its learner.
-        datasets: Pipelines by name; `train` is trained on, the others are evaluated on.
+        datasets: Pipelines by name: `train`, and the evaluation datasets.
         decode_datasets: Pipelines of prompts by name.
         run: How long the job runs, and how often it saves, evaluates and reports.
-        partitioner: Compiles the steps; called with the task and the mesh. None: `Partitioner`.
-        hooks: `Hook`s, called in this order while the job trains.
+        partitioner: Called with the task and the mesh to create the partitioner; None for
+            `Partitioner`.
+        hooks: Hooks, in the order in which they are called.
     """
 
     mesh: "MeshConfig"
@@ -47,7 +48,7 @@ class Job:
     hooks: Sequence[Any] = ()
 
 
-# Examples of what the methods of an experiment return, for the errors.
+# Example return values of an experiment's methods, for error messages.
 _EXAMPLES = {
     "mesh": "fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))",
     "task": "fdl.Config(LanguageModelTask, model=fdl.Partial(TransformerLm, ...), learner=...)",
@@ -56,25 +57,25 @@ _EXAMPLES = {
 }
 
 
-_OF_DATA = (
-    f", such as {_EXAMPLES['datasets']}, for arrays. docs/data.md has the pipelines for datasets, "
-    "files and iterators."
+_DATA_HINT = (
+    f", such as {_EXAMPLES['datasets']} for arrays. docs/data.md describes the pipelines for "
+    "datasets, files and iterators."
 )
 
 
 class Experiment:
-    """Base class of experiments: subclass it, decorate it with `@register`, launch it by name.
+    """Base class of experiments. Subclass it, add `@register`, and launch it by name.
 
-    Every method returns configs (`fdl.Config`), never built objects. A variant subclasses an
-    experiment, overrides a method and edits the result of `super()`.
+    Every method returns configs (`fdl.Config`), never built objects. To make a variant, subclass an
+    experiment, override a method, and edit the result of `super()`.
 
-    Attributes of the class, such as `BATCH_SIZE = 16`, which methods read as `self.BATCH_SIZE`, are
-    set by `--set BATCH_SIZE=32` before the methods run.
+    Methods may read class attributes such as `BATCH_SIZE = 16` as `self.BATCH_SIZE`; `--set
+    BATCH_SIZE=32` sets them before the methods are called.
 
     Attributes:
-        SHARDING_PRESET: A name for `set_sharding_params`, such as "megatron", which overrides the
-            splits of the task's model and of the batches' rows, and adds the preset's options to
-            `mesh().compiler_options`, which take precedence. None: the task's splits are used.
+        SHARDING_PRESET: Name of a preset of `set_sharding_params`, such as "megatron". It overrides
+            the splits of the task's model and of batch rows, and adds the preset's compiler options
+            to `mesh().compiler_options`, which take precedence. None to use the task's own splits.
     """
 
     SHARDING_PRESET: str | None = None
@@ -84,10 +85,10 @@ class Experiment:
         raise self._missing("mesh")
 
     def mesh_for(self, num_devices: int) -> fdl.Config | None:
-        """Returns the config of the `MeshConfig` of an elastic job with `num_devices` devices left.
+        """Returns the config of the mesh of an elastic job that has `num_devices` devices left.
 
-        It is called where `mesh()` has another number of devices, and must have the same axes.
-        None, the default: the plan's formulas choose the fastest legal mesh that fits in memory.
+        Called if `mesh()` has another number of devices; the axes must be the same. None, the
+        default, uses the fastest valid mesh that fits in memory, according to --mode=plan.
         """
         return None
 
@@ -96,7 +97,7 @@ class Experiment:
         raise self._missing("task")
 
     def datasets(self) -> dict[str, fdl.Config]:
-        """Returns configs of pipelines by name: `train`, and those to evaluate on."""
+        """Returns configs of pipelines by name: `train`, and evaluation datasets."""
         raise self._missing("datasets")
 
     def decode_datasets(self) -> dict[str, fdl.Config]:
@@ -112,17 +113,17 @@ class Experiment:
         return None
 
     def hooks(self) -> list[fdl.Config]:
-        """Returns configs of hooks to run while the job trains; [] unless overridden.
+        """Returns configs of subclasses of `praxis_lite.Hook` for training; [] unless overridden.
 
-        Each is of a subclass of `praxis_lite.Hook`: `[fdl.Config(WeightNorms, every=100)]`.
+        For instance `[fdl.Config(WeightNorms, every=100)]`.
         """
         return []
 
     def config(self) -> "fdl.Config[Job]":
-        """Returns the whole config: mesh, task, datasets, decode_datasets, run, hooks and the rest.
+        """Returns the complete config: mesh, task, datasets, decode_datasets, run and hooks.
 
         Raises:
-            ConfigError: A method is missing, or returns a value of the wrong kind.
+            ConfigError: A method is missing, or returns a value of the wrong type.
         """
         if missing := [
             name for name in _EXAMPLES
@@ -162,48 +163,51 @@ class Experiment:
             config.hooks = [
                 self._checked("hooks", hook, f"[{index}]") for index, hook in enumerate(hooks)
             ]
-        # A copy, so that the --set of one job does not change a class attribute for another job.
+        # Copy the config, so that --set does not change class attributes for other jobs.
         config = copy.deepcopy(config)
         if self.SHARDING_PRESET is not None:
             _set_preset(config, self.SHARDING_PRESET)
         return config
 
-    def _checked(self, method: str, result: Any, what: str = "") -> fdl.Config:
-        if isinstance(result, fdl.Config):
-            return result
-        name = type(result).__name__
-        if result is None:
+    def _checked(self, method: str, value: Any, key: str = "") -> fdl.Config:
+        """Returns `value`, the result of a method (at `key`), or raises ConfigError."""
+        if isinstance(value, fdl.Config):
+            return value
+        name = type(value).__name__
+        if value is None:
             message = "None, expected an fdl.Config: is a `return` missing?"
-        elif isinstance(result, fdl.Partial | type):
-            is_class = isinstance(result, type)
-            name = result.__name__ if is_class else _callable_name(result)
+        elif isinstance(value, fdl.Partial | type):
+            is_class = isinstance(value, type)
+            name = value.__name__ if is_class else _callable_name(value)
             kind = "the class" if is_class else "an fdl.Partial of"
             message = f"{kind} {name}, expected a Config: write fdl.Config({name}, ...)."
-        elif method.endswith("datasets") and not hasattr(result, "fingerprint"):
-            message = f"a {name}, expected the config of a pipeline{_OF_DATA}"
-        elif type(result).__module__ == "builtins":
+        elif method.endswith("datasets") and not hasattr(value, "fingerprint"):
+            message = f"a {name}, expected the config of a pipeline{_DATA_HINT}"
+        elif type(value).__module__ == "builtins":
             message = f"a {name}, expected an fdl.Config, such as {_EXAMPLES.get(method, '')}."
         else:
             message = (
-                f"a built {name}, expected its config, so that --set can reach its fields: write "
-                f"fdl.Config({name}, ...) in place of {name}(...)."
+                f"a built {name}, expected its config, so that --set can change its fields: write "
+                f"fdl.Config({name}, ...) instead of {name}(...)."
             )
-        raise ConfigError(f"{self._name()}.{method}(){what} returns {message}")
+        raise ConfigError(f"{self._name()}.{method}(){key} returns {message}")
 
-    def _checked_datasets(self, method: str, result: Any) -> dict[str, fdl.Config]:
-        if not isinstance(result, Mapping):
+    def _checked_datasets(self, method: str, datasets: Any) -> dict[str, fdl.Config]:
+        if not isinstance(datasets, Mapping):
             raise ConfigError(
-                f"{self._name()}.{method}() returns {type(result).__name__}, expected configs of "
-                f"pipelines by name{_OF_DATA}"
+                f"{self._name()}.{method}() returns {type(datasets).__name__}, expected configs of "
+                f"pipelines by name{_DATA_HINT}"
             )
-        for name in result:
+        for name in datasets:
             check_dataset_name(name, f"{self._name()}.{method}()")
-        return {name: self._checked(method, item, f"[{name!r}]") for name, item in result.items()}
+        return {
+            name: self._checked(method, config, f"[{name!r}]") for name, config in datasets.items()
+        }
 
     def _missing(self, *methods: str) -> ConfigError:
-        examples = "; ".join(f"def {item}(self): return {_EXAMPLES[item]}" for item in methods)
-        named = ", ".join(f"{method}()" for method in methods)
-        message = f"no methods {named}. Add them" if methods[1:] else f"no method {named}. Add it"
+        examples = "; ".join(f"def {name}(self): return {_EXAMPLES[name]}" for name in methods)
+        names = ", ".join(f"{name}()" for name in methods)
+        message = f"no methods {names}. Add them" if methods[1:] else f"no method {names}. Add it"
         return ConfigError(f"{self._name()} has {message} to the class, for instance: {examples}")
 
     def _name(self) -> str:
@@ -211,7 +215,7 @@ class Experiment:
 
 
 def _set_preset(config: fdl.Config, preset: str) -> None:
-    # Imported here, because the layers import jax, which most experiments do not need here.
+    # Import the layers here, because they import jax.
     from praxis_lite.layers.whole_model.sharding_presets import (
         COMPILER_OPTIONS,
         SHARDING_PRESETS,
@@ -233,7 +237,7 @@ def _set_preset(config: fdl.Config, preset: str) -> None:
 
 
 def check_dataset_name(name: Any, where: str) -> None:
-    """Checks a dataset's name, which is part of a --set path and of a folder's name."""
+    """Checks the name of a dataset, which becomes part of --set paths and folder names."""
     require(
         isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,99}", name) is not None,
         f"The name of a dataset in {where}", name, "letters, digits, '_' and '-', a letter first",

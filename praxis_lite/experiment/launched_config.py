@@ -1,4 +1,4 @@
-"""The config that a command line names: of an experiment, or of a trained job."""
+"""The config of a launch: that of an experiment, or the recorded config of a job."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,14 +18,16 @@ __all__ = ("LaunchedConfig", "config_of_experiment")
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedConfig:
-    """The config of a command line, and the facts about it that config.json records.
+    """The config of a launch, and facts about it that are recorded in config.json.
 
     Attributes:
-      experiment: The full name of its class.
+      config: The config, with settings applied.
+      experiment: Full name of the experiment's class.
       settings: The values of --set.
-      packages: Packages whose functions and classes the config may name, besides the library's.
-      mesh_for: The method of the experiment; None: the config is a recorded one.
-      recorded: The config.json that the config was read from; None: the class made it.
+      packages: Further packages whose functions and classes the config may refer to.
+      mesh_for: The method of the experiment; None for a recorded config.
+      recorded: The config.json that the config was read from; None for a config that the class
+        made.
     """
 
     config: "fdl.Config"
@@ -42,20 +44,21 @@ def config_of_experiment(
     """Returns the config of an experiment with settings applied.
 
     Args:
-      name: As for --exp.
-      settings, packages: As for --set and --packages.
+      name: Name of the experiment, as for --exp.
+      settings: Settings "path=value", as for --set.
+      packages: The user's packages, as for --packages.
 
     Raises:
-      ConfigError: As `get_experiment` and `configured`.
+      ConfigError: There is no such experiment, or a setting is wrong.
     """
     experiment = registry.get_experiment(name, packages)
 
     from praxis_lite.config.class_attributes import experiment_and_config
 
     allowed = registry.allowed_packages(packages)
-    made, config = experiment_and_config(experiment, settings, allowed)
+    instance, config = experiment_and_config(experiment, settings, allowed)
     return LaunchedConfig(
-        config, callable_name(experiment), settings, allowed, mesh_for=made.mesh_for
+        config, callable_name(experiment), settings, allowed, mesh_for=instance.mesh_for
     )
 
 
@@ -66,11 +69,14 @@ def config_of_job(
     """Returns the recorded config of a job with settings applied.
 
     Args:
-      name: Of the experiment, as for --exp; None: the job's experiment.
-      settings, packages: As for --set and --packages.
+      job_dir: The job's directory.
+      name: Name of the experiment, as for --exp, to compare with the job's; None to not compare.
+      settings: Settings "path=value", as for --set.
+      packages: The user's packages, as for --packages.
 
     Raises:
-      ConfigError: The job is of another experiment; or as `recorded_config` and `apply_overrides`.
+      ConfigError: The job is of another experiment, its config cannot be read, or a setting is
+        wrong.
     """
     from praxis_lite.config.build import naming_settings
     from praxis_lite.config.overrides import apply_overrides
@@ -82,8 +88,8 @@ def config_of_job(
         given = callable_name(registry.get_experiment(name, packages))
         if given != loaded.experiment:
             raise ConfigError(
-                f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {given}. Leave "
-                "--exp out, or name that experiment's directory."
+                f"{job_dir.path} contains a job of {loaded.experiment}, but --exp is {given}. "
+                "Leave out --exp, or use the directory of a job of that experiment."
             )
     with naming_settings(loaded.config, job_dir.config_json):
         apply_overrides(loaded.config, settings, allowed)

@@ -1,4 +1,4 @@
-"""The proof of a job's examples: compares its record with the data of its config."""
+"""Verifies which examples a job used, by comparing its record with the data of its config."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.experiment.launched_config import config_of_job
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.processes.row_digests import fingerprint_digest
-from praxis_lite.job.examples.history import History, Part, history_of
+from praxis_lite.job.examples.history import History, Segment, history_of
 from praxis_lite.job.examples.lines import read_record
 from praxis_lite.job.job_dir import JobDir
 
@@ -20,14 +20,14 @@ EXACTLY_ONCE = "every example exactly once, in order"
 
 @dataclasses.dataclass(frozen=True)
 class ExamplesProof:
-    """The result of a proof of a job's examples.
+    """The result of verifying a job's examples.
 
     Attributes:
-      history: The part of the record that counts.
-      faults: Sentences; empty: every example was used exactly once, in order.
-      notes: Sentences about differences that are not faults.
-      num_lost_steps: How many steps were repeated later.
-      is_recomputed: True if the data was recomputed and compared.
+      history: The valid history of the record.
+      faults: A sentence per fault; empty if every example was used exactly once and in order.
+      notes: Sentences about other differences.
+      num_lost_steps: Number of steps that were recomputed.
+      is_recomputed: Whether the data were recomputed and compared.
     """
 
     history: History
@@ -38,16 +38,16 @@ class ExamplesProof:
 
     @property
     def num_rollbacks(self) -> int:
-        """How often a launch was rolled back from a loss spike."""
+        """Number of roll-backs from loss spikes."""
         return self.history.starts - self.history.num_launches
 
     def lines(self) -> list[str]:
-        """Returns the proof as lines."""
+        """Formats the result as lines."""
         history = self.history
-        lines = [_words(part) for part in history.parts]
+        lines = [_segment_line(part) for part in history.parts]
         if history.parts:
             skipped = history.skipped
-            left_out = f", without {few([str(item) for item in skipped], 8)}" if skipped else ""
+            left_out = f", without {few([str(index) for index in skipped], 8)}" if skipped else ""
             first = history.parts[0].batch_of(history.first_step)
             last = history.parts[-1].batch_of(history.last_step)
             lines += [
@@ -63,8 +63,8 @@ class ExamplesProof:
             lines.append(
                 f"{EXACTLY_ONCE}: by the record, and by the data made again"
                 if self.is_recomputed
-                else f"{EXACTLY_ONCE}: by the record alone, which says which rows of which batch "
-                "were fed; that they held what the config's data hold was not compared"
+                else f"{EXACTLY_ONCE}: by the record alone; whether the rows contained the "
+                "config's data was not compared"
             )
         return lines
 
@@ -74,14 +74,16 @@ def proof_of_examples(
     recorded_only: bool = False, progress: Callable[[int, int], None] = lambda done, of: None,
     last_step: int | None = None, num_lost_steps: int = 0,
 ) -> ExamplesProof:
-    """Returns the proof of a job's examples.
+    """Verifies which examples a job used.
 
     Args:
-      last_step: The last step that is checked; None: the step of the newest checkpoint.
-      packages, settings: As for --packages and --set, such as the present location of the data.
-      recorded_only: True: the data is not recomputed.
-      progress: Called with the number of compared steps and the number of all steps.
-      num_lost_steps: Steps that were repeated later, including unrecorded ones between two saves.
+      job_dir: The job's directory.
+      packages: The user's packages, as for --packages.
+      settings: Settings "path=value", as for --set, such as the current location of the data.
+      recorded_only: Whether to check only the record, without recomputing the data.
+      progress: Called with (number of compared steps, number of all steps).
+      last_step: The last step to check; None for the step of the newest checkpoint.
+      num_lost_steps: Number of recomputed steps, including unrecorded ones between two saves.
 
     Raises:
       ConfigError: There is no record, or the data cannot be read.
@@ -89,17 +91,17 @@ def proof_of_examples(
     record = read_record(job_dir.examples)
     if not record.starts and not record.stretches:
         raise ConfigError(
-            f"{job_dir.path} has no record of its examples: no {job_dir.examples.name}/*.jsonl. A "
-            "job writes it when it trains; what was trained before cannot be proven."
+            f"{job_dir.path} has no record of its examples ({job_dir.examples.name}/*.jsonl). A "
+            "job writes the record while it trains; older jobs cannot be verified."
         )
     if last_step is None and job_dir.checkpoints.is_dir():
         last_step = max(committed_steps(job_dir.checkpoints), default=None)
     history = history_of(record, last_step)
     faults, notes = [*history.faults], [*history.notes]
     notes += [
-        f"the data of start {part.number} have other settings than those of the steps before"
-        for before, part in itertools.pairwise(history.parts)
-        if part.starts[0].data != before.starts[0].data
+        f"the data of start {part.number} have other settings than those of the previous steps"
+        for previous, part in itertools.pairwise(history.parts)
+        if part.starts[0].data != previous.starts[0].data
     ]
     if not history.parts:
         faults.append("no step is on record")
@@ -109,7 +111,7 @@ def proof_of_examples(
         pipeline = train_pipeline(job_dir, packages, settings)
         faults += faults_of_data(history, pipeline, progress)
         if fingerprint_digest(pipeline) != history.parts[-1].starts[0].data:
-            notes.append("the config's data have other settings now than when they were fed")
+            notes.append("the settings of the config's data have changed since they were fed")
     return ExamplesProof(
         history, faults, notes,
         max(history.num_lost_steps, num_lost_steps), not recorded_only,
@@ -119,7 +121,7 @@ def proof_of_examples(
 def train_pipeline(
     job_dir: JobDir, packages: Sequence[str] = (), settings: Sequence[str] = ()
 ) -> InputPipeline:
-    """Returns the training data of a job's config; raises ConfigError if there are none."""
+    """Builds the training data of a job's config; raises ConfigError if there are none."""
     config = config_of_job(job_dir, None, settings, packages).config
 
     from praxis_lite.config.build import build, naming_settings
@@ -130,8 +132,8 @@ def train_pipeline(
         return build(config.datasets[TRAIN])
 
 
-def _words(part: Part) -> str:
-    """Returns a line on the steps of a start, with its processes and mesh."""
+def _segment_line(part: Segment) -> str:
+    """Formats the steps, processes and mesh of a start as a line."""
     first = part.starts[0]
     mesh = ", ".join(f"{axis} {size}" for axis, size in first.mesh.items())
     generation = "" if first.generation is None else f", generation {first.generation}"

@@ -1,7 +1,7 @@
-"""The config of a trained job, with the job's own tokenizers and the data that a mode reads.
+"""The recorded config of a job, with the job's copies of its tokenizers.
 
-A job is self-contained. When training begins, each tokenizer directory that its config names is
-normalized and copied into the job's directory, and eval, decode and load() read the copy.
+When training begins, each tokenizer that the config refers to is normalized and copied into the
+job's directory, so that the job is self-contained. Eval, decode and load() use the copies.
 """
 
 import os
@@ -23,47 +23,47 @@ from praxis_lite.job.job_dir import JobDir
 
 __all__ = ("tokenizers_of",)
 
-# The source directory of a copy, as the config names it.
+# Name of the file with the source directory of a copy, as written in the config.
 CAME_FROM = "came_from.txt"
-# A field that names a directory, or the argument of a tokenizer's class in that field.
+# Path of a field with a tokenizer's directory, or of the argument of a tokenizer's class there.
 _TOKENIZER = re.compile(r"(.*[.\]])?tokenizer(\.path)?")
 
 
 def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
-    """Returns the config in a job's config.json, with the job's copies of its tokenizers.
+    """Loads a job's config.json, and replaces directories of tokenizers by the job's copies.
 
     Raises:
-      ConfigError: as `load_config_file`.
+      ConfigError: The file is missing or damaged, or refers to a name that is not allowed.
     """
     loaded = load_config_file(job_dir.config_json, packages=packages)
-    local = _kept_tokenizers(job_dir)
-    copies = [
-        f"{path}={local[directory]}" for path, directory in _tokenizers(loaded.config)
-        if directory in local
+    copies = _copied_tokenizers(job_dir)
+    overrides = [
+        f"{path}={copies[directory]}" for path, directory in _tokenizers(loaded.config)
+        if directory in copies
     ]
-    apply_overrides(loaded.config, copies, packages)
+    apply_overrides(loaded.config, overrides, packages)
     return loaded
 
 
 def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
-    """Copies the tokenizers that a config names into its job's directory.
+    """Copies the tokenizers that a config refers to into the job's directory.
 
-    A copy is in the normalized form, which does not need transformers.
+    The copies are normalized, so that reading them does not need transformers.
 
     Raises:
       ConfigError: A file cannot be read or written.
     """
     directories = dict.fromkeys(directory for _, directory in _tokenizers(config))
-    local = _kept_tokenizers(job_dir)
+    copies = _copied_tokenizers(job_dir)
     for directory in directories:
         source = Path(directory).expanduser()
         if not has_tokenizer(source):
             continue
         source = JsonTokenizer(source).directory
-        target = local.setdefault(directory, job_dir.tokenizers / str(len(local)))
+        target = copies.setdefault(directory, job_dir.tokenizers / str(len(copies)))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            # Also config.json, which may have eos_token_id.
+            # Copy config.json too, which may contain eos_token_id.
             for name in {CONFIG, *names_of_tokenizer(source), *names_of_tokenizer(target)}:
                 if (source / name).is_file():
                     (target / name).parent.mkdir(exist_ok=True)
@@ -72,21 +72,21 @@ def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
                     (target / name).unlink(missing_ok=True)
         except OSError as error:
             raise not_written(target, error) from error
-        # Last: it makes the copy complete.
+        # Write this file last: it marks the copy as complete.
         write_whole(target / CAME_FROM, os.fsencode(directory))
 
 
 def tokenizers_of(config: fdl.Buildable, job_dir: JobDir) -> dict[str, Path | None]:
-    """Returns the job's copy, or None, of each directory of a tokenizer that a config names."""
-    local = _kept_tokenizers(job_dir)
-    return {directory: local.get(directory) for _, directory in _tokenizers(config)}
+    """Returns the job's copy, or None, of each tokenizer directory in a config."""
+    copies = _copied_tokenizers(job_dir)
+    return {directory: copies.get(directory) for _, directory in _tokenizers(config)}
 
 
 def check_tokenizers(config: fdl.Buildable) -> None:
-    """Checks that the directories of tokenizers are there.
+    """Checks that the directories of tokenizers exist.
 
     Raises:
-      ConfigError: one is not; names the settings by which another can be given.
+      ConfigError: A directory is missing; the message names the settings to change.
     """
     missing: dict[str, list[str]] = {}
     for path, directory in _tokenizers(config):
@@ -95,23 +95,25 @@ def check_tokenizers(config: fdl.Buildable) -> None:
     for directory, paths in missing.items():
         settings = " ".join(f"{path}=DIR" for path in paths)
         raise ConfigError(
-            f"There is no directory {printable(directory)} with a tokenizer, which "
-            f"{' and '.join(paths)} {'names' if len(paths) == 1 else 'name'}. Give its new path: "
-            f"--set {settings}."
+            f"There is no directory {printable(directory)} with a tokenizer (set by "
+            f"{' and '.join(paths)}). Set its new path: --set {settings}."
         )
 
 
 def keep_only(config: fdl.Buildable, mode: str, *, has_prompts: bool = False) -> None:
-    """Removes from the config of a trained job its hooks, and the data that a mode does not read.
+    """Removes the hooks and the datasets that a mode does not read from a job's config.
 
     Args:
-      mode: "eval", "decode", or another mode, which reads all data.
-      has_prompts: True: the command line gives the prompts to decode.
+      config: The config, which is changed in place.
+      mode: "eval" or "decode"; other modes read all datasets.
+      has_prompts: Whether the command line specifies the prompts to decode.
     """
     if "hooks" in config.__arguments__:
-        del config.hooks  # They may use objects that exist only in training.
+        del config.hooks  # Hooks may use objects that exist only in training.
     if mode == "eval" and isinstance(config.datasets, Mapping):
-        config.datasets = {name: item for name, item in config.datasets.items() if name != TRAIN}
+        config.datasets = {
+            name: dataset for name, dataset in config.datasets.items() if name != TRAIN
+        }
         config.decode_datasets = {}
     if mode == "decode":
         config.datasets = {}
@@ -120,14 +122,14 @@ def keep_only(config: fdl.Buildable, mode: str, *, has_prompts: bool = False) ->
 
 
 def _tokenizers(config: fdl.Buildable) -> Iterator[tuple[str, str]]:
-    """Yields (path of the field, directory), for each field that names a tokenizer's directory."""
+    """Yields (path, directory) of each field that contains the directory of a tokenizer."""
     for field in iterate_fields(config):
         if isinstance(field.value, str) and field.value and _TOKENIZER.fullmatch(field.path):
             yield field.path, field.value
 
 
-def _kept_tokenizers(job_dir: JobDir) -> dict[str, Path]:
-    """Returns the copies that a job has, by the source directory of each."""
+def _copied_tokenizers(job_dir: JobDir) -> dict[str, Path]:
+    """Returns the copies in a job's directory, by source directory."""
     return {
         os.fsdecode(path.read_bytes()): path.parent
         for path in sorted(job_dir.tokenizers.glob(f"*/{CAME_FROM}")) if path.is_file()

@@ -1,4 +1,4 @@
-"""Experiments by name: `--exp=lm.PyDocs` imports the module `praxis_lite.experiments.lm`."""
+"""The registry of experiments by name: `--exp=lm.PyDocs` imports `praxis_lite.experiments.lm`."""
 
 import importlib
 import importlib.util
@@ -22,12 +22,12 @@ ExperimentT = TypeVar("ExperimentT", bound="type[Experiment]")
 
 _log = logging.getLogger(__name__)
 
-# Where the library's own experiments are.
+# The package of the library's experiments.
 HOME = "praxis_lite.experiments"
-# The module of a notebook's cells and of scripts.
+# The module of notebook cells and scripts.
 _MAIN = "__main__"
 
-# Classes by full name.
+# Registered classes by full name.
 registered: dict[str, type] = {}
 
 
@@ -35,9 +35,9 @@ def register(experiment: ExperimentT) -> ExperimentT:
     """Registers a class as `module.Class`, and returns it.
 
     Raises:
-        ConfigError: it is not a subclass of Experiment, or another class has its name.
+        ConfigError: It is not a subclass of Experiment, or another class has the same name.
     """
-    # Imported here, because Experiment needs fiddle and a lookup does not.
+    # Import it here, because Experiment needs fiddle and lookups do not.
     from praxis_lite.experiment.experiment import Experiment
 
     if not (isinstance(experiment, type) and issubclass(experiment, Experiment)):
@@ -49,22 +49,25 @@ def register(experiment: ExperimentT) -> ExperimentT:
     known = registered.get(key)
     if known not in (None, experiment) and not _is_interactive(experiment.__module__):
         raise ConfigError(
-            f"Two classes are registered as {key}. Rename one of them, or, if the module was "
-            "reloaded, start Python anew."
+            f"Two classes are registered as {key}. Rename one of them, or restart Python if the "
+            "module was reloaded."
         )
     registered[key] = experiment
     return experiment
 
 
 def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the packages whose experiments can be launched, and whose names a config may have.
+    """Returns the packages whose experiments can be launched and whose names a config may use.
 
-    They are `praxis_lite.experiments`, the `listed` ones of `--packages`, those with an experiment
-    that this process has registered, and in a notebook the module of its cells ("__main__").
+    They are `praxis_lite.experiments`, the packages in `listed`, packages with an experiment that
+    this process has registered, and in a notebook the module of its cells ("__main__").
+
+    Args:
+        listed: The value of --packages.
 
     Raises:
-        ConfigError: A listed one is not a name, is a package of Python itself, or is not on
-            sys.path.
+        ConfigError: A listed package is not a valid name, is part of Python's standard library, or
+            is not on sys.path.
     """
     for package in listed:
         if package == _MAIN:
@@ -85,18 +88,18 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]":
-    """Returns the registered class that a name means; imports its module.
+    """Imports and returns the experiment with a name.
 
     If there is no such module, all modules of `praxis_lite.experiments` and `packages` are imported
-    to find the class by its last name.
+    to find the class by its name alone.
 
     Args:
-        name: The full name, `mypackage.experiments.MyLm`; or without its package: `lm.PyDocs` is
-            `praxis_lite.experiments.lm.PyDocs`; or only the class, `PyDocs`.
-        packages: The user's packages, on sys.path.
+        name: Full name, such as `mypackage.experiments.MyLm`; or the name without its package, such
+            as `lm.PyDocs` for `praxis_lite.experiments.lm.PyDocs`; or the class alone, `PyDocs`.
+        packages: The user's packages on sys.path.
 
     Raises:
-        ConfigError: No experiment, or more than one, has the name; or it is not registered.
+        ConfigError: No experiment or several have the name, or the class is not registered.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
@@ -110,43 +113,45 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
     if not found:
         _import_all(allowed)
         if "." not in name:
-            found = {full: item for full, item in registered.items() if full.endswith(f".{name}")}
+            found = {full: cls for full, cls in registered.items() if full.endswith(f".{name}")}
     if not found:
         raise ConfigError(_unknown(name, allowed))
     if len(found) > 1:
-        raise ConfigError(f"--exp={name} may mean {' or '.join(sorted(found))}: name one in full.")
+        raise ConfigError(
+            f"--exp={name} may mean {' or '.join(sorted(found))}: use the full name of one."
+        )
     return found.popitem()[1]
 
 
 def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
-    """Returns the first line of each experiment's docstring, or '', by the name that `--exp` takes.
+    """Returns the first line of each experiment's docstring, by the name for `--exp`.
 
-    All modules of `praxis_lite.experiments` and `packages` are imported; a warning names those that
+    Imports all modules of `praxis_lite.experiments` and `packages`; logs a warning for modules that
     cannot be imported.
     """
     _import_all(allowed_packages(packages))
     return {
-        full.removeprefix(f"{HOME}."): inspect.cleandoc(item.__doc__ or "").partition("\n")[0]
-        for full, item in sorted(registered.items())
+        full.removeprefix(f"{HOME}."): inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+        for full, cls in sorted(registered.items())
     }
 
 
 def _found(names: Sequence[str], allowed: Sequence[str]) -> "dict[str, type[Experiment]]":
-    """Returns the registered classes that full names of the allowed packages mean."""
+    """Returns the registered classes among full names in the allowed packages, by name."""
     prefixes = tuple(f"{package}." for package in allowed)
     classes = {full: _imported(full) for full in names if full.startswith(prefixes)}
-    return {full: item for full, item in classes.items() if item is not None}
+    return {full: cls for full, cls in classes.items() if cls is not None}
 
 
 def _imported(full: str) -> "type[Experiment] | None":
-    """Returns the registered class `module.Class`, or None if there is no such module or name."""
+    """Imports and returns the registered class `module.Class`; None if there is no such name."""
     module, _, class_name = full.rpartition(".")
     if full in registered:
         return registered[full]
     found = getattr(imported_module(module), class_name, None)
     if found is None or inspect.ismodule(found):
         return None
-    if not any(found is item for item in registered.values()):
+    if not any(found is cls for cls in registered.values()):
         raise ConfigError(
             f"{full} is {shown(repr(found))}, not a registered experiment: write `@register` (from "
             "praxis_lite import register) above a subclass of Experiment."
@@ -155,23 +160,26 @@ def _imported(full: str) -> "type[Experiment] | None":
 
 
 def _import_all(packages: Sequence[str]) -> None:
-    """Imports all modules of some packages; warns of those that cannot be imported."""
-    left = list(packages)
-    while left:
-        name = left.pop()
+    """Imports all modules of packages; logs a warning for modules that cannot be imported."""
+    remaining = list(packages)
+    while remaining:
+        name = remaining.pop()
         try:
             folders = getattr(importlib.import_module(name), "__path__", ())
         except Exception as error:
             reason = described(error) or f"{type(error).__name__}: {error}"
             _log.warning("WARNING: %s cannot be imported: %s", name, reason)
             continue
-        left += [f"{name}.{item.name}" for item in pkgutil.iter_modules(list(folders))
-                 if item.name != _MAIN]
+        remaining += [
+            f"{name}.{module.name}" for module in pkgutil.iter_modules(list(folders))
+            if module.name != _MAIN
+        ]
 
 
 def _unknown(name: str, allowed: Sequence[str]) -> str:
+    """Returns the error message for an unknown experiment, with similar names."""
     known = sorted(full.removeprefix(f"{HOME}.") for full in registered)
-    # A class in the wrong module is nearer than its full name looks.
+    # First suggest classes of the same name in other modules.
     last = name.rpartition(".")[2]
     near = [full for full in known if full.rpartition(".")[2] == last]
     classes = {full.rpartition(".")[2]: full for full in known}
@@ -181,10 +189,10 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
     )
     text = f"There is no experiment {shown(name)} in {', '.join(allowed)}.{hint}"
     if name.startswith(("tasks.", "paxml.", "praxis.")):
-        return f"{text} That is a name in Pax: docs/coming_from_pax.md has its counterpart."
+        return f"{text} That is a name in Pax: see docs/coming_from_pax.md for its counterpart."
     return f"{text} --packages=mypackage adds your package."
 
 
 def _is_interactive(module: str) -> bool:
-    # In a notebook a cell that runs again defines its class again.
+    # In a notebook, running a cell again redefines its classes.
     return module == _MAIN and not hasattr(sys.modules[_MAIN], "__file__")

@@ -1,4 +1,4 @@
-"""How long a job runs, and how often it saves, evaluates and reports."""
+"""RunConfig: how long a job runs, and how often it saves, evaluates and reports."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,37 +23,35 @@ class RunConfig:
     """How long a job runs, and how often it saves, evaluates and reports.
 
     Attributes:
-        num_train_steps: Updates from step 0 to the end of training; a resumed job counts on.
-        seed: Of the initial weights, dropout and sampling. The data has a separate seed.
-        checkpoints: When it saves, and which checkpoints are kept.
-        peer_save_every_steps: Steps between saves of the state into the memory of the job's hosts,
-            one of which may die; for jobs with `--elastic`. None: such a job resumes from its
-            newest checkpoint.
-        evaluation: When it evaluates, on how much, and with which weights.
+        num_train_steps: Total number of training steps, including those before a resume.
+        seed: Seed of initial weights, dropout and sampling. The data have a separate seed.
+        checkpoints: When the job saves, and which checkpoints it retains.
+        peer_save_every_steps: Steps between saves of the state to the memory of the job's hosts, of
+            which any one may die; for jobs with `--elastic`. None for no such saves.
+        evaluation: When the job evaluates, on how much data, and with which weights.
         stopping: Conditions that end training before its last step.
-        loss_spikes: The size of a loss spike, and the action that follows.
-        profile: The steps that are profiled, and by which processes.
-        trackers: By name, services and files that show the run in addition to the job's files. None
-            as a value: no tracker; `--set run.trackers.tensorboard=None` removes the default one.
-        log_every_steps: Steps between printed lines if the output is not a terminal. None: about 20
-            lines in a run. `metrics.jsonl` has every step in any case.
+        loss_spikes: Size of a loss spike, and the action that follows.
+        profile: Steps to profile, and the processes that do it.
+        trackers: Trackers by name, which record the run in addition to the job's files. The value
+            None removes a tracker, as in `--set run.trackers.tensorboard=None`.
+        log_every_steps: Steps between printed lines if the output is not a terminal; None for about
+            20 lines per run. `metrics.jsonl` always has every step.
         accept_changed_data: Names in the fingerprint of the training data, such as "seed" or
-            "corpus.sha256", that may differ from the checkpoint's.
-        decode_use_ema_states: Decode with the moving averages of `Learner.ema_decay`.
-        debug_nans: Rerun a step whose loss or gradient is not finite, and name the first layer with
-            a non-finite output. The loop then waits for each step.
-        certify_every_steps: Steps between certificates: the step is repeated on a few of its rows,
-            with the devices permuted and on another mesh, its update is recomputed, and all copies
-            of the state are compared (docs/check.md). 500 costs about 1.1 %. None: no certificates,
-            as on one device.
-        certify_action: After a difference, "stop" saves and ends the job with an error, "report"
-            saves, prints a line and continues.
-        init_from_checkpoint_rules: By the directory of a job, for weights that do not start at
-            random; of two rules that name a weight, the first wins.
-        init_from_huggingface: A directory with a Hugging Face model, which has all weights except
+            "corpus.sha256", whose values may differ from the checkpoint's.
+        decode_use_ema_states: Whether to decode with the moving averages of `Learner.ema_decay`.
+        debug_nans: Whether to rerun a step whose loss or gradient is not finite, and to name the
+            first layer with an output that is not finite. The loop then waits for each step.
+        certify_every_steps: Steps between certificates, which repeat a step on some of its rows
+            with permuted devices and on another mesh, recompute its update, and compare all copies
+            of the state (docs/check.md). 500 costs about 1.1 %. None for no certificates.
+        certify_action: What to do after a difference: "stop" saves and ends the job with an error,
+            "report" saves, prints a line and continues.
+        init_from_checkpoint_rules: Rules that load initial weights from other checkpoints, by the
+            directory of a job. If several rules match a weight, the first one counts.
+        init_from_huggingface: Directory of a Hugging Face model to load all weights from, except
             those of adapters.
-        frozen_may_be_new: A new job may freeze weights that were never trained, such as random
-            features; without it that is an error, because adapters over noise learn nothing.
+        frozen_may_be_new: Whether a new job may freeze weights that were never trained, such as
+            random features. Otherwise this is an error, because adapters over noise learn nothing.
 
     Raises:
         ConfigError: A value has the wrong type or is out of range.
@@ -83,7 +81,7 @@ class RunConfig:
     frozen_may_be_new: bool = False
 
     def __post_init__(self) -> None:
-        # JAX keys take a seed of 32 bits where 64-bit types are off; the state counts in int32.
+        # Without 64-bit types, seeds of JAX keys have 32 bits. The step counter is int32.
         ranges = {"seed": (0, 2**32 - 1), "num_train_steps": (1, 2**31 - 1)}
         check_whole_numbers("run", self, ranges)
         require(
@@ -125,7 +123,7 @@ class RunConfig:
 
     @property
     def init_from(self) -> tuple[str, Any] | None:
-        """The name and value of the setting that initial weights come from; None: random ones."""
+        """(name, value) of the setting that specifies initial weights; None for random weights."""
         if self.init_from_huggingface is not None:
             return "init_from_huggingface", self.init_from_huggingface
         rules = self.init_from_checkpoint_rules

@@ -1,4 +1,4 @@
-"""The parts of a RunConfig: evaluation, stopping, loss spikes and profiles."""
+"""Settings inside RunConfig: evaluation, stopping, loss spikes and profiles."""
 
 import dataclasses
 import re
@@ -11,14 +11,15 @@ from praxis_lite.experiment.early_stopping import EarlyStopping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """When a job evaluates, on how much, and with which weights (`run.evaluation`).
+    """When a job evaluates, on how much data, and with which weights (`run.evaluation`).
 
     Attributes:
-        every_steps: Steps between evaluations on every dataset but `train`. None: one, at the end.
-        max_batches: Batches of each dataset that an evaluation reads. None: all, one pass.
-        use_ema_states: Evaluate with the moving averages of `Learner.ema_decay`.
-        by_follower: The job does not evaluate: `--mode=eval --follow`, in a separate process,
-            evaluates its checkpoints, and the job uses the values for `run.stopping.early` and
+        every_steps: Steps between evaluations on every dataset but `train`; None for one at the
+            end.
+        max_batches: Number of batches of each dataset to evaluate; None for one pass.
+        use_ema_states: Whether to evaluate with the moving averages of `Learner.ema_decay`.
+        by_follower: Whether a separate process, `--mode=eval --follow`, evaluates the job's
+            checkpoints instead of the job. The job uses its results for `run.stopping.early` and
             `run.checkpoints.best`.
 
     Raises:
@@ -40,17 +41,17 @@ class EvaluationSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StopSettings:
-    """What ends training before its last step (`run.stopping`).
+    """Conditions that end training before its last step (`run.stopping`).
 
     Attributes:
-        early: Ends training when a metric no longer improves.
-        max_skipped_steps_in_a_row: Training ends with an error after this many steps in a row whose
-            loss or gradient was not finite or too large. None: never.
-        time_limit_seconds: Training stops after this time, as on SIGTERM; set it below the
-            scheduler's limit, and above the time for restoring and compiling. None: never.
-        watchdog_seconds: The stack traces of all threads are reported when no step ends for this
-            long. None: never.
-        watchdog_exits: Then also end the process.
+        early: Early stopping when a metric no longer improves; None for none.
+        max_skipped_steps_in_a_row: Number of consecutive skipped steps, whose loss or gradient was
+            not finite or too large, after which training ends with an error; None for no limit.
+        time_limit_seconds: Time after which training stops as on SIGTERM; None for no limit. Set it
+            below the scheduler's limit, and above the time for restoring and compiling.
+        watchdog_seconds: Time without the end of a step after which the stacks of all threads are
+            reported; None for no reports.
+        watchdog_exits: Whether the process ends after such a report.
 
     Raises:
         ConfigError: A number of the wrong type or out of range.
@@ -68,14 +69,14 @@ class StopSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSpikeSettings:
-    """The size of a loss that is a spike, and the action that follows (`run.loss_spikes`).
+    """When a loss counts as a spike, and the action that follows (`run.loss_spikes`).
 
     Attributes:
-        factor: A loss above this many times the median of the last 100, if that is positive, is a
-            spike. Lines of metrics.jsonl then have `is_loss_spike` and `num_batches_left_out`.
-            None: nothing is a spike.
-        action: "report" it, or "roll_back": return to the newest checkpoint before it, or to the
-            start, and skip the batch.
+        factor: A loss above this multiple of the median of the last 100 losses is a spike, if the
+            median is positive; None for no detection. Lines of metrics.jsonl then have
+            `is_loss_spike` and `num_batches_left_out`.
+        action: "report" prints a line; "roll_back" restores the newest checkpoint before the spike,
+            or the initial state, and leaves out the batch.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -101,15 +102,18 @@ class LossSpikeSettings:
 class ProfileSettings:
     """Steps that JAX's profiler traces, and the processes that do it (`run.profile`).
 
-    While a job runs, SIGUSR1 or a file `profile.request` in its directory asks for a profile.
+    While a job runs, SIGUSR1 or a file `profile.request` in its directory requests a profile.
 
     Attributes:
-        steps: "100:103" for steps 100, 101 and 102, counted from 1; "100:103,500:502" for two
-            profiles, in ascending order. None: only on request.
-        processes: "first": the first process traces its devices; "all": every process does.
+        steps: Steps to profile, counted from 1, such as "100:103" for steps 100, 101 and 102, or
+            "100:103,500:502" for two profiles in ascending order; None for profiles on request
+            only.
+        processes: "first" if only the first process traces its devices, "all" if every process
+            does.
 
     Raises:
-        ConfigError: A setting of the wrong form, or ranges that are empty, overlap or go backwards.
+        ConfigError: A setting has the wrong form, or ranges are empty, overlap or are not in
+            ascending order.
     """
 
     steps: str | None = None

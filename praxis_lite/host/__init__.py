@@ -1,4 +1,4 @@
-"""The environment of the library: host memory, optional packages, files, the user's code.
+"""The host environment: memory, optional packages, files, and errors in the user's code.
 
-Knows the core's errors, and no arrays.
+Uses the core's errors; never deals with arrays.
 """

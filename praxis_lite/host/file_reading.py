@@ -1,4 +1,4 @@
-"""Plain files: opened without waiting, JSON with a single reading, lines of a file that grows."""
+"""Reads regular files: without blocking on pipes, as strict JSON, and line by line from the end."""
 
 import json
 import os
@@ -13,57 +13,59 @@ __all__ = (
     "content_of", "descriptor", "lines_of", "opened", "opened_to_append", "parse_json", "read_json",
 )
 
-# Deeper nesting would exceed the recursion limit of code that walks through the value. The limit of
-# Python's parser changes with its version.
+# Deeper nesting would exceed the recursion limit of code that traverses the value. The limit of
+# Python's own parser depends on the Python version.
 MOST_NESTED = 200
-_BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
+_BLOCK_BYTES = 1 << 16  # Bytes per read from the end of a file.
 
 
 def parse_json(text: str) -> Any:
-    """Returns the value of the text.
+    """Parses strict JSON.
 
     Raises:
-        ValueError: it is not JSON, has a key twice, NaN, an infinity, a number too large for
-            64 bits, or brackets too deep; `str()` of it is the reason.
+      ValueError: The text is not JSON, has a duplicate key, NaN, an infinity, or a number too large
+        for 64 bits, or is nested too deeply. The message is the reason.
     """
     try:
         return json.loads(
             text, object_pairs_hook=_object, parse_constant=_constant, parse_float=_float
         )
     except RecursionError:
-        raise ValueError("brackets within brackets, too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def is_nested(value: Any, most: int) -> bool:
-    """Returns True if lists and objects are nested more than `most` deep."""
+    """Returns whether lists and objects are nested more than `most` levels deep."""
     level = [value]
     for _ in range(most):
         level = [
-            inner for item in level if isinstance(item, dict | list)
-            for inner in (item.values() if isinstance(item, dict) else item)
+            inner for outer in level if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-    return any(isinstance(element, dict | list) for element in level)
+    return any(isinstance(inner, dict | list) for inner in level)
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Opens a plain file to read. Raises OSError for all else: a pipe would be waited for."""
+    """Opens a regular file for reading; raises OSError for pipes, which could block."""
     return os.fdopen(descriptor(path, os.O_RDONLY), "rb")
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a plain file; raises OSError as `opened`."""
+    """Returns the content of a regular file; raises OSError like `opened`."""
     with opened(path) as file:
         return file.read()
 
 
 def lines_of(path: Path, newest: int | None = None) -> list[str]:
-    """Returns the lines of a file that a job adds to while it trains; [] if there is no such file.
+    """Returns the lines of a file to which a job appends; [] if there is no such file.
 
     Args:
-      newest: Only the lines in so many bytes at its end, the first of which may be cut; None: all.
+      path: The file.
+      newest: Read only this many bytes at the end, so that the first line may be incomplete; None
+        to read all.
 
     Raises:
-      ConfigError: it cannot be read.
+      ConfigError: The file cannot be read.
     """
     try:
         with opened(path) as file:
@@ -74,36 +76,36 @@ def lines_of(path: Path, newest: int | None = None) -> list[str]:
         return []
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). A job that trains writes it: "
-            "remove what is in its place."
+            f"{path} cannot be read ({error.strerror or error}). A training job writes this file; "
+            "remove whatever has taken its place."
         ) from None
     return [text for text in content.decode("utf-8", "replace").split("\n") if text]
 
 
 def lines_from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, text) of each line of a file, the last line first, without line breaks.
+    """Yields (offset, text) of the lines of a file in reverse order, without line breaks.
 
-    The first one is what follows the last line break: b"", unless a writer was cut short. Only the
-    lines that are asked for are read.
+    The first text is what follows the last line break: b"", or an incomplete line. The file is read
+    only as far as needed.
     """
-    end, rest = os.fstat(file.fileno()).st_size, []
+    end, partial = os.fstat(file.fileno()).st_size, []
     while end:
-        start = max(0, end - _BLOCK)
+        start = max(0, end - _BLOCK_BYTES)
         first, *others = os.pread(file.fileno(), end - start, start).split(b"\n")
         for text in reversed(others):
             end -= len(text)
-            yield end, b"".join([text, *reversed(rest)])
-            rest, end = [], end - 1
-        rest.append(first)  # It may begin in the block before.
+            yield end, b"".join([text, *reversed(partial)])
+            partial, end = [], end - 1
+        partial.append(first)  # The line may start in an earlier block.
         end = start
-    yield 0, b"".join(reversed(rest))
+    yield 0, b"".join(reversed(partial))
 
 
 def finish_last_line(file: IO[bytes]) -> None:
-    """Adds the line break that the last line of a file lacks; a line that is cut short is removed.
+    """Removes an incomplete last line, or adds its missing line break.
 
     Args:
-      file: opened to read and to write.
+      file: The file, opened for reading and writing.
     """
     end = None
     for offset, text in lines_from_end(file):
@@ -117,7 +119,7 @@ def finish_last_line(file: IO[bytes]) -> None:
 
 
 def is_json(text: bytes) -> bool:
-    """Returns True if Python's parser takes the text."""
+    """Returns whether Python's parser accepts the text."""
     try:
         json.loads(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
@@ -126,48 +128,48 @@ def is_json(text: bytes) -> bool:
 
 
 def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
-    """Opens a plain file to add text to it, new or old; raises OSError as `opened` does."""
+    """Opens a regular file for appending text, and creates it if needed."""
     number = descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     return os.fdopen(number, "a", encoding="utf-8")
 
 
 def descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Returns the descriptor of a plain file, opened; raises OSError as `opened` does."""
+    """Opens a regular file and returns its descriptor; raises OSError for other kinds of files."""
     number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise OSError(f"{os.path.basename(path)} is no plain file")
+        raise OSError(f"{os.path.basename(path)} is not a regular file")
     return number
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value in a file.
+    """Reads a file of strict JSON.
 
     Raises:
-        ConfigError: it cannot be read, or is not JSON.
+      ConfigError: The file cannot be read, or is not JSON.
     """
-    wanted = "Restore the file or start a new job."
+    advice = "Restore the file or start a new job."
     try:
         return parse_json(content_of(path).decode())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}). {wanted}") from None
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}). {advice}") from None
     except ValueError as error:
         raise ConfigError(
-            f"{path} is damaged, or praxis_lite did not write it ({error}). {wanted}"
+            f"{path} is damaged, or praxis_lite did not write it ({error}). {advice}"
         ) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
+    by_key: dict[str, Any] = {}
     for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {key[:80]!r} stands twice in one object")
-        result[key] = value
-    return result
+        if key in by_key:
+            raise ValueError(f"the key {key[:80]!r} occurs twice in one object")
+        by_key[key] = value
+    return by_key
 
 
 def _constant(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _float(text: str) -> float:

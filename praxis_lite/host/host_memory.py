@@ -1,7 +1,4 @@
-"""The memory that the machine, the container and ulimit still allow this process.
-
-Checks whether a compiled program can run with it.
-"""
+"""Measures the memory that this process may still use, and checks that programs fit into it."""
 
 import math
 import re
@@ -19,10 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ("FirstRuns", "available_bytes", "check_program_fits", "check_room_for_devices")
 
-# The kernel's figures are estimates: what is refused lacks more than that.
+# Tolerance, because the kernel's numbers are estimates.
 _SLACK = 1.05
 
-# Of each version of control groups: the limit, what is used, and the page cache's prefix.
+# For each version of control groups: the files with the limit and the usage, and the prefix of the
+# page cache's entries.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
@@ -30,30 +28,36 @@ _FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> float:
-    """Returns the number of bytes that this process might still get.
+    """Returns how many bytes this process may still allocate.
 
-    In a container psutil reports the complete machine, so control groups are read as well, from
-    /proc and /sys below `root`.
+    psutil reports the memory of the machine, also in a container, so the limits of control groups
+    and of ulimit are read as well.
+
+    Args:
+      root: The folder that contains proc and sys.
     """
     left = [psutil.virtual_memory().available, *_left_in_groups(root)]
     return min(min(left) + psutil.swap_memory().free, _left_of_own_limit())
 
 
 def check_room_for_devices(num_simulated: int) -> None:
-    """Checks that the limit of this process's address space suffices for JAX's threads.
+    """Checks that the address space of this process (ulimit -v) is large enough for JAX's threads.
 
-    Otherwise JAX aborts. It needs 1.3 GiB for one simulated device and a tiny model, 1.8 GiB for
-    eight, measured on two cores; only clearly smaller limits are refused.
+    Otherwise JAX aborts the process. It needs about 1.3 GiB for one simulated device and a tiny
+    model, and 1.8 GiB for eight devices; only clearly smaller limits raise an error.
+
+    Args:
+      num_simulated: Number of simulated devices.
 
     Raises:
-      OutOfMemory: It does not.
+      OutOfMemory: The limit is too low.
     """
     least, left = 2**30 + num_simulated * 2**26, _left_of_own_limit()
     if left < least:
         raise OutOfMemory(
             f"The limit of this process's address space (ulimit -v) leaves "
-            f"{format_bytes(max(int(left), 0))}, and JAX takes more than {format_bytes(least)} for "
-            f"{num_simulated} simulated devices, before any array. Raise the limit."
+            f"{format_bytes(max(int(left), 0))}, but JAX needs more than {format_bytes(least)} for "
+            f"{num_simulated} simulated devices, without any array. Raise the limit."
         )
 
 
@@ -61,17 +65,19 @@ def check_program_fits(
     compiled: "jax.stages.Compiled", devices: "Collection[jax.Device]", program: str, advice: str,
     num_processes: int = 1,
 ) -> None:
-    """Checks that this host has memory for the buffers of a program of simulated devices.
+    """Checks that this host has memory for the buffers of a program on simulated devices.
 
-    Its arguments are in memory already. Call it after compiling and before running the program: the
-    kernel grants more memory than there is, and kills the process when that is written to.
+    Call it after the program was compiled, and before it runs: the kernel allocates more memory
+    than there is, and kills the process when the memory is written to. The program's arguments are
+    already in memory.
 
     Args:
-      devices: Of this process. Each has separate buffers. Devices that are not simulated raise
-        errors themselves.
-      program: As the subject of a sentence: "A step of train with datasets.train".
+      compiled: The compiled program.
+      devices: Devices of this process, each with its own buffers. Nothing is checked for real
+        devices, which raise errors themselves.
+      program: Subject of the error message, such as "A step of train with datasets.train".
       advice: What to change, in complete sentences.
-      num_processes: How many processes of this host are about to run it.
+      num_processes: Number of processes on this host that will run the program.
 
     Raises:
       OutOfMemory: The host has too little memory.
@@ -87,20 +93,21 @@ def check_program_fits(
         return
     devices = f"{num_buffers} simulated devices" if num_buffers > 1 else "a simulated device"
     raise OutOfMemory(
-        f"{program} takes {format_bytes(needed)} of this host in addition to its arguments, and "
-        f"{format_bytes(int(available))} are available here: {devices}, with "
+        f"{program} takes {format_bytes(needed)} on this host in addition to its arguments, but "
+        f"{format_bytes(int(available))} are available: {devices}, with "
         f"{format_bytes(stats.temp_size_in_bytes)} of temporaries, {format_bytes(outputs)} of "
         f"outputs and {format_bytes(stats.argument_size_in_bytes)} of arguments each. {advice}"
     )
 
 
 class FirstRuns:
-    """Runs programs; before each runs for the first time, checks that this host has memory for it.
+    """Runs jitted functions, and checks before each first run that the host has enough memory.
 
-    Also works around products that XLA may permute.
+    Also applies the workaround for matmuls that XLA may permute.
 
     Args:
-      program, advice: As for `check_program_fits`, for all programs.
+      program: Subject of error messages, as for `check_program_fits`.
+      advice: What to change, as for `check_program_fits`.
     """
 
     def __init__(self, program: str, advice: str):
@@ -111,9 +118,9 @@ class FirstRuns:
         """Returns `function(*args)`.
 
         Args:
-          function: A result of `jax.jit`, or a step of a Partitioner.
-          args: Its arrays are on the devices that it runs on.
-          key: Identifies the program, if other arguments make other programs of the function.
+          function: A jitted function, or a step of a Partitioner.
+          *args: Its arguments, with arrays on the devices that it runs on.
+          key: Distinguishes the programs of a function, if it compiles for several shapes.
 
         Raises:
           OutOfMemory: This host has too little memory for the program's buffers.
@@ -130,7 +137,7 @@ class FirstRuns:
             if shardings:
                 mended(lowered, shardings[0].mesh)
             check_program_fits(
-                lowered.compile(),  # The call finds it.
+                lowered.compile(),  # The call below uses the cached program.
                 arrays[0].sharding.addressable_devices if arrays else (),
                 self._program, self._advice,
             )
@@ -139,7 +146,7 @@ class FirstRuns:
 
 
 def _left_in_groups(root: Path) -> Iterator[float]:
-    """Yields the free bytes in each memory control group that this process is in."""
+    """Yields the free bytes of each memory control group of this process."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -148,8 +155,8 @@ def _left_in_groups(root: Path) -> Iterator[float]:
             version, base = 1, root / "sys/fs/cgroup/memory"
         else:
             continue
-        # Limits of parents apply as well. If the path is in the host's tree, which is not mounted
-        # in the container, the base is the container's group.
+        # The limits of parent groups apply as well. In a container the path may be that of the
+        # host, which is not mounted; then the base folder is the container's group.
         folder = base / path.strip("/")
         for group in (folder, *folder.parents):
             yield _left_in_group(group, *_FILES[version])

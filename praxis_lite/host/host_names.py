@@ -1,8 +1,7 @@
-"""Names of this machine, and the check of the Host header of a request.
+"""Checks the Host header of requests against the names of this machine.
 
-A web page can point its domain at this machine (DNS rebinding) and let a browser here send
-requests. The browser then sends that domain as Host, so a server answers only to names of this
-machine.
+This protects local servers from DNS rebinding: a web page can point its domain at this machine, and
+make a browser on it send requests. The browser then sends that domain as Host.
 """
 
 import ipaddress
@@ -17,7 +16,7 @@ _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9._-]+))(?::([0-9]{1,5}))
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True for a host that other machines cannot reach."""
+    """Returns whether a host is a loopback address, which other machines cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -25,12 +24,12 @@ def is_loopback(host: str) -> bool:
 
 
 def asks_for(host_headers: Sequence[str], names: Set[str]) -> bool:
-    """Returns True if a request has exactly one Host header, and that is one of these names.
+    """Returns whether a request has exactly one Host header, with one of the given names.
 
     Args:
-      host_headers: The values of all Host headers of the request. One that is not NAME, ADDRESS or
-        [IPV6], with or without a port, does not match.
-      names: In lower case; IPv6 addresses without brackets, in their shortest form.
+      host_headers: Values of all Host headers of the request. A valid one is NAME, ADDRESS or
+        [IPV6], with or without a port.
+      names: Allowed names in lower case; IPv6 addresses without brackets, in their shortest form.
     """
     if len(host_headers) != 1:
         return False

@@ -1,4 +1,4 @@
-"""Optional packages: imported late, with an error that says how to install a missing one."""
+"""Imports optional packages on first use, with an error that explains how to install them."""
 
 import importlib
 import importlib.util
@@ -9,8 +9,8 @@ from praxis_lite.core.errors import ConfigError
 
 __all__ = ("optional_module", "require_package")
 
-# By import name: the name for pip, and the extra of setup.py that installs it; None: the plain
-# installation does, if the package exists for this Python version.
+# For each import name: the name for pip, and the extra of setup.py that installs it; None if the
+# default installation includes it, on Python versions that it supports.
 PACKAGES: dict[str, tuple[str, str | None]] = {
     "tensorflow": ("tensorflow", None),
     "grain": ("grain", None),
@@ -44,17 +44,19 @@ class MissingPackage(ConfigError):
     """An optional package that a feature needs is not installed.
 
     Attributes:
-      package: the name under which it is imported.
+      package: The package's import name.
     """
 
     package: str
 
 
 class NeedsPackage:
-    """A class whose instances may need an optional package; errors name all that a config needs.
+    """Base class of configurable classes that need an optional package.
+
+    Errors about a missing package then list all packages that a config needs.
 
     Attributes:
-      needed_package: the name under which it is imported; None: the class needs none.
+      needed_package: The package's import name; None if the class needs none.
     """
 
     needed_package: str | None = None
@@ -66,15 +68,14 @@ class NeedsPackage:
 
 
 def optional_module(name: str, needed_by: str) -> ModuleType:
-    """Imports and returns a module of the PACKAGES.
+    """Imports and returns a module of one of the PACKAGES.
 
     Args:
-      name: in full, such as "matplotlib.figure".
-      needed_by: the subject of the error: a setting or a feature, such as "TfRecords".
+      name: Full name of the module, such as "matplotlib.figure".
+      needed_by: Subject of the error message: a setting or feature, such as "TfRecords".
 
     Raises:
-      ConfigError: the package is not installed, and what installs it; or it is, and its import
-        fails: with the error of the import.
+      ConfigError: The package is not installed, or its import fails.
     """
     package = name.partition(".")[0]
     try:
@@ -83,44 +84,45 @@ def optional_module(name: str, needed_by: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and error.name == package:
             raise _missing(package, needed_by) from None
         raise ConfigError(
-            f"{needed_by} needs {package}, which is installed, but its import fails: "
-            f"{type(error).__name__}: {error}. Repair the installation: pip install "
+            f"{needed_by} needs {package}, which is installed but cannot be imported: "
+            f"{type(error).__name__}: {error}. Reinstall it: pip install "
             f"--force-reinstall {PACKAGES[package][0]}."
         ) from error
 
 
 def require_package(package: str, needed_by: str) -> None:
-    """Checks that a package is installed; imports nothing.
+    """Checks that a package is installed, without importing it.
 
     Args:
-      package: the name under which it is imported.
-      needed_by: the subject of the error: a setting or a feature, such as "vision.digits".
+      package: The package's import name.
+      needed_by: Subject of the error message: a setting or feature, such as "vision.digits".
 
     Raises:
-      ConfigError: it is missing; says what installs it.
+      ConfigError: The package is not installed; the message explains how to install it.
     """
     if not is_installed(package):
         raise _missing(package, needed_by)
 
 
 def is_installed(package: str) -> bool:
-    """Returns True if a package can be found; it may be broken."""
+    """Returns whether a package can be found; importing it may still fail."""
     return importlib.util.find_spec(package) is not None
 
 
 def install_line(packages: Sequence[str]) -> str:
-    """Returns the command that installs packages, by their extras where they have any."""
+    """Returns the pip command that installs packages, using extras of praxis_lite if possible."""
     known = [PACKAGES.get(package, (package, None)) for package in packages]
     extras = ",".join(dict.fromkeys(extra for _, extra in known if extra is not None))
-    of_extras = [f"'praxis_lite[{extras}]'"] if extras else []
-    return " ".join(["pip install", *of_extras, *(name for name, extra in known if extra is None)])
+    targets = [f"'praxis_lite[{extras}]'"] if extras else []
+    targets += [name for name, extra in known if extra is None]
+    return " ".join(["pip install", *targets])
 
 
 def _missing(package: str, needed_by: str) -> MissingPackage:
     pip_name, extra = PACKAGES.get(package, (package, None))
     line = install_line([package]) + (f" (or: pip install {pip_name})" if extra else "")
     error = MissingPackage(
-        f"{needed_by} needs {package}, which is not installed here. Install it: {line}."
+        f"{needed_by} needs {package}, which is not installed. Install it: {line}."
     )
     error.package = package
     return error

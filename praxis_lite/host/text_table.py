@@ -1,4 +1,4 @@
-"""Tables as text."""
+"""Formats tables as text."""
 
 from collections.abc import Collection, Sequence
 
@@ -6,10 +6,11 @@ __all__ = ("table_lines", "unique_ends")
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Returns the rows as lines, their columns aligned.
+    """Formats rows as lines with aligned columns.
 
     Args:
-      right: the numbers of the columns that are aligned to the right.
+      rows: The cells of each row.
+      right: Indices of the columns to align to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -22,7 +23,7 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> l
 
 
 def unique_ends(names: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Returns the last parts of each name, as many as distinguish it from the other names."""
+    """Returns the shortest suffix of each name that no other name ends with."""
     ends = []
     for name in names:
         candidates = (name[-size:] for size in range(1, len(name)))

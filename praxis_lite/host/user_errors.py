@@ -1,4 +1,4 @@
-"""Messages for exceptions of the user's code: the line, and the file with the traceback."""
+"""Formats exceptions in the user's code as a message with the line and a traceback file."""
 
 import contextlib
 import re
@@ -13,10 +13,10 @@ from praxis_lite.host.whole_files import write_whole
 
 
 class ElsewhereError(RuntimeError):
-    """An exception of another process, whose traceback is the message.
+    """An exception in another process; the message is its traceback.
 
     Attributes:
-        in_short: The result of `described` for it there.
+      in_short: The result of `described` in that process.
     """
 
     def __init__(self, message: str, in_short: str | None):
@@ -27,47 +27,51 @@ class ElsewhereError(RuntimeError):
 class Explained(NamedTuple):
     """A message for an exception, and the exit status: 1 for the user's code."""
 
-    words: str
+    message: str
     status: int
 
 
 def own_words(error: BaseException) -> str:
-    """Returns an exception's first paragraph, without what Fiddle appends to it."""
+    """Returns the first paragraph of an exception's message, without Fiddle's additions."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return " ".join(text.strip().split("\n\n")[0].split("\nThe error occurred while")[0].split())
 
 
 def explained(error: BaseException, path: Path | None) -> Explained | None:
-    """Returns a message for an exception of the user's code or of a file, or None.
+    """Returns a message for an exception in the user's code or about a file.
 
-    None if only the traceback explains it, or if the traceback cannot be written.
+    The traceback is written to a file that the message names.
 
     Args:
-        path: The file for the traceback. None, or if it cannot be written: a new temporary file.
+      error: The exception.
+      path: The file for the traceback; a temporary file if it is None or cannot be written.
+
+    Returns:
+      The message and exit status; None if the exception is neither, or no file can be written.
     """
-    words, status = described(error), 1
-    if words is None:
+    message, status = described(error), 1
+    if message is None:
         if not isinstance(error, OSError) or error.filename is None:
             return None
-        words, status = f"{error.filename}: {error.strerror}.", 2
+        message, status = f"{error.filename}: {error.strerror}.", 2
     text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
     if path is not None:
-        with contextlib.suppress(ConfigError):  # The job's directory was deleted, or is full.
+        with contextlib.suppress(ConfigError):  # The directory may be deleted, or the disk full.
             write_whole(path, text)
-            return Explained(f"{words} The whole traceback is in {path}.", status)
+            return Explained(f"{message} The full traceback is in {path}.", status)
     try:
         number, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")
         with open(number, "wb") as file:
             file.write(text)
     except OSError:
         return None
-    return Explained(f"{words} The whole traceback is in {name}.", status)
+    return Explained(f"{message} The full traceback is in {name}.", status)
 
 
 def described(error: BaseException) -> str | None:
-    """Returns 'model.py, line 12, in __call__: `x @ w`: TypeError: ...', or None.
+    """Returns a line such as 'model.py, line 12, in __call__: `x @ w`: TypeError: ...'.
 
-    None if no line of the user's code raised the exception.
+    None if the exception was not raised through a line of the user's code.
     """
     if isinstance(error, ElsewhereError):
         return error.in_short
@@ -81,9 +85,9 @@ def described(error: BaseException) -> str | None:
     if line.name != "<module>":
         where += f", in {line.name}"
     code = f": `{shown(line.line, 200)}`" if line.line else ""
-    words = shown(own_words(error), 1000).rstrip(".")
-    message = f"{where}{code}: {type(error).__name__}: {words}".rstrip(": ") + "."
+    text = shown(own_words(error), 1000).rstrip(".")
+    message = f"{where}{code}: {type(error).__name__}: {text}".rstrip(": ") + "."
     if isinstance(error, AttributeError) and re.search(r"split_dims_mapping\.\w", line.line or ""):
-        # As Pax's users write it.
-        message += " A split-dims mapping has no fields here: assign the sequence itself."
+        # The syntax of Pax.
+        message += " In praxis_lite a split-dims mapping has no fields: assign a sequence to it."
     return message

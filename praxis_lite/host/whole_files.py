@@ -1,4 +1,4 @@
-"""Writes files atomically: readers see the old or the new file, even if the process is killed."""
+"""Writes files atomically: readers see the old or the new content, even after a crash."""
 
 import contextlib
 import errno
@@ -14,25 +14,27 @@ from praxis_lite.core.errors import ConfigError, few
 
 __all__ = ("DISK_FULL", "new_directory", "not_written", "write_picture", "write_whole")
 
-# A disk, a quota or a file that is full.
+# Errors for a full disk, an exceeded quota, and a file above the size limit.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-# In a directory that is being written: the files that are not complete yet.
+# Name of the folder, inside a directory that is being written, for incomplete files.
 PARTIAL = ".partial"
 
 
 def user_cache() -> Path:
-    """Returns the folder of this user's caches of praxis_lite, by the XDG base directories."""
+    """Returns the user's cache folder for praxis_lite, according to the XDG specification."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "praxis_lite"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file next to `path`, syncs it, and then renames it.
+    """Writes a file atomically: writes and syncs `.NAME.*.new` next to it, and renames that.
 
-    A killed process may leave that file, `.NAME.*.new`. Raises ConfigError if it cannot be written;
-    an old file is unchanged.
+    A killed process may leave the temporary file.
+
+    Raises:
+      ConfigError: The file cannot be written; an existing file is unchanged.
     """
-    # Another name for each writer: several processes may write the same file.
+    # Use a random name, because several processes may write the same file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
         try:
@@ -48,7 +50,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
-    """Writes a figure of matplotlib as a PNG, as `write_whole`."""
+    """Writes a matplotlib figure as a PNG atomically."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=dpi)
     write_whole(path, picture.getvalue())
@@ -56,17 +58,20 @@ def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path, last: str) -> Iterator[Path]:
-    """Yields a folder whose files are moved into a new or empty directory once all are written.
+    """Fills a new or empty directory with files that appear only when all are written.
 
-    The files of a killed process in that folder, `.partial` in the directory, are removed. If the
-    body fails, the directory is unchanged.
+    The body writes into the subfolder `.partial`, which a killed process may leave, and which is
+    then cleared. If the body fails, the directory is unchanged.
 
     Args:
       path: The directory.
-      last: The name of the file that is moved last; without it readers ignore the directory.
+      last: Name of the file to move last; readers ignore the directory without it.
+
+    Yields:
+      The folder to write into.
 
     Raises:
-      ConfigError: The directory has files, or some cannot be written.
+      ConfigError: The directory already has files, or a file cannot be written.
     """
     partial, moved = path / PARTIAL, []
     is_new = not path.exists()
@@ -74,16 +79,16 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be made ({error.strerror}). Name a new directory, below one that you "
-            "can write."
+            f"{path} cannot be created ({error.strerror}). Choose a directory that you can write "
+            "to."
         ) from error
     try:
-        there = sorted(item.name for item in path.iterdir() if item.name != PARTIAL)
-        if there:
-            half = ", half written when a command was ended" if partial.exists() else ""
+        existing = sorted(file.name for file in path.iterdir() if file.name != PARTIAL)
+        if existing:
+            reason = ", left incomplete by a command that was ended" if partial.exists() else ""
             raise ConfigError(
-                f"{path} has files already ({few(there)}{half}), and only a new or an empty "
-                "directory is written into. Name a new directory."
+                f"{path} already has files ({few(existing)}{reason}). Choose a new or an empty "
+                "directory."
             )
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -94,18 +99,18 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
             os.replace(partial / name, path / name)
         partial.rmdir()
     except BaseException as error:
-        _take_back(path, partial, moved, is_new)
+        _undo(path, partial, moved, is_new)
         if isinstance(error, OSError) and not isinstance(error, ConfigError):
             raise not_written(path, error) from error
         raise
 
 
-def _take_back(path: Path, partial: Path, moved: list[Path], result: bool) -> None:
+def _undo(path: Path, partial: Path, moved: list[Path], is_new: bool) -> None:
     with contextlib.suppress(OSError):
         shutil.rmtree(partial, ignore_errors=True)
         for file in moved:
             file.unlink(missing_ok=True)
-        if result:
+        if is_new:
             path.rmdir()
 
 
@@ -119,10 +124,10 @@ def _sync(path: Path) -> None:
 
 def not_written(path: str | os.PathLike[str], error: OSError) -> ConfigError:
     """Returns the error for a file that could not be written."""
-    fix = "Make room, or fix the file system"
+    fix = "Free disk space or fix the file system"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        fix = "Its directory was moved or deleted: put it back"
+        fix = "Its directory was moved or deleted: restore it"
     return ConfigError(
-        f"{os.fspath(path)} could not be written: {error.strerror or error}. {fix}, and launch the "
+        f"{os.fspath(path)} could not be written: {error.strerror or error}. {fix}, and run the "
         "same command again."
     )

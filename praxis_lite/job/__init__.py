@@ -1,4 +1,4 @@
-"""A job as the operating system sees it: its directory, its lock, its processes.
+"""A job as the operating system sees it: its directory, lock, processes and signals.
 
-Never sees a model, its weights or its data.
+Never deals with a model, its weights or its data.
 """

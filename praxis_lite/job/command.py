@@ -1,4 +1,4 @@
-"""A command of the library: its options, its output, its signals, and its errors in a paragraph."""
+"""Runs a command of the library: options, output, signals, and errors as one paragraph."""
 
 import argparse
 import os
@@ -30,28 +30,29 @@ def run(
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
 ) -> None:
-    """Runs a command; exits with its status if that is not 0.
+    """Runs a command, and exits with its status if that is not 0.
 
-    It is 2, after one paragraph, for errors that the user can fix, and 1 for an exception in the
-    user's code. A signal ends it with one line and 128 + its number; for training see
-    `StopRequest`. The command itself imports slow modules, because a signal before `run` ends in
-    a traceback.
+    The exit status is 2 after an error that the user can fix, which is printed as a paragraph, and
+    1 after an exception in the user's code. A signal ends the command with one line and status 128
+    + its number; for training see `StopRequest`. Import slow modules inside the command, because
+    Ctrl-C before `run` prints a traceback.
 
     Args:
-        command: returns the status, None for 0.
-        goes_on: the command continues without its standard output; otherwise it ends quietly, as
-            programs in a pipe do. A function is called when the output is lost.
-        traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
-        wraps: errors into lines of 100; else an error is one line, for scripts.
+      command: Returns the exit status; None for 0.
+      goes_on: Whether the command continues if its standard output is closed, or else ends quietly
+        like a program in a pipe; or a function that returns this, called when output is lost.
+      traceback_txt: Returns the file for the traceback of the user's code; None for a temporary
+        file.
+      wraps: Whether to wrap errors at 100 characters; False prints a single line, for scripts.
     """
     open_what_is_closed()
-    with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
-        _find_users_packages()
+    with output_may_be_lost(continues=goes_on), EndsBySignal(), ending_together():
+        _add_current_directory_to_path()
         _run(command, traceback_txt, wraps)
 
 
 def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
-    """Returns the exit status of a command that `run` runs."""
+    """Calls `run` and returns the exit status."""
     try:
         run(command, goes_on=goes_on)
     except SystemExit as end:
@@ -59,9 +60,9 @@ def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
     return 0
 
 
-def print_error(words: object, *, wraps: bool = True) -> None:
-    """Prints a paragraph to standard error, in lines of 100 letters or in a single line."""
-    text = printable(f"error: {words}")
+def print_error(message: object, *, wraps: bool = True) -> None:
+    """Prints an error to standard error, wrapped at 100 characters or as a single line."""
+    text = printable(f"error: {message}")
     if wraps:
         text = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
     print(text, file=sys.stderr)
@@ -70,70 +71,71 @@ def print_error(words: object, *, wraps: bool = True) -> None:
 def _run(
     command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool
 ) -> None:
-    # Each exit has the exception as its context, from which `ending_together` informs the others.
+    # Exit inside the handlers: `ending_together` reports the SystemExit's context to the other
+    # processes.
     try:
         if status := command():
             sys.exit(status)
-    except KeyboardInterrupt:  # Not by a signal, or not in the main thread.
+    except KeyboardInterrupt:  # Raised by code, or outside the main thread.
         print("ended by SIGINT", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except ConfigError as error:
-        # Without what Fiddle appends to an exception of a constructor.
-        words = str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0]
-        print_error(words, wraps=wraps)
+        # Remove the context that Fiddle appends to an exception of a constructor.
+        message = str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0]
+        print_error(message, wraps=wraps)
         sys.exit(error.exit_status)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             print_error(not_written(error.filename or "A file", error), wraps=wraps)
             sys.exit(2)
-        if lacking := lack_of_memory(error):
-            where = (described(error) or "").rstrip(".")
-            print_error(out_of_memory(where or lacking), wraps=wraps)
+        if reason := lack_of_memory(error):
+            description = (described(error) or "").rstrip(".")
+            print_error(out_of_memory(description or reason), wraps=wraps)
             sys.exit(2)
-        result = explained(error, traceback_txt())
-        if result is None:
+        explanation = explained(error, traceback_txt())
+        if explanation is None:
             raise
-        print_error(result.words, wraps=wraps)
-        sys.exit(result.status)
+        print_error(explanation.message, wraps=wraps)
+        sys.exit(explanation.status)
 
 
-def _find_users_packages() -> None:
-    """Puts the current directory at the end of sys.path.
+def _add_current_directory_to_path() -> None:
+    """Appends the current directory to sys.path, to find the user's packages.
 
-    So the user's packages are found without an installation. It is at the end, because
-    `python main.py` in a folder with a random.py must not import that file.
+    It is not at the start, so that `python main.py` in a folder with a random.py does not import
+    that file.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are ConfigErrors.
+    """An argument parser that raises ConfigError for unknown options and wrong values.
 
-    Raises:
-        ConfigError: from `parse_args`: an option's value is wrong, or there is no such option.
+    Attributes:
+      pax_options: The counterparts of options of Pax, by their names without dashes.
     """
 
-    pax_options: Mapping[str, str] = {}  # The counterparts here, by name without dashes.
+    pax_options: Mapping[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.rstrip('.')}. --help lists the options.")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        # Arguments without dashes may stand between options: --mode=report JOB --html=FILE JOB.
+        # Positional arguments may come between options: --mode=report JOB --html=FILE JOB.
         has_arguments = any(action.nargs == "*" for action in self._get_positional_actions())
         parse = self.parse_known_intermixed_args if has_arguments else self.parse_known_args
         parsed, unknown = parse(args, namespace)
         if unknown:
-            raise ConfigError(self._unknown(unknown[0]))
+            raise ConfigError(self._unknown_option_message(unknown[0]))
         return parsed
 
-    def _unknown(self, given: str) -> str:
+    def _unknown_option_message(self, given: str) -> str:
         word, _, value = given.lstrip("-").partition("=")
         if word in self.pax_options:
             return (
-                f"There is no option --{word}. That is an option of Pax's; here it is "
-                f"{self.pax_options[word]}: docs/coming_from_pax.md."
+                f"--{word} is an option of Pax. In praxis_lite it is {self.pax_options[word]}: see "
+                "docs/coming_from_pax.md."
             )
         parsers = [self, *(
             choice for action in self._actions if isinstance(action, argparse._SubParsersAction)
@@ -143,5 +145,5 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in actions for flag in action.option_strings]
         hint = did_you_mean(f"--{word}", flags, limit=1)
         if value and "." in word:
-            hint = f" Fields of the config are set behind --set: --set {word}={value}."
-        return f"{given} is not an option of praxis_lite.{hint} --help lists them all."
+            hint = f" Set fields of the config with --set {word}={value}."
+        return f"{given} is not an option of praxis_lite.{hint} --help lists all options."

@@ -1,4 +1,4 @@
-"""Files that tell a cluster's probes whether a process is alive, and whether it trains."""
+"""Health files, from which a cluster's probes see whether a process is alive and training."""
 
 import contextlib
 import threading
@@ -9,16 +9,20 @@ from praxis_lite.core.errors import ConfigError, require
 
 __all__ = ("HealthFiles", "directory_of")
 
-# A probe takes a file of a minute for that of a dead process: a busy machine may miss many beats.
+# Far shorter than the minute after which a probe considers the process dead, because a busy machine
+# may miss many updates.
 BEAT_SECONDS = 1.0
 
 
 class HealthFiles(contextlib.AbstractContextManager):
-    """Keeps two empty files in a directory of this process while it is entered.
+    """Maintains two empty files, `alive` and `ready`, in a directory while it is entered.
 
-    A probe looks at the age of `alive` (`find DIR/alive -mmin -1`), and whether there is `ready`.
-    Entering removes what a killed process left there, and leaving removes both files. A file that
-    cannot be written later is no error here: the probe sees its age.
+    A probe checks the age of `alive` (`find DIR/alive -mmin -1`) and the existence of `ready`.
+    Entering removes the files of a killed process, and leaving removes both files. Errors when
+    `alive` is updated are ignored, because the probe sees its age.
+
+    Args:
+      directory: A directory of this process alone.
     """
 
     def __init__(self, directory: Path):
@@ -27,12 +31,12 @@ class HealthFiles(contextlib.AbstractContextManager):
         self._is_ready = False
 
     def alive(self) -> None:
-        """Renews the time of `alive`."""
+        """Updates the modification time of `alive`."""
         with contextlib.suppress(OSError):
             self._alive.touch()
 
     def ready(self, is_ready: bool) -> None:
-        """Makes or removes `ready`."""
+        """Creates or removes `ready`."""
         if is_ready == self._is_ready:
             return
         with contextlib.suppress(OSError):
@@ -43,7 +47,7 @@ class HealthFiles(contextlib.AbstractContextManager):
             self._is_ready = is_ready
 
     def __enter__(self) -> "HealthFiles":
-        """Raises ConfigError if the directory cannot be made or written."""
+        """Raises ConfigError if the directory cannot be created or written."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._ready.unlink(missing_ok=True)
@@ -51,7 +55,7 @@ class HealthFiles(contextlib.AbstractContextManager):
         except OSError as error:
             raise ConfigError(
                 f"--health_dir={self._directory} cannot be written: {error.strerror or error}. "
-                "Name a directory of this host that this user may write to."
+                "Use a local directory that this user may write to."
             ) from error
         return self
 
@@ -62,12 +66,12 @@ class HealthFiles(contextlib.AbstractContextManager):
 
 
 class HealthBeat(contextlib.AbstractContextManager):
-    """Renews `alive` every second while it is entered, unless the process hangs.
+    """Updates `alive` every second while it is entered, unless the process hangs.
 
     Attributes:
-      files: the files, which are kept meanwhile.
-      is_hung: called before each renewal, in a separate thread. It cannot run while C code holds
-        Python's lock; then the file grows old as well.
+      files: The health files.
+      is_hung: Returns whether the process hangs; called before each update, in a separate thread.
+        While C code holds the GIL the thread cannot run, so the file is not updated either.
     """
 
     def __init__(self, files: HealthFiles):
@@ -93,11 +97,11 @@ class HealthBeat(contextlib.AbstractContextManager):
 
 
 def directory_of(given: str, job_log_dir: str | None) -> Path:
-    """Returns the directory of --health_dir; raises ConfigError if all hosts would share it."""
+    """Returns the directory of --health_dir; raises ConfigError if it is inside --job_log_dir."""
     directory = Path(given)
     require(
         job_log_dir is None or not directory.resolve().is_relative_to(Path(job_log_dir).resolve()),
         "--health_dir", given, "a directory outside --job_log_dir, which all hosts share",
-        "Name a directory of this host and of this process alone, such as /tmp/health.",
+        "Use a local directory for this process alone, such as /tmp/health.",
     )
     return directory

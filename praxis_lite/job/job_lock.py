@@ -1,4 +1,4 @@
-"""A single training at a time in a job's directory: two would delete each other's checkpoints."""
+"""Locks a job's directory, because two trainings in it would delete each other's checkpoints."""
 
 import contextlib
 import errno
@@ -13,20 +13,23 @@ from praxis_lite.core.errors import ConfigError
 
 __all__ = ("JobLock", "is_training")
 
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
-# `is_training` holds the lock for a moment: a training that starts just then tries again.
+_LOCKED_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
+# Retry, because `is_training` in another process takes the lock for a moment.
 _TRIES, _RETRY_SECONDS = 5, 0.02
 
 
 class JobLock(contextlib.AbstractContextManager):
-    """Holds the right to train in a directory while it is entered, or until the process dies.
+    """Locks a directory for training while it is entered, or until the process dies.
 
-    It is a lock (`flock`) on the hidden file `.training` there, which names its holder. The file is
-    never removed: a lock on a removed file would keep no other process out. If the file system has
-    no locks, `note` gets a line, and training continues without a lock.
+    It uses `flock` on the hidden file `.training`, which names the process that has the lock. The
+    file is never removed, because a lock on a removed file has no effect. On file systems without
+    locks, a note is printed and training continues without a lock.
 
-    The processes of an elastic job share it (`is_shared`): one that is stopped would hold it for
-    ever, and they have their own order (`praxis_tools/elastic`).
+    Args:
+      directory: The job's directory.
+      note: Prints a line.
+      is_shared: Whether to take a shared lock. The workers of an elastic job do, because a
+        suspended worker would keep an exclusive lock forever; their supervisors coordinate them.
     """
 
     def __init__(
@@ -44,25 +47,25 @@ class JobLock(contextlib.AbstractContextManager):
         except OSError as error:
             holder = os.pread(self._file, 1000, 0).decode(errors="replace").strip()
             self._close()
-            if error.errno not in _HELD:  # A file system without locks.
+            if error.errno not in _LOCKED_ERRORS:  # A file system without locks.
                 self._note(
-                    f"note: {self._path.parent} could not be locked ({error.strerror}): see to it "
-                    "that no second training is started there."
+                    f"note: {self._path.parent} could not be locked ({error.strerror}): make sure "
+                    "that no second training is started in it."
                 )
                 return self
             raise ConfigError(
-                f"--job_log_dir={self._path.parent}: another process trains or begins a job, "
-                f"{holder or 'whose name it has not written yet'}. Wait for its end, or end it "
-                "(kill PID saves its step); or name another directory."
+                f"job_log_dir={self._path.parent} is in use by another process that trains or "
+                f"creates a job: {holder or 'it has not written its name yet'}. Wait until it "
+                "ends, stop it (kill PID saves its step), or choose another directory."
             ) from None
-        with contextlib.suppress(OSError):  # A full disk: it holds the lock all the same.
+        with contextlib.suppress(OSError):  # The disk may be full; the lock is taken anyway.
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-        _held.add(self)
+        _entered_locks.add(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        _held.discard(self)
+        _entered_locks.discard(self)
         self._close()
 
     def _lock(self) -> None:
@@ -70,7 +73,7 @@ class JobLock(contextlib.AbstractContextManager):
             try:
                 return fcntl.flock(self._file, self._kind | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno not in _HELD or not tries_left:
+                if error.errno not in _LOCKED_ERRORS or not tries_left:
                     raise
                 time.sleep(_RETRY_SECONDS)
 
@@ -81,7 +84,7 @@ class JobLock(contextlib.AbstractContextManager):
 
 
 def is_training(directory: Path) -> bool:
-    """Returns True if a process trains in a directory now, as far as the file system tells."""
+    """Returns whether a process is training in a directory; False if there are no locks."""
     try:
         file = os.open(directory / ".training", os.O_RDONLY)
     except OSError:
@@ -89,19 +92,19 @@ def is_training(directory: Path) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno in _HELD
+        return error.errno in _LOCKED_ERRORS
     finally:
         os.close(file)
     return False
 
 
-_held: set[JobLock] = set()
+_entered_locks: set[JobLock] = set()
 
 
-def _let_go() -> None:
-    for lock in list(_held):
+def _release_in_child() -> None:
+    for lock in list(_entered_locks):
         lock.__exit__()
 
 
-# A forked worker shares the lock, and would hold it longer than the training lives.
-os.register_at_fork(after_in_child=_let_go)
+# A forked process inherits the lock, and might live longer than the training.
+os.register_at_fork(after_in_child=_release_in_child)

@@ -1,4 +1,4 @@
-"""The path of a directory that a user names, made absolute."""
+"""Converts a user's path of a directory to an absolute local path."""
 
 import os
 import re
@@ -10,55 +10,58 @@ __all__ = ("local_directory",)
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
-    """Returns an absolute path without "..", "~" at its start expanded; there may be nothing there.
+    """Returns an absolute path, with "~" expanded and ".." resolved; it need not exist.
 
-    Raises ConfigError for what can be no directory: an address such as gs://bucket/job, for which
-    Python would make a local one called "gs:"; and for a path that the system, or UTF-8, refuses.
+    Args:
+      path: A path, absolute or relative to the current directory.
+
+    Raises:
+      ConfigError: The path cannot be a local directory: a URL such as gs://bucket/job, which Python
+        would treat as a directory "gs:"; or a path that is not UTF-8 or that the system rejects.
     """
     given = os.fsdecode(path)
     if not given or "\0" in given:
-        what = "has a NUL" if given else "is empty, as where a variable of the shell is not set"
-        raise ConfigError(f"The path {shown(given)!r} {what}. Name a directory.")
-    # One slash is enough: a Path has no two in a row.
+        problem = "has a NUL" if given else "is empty, perhaps because a shell variable is not set"
+        raise ConfigError(f"The path {shown(given)!r} {problem}. Pass the path of a directory.")
+    # Match a single slash, because pathlib merges consecutive slashes.
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", given):
         advice = (
             "Leave out file://"
             if scheme[1].lower() == "file"
-            else "Mount it, or name a directory of this machine or of a file system that all its "
-            "hosts share"
+            else "Mount it, or use a directory of this machine or of a file system that all hosts "
+            "share"
         )
         raise ConfigError(
-            f"{shown(given)} is an address ({scheme[1]}), but jobs and checkpoints are "
-            f"kept in, and read from, only local directories; object stores (gs, s3) are not "
-            f"supported. {advice}."
+            f"{shown(given)} is a URL ({scheme[1]}), but jobs and checkpoints must be in local "
+            f"directories; object stores (gs, s3) are not supported. {advice}."
         )
     directory = _absolute(os.path.expanduser(given))
     if "\\" in str(directory):
         raise ConfigError(
             f"The path {shown(str(directory), 200)!r} has a backslash, which TensorStore does not "
-            "read. Rename the directory."
+            "support. Rename the directory."
         )
     try:
-        str(directory).encode()  # Messages, config.txt and the terminal are UTF-8.
+        str(directory).encode()  # Messages and config.txt are UTF-8.
         directory.stat()
-    except (FileNotFoundError, NotADirectoryError):  # It may yet be made, or is refused by name.
+    except (FileNotFoundError, NotADirectoryError):  # The caller creates it, or reports an error.
         pass
     except UnicodeEncodeError:
         raise ConfigError(
-            f"{shown(str(directory), 200)} is not UTF-8. Rename the directory, or reach it by a "
-            "symbolic link whose path is."
+            f"{shown(str(directory), 200)} is not UTF-8. Rename the directory, or use a symbolic "
+            "link to it with a path in UTF-8."
         ) from None
-    except OSError as error:  # Too long, a loop of symbolic links, below a closed directory.
+    except OSError as error:  # Too long, a loop of symbolic links, in an inaccessible directory.
         raise ConfigError(
-            f"{shown(given)} is no path ({error.strerror}). Name another directory."
+            f"{shown(given)} is not a valid path ({error.strerror}). Choose another directory."
         ) from None
     return directory
 
 
 def _absolute(path: str) -> Path:
-    """Returns an absolute path; what stands before its last ".." is resolved, symlinks too."""
+    """Makes a path absolute; resolves ".." and the symbolic links before it."""
     try:
-        # Two slashes in front mean one, but not to TensorStore.
+        # TensorStore does not accept two leading slashes.
         path = os.path.join(os.getcwd(), re.sub("^/+", "/", path))
     except FileNotFoundError:
         raise ConfigError(

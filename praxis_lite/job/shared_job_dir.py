@@ -1,4 +1,4 @@
-"""A job's directory with several processes: the first writes its files, all the checkpoints."""
+"""Opens a job's directory, which only the first process writes, except for checkpoints."""
 
 import dataclasses
 import secrets
@@ -13,16 +13,19 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes.exits import temporary_folder
 
-# A network file system shows a new file to other hosts after a while.
-_SEEN_SECONDS = 15.0
+# How long a network file system may take to show a new file to other hosts.
+_VISIBLE_SECONDS = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherJobDir(JobDir):
-    """The files of a process that is not the first, in a folder that is removed at its end.
+    """The job directory of a process that is not the first: a temporary folder.
 
-    The checkpoints, the record of the rows that this process fed, and traces of its devices, are in
-    the job's directory, `shared`.
+    Its checkpoints, its record of the rows that it fed and its profiles are in the shared job
+    directory.
+
+    Attributes:
+      shared: The job's directory.
     """
 
     shared: Path
@@ -32,45 +35,55 @@ class OtherJobDir(JobDir):
 
 
 def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
-    """Returns the job's directory as this process uses it; the first process opens it.
+    """Opens the job's directory in all processes.
 
-    Raises ConfigError as `open_dir`, or if a process does not see the first one's directory.
+    Args:
+      path: The directory, which all hosts must share.
+      open_dir: Opens it; called in the first process only.
+
+    Returns:
+      The job's directory; in other processes than the first an `OtherJobDir`.
+
+    Raises:
+      ConfigError: As `open_dir`; or a process does not see the directory of the first one.
     """
     shared = local_directory(path)
     if processes.count() == 1:
         return open_dir()
     if processes.is_first():
         job = open_dir()
-        # Hidden: an empty directory with nothing else in it is still a new job's.
-        mark = job.path / f".shared-{secrets.token_hex(8)}"
-        mark.touch()
+        # A hidden file, so that the directory still counts as empty.
+        marker = job.path / f".shared-{secrets.token_hex(8)}"
+        marker.touch()
         try:
-            processes.exchange("job_log_dir", mark.name)
-            seen = processes.exchange("job_log_dir is seen", "yes")
+            processes.exchange("job_log_dir", marker.name)
+            answers = processes.exchange("job_log_dir is seen", "yes")
         finally:
-            mark.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
     else:
-        mark = shared / processes.exchange("job_log_dir", "")[0]
-        seen = processes.exchange("job_log_dir is seen", "yes" if _appears(mark) else "no")
-    blind = [processes.name(k) for k, word in enumerate(seen) if word == "no"]
-    if blind:
+        marker = shared / processes.exchange("job_log_dir", "")[0]
+        answers = processes.exchange("job_log_dir is seen", "yes" if _appears(marker) else "no")
+    without_access = [processes.name(k) for k, answer in enumerate(answers) if answer == "no"]
+    if without_access:
         raise ConfigError(
-            f"--job_log_dir={path}: {' and '.join(blind)} cannot see what {processes.name(0)} "
-            "writes there, but all processes write the checkpoints. Name a directory that all "
-            "hosts share, by the same absolute path."
+            f"--job_log_dir={path}: {' and '.join(without_access)} cannot see files that "
+            f"{processes.name(0)} writes there, but all processes write checkpoints. Choose a "
+            "directory that all hosts share under the same absolute path."
         )
     if not processes.is_first():
         job = OtherJobDir(temporary_folder(), shared)
-        # The files that are read when a job resumes.
+        # Copy the files that are read when a job resumes.
         for source in (JobDir(shared).config_json, JobDir(shared).eval_metrics_jsonl):
             if source.is_file():
                 shutil.copy(source, job.path / source.name)
-    processes.exchange("job_log_dir is open", "")  # Until then the first one writes nothing.
+    # The first process must not change these files before all have copied them.
+    processes.exchange("job_log_dir is open", "")
     return job
 
 
 def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _SEEN_SECONDS
+    """Waits for a file to become visible; returns whether it did."""
+    deadline = time.monotonic() + _VISIBLE_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
             return False

@@ -1,6 +1,6 @@
-"""What does a command line do with an experiment or a job? A mode per file, and the options.
+"""The modes of the command line, a file for each, and the parser of its options.
 
-Turns options into arguments, and never computes.
+Modes turn options into arguments of other packages and compute nothing themselves.
 """
 
 from praxis_lite.public_names import public_names

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Decode(Mode):
-    """Continues the experiment's prompts, those of the command line, or a conversation's."""
+    """Continues the experiment's prompts, prompts of the command line, or a conversation."""
 
     name = "decode"
     summary = "continues prompts with a checkpoint of a job"
@@ -48,7 +48,7 @@ class Decode(Mode):
         self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
         prompt: Sequence[str] | None, prompts: Path | None, chat: bool,
     ) -> None:
-        """Decodes; raises ConfigError as `decode` does."""
+        """Decodes; raises ConfigError like `decode.decode`."""
         require(
             not (follow and chat), "--chat", chat, "no --chat with --follow",
             "A conversation uses a single checkpoint.",
@@ -73,13 +73,13 @@ class Decode(Mode):
 
 
 def _prompts(texts: Sequence[str], file: Path | None, *, chat: bool) -> "list[Prompt]":
-    """Returns the prompts of --prompt and --prompts; with --chat a text is a user's message."""
+    """Returns the prompts of --prompt and --prompts; with --chat each text is a user message."""
     if not texts and file is None:
         return []
     from praxis_lite.trainer.decoding.user_prompts import read_prompts
 
     prompts = [*texts, *(read_prompts(file.expanduser()) if file is not None else ())]
     return [
-        [{"role": "user", "content": item}] if chat and isinstance(item, str) else item
-        for item in prompts
+        [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
+        for prompt in prompts
     ]

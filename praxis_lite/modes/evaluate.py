@@ -25,7 +25,7 @@ class Evaluate(Mode):
     def run(
         self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
     ) -> None:
-        """Evaluates; raises ConfigError as `evaluation.evaluate` does."""
+        """Evaluates; raises ConfigError like `evaluation.evaluate`."""
         checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
         launched = recorded_job_of(command, "eval")
         with job_on_mesh(command, launched, "eval", same={"--step": step}) as job:
@@ -35,7 +35,7 @@ class Evaluate(Mode):
 
 
 def add_step(options: argparse._ArgumentGroup) -> None:
-    """Adds --step, the checkpoint that a mode reads."""
+    """Adds the option --step, which selects a checkpoint."""
     options.add_argument(
         "--step", metavar="N|best", type=_step, help="the checkpoint to read; default: the newest"
     )
@@ -44,7 +44,7 @@ def add_step(options: argparse._ArgumentGroup) -> None:
 def _step(word: str) -> int | str:
     if word != "best" and not word.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{word!r} is not a checkpoint: expected the number of a step, or best; without --step "
-            "it is the newest"
+            f"{word!r} is not a checkpoint; expected the number of a step or 'best', or no --step "
+            "for the newest"
         )
     return word if word == "best" else int(word)

@@ -1,4 +1,4 @@
-"""--follow: each new checkpoint of a job that trains in another process, until the job ends."""
+"""--follow: processes each new checkpoint of a job that trains in another process."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ _SILENT_SECONDS = 600
 
 
 def add_follow(options: argparse._ArgumentGroup) -> None:
-    """Adds --follow and --follow_seconds."""
+    """Adds the options --follow and --follow_seconds."""
     options.add_argument(
         "--follow", action="store_true",
         help="take each new checkpoint of a job that trains in another process, until the job "
@@ -32,15 +32,17 @@ def add_follow(options: argparse._ArgumentGroup) -> None:
 def each_checkpoint(
     command: CommandLine, step: int | str | None, silent_seconds: int | None
 ) -> Callable[[Callable[[Any], None]], None]:
-    """Returns a function that calls its argument with each checkpoint to take.
+    """Returns a function that calls its argument with each checkpoint to process.
+
+    With --follow, this waits for the first checkpoint of the job.
 
     Args:
-      step: The value of --step.
-      silent_seconds: The value of --follow_seconds, or None without --follow: `step` is then the
-        only checkpoint. With --follow this waits for the first checkpoint of the job.
+      command: The common options.
+      step: The value of --step, which is the only checkpoint without --follow.
+      silent_seconds: The value of --follow_seconds; None without --follow.
 
     Raises:
-      ConfigError: An option conflicts with --follow, or no checkpoint came in time.
+      ConfigError: An option conflicts with --follow, or no checkpoint was saved in time.
     """
     if silent_seconds is None:
         return lambda take: take(step)

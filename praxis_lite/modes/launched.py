@@ -1,4 +1,4 @@
-"""Makes the checked config of a command line, and from it a job on its mesh."""
+"""Builds the checked config of a command line, and the job on its mesh."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,13 +25,14 @@ __all__ = ("experiment_of", "job_log_dir", "job_on_mesh", "recorded_job_of")
 
 
 def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConfig:
-    """Returns the config of --exp and --set, and prints the experiment's name.
+    """Returns the config of --exp with --set applied, and prints the experiment's name.
 
     Args:
-      trains: True: --job_log_dir is opened for training and becomes `command.job_dir`.
+      command: The common options.
+      trains: Whether to open --job_log_dir for training and set `command.job_dir`.
 
     Raises:
-      ConfigError: There is no such experiment, a setting or the directory is wrong, a required
+      ConfigError: There is no such experiment, a setting or the directory is wrong, or a required
         field or a tokenizer is missing.
     """
     if command.exp is None:
@@ -50,16 +51,18 @@ def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConf
 def recorded_job_of(
     command: CommandLine, reads: str, *, has_prompts: bool = False
 ) -> LaunchedConfig:
-    """Returns the config of a trained job with --set applied, and prints the job's name.
+    """Returns the config of a trained job with --set applied, and prints the experiment's name.
 
-    The job's directory becomes `command.job_dir`.
+    Sets `command.job_dir`.
 
     Args:
-      reads: "eval" or "decode": the mode whose data stays in the config.
-      has_prompts: The prompts to decode are given, so no dataset of prompts is read.
+      command: The common options.
+      reads: "eval" or "decode", the mode whose datasets stay in the config.
+      has_prompts: Whether the prompts to decode are given, so that no dataset of prompts is read.
 
     Raises:
-      ConfigError: There is no such job, or as `experiment_of`.
+      ConfigError: There is no such job, a setting is wrong, or a required field or a tokenizer is
+        missing.
     """
     path = job_log_dir(command)
     job_dir = open_shared(path, lambda: open_for_reading(path))
@@ -84,16 +87,21 @@ def job_on_mesh(
     same: Mapping[str, Any] | None = None,
     on_devices: "Callable[[Job, LaunchedConfig], Job] | None" = None,
 ) -> Iterator["JobOnMesh"]:
-    """Yields the job on its mesh, all of it checked, nothing compiled.
+    """Builds and checks a job on its mesh, without compiling.
 
-    Within the context, an error about a file names the setting of the file, and an error about
-    memory names the largest arrays.
+    Inside the context, an error about a file names the setting of that file, and an out-of-memory
+    error names the largest arrays.
 
     Args:
-      checked_for: The mode of `partitioner_of`.
-      prompts: Decoded instead of the experiment's.
+      command: The common options.
+      launched: The config.
+      checked_for: The mode for `partitioner_of`, which selects the checks.
+      prompts: Prompts to decode instead of the experiment's.
       same: Values that must be the same in all processes, in addition to the config.
-      on_devices: As in `JobTools`.
+      on_devices: Adapts the job to the available devices, as in `JobTools`.
+
+    Yields:
+      The job on its mesh.
 
     Raises:
       ConfigError: The mesh, the data, the task and the run do not fit together; or the processes
@@ -116,9 +124,9 @@ def job_on_mesh(
 
         partitioner = partitioner_of(job, checked_for)
 
-        from praxis_lite.trainer.checks.memory import saying_what_is_large
+        from praxis_lite.trainer.checks.memory import explaining_out_of_memory
 
-        with saying_what_is_large(partitioner.layout):
+        with explaining_out_of_memory(partitioner.layout):
             yield JobOnMesh(partitioner, job, command.job_dir)
 
 
@@ -128,14 +136,14 @@ def job_log_dir(command: CommandLine) -> str:
         raise ConfigError(f"--mode={command.mode} needs --job_log_dir=DIR, the job's directory.")
     if not command.job_log_dir:
         raise ConfigError(
-            "--job_log_dir is empty. Is a variable of the shell not set? Name a directory."
+            "--job_log_dir is empty, perhaps because a shell variable is not set. Pass a directory."
         )
     return command.job_log_dir
 
 
 def _announce(command: CommandLine, launched: LaunchedConfig) -> None:
-    place = f", in {command.job_dir.path}" if command.job_dir else ""
-    print(f"{launched.experiment}, {command.mode}{place}", flush=True)
+    location = f", in {command.job_dir.path}" if command.job_dir else ""
+    print(f"{launched.experiment}, {command.mode}{location}", flush=True)
 
 
 def _check(launched: LaunchedConfig) -> None:
@@ -149,11 +157,11 @@ def _check(launched: LaunchedConfig) -> None:
 def _check_same_command(
     command: CommandLine, launched: LaunchedConfig, same: Mapping[str, Any]
 ) -> None:
-    """Checks, before JAX makes a device, that all processes are about to do the same."""
+    """Checks that all processes have the same command and config, before devices are used."""
     if processes.count() > 1:
         from praxis_lite.config.config_json import config_lines
 
         lines = dict(line.partition("=")[::2] for line in config_lines(launched.config))
-        given = {"--mode": command.mode, "experiment": launched.experiment, **same}
-        of_packages = {f"version of {name}": version for name, version in versions().items()}
-        check_same("The processes differ", {**of_packages, **given, **lines})
+        options = {"--mode": command.mode, "experiment": launched.experiment, **same}
+        package_versions = {f"version of {name}": text for name, text in versions().items()}
+        check_same("The processes differ", {**package_versions, **options, **lines})

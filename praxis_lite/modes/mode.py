@@ -1,4 +1,4 @@
-"""A mode of the command line: what `--mode` names."""
+"""The base class of modes of the command line (`--mode`), and the common options."""
 
 import abc
 import argparse
@@ -14,13 +14,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class CommandLine:
-    """The options that every mode takes, as they were given.
+    """The options that every mode has.
 
     Attributes:
-      elastic, min_processes: Of --mode=train alone.
-      job_dir: The job's directory, set once it is known to belong to this job. The traceback of an
-        error in the user's code is stored there.
-      began: When the launch began, in Unix seconds; None: when `begun` is called.
+      mode: The option --mode.
+      exp: The option --exp.
+      packages: The option --packages.
+      job_log_dir: The option --job_log_dir.
+      settings: The option --set.
+      list: The option --list.
+      coordinator: The option --coordinator.
+      num_processes: The option --num_processes.
+      process_id: The option --process_id.
+      start_seconds: The option --start_seconds.
+      elastic: The option --elastic, of --mode=train only.
+      min_processes: The option --min_processes, of --mode=train only.
+      job_dir: The job's directory, set after it was opened for this job. The traceback of an error
+        in the user's code is stored there.
+      began: Start of the launch, in Unix seconds; None for the call of `begin_launch`.
     """
 
     mode: str = "train"
@@ -42,7 +53,7 @@ class CommandLine:
 class Mode(abc.ABC):
     """An action of main.py on an experiment or a job.
 
-    A custom mode is a subclass in your package, named in full:
+    To add a mode, write a subclass in your package, and pass its full name as --mode:
 
         # mypackage/modes.py
         from praxis_lite.modes import Mode
@@ -62,15 +73,16 @@ class Mode(abc.ABC):
 
         main.py --packages=mypackage --mode=mypackage.modes.Latency --exp=lm.PyDocs --repeats=3
 
-    The file of a mode is imported before options are read: import jax, and modules that need jax,
-    inside `run`. Errors that a user can fix are ConfigErrors: one paragraph, exit status 2.
+    The file of a mode is imported before options are parsed, so import jax, and modules that need
+    jax, inside `run`. Raise ConfigError for errors that the user can fix; it is printed as a
+    paragraph, with exit status 2.
 
     Attributes:
-      name: The mode's name on the command line; a mode that is named in full needs none.
-      summary: A line of --help.
-      goes_on: True: it finishes its work even if its output is no longer read, because its results
-        are files.
-      is_of_many_processes: True: several processes (--coordinator) may run it together.
+      name: The mode's name on the command line; not needed for a mode that is given in full.
+      summary: One line for --help.
+      goes_on: Whether the mode finishes its work if its output is closed, because its results are
+        files.
+      is_of_many_processes: Whether several processes (--coordinator) may run it together.
     """
 
     name: str = ""
@@ -79,12 +91,16 @@ class Mode(abc.ABC):
     is_of_many_processes: bool = False
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:  # noqa: B027
-        """Adds the options that this mode has in addition to those of `CommandLine`."""
+        """Adds the mode's options to the parser, in addition to those of `CommandLine`."""
 
     @abc.abstractmethod
     def run(self, command: CommandLine, **options: Any) -> int | None:
-        """Does the work; returns the exit status, None for 0.
+        """Runs the mode.
 
         Args:
-          options: The values of the options of `add_options`, by name.
+          command: The common options.
+          **options: Values of the mode's own options, by name.
+
+        Returns:
+          The exit status; None for 0.
         """

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Health(Hook):
-    """Creates `ready` when a step of this launch has ended; stops renewing `alive` in a hang.
+    """Creates `ready` after the first step of a launch; stops updating `alive` if training hangs.
 
     Args:
-      beat: of the launch.
+      beat: Updates the health files of this launch.
     """
 
     waits = False
@@ -39,12 +39,12 @@ class Health(Hook):
 class Grace(Hook):
     """Warns once if stopping after SIGTERM may take longer than the cluster waits.
 
-    Stopping takes the running step, the step in which all processes agree on it, the wait for a
-    save in progress, and the last save. The longest of each are measured, and saved with the
-    checkpoints, so that a resumed job warns when it begins.
+    Stopping takes the running step, another step in which all processes agree to stop, the wait for
+    a save in progress, and the last save. The longest step and save are measured, and saved with
+    the checkpoints, so that a resumed job can warn before its first step.
 
     Args:
-      seconds: The time that the cluster waits between SIGTERM and SIGKILL.
+      seconds: Seconds that the cluster waits between SIGTERM and SIGKILL.
     """
 
     waits = False
@@ -52,7 +52,7 @@ class Grace(Hook):
     def __init__(self, seconds: int):
         self._seconds, self._has_warned = seconds, False
         self._step = self._save = 0.0
-        self._seen: float | None = None  # When the save began whose seconds are known.
+        self._seen: float | None = None  # Start time of the newest save that was measured.
 
     def restore(self, saved: Mapping[str, float] | None) -> None:
         if saved is not None:
@@ -83,8 +83,8 @@ class Grace(Hook):
             return
         self._has_warned = True
         self._loop.note(
-            f"WARNING: from SIGTERM to the end this job may take {needed} s, twice a step of "
-            f"{self._step:.1f} s and twice a save of {self._save:.1f} s, but is killed after "
-            f"--grace_seconds={self._seconds}: then the last save is lost. Let the cluster wait "
-            "longer (docs/clusters.md)."
+            f"WARNING: after SIGTERM this job may take {needed} s to end, twice a step of "
+            f"{self._step:.1f} s and twice a save of {self._save:.1f} s, but the cluster kills it "
+            f"after --grace_seconds={self._seconds}, and the last save is lost. Let the cluster "
+            "wait longer (docs/clusters.md)."
         )

@@ -1,4 +1,4 @@
-"""Parses the command line: the options of every mode, and those of the mode that it names."""
+"""Parses the command line: the common options, and those of the mode."""
 
 import argparse
 import dataclasses
@@ -28,14 +28,17 @@ PAX_MODES = {
 Modes = Mapping[str, Mode]
 
 
-def parsed(
+def parse_command_line(
     argv: Sequence[str] | None, modes: Modes
 ) -> tuple[CommandLine, Mode, dict[str, Any]]:
-    """Returns the options that every mode has, the mode, and the values of its own options.
+    """Parses a command line.
 
     Args:
-      argv: None: the arguments of this process.
-      modes: By name; a user's package may have others.
+      argv: The arguments; None for those of this process.
+      modes: The known modes by name; --packages may provide others.
+
+    Returns:
+      The common options, the mode, and the values of the mode's own options by name.
 
     Raises:
       ConfigError: There is no such option, the mode does not use it, or its value is wrong.
@@ -44,17 +47,17 @@ def parsed(
     _add_common(first, modes)
     given = first.parse_known_args(argv)[0]
     name = given.mode or CommandLine.mode
-    mode = modes[name] if name in modes else _users_mode(name, given.packages, modes)
+    mode = modes[name] if name in modes else _custom_mode(name, given.packages, modes)
     parser = parser_of(name, mode, modes)
     if given.mode is None:
-        parser.epilog = "\n".join(_described(name, mode) for name, mode in modes.items())
+        parser.epilog = "\n".join(_help_section(name, mode) for name, mode in modes.items())
     values = vars(parser.parse_args(argv)) | {"mode": name}
     common = [field.name for field in dataclasses.fields(CommandLine) if field.name in values]
     return CommandLine(**{name: values.pop(name) for name in common}), mode, values
 
 
 def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
-    """Returns the parser of a command line with this mode."""
+    """Returns the parser of command lines with this mode."""
     parser = Parser(
         prog="main.py", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Trains, evaluates, decodes, explains, plans or checks an experiment.",
@@ -64,28 +67,28 @@ def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
     flags = _flags(mode)
     if flags:
         mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
-    elsewhere: dict[str, list[str]] = {}
-    for other, item in modes.items():
-        for flag in _flags(item):
-            elsewhere.setdefault(flag, []).append(f"--mode={other}")
-    for flag, names in elsewhere.items():
+    modes_by_flag: dict[str, list[str]] = {}
+    for other_name, other_mode in modes.items():
+        for flag in _flags(other_mode):
+            modes_by_flag.setdefault(flag, []).append(f"--mode={other_name}")
+    for flag, mode_names in modes_by_flag.items():
         if flag not in flags:
-            *first, last = names
+            *first, last = mode_names
             modes_text = f"{', '.join(first)} and {last}" if first else last
             parser.add_argument(
-                flag, action=_OfOtherModes, help=argparse.SUPPRESS, nargs="*",
+                flag, action=_OtherModeOption, help=argparse.SUPPRESS, nargs="*",
                 default=argparse.SUPPRESS, const=f"goes with {modes_text}; --mode={name}",
             )
     return parser
 
 
 def names(words: str) -> list[str]:
-    """Returns the names of an option's value "a,b"."""
+    """Splits the value "a,b" of an option into names."""
     return [word.strip() for word in words.split(",")]
 
 
 def file_to_write(example: str) -> Callable[[str], Path]:
-    """Returns the type of an option that names a file, such as `example`, to write."""
+    """Returns an argparse type for an option with a file to write, such as `example`."""
 
     def file(given: str) -> Path:
         path = Path(given)
@@ -95,7 +98,7 @@ def file_to_write(example: str) -> Callable[[str], Path]:
             )
         if not path.parent.is_dir():
             raise argparse.ArgumentTypeError(
-                f"{given} cannot be written: there is no directory {path.parent}. Make it"
+                f"{given} cannot be written: there is no directory {path.parent}. Create it"
             )
         return path
 
@@ -139,13 +142,14 @@ def _add_common(parser: Parser, modes: Modes) -> None:
 def _mode(text: str) -> str:
     if text in PAX_MODES:
         raise argparse.ArgumentTypeError(
-            f"{text} is a mode of Pax's; here it is {PAX_MODES[text]}: docs/coming_from_pax.md"
+            f"{text} is a mode of Pax; in praxis_lite it is {PAX_MODES[text]}: see "
+            "docs/coming_from_pax.md"
         )
     return text
 
 
-def _users_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
-    """Returns the mode that `module.Class` names in a package of --packages."""
+def _custom_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
+    """Returns the mode `module.Class` from a package of --packages."""
     module, _, class_name = name.rpartition(".")
     top = module.partition(".")[0]
     if not all(part.isidentifier() for part in name.split(".")) or not module:
@@ -153,17 +157,17 @@ def _users_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
     allowed_packages(packages)
     if top not in packages:
         raise ConfigError(
-            f"--mode={name} names a class of the package {top}, which is not listed: add "
+            f"--mode={name} is in the package {top}, which is not in --packages: add "
             f"--packages={top}."
         )
-    kinds = vars(imported_module(module) or object)
-    kind = kinds.get(class_name)
-    if not (isinstance(kind, type) and issubclass(kind, Mode)):
+    members = vars(imported_module(module) or object)
+    mode_class = members.get(class_name)
+    if not (isinstance(mode_class, type) and issubclass(mode_class, Mode)):
         raise ConfigError(
-            f"--mode={name} is {kind!r}; expected a subclass of praxis_lite.modes.Mode."
-            f"{did_you_mean(class_name, kinds)}"
+            f"--mode={name} is {mode_class!r}; expected a subclass of praxis_lite.modes.Mode."
+            f"{did_you_mean(class_name, members)}"
         )
-    return kind()
+    return mode_class()
 
 
 def _flags(mode: Mode) -> list[str]:
@@ -172,15 +176,15 @@ def _flags(mode: Mode) -> list[str]:
     return [action.option_strings[0] for action in parser._actions if action.option_strings]
 
 
-def _described(name: str, mode: Mode) -> str:
-    """Returns a mode and its options as a section of --help."""
+def _help_section(name: str, mode: Mode) -> str:
+    """Returns the section of --help about a mode and its options."""
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
     return parser.format_help()
 
 
-class _OfOtherModes(argparse.Action):
-    """Refuses an option that only other modes use."""
+class _OtherModeOption(argparse.Action):
+    """Raises an error for an option that only other modes use."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,

@@ -8,10 +8,10 @@ from praxis_lite.modes.mode import CommandLine, Mode
 
 
 class Summary(Mode):
-    """Prints losses, evaluations, goodput, continuations, and the job's files.
+    """Prints a job's losses, evaluations, goodput, decoded samples and files.
 
     Args:
-      more: Returns another section, as for `summary`.
+      more: Returns another section of the summary, or "".
     """
 
     name = "summary"
@@ -21,7 +21,7 @@ class Summary(Mode):
         self._more = more
 
     def run(self, command: CommandLine) -> None:
-        """Prints them; raises ConfigError if there is no job."""
+        """Prints the summary; raises ConfigError if there is no job."""
         job_dir = open_for_reading(job_log_dir(command), writes=False)
 
         from praxis_lite.trainer.summary import summary

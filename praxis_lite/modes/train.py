@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from praxis_lite.trainer.hooks.hook import Hook
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
     from praxis_lite.trainer.job_tools import JobTools
-    from praxis_lite.trainer.trainer import Trained
+    from praxis_lite.trainer.trainer import TrainingResult
 
 
 class LastStepUnsound(ConfigError):
-    """A run ended and is saved, but its last step was skipped or its last loss is not finite."""
+    """Training has ended and is saved, but its last step was skipped or its loss is not finite."""
 
     exit_status = 3
 
@@ -32,7 +32,7 @@ class Train(Mode):
     """Trains an experiment, or resumes a job that was stopped.
 
     Args:
-      tools: as for `launch.train`.
+      tools: Extensions of the training job, passed to `launch.train`.
     """
 
     name = "train"
@@ -79,7 +79,7 @@ class Train(Mode):
         metrics_host: str | None = None, health_dir: str | None = None,
         grace_seconds: int | None = None,
     ) -> None:
-        """Trains; raises ConfigError as `launch.train` does."""
+        """Trains the job; raises ConfigError like `launch.train`."""
         require(
             command.elastic or command.min_processes is None, "--min_processes",
             command.min_processes, "no --min_processes without --elastic", "Add --elastic.",
@@ -93,16 +93,16 @@ class Train(Mode):
             from praxis_lite.trackers.metrics_endpoint import LOOPBACK, MetricsEndpoint
 
             trackers["--metrics_port"] = MetricsEndpoint(metrics_port, metrics_host or LOOPBACK)
-        with contextlib.ExitStack() as held:
-            hooks = _hooks_on_clusters(command, health_dir, grace_seconds, held)
-            trained(command, begun(command), self._tools, hooks=hooks, trackers=trackers)
+        with contextlib.ExitStack() as stack:
+            hooks = _cluster_hooks(command, health_dir, grace_seconds, stack)
+            train_job(command, begin_launch(command), self._tools, hooks=hooks, trackers=trackers)
 
 
-def _hooks_on_clusters(
+def _cluster_hooks(
     command: CommandLine, health_dir: str | None, grace_seconds: int | None,
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
 ) -> "list[Hook]":
-    """Returns the hooks of --health_dir, whose files `held` closes, and of --grace_seconds."""
+    """Returns the hooks for --health_dir and --grace_seconds; `stack` removes the health files."""
     hooks: list[Hook] = []
     require(
         grace_seconds is None or grace_seconds > 0, "--grace_seconds", grace_seconds,
@@ -116,17 +116,17 @@ def _hooks_on_clusters(
         if health_dir is not None and processes.membership() is None:
             directory = health_files.directory_of(health_dir, command.job_log_dir)
             files = health_files.HealthFiles(directory)
-            hooks.append(on_clusters.Health(held.enter_context(health_files.HealthBeat(files))))
+            hooks.append(on_clusters.Health(stack.enter_context(health_files.HealthBeat(files))))
         if grace_seconds is not None:
             hooks.append(on_clusters.Grace(grace_seconds))
     return hooks
 
 
-def begun(command: CommandLine) -> "LaunchedConfig":
-    """Begins a launch: returns the checked config of the command's experiment.
+def begin_launch(command: CommandLine) -> "LaunchedConfig":
+    """Starts to measure a launch, and returns the checked config of the command's experiment.
 
     Raises:
-      ConfigError: as `experiment_of`.
+      ConfigError: As `experiment_of`.
     """
     events.launched(command.began)
     launched = experiment_of(command, trains=True)
@@ -134,39 +134,45 @@ def begun(command: CommandLine) -> "LaunchedConfig":
     return launched
 
 
-def trained(
+def train_job(
     command: CommandLine, launched: "LaunchedConfig", tools: "JobTools", *,
     hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
     stop_request: type[StopRequest] = StopRequest,
-) -> "tuple[JobOnMesh, Trained]":
-    """Trains the experiment of a command line; returns its job and the result.
+) -> "tuple[JobOnMesh, TrainingResult]":
+    """Trains the experiment of a command line.
 
     Args:
-      launched: of `begun`.
-      tools, stop_request: as for `launch.train`.
-      hooks, trackers: In addition to those of the experiment, after them.
+      command: The common options.
+      launched: The result of `begin_launch`.
+      tools: Extensions of the training job.
+      hooks: Hooks to add after those of the experiment.
+      trackers: Trackers to add to those of the experiment.
+      stop_request: Class that handles signals and the time limit.
+
+    Returns:
+      The job, and how training ended.
 
     Raises:
-      ConfigError: as `launch.train`.
-      LastStepUnsound: the job is trained and saved, but its last step is not sound.
+      ConfigError: As `launch.train`.
+      LastStepUnsound: Training has ended and is saved, but the final weights should not be used.
     """
     with job_on_mesh(command, launched, "train", on_devices=tools.on_devices) as job:
         mesh = job.partitioner.mesh
         events.report(mesh=dict(mesh.shape), num_devices=mesh.size)
         with events.phase(IMPORT):
-            # Imported after the checks, so that an error need not wait for Orbax.
+            # Import Orbax after the checks, so that their errors are reported sooner.
             from praxis_lite.trainer import launch
 
         if hooks or trackers:
             all_trackers = {**job.run.trackers, **(trackers or {})}
             run = dataclasses.replace(job.run, trackers=all_trackers)
-            more = dataclasses.replace(job.job, run=run, hooks=(*job.hooks, *hooks))
-            job = dataclasses.replace(job, job=more)
-        ended = launch.train(job, launched, tools, stop_request=stop_request)
-    events.report(ended="stopped" if ended.stopped_by else "trained")
-    if ended.unsound is not None:
-        raise LastStepUnsound(ended.unsound)
-    return job, ended
+            extended = dataclasses.replace(job.job, run=run, hooks=(*job.hooks, *hooks))
+            job = dataclasses.replace(job, job=extended)
+        result = launch.train(job, launched, tools, stop_request=stop_request)
+    events.report(ended="stopped" if result.stopped_by else "trained")
+    if result.unsound is not None:
+        raise LastStepUnsound(result.unsound)
+    return job, result
 
 
 def _port(text: str) -> int:

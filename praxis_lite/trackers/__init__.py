@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Weights & Biases, MLflow, Prometheus, or a user's service.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, Prometheus, or a custom service.
 
-A tracker gets numbers, texts and pictures by step, and knows no device, model or loop.
+A tracker gets numbers, texts and images by step; it never deals with devices, models or the loop.
 """

@@ -1,4 +1,4 @@
-"""`--metrics_port=N`: the newest numbers of a run over HTTP, for Prometheus to fetch."""
+"""`--metrics_port=N`: serves the newest metrics of a run over HTTP, for Prometheus."""
 
 import contextlib
 import dataclasses
@@ -22,14 +22,14 @@ MOST_CONNECTIONS = 16
 
 @dataclasses.dataclass
 class MetricsEndpoint(Tracker):
-    """Answers GET /metrics with the newest numbers, in the text format of Prometheus.
+    """Serves GET /metrics with the newest metrics, in the text format of Prometheus.
 
     If the port is in use, a note is printed, and training continues without the endpoint.
 
     Attributes:
-      port: 0: a free one, which is printed.
-      host: The address that it listens on. The default can be reached from this machine only.
-        Requests must name this machine in their Host header.
+      port: The port; 0 for a free one, which is printed.
+      host: The address to listen on; the default is reachable from this machine only. The Host
+        header of requests must be a name of this machine.
       every: As `Tracker.every`.
     """
 
@@ -40,7 +40,7 @@ class MetricsEndpoint(Tracker):
     every: int | None = 1
 
     def start(self, run: TrackedRun) -> None:
-        """Listens."""
+        """Starts the server."""
         self._numbers = NewestNumbers(run)
         self._server = _Server((self.host, self.port))
         self._server.set_app(_for_own_names(self.host, make_wsgi_app(self._numbers.registry)))
@@ -51,29 +51,29 @@ class MetricsEndpoint(Tracker):
         run.note(f"metrics for Prometheus: http://{host}:{self._server.server_port}/metrics")
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Takes the numbers."""
+        """Sets the metrics of a step or evaluation."""
         self._numbers.add(step, scalars)
 
     def end(self, ending: Ending) -> None:
-        """Closes the port."""
+        """Stops the server."""
         self._server.shutdown()
         self._server.server_close()
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = 10.0  # Of each read and write.
+    timeout = 10.0  # For each read and write, in seconds.
 
     def get_environ(self) -> WSGIEnvironment:
         return {**super().get_environ(), "SERVER_ADDR": self.connection.getsockname()[0]}
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing: the output is the job's."""
+        """Logs nothing, because the standard output belongs to the job."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Serves each connection in a thread; if there are too many, the oldest one is closed.
+    """Serves each connection in a thread, and closes the oldest if there are too many.
 
-    So slow or silent clients block nobody, and use few of the job's file descriptors.
+    So slow clients do not block others, and use only a few of the job's file descriptors.
     """
 
     daemon_threads = True
@@ -97,11 +97,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints nothing about a client that has gone."""
+        """Ignores clients that have closed their connection."""
 
 
 def _for_own_names(host: str, app: WSGIApplication) -> WSGIApplication:
-    """Returns the app for requests whose Host header names this machine; others get status 403."""
+    """Wraps an app to respond with status 403 if the Host header is not a name of this machine."""
     names = LOOPBACK_HOSTS
     if not is_loopback(host):
         names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}

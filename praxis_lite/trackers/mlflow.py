@@ -1,4 +1,4 @@
-"""MLflow as a tracker: a server, or a database such as sqlite:////path/mlflow.db."""
+"""The MLflow tracker, for a server or a database such as sqlite:////path/mlflow.db."""
 
 import dataclasses
 import re
@@ -10,19 +10,19 @@ from pathlib import Path
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# The tag by which the next launch finds its run: MLflow chooses the ids of runs.
+# The tag by which a later launch finds its run, because MLflow assigns run ids itself.
 RUN_ID_TAG = "praxis_lite.run_id"
 _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# MLflow's limits: characters of a key and of a param, and params in one request.
+# Limits of MLflow: characters of a key, characters of a param, params per request.
 _KEY, _PARAM, _PARAMS = 250, 6000, 100
 
 
 @dataclasses.dataclass
 class MLflow(Tracker):
-    """Records a job in MLflow, all its launches as a single run.
+    """Records a job in MLflow, with all its launches as one run.
 
-    A setting that changed between two launches keeps its first value as a param, because MLflow's
-    params never change; the new value is the tag "changed.PATH".
+    If a setting changes between launches, its param keeps the first value, because MLflow's params
+    are immutable; the new value is stored in the tag "changed.PATH".
 
     Attributes:
       tracking_uri: A server, "https://...", or a database, "sqlite:////path/mlflow.db". None:
@@ -77,7 +77,7 @@ class MLflow(Tracker):
         self._client.log_text(self._id, text, f"{name}/{step}.txt")
 
     def image(self, step: int, name: str, png: bytes) -> None:
-        """Stores a picture as an artifact."""
+        """Stores an image as an artifact."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, f"{step}.png")
             path.write_bytes(png)
@@ -89,9 +89,9 @@ class MLflow(Tracker):
 
 
 def _artifact_location(tracking_uri: str | None) -> str | None:
-    """Returns the folder of texts and pictures next to a database; None: as MLflow decides.
+    """Returns the folder for artifacts next to a database file; None for MLflow's default.
 
-    MLflow itself would take a folder of the current directory.
+    With a database, MLflow's default would be a folder in the current directory.
     """
     scheme, is_file, path = (tracking_uri or "").partition(":///")
     if scheme != "sqlite" or not is_file:
@@ -100,5 +100,5 @@ def _artifact_location(tracking_uri: str | None) -> str | None:
 
 
 def _key(name: str) -> str:
-    """Returns a name in the characters that MLflow takes, and no longer than it takes."""
+    """Converts a name to characters and a length that MLflow accepts."""
     return re.sub(r"[^\w/.: -]", "_", name, flags=re.ASCII)[:_KEY]

@@ -1,4 +1,4 @@
-"""Prometheus as a tracker: a text file for the textfile collector of node_exporter."""
+"""The Prometheus tracker, which writes a text file for node_exporter's textfile collector."""
 
 import dataclasses
 import re
@@ -15,15 +15,18 @@ from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 
 class NewestNumbers(Collector):
-    """The newest value of each number of a run, as gauges named praxis_lite_NAME.
+    """Exports the newest value of each metric of a run as a gauge praxis_lite_NAME.
 
-    Each has the run's id, name and experiment as labels, and an evaluation's its dataset:
+    Labels are the run's id, name and experiment, and the dataset for metrics of evaluations:
     praxis_lite_evaluation_loss{dataset="heldout", ...}. praxis_lite_updated_seconds is the time of
-    the newest number, in Unix seconds, for an alert on a run that hangs.
+    the newest value in Unix seconds, for alerts about runs that hang.
+
+    Args:
+      run: The description of the run.
 
     Attributes:
-      registry: prometheus-client's, with these numbers alone.
-      is_running: False once the run has ended.
+      registry: A registry of prometheus-client with these gauges only.
+      is_running: Whether the run has not ended.
     """
 
     def __init__(self, run: TrackedRun):
@@ -35,7 +38,7 @@ class NewestNumbers(Collector):
         self.registry.register(self)
 
     def add(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Takes the numbers of a step."""
+        """Sets the metrics of a step or evaluation."""
         for name, value in scalars.items():
             dataset, slash, metric = name.partition("/")
             if slash and dataset in self._datasets:
@@ -47,9 +50,9 @@ class NewestNumbers(Collector):
         self._values["updated_seconds", ""] = time.time()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yields a gauge for each name."""
+        """Yields a gauge per metric."""
         families: dict[str, GaugeMetricFamily] = {}
-        # A tuple, because the tracker's thread may add numbers meanwhile.
+        # Copy the values, because the tracker's thread may add some meanwhile.
         values = (("running", ""), float(self.is_running)), *tuple(self._values.items())
         for (name, dataset), value in values:
             name = f"praxis_lite_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
@@ -62,14 +65,11 @@ class NewestNumbers(Collector):
 
 @dataclasses.dataclass
 class PrometheusTextfile(Tracker):
-    """Writes the newest numbers of a run into a file, at most once a second.
-
-    The file is replaced atomically each time. Raises ConfigError, before anything compiles, if the
-    directory does not exist.
+    """Writes the newest metrics of a run to a file, atomically and at most once a second.
 
     Attributes:
-      directory: The value of node_exporter's --collector.textfile.directory; the file there is
-        praxis_lite_ID.prom. None: the file is JOB/metrics.prom.
+      directory: The directory of node_exporter's --collector.textfile.directory, where the file is
+        praxis_lite_ID.prom; it must exist. None for the file JOB/metrics.prom.
       every: As `Tracker.every`.
     """
 
@@ -83,7 +83,7 @@ class PrometheusTextfile(Tracker):
         require(
             self.directory is None or Path(self.directory).is_dir(),
             "PrometheusTextfile.directory", self.directory, "a directory that exists, or None",
-            "Create it, or name another one.",
+            "Create it, or choose another one.",
         )
 
     def start(self, run: TrackedRun) -> None:
@@ -94,7 +94,7 @@ class PrometheusTextfile(Tracker):
         self._write()
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes the file with these numbers."""
+        """Writes the file with the given metrics."""
         self._numbers.add(step, scalars)
         self._write()
 

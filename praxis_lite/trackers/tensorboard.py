@@ -1,4 +1,4 @@
-"""TensorBoard as a tracker: curves, the config, and hyperparameters with the run's losses."""
+"""The TensorBoard tracker: metrics, the config, and hyperparameters with the run's losses."""
 
 import contextlib
 import dataclasses
@@ -24,15 +24,16 @@ class TensorBoard(Tracker):
     every: int | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Begins an event file. Raises ConfigError if tensorboardX is missing."""
+        """Opens an event file; raises ConfigError if tensorboardX is not installed."""
         log_dir = run.job_log_dir / "tensorboard"
-        # Not SummaryWriter: a full disk ends its thread, and then it blocks.
+        # Do not use SummaryWriter: its thread ends on a full disk, and then calls block.
         writer, self._event_pb2, self._summary = (
             optional_module(f"tensorboardX.{name}", f"{log_dir}, for TensorBoard,")
             for name in ("event_file_writer", "proto.event_pb2", "summary")
         )
         log_dir.mkdir(exist_ok=True)
-        # tensorboardX names files by the second: a run that resumes at once would overwrite one.
+        # Add nanoseconds to the file name: tensorboardX uses seconds, so a run that resumes within
+        # a second would overwrite its file.
         self._events = writer.EventsWriter(str(log_dir / "events"), f".{time.time_ns()}")
         try:
             for title, values in (("config", run.config), ("facts", run.facts)):
@@ -46,7 +47,7 @@ class TensorBoard(Tracker):
             raise
 
     def go_on_from(self, step: int) -> None:
-        """Lets TensorBoard hide the events of later steps."""
+        """Makes TensorBoard hide the events of later steps."""
         start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
         self._write(self._event_pb2.Event(step=step + 1, session_log=start))
 
@@ -57,12 +58,12 @@ class TensorBoard(Tracker):
         self._add(step, pb2.Summary(value=values))
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Writes a text, shown as it is."""
+        """Writes a text, displayed verbatim."""
         markdown = "".join(f"    {line}\n" for line in text.splitlines())
         self._add(step, self._summary.text(name, markdown))
 
     def image(self, step: int, name: str, png: bytes) -> None:
-        """Writes a picture."""
+        """Writes an image."""
         width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
         pb2 = self._summary
         image = pb2.Summary.Image(

@@ -1,4 +1,4 @@
-"""A tracker of a run: a service, or files of another program, that shows its numbers."""
+"""The base class of trackers, which record the metrics of a run in a service or in files."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,18 +13,19 @@ Ending = Literal["finished", "stopped", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class TrackedRun:
-    """A run as its trackers see it.
+    """The description of a run that its trackers get.
 
     Attributes:
-      id: 32 hex digits that are the same for all launches of a job; a file in its directory.
-      name: of the job's directory.
-      experiment: the full name of the experiment's class.
-      job_log_dir: the job's directory.
-      config: Of the complete job, by path, as in `config.txt`; numbers and booleans as such.
-      facts: About this launch, by name: mesh, devices, host, versions, number of parameters.
-      first_step: The number of steps that were made before.
-      evaluated: The names of the datasets that the job evaluates on.
-      note: Prints a line for the user; may be called from any thread.
+      id: 32 hex digits, the same for all launches of a job; stored in the job's directory.
+      name: Name of the job's directory.
+      experiment: Full name of the experiment's class.
+      job_log_dir: The job's directory.
+      config: The values of the job's config by path, as in config.txt; numbers and booleans are not
+        converted to text.
+      facts: Facts about this launch by name: mesh, devices, host, versions, number of parameters.
+      first_step: Number of steps made before this launch.
+      evaluated: Names of the evaluation datasets.
+      note: Prints a line for the user; callable from any thread.
     """
 
     id: str
@@ -39,21 +40,20 @@ class TrackedRun:
 
 
 class Tracker(NeedsPackage):
-    """A service, or files of another program, that shows the numbers of a run. Subclass it.
+    """Base class of trackers, which record the metrics of a run. Subclass it.
 
-    A job has its trackers by name in `RunConfig.trackers`. Each works on a copy, in a separate
-    thread, so a tracker that fails or hangs neither ends nor slows the run. After an exception in
-    `start` the tracker gets no more calls in this launch; after one in another method the later
-    calls are made all the same.
+    The trackers of a job are in `RunConfig.trackers`, by name. All methods but `check` are called
+    on a copy, in a separate thread of the first process, so a tracker that fails or hangs neither
+    ends nor slows the run. After an exception in `start`, the tracker gets no more calls in this
+    launch; after an exception in another method, calls continue.
 
-    All calls come from that thread, in the first of several processes. The constructor only stores
-    settings; `start` imports and connects.
+    The constructor should only store settings; import packages and connect in `start`.
 
     Attributes:
-      every: Steps between the steps whose numbers it gets. None: run.log_every_steps, or about 200
-        steps in a run. It always gets the last step and all evaluations.
-      newest_alone: True: it gets only the newest numbers, at most once a second.
-      needed_package: The import name of an optional package that it needs; `check` requires it.
+      every: Steps between the steps whose metrics the tracker gets; None for run.log_every_steps,
+        or else about 200 steps per run. The last step and all evaluations are always included.
+      newest_alone: Whether the tracker gets only the newest metrics, at most once a second.
+      needed_package: Import name of an optional package that the tracker needs, or None.
     """
 
     every: int | None = None
@@ -64,23 +64,23 @@ class Tracker(NeedsPackage):
         super().check()
 
     def start(self, run: TrackedRun) -> None:
-        """Begins a launch of a run, or continues that of an earlier launch: see `run.id`."""
+        """Starts recording; continues the run of an earlier launch if it has the same `run.id`."""
 
     def go_on_from(self, step: int) -> None:
-        """Hides the records of later steps, which are recomputed and recorded again.
+        """Hides the records of steps after `step`, which will be recorded again.
 
-        Called after `start`, and when a run returns to a step before a loss spike. A tracker that
-        does not override this method does not get the steps of an earlier launch again.
+        Called after `start`, and after a roll-back from a loss spike. A tracker that does not
+        override this method does not get recomputed steps a second time.
         """
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Records the numbers of a step, "loss", or of an evaluation: "heldout/loss"."""
+        """Records the metrics of a step ("loss") or of an evaluation ("heldout/loss")."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """Records a text."""
 
     def image(self, step: int, name: str, png: bytes) -> None:
-        """Records a picture, such as the loss curve at the end of a launch."""
+        """Records an image, such as the loss curve at the end of a launch."""
 
     def end(self, ending: Ending) -> None:
-        """Ends a launch; the next launch may continue the same run."""
+        """Ends the recording of a launch; a later launch may continue the run."""

@@ -1,4 +1,4 @@
-"""A thread that calls a tracker, so that training never waits for it."""
+"""Calls a tracker in a separate thread, so that training never waits for it."""
 
 import collections
 import copy
@@ -14,14 +14,14 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# Queued calls of a tracker that hangs: some tens of megabytes with fifty numbers each.
+# Maximum number of queued calls, which take tens of megabytes with fifty numbers each.
 MOST_WAITING = 10_000
-# Between two steps for a tracker that wants only the newest numbers.
+# Minimum seconds between two steps for a tracker with `newest_alone`.
 NEWEST_SECONDS = 1.0
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers in a line of metrics.jsonl by name, without its step."""
+    """Returns the numbers in a line of metrics.jsonl by name, without the step."""
     numbers = {}
     for name, value in line.items():
         if name != "step" and not isinstance(value, str):
@@ -33,18 +33,20 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TrackerThread(threading.Thread):
-    """Calls the methods of a tracker in the order in which a run asks for them.
+    """Calls the methods of a tracker, in the order in which they were queued.
 
-    An exception in `start` switches the tracker off for this launch. After one in another method
-    the later calls are made all the same. Either is noted once.
+    An exception in `start` disables the tracker for this launch. After an exception in another
+    method, calls continue. The first exception is noted.
 
     Args:
-      name: of the tracker in `RunConfig.trackers`.
-      is_due: returns True for a step whose numbers the tracker gets.
+      name: Name of the tracker in `RunConfig.trackers`.
+      tracker: The tracker.
+      run: The description of the run.
+      is_due: Returns whether the tracker gets the metrics of a step.
 
     Attributes:
-      notes: lines for the user, which the loop prints.
-      is_due: as above.
+      notes: Lines for the user, which the loop prints.
+      is_due: The argument `is_due`.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class TrackerThread(threading.Thread):
     ):
         super().__init__(name=f"tracker {name}", daemon=True)
         self.notes: collections.deque[str] = collections.deque()
-        # A copy, because another job may have the same tracker in its settings.
+        # Copy the tracker, because another job may share it in its settings.
         self._tracker, self._label = copy.copy(tracker), name
         self._run = dataclasses.replace(run, note=self.notes.append)
         self.is_due, self._newest_at = is_due, -math.inf
@@ -61,19 +63,20 @@ class TrackerThread(threading.Thread):
         self._recorded_step = self._recorded_evaluation = 0
 
     def go_on_from(self, step: int, recorded_step: int, recorded_evaluation: int) -> None:
-        """Announces that training continues after a step.
+        """Queues the call that training continues after a step.
 
         Args:
-          recorded_step: The newest step that was made before; a tracker that cannot hide later
-            steps does not get the steps up to it again.
-          recorded_evaluation: The newest step that was evaluated before.
+          step: The step.
+          recorded_step: The newest step that was recorded before. A tracker that cannot hide
+            recorded steps does not get the steps up to this one again.
+          recorded_evaluation: The newest step whose evaluation was recorded before.
         """
         if type(self._tracker).go_on_from is Tracker.go_on_from:
             self._recorded_step, self._recorded_evaluation = recorded_step, recorded_evaluation
         self._call(self._tracker.go_on_from, step)
 
-    def made(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Gives the tracker the numbers of a step, if it is due."""
+    def log_step(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Queues the metrics of a step, if it is due."""
         if step <= self._recorded_step or not self.is_due(step):
             return
         if self._tracker.newest_alone:
@@ -83,8 +86,8 @@ class TrackerThread(threading.Thread):
             self._newest_at = now
         self._call(self._tracker.scalars, step, numbers)
 
-    def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Gives the tracker the metrics of an evaluation, by dataset."""
+    def log_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Queues the metrics of an evaluation, by dataset."""
         if step > self._recorded_evaluation:
             numbers = {
                 f"{dataset}/{name}": float(value)
@@ -93,27 +96,27 @@ class TrackerThread(threading.Thread):
             self._call(self._tracker.scalars, step, numbers)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Gives the tracker a text."""
+        """Queues a text."""
         self._call(self._tracker.text, step, name, text)
 
     def image(self, step: int, name: str, png: bytes) -> None:
-        """Gives the tracker a picture."""
+        """Queues an image."""
         self._call(self._tracker.image, step, name, png)
 
     def end(self, ending: Ending) -> None:
-        """Ends the tracker once all earlier calls are done."""
+        """Queues the end of the tracker, after all earlier calls."""
         self._calls.put(functools.partial(self._tracker.end, ending))
         self._calls.put(None)
 
     def run(self) -> None:
-        """Starts the tracker, and makes calls until it has ended."""
+        """Starts the tracker, and makes the queued calls until it has ended."""
         try:
             self._tracker.start(self._run)
-        except BaseException as error:  # SystemExit too: a tracker never ends a run.
+        except BaseException as error:  # Includes SystemExit: a tracker must not end a run.
             self._is_off = True
             self.notes.append(
                 f"note: {error}" if isinstance(error, ConfigError)
-                else self._failure(error, "training goes on without it")
+                else self._failure(error, "training continues without it")
             )
             return
         for call in iter(self._calls.get, None):
@@ -122,7 +125,7 @@ class TrackerThread(threading.Thread):
             except BaseException as error:
                 if not self._has_failed:
                     self._has_failed = True
-                    rest = "training goes on; what it fails to record is in the job's files alone"
+                    rest = "training continues; values it fails to record are in the job's files"
                     self.notes.append(self._failure(error, rest))
 
     def _call(self, method: Callable[..., None], *args: Any) -> None:
@@ -133,10 +136,10 @@ class TrackerThread(threading.Thread):
         elif not self._is_behind:
             self._is_behind = True
             self.notes.append(
-                f"note: the tracker {self._label} is {MOST_WAITING:,} calls behind; it lacks what "
-                "comes until it has caught up"
+                f"note: the tracker {self._label} is {MOST_WAITING:,} calls behind; further calls "
+                "are dropped until it has caught up"
             )
 
     def _failure(self, error: BaseException, rest: str) -> str:
-        words = shown(" ".join(str(error).split()), 300)
-        return f"note: the tracker {self._label} failed: {type(error).__name__}: {words}; {rest}"
+        reason = shown(" ".join(str(error).split()), 300)
+        return f"note: the tracker {self._label} failed: {type(error).__name__}: {reason}; {rest}"

@@ -1,4 +1,4 @@
-"""Weights & Biases as a tracker, online or offline, as its own environment variables say."""
+"""The Weights & Biases tracker, online or offline according to W&B's environment variables."""
 
 import dataclasses
 import html
@@ -9,20 +9,21 @@ from pathlib import Path
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# W&B's defaults are 90 s and no limit, and a process waits for them when it ends.
+# W&B's defaults are 90 s and no limit, for which a process would wait at its end.
 _TIMEOUT_SECONDS = 20
 
 
 @dataclasses.dataclass
 class WeightsAndBiases(Tracker):
-    """Records a job in Weights & Biases, all its launches as a single run.
+    """Records a job in Weights & Biases, with all its launches as one run.
 
     `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and others apply as usual
     (https://docs.wandb.ai). Offline runs are in JOB/wandb, a folder per launch, for `wandb sync`.
     Numbers are plotted over the metric "step".
 
     Attributes:
-      project, entity: Where the run is stored. None: W&B's environment variables or defaults.
+      project: W&B project of the run; None for W&B's environment variables or defaults.
+      entity: W&B entity of the run; None for W&B's environment variables or defaults.
       tags: Tags of the run.
       every: As `Tracker.every`.
     """
@@ -35,13 +36,14 @@ class WeightsAndBiases(Tracker):
     every: int | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Begins the run, or continues that of an earlier launch."""
+        """Starts the run, or continues that of an earlier launch."""
         self._wandb = optional_module("wandb", "WeightsAndBiases")
         settings = self._wandb.Settings(
-            # W&B does not redirect the job's output, nor delay the end of the process.
+            # Do not redirect the job's output or delay the end of the process.
             console="off", silent=True, disable_git=True, save_code=False,
             init_timeout=_TIMEOUT_SECONDS, finish_timeout=_TIMEOUT_SECONDS,
-            # Points that are not on disk are lost if the process is killed; the default is 15 s.
+            # How often to write points to disk, which are otherwise lost if the process is killed.
+            # The default is 15 s.
             x_transaction_log_flush_interval=1.0,
         )
         self._run = self._wandb.init(
@@ -61,16 +63,16 @@ class WeightsAndBiases(Tracker):
         self._run.log({"step": step, **scalars})
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Records a text as a page."""
+        """Records a text as an HTML page."""
         self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")})
 
     def image(self, step: int, name: str, png: bytes) -> None:
-        """Records a picture."""
+        """Records an image."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, f"{name}.png")
             path.write_bytes(png)
             self._run.log({"step": step, name: self._wandb.Image(str(path))})
 
     def end(self, ending: Ending) -> None:
-        """Ends the launch; after an exception W&B shows it as failed."""
+        """Ends the launch; W&B shows it as failed after an exception."""
         self._run.finish(exit_code=int(ending == "failed"))

@@ -1,4 +1,4 @@
-"""What can a trained model do in Python: evaluate, predict, generate, show itself in a notebook?
+"""A trained model in Python: evaluation, prediction, generation, and display in notebooks.
 
-Knows jobs and their checkpoints; trains nothing.
+Deals with jobs and their checkpoints; never trains.
 """

@@ -1,4 +1,4 @@
-"""load(): the trained model of a job's directory, in Python."""
+"""`load`: returns the trained model of a job."""
 
 import dataclasses
 import os
@@ -27,23 +27,25 @@ def load(
     settings: Settings = (),
     packages: Sequence[str] = (),
 ) -> TrainedModel:
-    """Returns the model that a job has trained, with the weights of a checkpoint of it.
+    """Loads the model that a job has trained, from one of its checkpoints.
 
-    The checkpoint is verified before it is read, and nothing is written into the directory.
+    The checkpoint is verified before it is read, and nothing is written to the directory.
 
     Args:
-      job_log_dir: of the job.
-      step: of the checkpoint, or "best", or None for the newest.
-      mesh: "attached", for notebooks: all attached accelerators, or one CPU device if there are
-        none, no matter what the job was trained on. "job" is the job's own mesh; its
-        devices are simulated if there are no accelerators and JAX has not started yet. Or a
-        MeshConfig.
-      settings: values by path, or "path=value" each, as for --set.
-      packages: of your own, which the job's config may name, as for --packages.
+      job_log_dir: The job's directory.
+      step: Step of the checkpoint; "best", or None for the newest.
+      mesh: "attached" for all attached accelerators, or one CPU device if there are none, whatever
+        the job was trained on; "job" for the job's own mesh, whose devices are simulated if there
+        are no accelerators and JAX has not been initialized; or a MeshConfig.
+      settings: Values by path, or strings "path=value", as for --set.
+      packages: Your packages that the job's config refers to, as for --packages.
+
+    Returns:
+      The trained model.
 
     Raises:
-      ConfigError: no job was trained there, it has no such checkpoint or a damaged one, a setting
-        or the mesh does not fit.
+      ConfigError: There is no job in the directory, or it has no such checkpoint; the checkpoint is
+        damaged; or a setting or the mesh does not fit.
     """
     is_mesh = isinstance(mesh, MeshConfig) or mesh in ("attached", "job")
     require(is_mesh, "load: mesh", mesh, "'attached', 'job' or a MeshConfig")
@@ -63,5 +65,5 @@ def load(
     model = TrainedModel(
         partitioner, job, launched.config, job_dir, step, experiment=launched.experiment
     )
-    model.mdl_vars  # noqa: B018  Read at once: so it is verified, and its step known.
+    model.mdl_vars  # noqa: B018  Restore now, to verify the checkpoint and to set the step.
     return model

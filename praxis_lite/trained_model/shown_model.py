@@ -1,4 +1,4 @@
-"""A trained model as a notebook and `repr` show it: its loss curve and its last numbers."""
+"""Formats a trained model for notebooks and `repr`: its loss curve and last metrics."""
 
 import html
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from praxis_lite.trainer.metrics.svg_curve import Columns, legend, loss_svg
 
 __all__ = ("html_of",)
 
-# Of the last step: what a person looks for first, as far as it is there.
+# The metrics of the last step to show, if they exist.
 _SHOWN = ("loss", "learning_rate", "grad_norm", "step_time", "tokens_per_second", "mfu")
 
 
 def text_of(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
-    """Returns ", loss 2.31, heldout loss 2.45" of the last lines, as far as they are there."""
+    """Formats the last losses as ", loss 2.31, heldout loss 2.45"; "" if there are none."""
     numbers = {"": metrics, **evaluations}
     return "".join(
         f", {f'{name} loss'.strip()} {metric_text(float(columns['loss'][-1]))}"
@@ -26,11 +26,13 @@ def text_of(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
 def html_of(
     title: str, place: str, metrics: Columns, evaluations: Mapping[str, Columns]
 ) -> str:
-    """Returns an HTML element: a title, the loss curve, and the last numbers of each dataset.
+    """Returns an HTML element with a title, the loss curve, and the last metrics of each dataset.
 
     Args:
-      place: the job's directory.
-      metrics, evaluations: columns as `TrainedModel` has them.
+      title: The title.
+      place: The job's directory.
+      metrics: Columns of the training metrics, as in `TrainedModel.metrics`.
+      evaluations: Columns by dataset, as in `TrainedModel.evaluations`.
     """
     last = [_last(metrics, _SHOWN)]
     last += [_last(columns, tuple(columns)) for columns in evaluations.values()]

@@ -1,4 +1,4 @@
-"""A job's trained model, in Python: its weights, predictions, continuations and scores."""
+"""TrainedModel: the weights of a job's checkpoint, with evaluation, prediction and generation."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 
 def _naming_settings(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes errors of a method name the settings that they are about."""
+    """Makes errors of a method name the settings that caused them."""
 
     @functools.wraps(method)
     def named(self: "TrainedModel", *args: Any, **kwargs: Any) -> Any:
@@ -45,22 +45,21 @@ def _naming_settings(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TrainedModel:
-    """The weights of a job's checkpoint on a mesh, and the calls of the job's task.
+    """The weights of a job's checkpoint on a mesh, with methods that call the job's task.
 
-    Of `praxis_lite.train` the weights are read from the checkpoint when they are first used. Each
-    method compiles when it is called for the first time with arrays of some shapes. To decode, the
-    weights of stacked layers are copied once, layer by layer, and cached next to the stacks, for
-    each form that a decoder's settings give them. A notebook shows the loss curve and the last
-    numbers.
+    `praxis_lite.train` returns a model whose weights are restored on first use; `load` restores
+    them immediately. Each method compiles once per combination of array shapes. Decoding copies the
+    weights of stacked layers once per format that the decoder needs, and caches the copies.
+    Notebooks display the loss curve and the last metrics.
 
     Attributes:
-      step: of the checkpoint.
-      experiment: the full name of its class.
-      job: as `fdl.build` made it of the job's config; its mesh is the one in use.
-      partitioner: the job's task on that mesh.
-      job_dir: the directory of the job, a `pathlib.Path`.
-      stopped_by: what ended the training early, such as "SIGINT", or the reason that early
-        stopping or a hook gave; None: nothing did, or the model was loaded.
+      step: Step of the checkpoint.
+      experiment: Full name of the experiment's class.
+      job: The job, as built from its config, with the mesh in use.
+      partitioner: The job's task on the mesh.
+      job_dir: The job's directory, a `pathlib.Path`.
+      stopped_by: The request that stopped training, such as "SIGINT", or the reason of early
+        stopping or of a hook; None if training reached its last step, or for a loaded model.
     """
 
     def __init__(
@@ -92,28 +91,28 @@ class TrainedModel:
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:
-        """The numbers of metrics.jsonl by name, "step", "loss", ..., each of shape [steps].
+        """Columns of metrics.jsonl by name, such as "loss": float64[num_steps]; "step" is int64.
 
-        They are float64, but "step" int64; a step that lacks a number has NaN. The file is read
-        anew each time. `pandas.DataFrame(model.metrics)` is a table of it.
+        Missing values are NaN. The file is read at each access. `pandas.DataFrame(model.metrics)`
+        makes a table.
         """
         return columns_in(self._files.metrics_jsonl)
 
     @property
     def evaluations(self) -> dict[str, dict[str, np.ndarray]]:
-        """The numbers of eval_metrics.jsonl by dataset, then by name; as `metrics`."""
+        """Columns of eval_metrics.jsonl by dataset and name, like `metrics`."""
         return columns_by_dataset(lines_if_any(self._files.eval_metrics_jsonl))
 
     @property
     def mdl_vars(self) -> Any:
-        """The weights on the mesh as the compiled steps take them: padded and split.
+        """The weights on the mesh, padded and sharded as the compiled steps take them.
 
-        They are the averages if run.evaluation.use_ema_states is set.
+        These are the averaged weights if run.evaluation.use_ema_states is set.
         """
         return self.mdl_vars_with(use_ema=self.job.run.evaluation.use_ema_states)
 
     def mdl_vars_with(self, *, use_ema: bool) -> Any:
-        """Returns `mdl_vars`: the checkpoint's own, or the averages that the learner keeps."""
+        """Returns `mdl_vars` with the weights themselves, or with their moving averages."""
         if use_ema not in self._restored:
             self.step, self._restored[use_ema] = restored_weights(
                 self.partitioner, self._files, self.step, use_ema
@@ -122,7 +121,7 @@ class TrainedModel:
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
-        """`mdl_vars` without padding by path, "params/softmax/...", gathered to the host."""
+        """NumPy arrays of all weights without padding, by path such as "params/softmax/..."."""
         leaves = self.partitioner.layout.select("mdl_vars").leaves()
         return {
             leaf.path: np.asarray(x)[tuple(map(slice, leaf.shape))]
@@ -131,19 +130,19 @@ class TrainedModel:
 
     @_naming_settings
     def predict(self, *arrays: Any, **named: Any) -> Any:
-        """Returns the result of the model's call with these arguments, as NumPy arrays.
+        """Calls the model without dropout, and returns its outputs as NumPy arrays.
 
-        `predict(images)` is the model's own call `model(images)` in evaluation: no dropout. A
-        model of plain functions has no call; `predict(batch)` is then the task's
-        `predict(params, batch, None)`.
+        `predict(images)` computes `model(images)`. For a model of plain functions, `predict(batch)`
+        computes the task's `predict(params, batch, None)`.
 
         Args:
-          arrays, named: NumPy arrays, or trees of them, whose first dim counts the same rows.
-            Anything else, such as a flag, reaches the model as it is.
+          *arrays: NumPy arrays, or trees of them, with the rows as first dim. Other values, such
+            as flags, are passed unchanged.
+          **named: The same as keyword arguments.
 
         Raises:
-          ConfigError: no argument is an array, their rows differ, a layer refuses them, or the
-            model has no row for an id or no such position.
+          ConfigError: No argument is an array, their numbers of rows differ, a layer rejects them,
+            or an id or position is out of range.
         """
         check_call(self.partitioner.task, arrays, named)
         return self._forward(self.mdl_vars, *arrays, **named)
@@ -152,17 +151,20 @@ class TrainedModel:
     def evaluate(
         self, data: str | InputPipeline | Batch | Iterable[Batch]
     ) -> dict[str, float]:
-        """Returns the task's metrics, each the weighted mean over all batches.
+        """Evaluates the task's metrics.
 
         Args:
-          data: a dataset of the job by name, or any pipeline, of which run.evaluation.max_batches
-            are read as by --mode=eval; or a batch, or several, as the task reads them: NumPy arrays
-            by name, of any numbers of rows. Without "weights" each row, or each of "labels",
-            weighs 1.
+          data: Name of a dataset of the job, or any pipeline, of which at most
+            run.evaluation.max_batches batches are read, as in --mode=eval; or one or several
+            batches, dicts of NumPy arrays with any number of rows. Without "weights" every row, or
+            every label, has weight 1.
+
+        Returns:
+          The weighted mean of each metric over all batches, by name.
 
         Raises:
-          ConfigError: the job has no such dataset, it has no end, or the task reads what the
-            batches have not.
+          ConfigError: The job has no such dataset, the dataset is endless, or the batches lack an
+            input of the task.
         """
         limit = self.job.run.evaluation.max_batches
         if not isinstance(data, str | InputPipeline):
@@ -171,8 +173,8 @@ class TrainedModel:
         check_reads(self.partitioner.eval_step, checked_spec(pipeline, name), name)
         if pipeline.num_batches is None and limit is None:
             raise ConfigError(
-                f"{name} has no end, so no evaluation on it would end. Load the job with "
-                "settings=['run.evaluation.max_batches=NUMBER'], or give batches."
+                f"{name} is endless, so an evaluation on it would never end. Load the job with "
+                "settings=['run.evaluation.max_batches=NUMBER'], or pass batches."
             )
         evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=self.job.run.seed)
         return evaluator.run(self.step, self.mdl_vars)[name]
@@ -186,16 +188,21 @@ class TrainedModel:
         seed: int | None = None,
         **settings: Any,
     ) -> list[Record]:
-        """Returns the task's decoded outputs, as --mode=decode writes them: a record per row.
+        """Decodes a dataset.
 
         Args:
-          data: a decode dataset of the job by name, or any pipeline with what the task decodes.
-          decoder: in place of the job's.
-          seed: of the sampling; by default the run's.
-          settings: of the decoder, such as temperature=0.7: in place of the job's.
+          data: Name of a decode dataset of the job, or any pipeline with the inputs that the task
+            decodes.
+          decoder: The decoder; None for the job's.
+          seed: Seed for sampling; None for the run's.
+          **settings: Settings of the decoder to change, such as temperature=0.7.
+
+        Returns:
+          A record per row, as --mode=decode writes them.
 
         Raises:
-          ConfigError: the task decodes nothing, or the job has no such dataset or setting.
+          ConfigError: The task cannot decode, the job has no such dataset, or the decoder has no
+            such setting.
         """
         return self._decoded(data, self._decoding(decoder, settings), seed)
 
@@ -218,26 +225,30 @@ class TrainedModel:
         seed: int | None = None,
         **settings: Any,
     ) -> list[Record]:
-        """Returns how a language model continues prompts: a record per prompt and hypothesis.
-
-        Records are those of --mode=decode: "prompt", "continuation", "output_ids", "log_prob", ...
+        """Continues prompts with a language model, as in `generate("The ", temperature=0.7)`.
 
         Args:
-          prompts: a text or several, begun as documents are in training: with the tokenizer's
-            beginning or, without one, its end of text; conversations, lists of {"role", "content"}
-            or rows {"messages", "tools", ...}, by the tokenizer's chat template; or token ids,
-            taken as they are.
-          decoder, seed, settings: as `decode`: `generate("The ", temperature=0.7)`.
+          prompts: One or several texts, which start like documents in training, with the
+            beginning-of-sequence token or else the end-of-sequence token; conversations, as lists
+            of {"role", "content"} or dicts {"messages", "tools", ...}, formatted by the tokenizer's
+            chat template; or token ids, used unchanged.
+          decoder: The decoder; None for the job's.
+          seed: Seed for sampling; None for the run's.
+          **settings: Settings of the decoder to change.
+
+        Returns:
+          A record per prompt and hypothesis, with the keys of --mode=decode: "prompt",
+          "continuation", "output_ids", "log_prob" and others.
 
         Raises:
-          ConfigError: the task continues no prompts, a prompt is empty, or the decoder has no such
-            setting.
+          ConfigError: The task does not continue prompts, a prompt is empty, or the decoder has no
+            such setting.
         """
         partitioner = self._decoding(decoder, settings)
         return self._decoded(prompt_batch(partitioner.task, prompts), partitioner, seed)
 
     def _mdl_vars_for(self, decoding: Partitioner, use_ema: bool) -> Any:
-        """Returns the weights for a partitioner's decoding: once for each form of them."""
+        """Returns the weights in the format that a decoder needs, cached per format."""
         key = use_ema, str(getattr(decoding.task.decoder, "weights_form", None))
         if key not in self._for_decoding:
             mdl_vars = self.mdl_vars_with(use_ema=use_ema)
@@ -245,13 +256,13 @@ class TrainedModel:
         return self._for_decoding[key]
 
     def _pipeline(self, root: str, data: str | InputPipeline) -> tuple[str, InputPipeline]:
-        """Returns a name for messages, and the pipeline, checked."""
+        """Returns a name for error messages, and the checked pipeline."""
         if isinstance(data, str):
             known = getattr(self.job, root)
             if data not in known:
                 raise ConfigError(
                     f"The job's {root} are {sorted(known)}; there is no {data!r}."
-                    f"{did_you_mean(data, known)} Name one of them, or give a pipeline."
+                    f"{did_you_mean(data, known)} Choose one of them, or pass a pipeline."
                 )
             data, name = known[data], f"{root}.{data}"
         else:
@@ -260,7 +271,7 @@ class TrainedModel:
         return name, data
 
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:
-        """Returns the partitioner whose task decodes so, or the job's if nothing is changed."""
+        """Returns a partitioner whose task has the decoder; the job's if nothing changes."""
         if decoder is None and not settings:
             check_decoder(self.partitioner.task)
             return self.partitioner

@@ -1,4 +1,4 @@
-"""When does a step run, and when is it evaluated, saved and reported?
+"""The training loop: when steps run, and when they are evaluated, saved and reported.
 
-Knows steps, data, checkpoints and clocks, and never sees a mesh axis or what a layer computes.
+Deals with steps, data, checkpoints and clocks; never with mesh axes or the maths of layers.
 """

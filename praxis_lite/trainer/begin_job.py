@@ -1,4 +1,4 @@
-"""Creates a job whose checkpoint of step 0 has weights that another system trained."""
+"""Creates a job from pretrained weights: saves them as the checkpoint of step 0."""
 
 import contextlib
 import os
@@ -30,11 +30,14 @@ from praxis_lite.trainer.job_on_mesh import partitioner_of
 def new_job_dir(
     job_log_dir: str | os.PathLike[str], experiment: str, packages: Sequence[str] = ()
 ) -> Iterator[JobDir]:
-    """Yields the locked directory of a new job; removes the job's files if the body fails.
+    """Locks the directory of a new job; removes the job's files if the body raises.
+
+    Yields:
+      The job's directory.
 
     Raises:
-      ConfigError: the experiment is unknown, or the directory has a job, has other files or cannot
-        be written.
+      ConfigError: The experiment is unknown; or the directory already contains a job, contains
+        other files, or is not writable.
     """
     name = callable_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
@@ -59,32 +62,36 @@ def begin_job_with(
     packages: Sequence[str] = (),
     note: Note = lambda line: None,
 ) -> JobDir:
-    """Saves step 0 of a new job and returns the job, which can be trained or evaluated.
+    """Saves the checkpoint of step 0 of a new job, which can then be trained or evaluated.
 
-    The optimizer's slots are new, and the training data starts at its first batch.
+    Optimizer slots are initialized, and training starts with the first batch of the data.
 
     Args:
-      source: returns the initial state; other arrays are drawn with the run's seed.
-      experiment: its name, as for `--exp`.
-      job_dir: from `new_job_dir`.
-      settings: "path=value", as for `--set`.
-      packages: as for `--packages`.
-      note: called with the progress of the reading.
+      source: Returns the pretrained arrays; all other arrays are drawn with the run's seed.
+      experiment: Name of the experiment, as for `--exp`.
+      job_dir: The directory that `new_job_dir` yielded.
+      settings: Settings "path=value", as for `--set`.
+      packages: Packages to import, as for `--packages`.
+      note: Called with lines that report how much has been read.
+
+    Returns:
+      `job_dir`.
 
     Raises:
-      ConfigError: the task does not fit its mesh, or the weights do not fit the task.
+      ConfigError: The task does not fit its mesh, or the weights do not fit the task.
     """
     launched = config_of_experiment(experiment, settings, packages)
     check_required(launched.config)
     job = build(launched.config)
-    partitioner = partitioner_of(job, "load")  # Its data may be chosen when it is trained.
+    # "load" checks no dataset: the user may set the data later, when the job is trained.
+    partitioner = partitioner_of(job, "load")
     check_fits(partitioner.layout, partitioner.mesh, "train")
     initial, groups = source(partitioner, job), partitioner.learner.groups
     check_frozen_base(groups, initial.paths, may_be_new=job.run.frozen_may_be_new)
     state = begun(partitioner, partitioner.key(job.run.seed), initial, note)
     data = {"next_batch": 0, "fingerprint": job.datasets[TRAIN].fingerprint()}
-    with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as saved:
-        saved.save(0, state, partitioner.layout, data)
+    with Checkpoints(job_dir.checkpoints, saving=SaveSettings()) as checkpoints:
+        checkpoints.save(0, state, partitioner.layout, data)
     text = dump_config(launched.config, launched.experiment, settings, packages=packages)
     job_dir.write_config(text, config_lines(launched.config))
     return job_dir
@@ -94,7 +101,7 @@ def next_command(
     job_dir: JobDir, experiment: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
 ) -> str:
     """Returns a message with the command that trains the new job."""
-    words = ["main.py", f"--exp={experiment}", f"--job_log_dir={job_dir.path}"]
-    words += [f"--packages={','.join(packages)}"] if packages else []
-    words += ["--set", *settings] if settings else []
-    return f"created {job_dir.path}: continue with {shlex.join(words)}"
+    command = ["main.py", f"--exp={experiment}", f"--job_log_dir={job_dir.path}"]
+    command += [f"--packages={','.join(packages)}"] if packages else []
+    command += ["--set", *settings] if settings else []
+    return f"created {job_dir.path}: continue with {shlex.join(command)}"

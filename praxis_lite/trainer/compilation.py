@@ -1,4 +1,4 @@
-"""Steps compiled before they run, once per shape of a batch; and JAX's compilation cache."""
+"""Compiles steps before they run, once per batch shape, and sets up JAX's compilation cache."""
 
 import weakref
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ _compiled: "weakref.WeakKeyDictionary[Step, dict[Any, jax.stages.Compiled]]" = (
 
 
 def use_compilation_cache() -> None:
-    """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
+    """Enables JAX's persistent compilation cache, unless the user has set a directory for it."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
 
@@ -32,17 +32,19 @@ def use_compilation_cache() -> None:
 def compile_step(
     step: Step, pipeline: InputPipeline, name: str, num_processes: int = 1
 ) -> jax.stages.Compiled:
-    """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
+    """Compiles a step for the batches of a dataset, so that its first call does not compile.
 
-    Products that XLA may permute are fixed, with a note. For batches of the same shapes it returns
-    the same program, without checking memory again.
+    Applies the workaround for matmuls that XLA may permute, and logs it. Another call for the same
+    batch shapes returns the same program and does not check memory again.
 
     Args:
-      name: of the dataset, "datasets.train".
-      num_processes: how many of this host are about to run it.
+      step: The train, eval or decode step.
+      pipeline: The dataset, which determines the batch shapes.
+      name: The dataset's name, such as "datasets.train".
+      num_processes: Number of processes on this host that will run the step.
 
     Raises:
-      OutOfMemory: the devices are simulated, and this host cannot hold what the step makes.
+      OutOfMemory: The devices are simulated, and the step needs more memory than this host has.
     """
     spec = pipeline.element_spec()
     leaves, structure = jax.tree.flatten(spec)
@@ -56,35 +58,35 @@ def compile_step(
         f"; {SMALLER_STEP}" if step.trains else ", or take fprop_dtype=bfloat16"
     )
     if len(devices) > 1:
-        advice += "; take fewer simulated devices, for each has a copy of what is not split"
+        advice += "; use fewer simulated devices, because each holds a copy of replicated arrays"
     host_memory.check_program_fits(
         compiled, devices, f"{step.title} on {name}",
-        f"{advice}; or hosts that have more memory.", num_processes,
+        f"{advice}; or use hosts with more memory.", num_processes,
     )
     programs[key] = compiled
     return compiled
 
 
 def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
-    """Compiles the init of a new state; as `compile_step`, in its errors too."""
+    """Compiles the initialization of the state; raises OutOfMemory as `compile_step` does."""
     lowered = partitioner.init.trace(key).lower()
     host_memory.check_program_fits(
         mended(lowered, partitioner.mesh).compile(), partitioner.mesh.local_devices,
-        "Making a new state", f"{SMALLER_STATE}.",
+        "Initializing the state", f"{SMALLER_STATE}.",
     )
 
 
 def compile_together(steps: Iterable[tuple[Step, InputPipeline, str]]) -> None:
-    """Lets several processes compile, each at its pace, before they meet in a step.
+    """Compiles steps in all processes, and waits until every process has compiled them.
 
-    Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
-    collective.
+    Otherwise processes that compile fast would time out in the first collective: Gloo, which
+    connects processes on CPU, waits at most 30 s. A single process compiles nothing here.
 
     Args:
-      steps: each with a dataset and its name, "datasets.train".
+      steps: A (step, dataset, dataset name such as "datasets.train") per step to compile.
 
     Raises:
-      OutOfMemory: as `compile_step`, of all processes of this host together.
+      OutOfMemory: As `compile_step`, for all processes of this host together.
     """
     if processes.count() > 1:
         for step, pipeline, name in steps:

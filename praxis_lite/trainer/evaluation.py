@@ -1,4 +1,4 @@
-"""Means of a task's metrics over datasets, and the lines that report them."""
+"""Evaluates weights on datasets: weighted means of the task's metrics."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from praxis_lite.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.trainer.compilation import compile_step, compile_together
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.json_lines import append_lines
-from praxis_lite.trainer.metrics.packed import Packed, packed
+from praxis_lite.trainer.metrics.packed import Packed, pack_scalars
 from praxis_lite.trainer.metrics.progress import metric_text
 from praxis_lite.trainer.metrics.records import write_records
 from praxis_lite.trainer.metrics.weighted import WeightedMean
@@ -33,11 +33,14 @@ Batch = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Means of a task's metrics over a pass of datasets, or `max_eval_batches` of it.
+    """Computes weighted means of a task's metrics over one pass of each dataset.
 
     Attributes:
-      note: prints a line, on NaN in a dataset whose metrics are not finite.
-      seed: of the keys with which a task may draw (`Task.compute_eval_loss`).
+      partitioner: The task on its mesh.
+      pipelines: Evaluation datasets by name.
+      max_eval_batches: Number of batches to evaluate of each dataset; None for all.
+      note: Prints a line that names the first batch with NaN, if a metric is not finite.
+      seed: Seed of the random keys that the task may use in `compute_eval_loss`.
     """
 
     partitioner: Partitioner
@@ -53,16 +56,20 @@ class Evaluator:
         should_stop: Callable[[], bool] = lambda: False,
         examples: dict[str, list[dict[str, Any]]] | None = None,
     ) -> dict[str, dict[str, float]] | None:
-        """Returns metrics by dataset, weighted over all batches.
+        """Evaluates weights on every dataset.
 
         Args:
-          step: of the weights.
-          should_stop: asked before each batch. If it returns True, None is returned.
-          examples: filled, by dataset, with the task's per-example outputs: a record for each row
-            that is not padding. None: they are not computed.
+          step: The step of the weights; it is folded into the random keys.
+          mdl_vars: The weights, on the mesh.
+          should_stop: Called before each batch; True ends the evaluation without a result.
+          examples: Filled with a record per real row, by dataset, from the task's per-example
+            outputs. None to not compute these outputs.
+
+        Returns:
+          Metrics by dataset, or None if `should_stop` returned True.
 
         Raises:
-          ConfigError: a batch has ids that the model has no row for.
+          ConfigError: A batch has ids outside the model's vocabulary.
         """
         results, partitioner = {}, self.partitioner
         run = partitioner.eval_step if examples is None else partitioner.eval_examples
@@ -88,7 +95,7 @@ class Evaluator:
                 metrics, *row_outputs = (outputs,) if examples is None else outputs
                 if pending is not None:
                     _add(mean, records, *pending)
-                pending = packed(metrics), row_outputs
+                pending = pack_scalars(metrics), row_outputs
             if pending is not None:
                 _add(mean, records, *pending)
             if examples is not None and records:
@@ -99,37 +106,48 @@ class Evaluator:
         return results
 
     def _note_non_finite(self, name: str, rows: slice) -> None:
-        """Notes the first batch whose numbers are not finite; reads the data again up to it."""
+        """Notes the first batch with numbers that are not finite, by reading the data again."""
         batches = self.pipelines[name].batches(rows=rows)
         for index, inputs in enumerate(itertools.islice(batches, self.max_eval_batches)):
-            found = functools.partial(self.pipelines[name].example_of, index)
-            if result := non_finite_rows(inputs, rows.start, found):
-                self.note(f"datasets.{name}: batch {index} (counted from 0) has {result}")
+            example_of = functools.partial(self.pipelines[name].example_of, index)
+            if message := non_finite_rows(inputs, rows.start, example_of):
+                self.note(f"datasets.{name}: batch {index} (counted from 0) has {message}")
                 return
 
 
 def _add(
     mean: WeightedMean, records: list[dict[str, Any]], metrics: Packed, row_outputs: list[Any]
 ) -> None:
-    """Waits for the outputs of a batch, and adds its metrics and a record for each real row.
+    """Waits for the outputs of a batch, and adds its metrics and a record per real row.
 
     Args:
-      row_outputs: per-example outputs, and which rows are real; [] if they are not collected.
+      mean: The running means to update.
+      records: The list to extend.
+      metrics: The batch's metrics.
+      row_outputs: [per-example outputs, mask of real rows]; [] if they are not collected.
     """
     with events.phase(ON_DEVICES):
-        scalars, row_outputs = metrics.on_host(), jax.device_get(row_outputs)
+        scalars, row_outputs = metrics.to_host(), jax.device_get(row_outputs)
     mean.add(scalars)
     if row_outputs and row_outputs[0]:
         records += records_of(*row_outputs)
 
 
 def evaluate(job: JobOnMesh, step: int | str | None) -> None:
-    """Evaluates a checkpoint ("best"; None: the newest) on every dataset but `train`."""
+    """Evaluates a checkpoint on every dataset but `train`; prints and records the results.
+
+    Args:
+      job: The job on its mesh.
+      step: The checkpoint's step; "best", or None for the newest.
+
+    Raises:
+      ConfigError: There is no dataset to evaluate on, or no such checkpoint.
+    """
     partitioner, run = job.partitioner, job.run
     if not job.eval_sets:
         raise ConfigError(
-            "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
-            'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
+            "The experiment has no evaluation dataset, only 'train'. Add one to its datasets(), "
+            'for instance "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
         )
     compile_together(
         (partitioner.eval_examples, pipeline, f"datasets.{name}")
@@ -153,37 +171,39 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
 
 
 def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Returns an evaluation's metrics as settings name them: `heldout/loss`."""
+    """Returns an evaluation's metrics under the names that settings use, such as "heldout/loss"."""
     return {f"{name}/{n}": value for name, result in results.items() for n, value in result.items()}
 
 
 def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:
-    """Returns an evaluation as a line to read."""
-    words = "  ".join(f"{name} {metric_text(value)}" for name, value in results.items())
-    words = words or "no metrics, for no row weighs anything"
-    return f"step {step}  {dataset}: {words}"
+    """Formats the metrics of an evaluation as a line of text."""
+    text = "  ".join(f"{name} {metric_text(value)}" for name, value in results.items())
+    return f"step {step}  {dataset}: {text or 'no metrics, because every row has weight 0'}"
 
 
 def in_memory(data: Batch | Iterable[Batch]) -> InMemory:
-    """Returns a pipeline of the rows of all batches, as many at a time as the largest has.
+    """Returns a pipeline of the rows of all batches; its batch size is that of the largest batch.
+
+    Args:
+      data: A batch of NumPy arrays by name, or several.
 
     Raises:
-      ConfigError: there are no batches, or they do not fit together.
+      ConfigError: There are no batches, or their names or shapes differ.
     """
     batches = [data] if isinstance(data, Mapping) else list(data)
     for batch in batches:
         if not isinstance(batch, Mapping) or batch.keys() != batches[0].keys():
-            result = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            actual = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
             raise ConfigError(
-                f"evaluate was given a batch of {result}; give NumPy arrays by name, the same "
-                "names in every batch."
+                f"evaluate was given a batch of {actual}; expected NumPy arrays by name, with the "
+                "same names in every batch."
             )
     if not batches:
-        raise ConfigError("evaluate was given 0 batches. Give it one at least.")
+        raise ConfigError("evaluate was given 0 batches. Pass at least one.")
     arrays = {name: [np.asarray(batch[name]) for batch in batches] for name in batches[0]}
-    most_rows = max((len(x) for xs in arrays.values() for x in xs if x.ndim), default=1)
+    max_rows = max((len(x) for xs in arrays.values() for x in xs if x.ndim), default=1)
     try:
         joined = {name: np.concatenate(xs) if xs[0].ndim else xs[0] for name, xs in arrays.items()}
     except ValueError as error:
         raise ConfigError(f"evaluate was given batches that do not fit: {error}.") from None
-    return InMemory(joined, batch_size=max(most_rows, 1), shuffle=False)
+    return InMemory(joined, batch_size=max(max_rows, 1), shuffle=False)

@@ -1,4 +1,4 @@
-"""A model's own call, compiled for a mesh, on arrays of any shapes."""
+"""Compiles a call of the model for a mesh, with arguments of any shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,93 +15,110 @@ from praxis_lite.inputs.text.token_ids import token_ids
 
 __all__ = ("LEAVES_OF_ARGUMENTS", "arrays_of", "forward_on_the_mesh")
 
-# What models call the leaves of a batch.
+# For arguments of a model's call with another name than the batch's leaf, the name of the leaf.
 LEAVES_OF_ARGUMENTS = {"positions": "segment_pos", "inputs": "src_ids", "targets": "ids"}
 
 
 def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
-    """Returns `call(mdl_vars, *args, **named)`: what `model(*args, **named)` returns, as NumPy.
+    """Returns `call(mdl_vars, *args, **kwargs)`, which computes `model(*args, **kwargs)`.
 
-    Arrays among the arguments, or in trees there, have rows first, which are split over the mesh
-    like those of a batch. Other arguments, such as flags, reach the model unchanged. A model of
-    plain functions has no call; `task.predict(params, *args, None)` is used instead.
+    Arrays in the arguments, also inside trees, must have the rows as their first dim, which is
+    split over the mesh as in a batch. Other arguments, such as flags, are passed unchanged and are
+    static. For a model of plain functions, the call is `task.predict(params, *args, None)`.
+
+    Args:
+      partitioner: The task on its mesh.
+
+    Returns:
+      The function. It returns NumPy arrays and compiles once per combination of shapes.
     """
     compiled = jax.jit(
         forward_on_the_mesh(partitioner), static_argnums=2, out_shardings=partitioner.replicated
     )
     runs = FirstRuns("The model's call", "Give it fewer rows at a time.")
 
-    def call(mdl_vars: Any, *args: Any, **named: Any) -> Any:
-        arrays, given = arrays_of(args, named)
+    def call(mdl_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        arrays, static = arrays_of(args, kwargs)
         if not arrays:
             raise ConfigError(
-                f"predict was given {shown(repr((*args, *named.values())))}, in which there is no "
-                "array. Give it NumPy arrays as the model's call takes them, rows first: "
+                f"predict was given {shown(repr((*args, *kwargs.values())))}, which contains no "
+                "array. Pass NumPy arrays as the model's call takes them, rows first: "
                 "predict(np.asarray(...))."
             )
         arrays = [
-            narrow("predict", f"of argument {place}", np.asarray(x)) for place, x in arrays.items()
+            narrow("predict", f"of argument {index}", np.asarray(x)) for index, x in arrays.items()
         ]
-        inputs = mdl_vars, partitioner.global_batch(arrays), given
-        shapes = *given, tuple((x.shape, x.dtype) for x in arrays)
+        inputs = mdl_vars, partitioner.global_batch(arrays), static
+        shapes = *static, tuple((x.shape, x.dtype) for x in arrays)
         return jax.device_get(runs.run(compiled, *inputs, key=shapes))
 
     return call
 
 
-def arrays_of(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[dict[int, Any], tuple]:
-    """Returns the arrays among the arguments of a call by their places, and all the rest of it.
+def arrays_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[int, Any], tuple]:
+    """Splits the arguments of a call into arrays and static values.
 
-    These are the last two arguments of `forward_on_the_mesh`'s function: the arrays as a list.
+    Args:
+      args: Positional arguments; arrays may be nested in trees.
+      kwargs: Keyword arguments.
+
+    Returns:
+      The arrays by their index among all leaves, and a hashable value with the tree structure and
+      the other leaves. `forward_on_the_mesh` takes the arrays as a list, then this value.
     """
-    leaves, structure = jax.tree.flatten((tuple(args), dict(named)))
+    leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
     others = tuple((True, None) if _is_array(x) else (False, x) for x in leaves)
-    return {place: x for place, x in enumerate(leaves) if _is_array(x)}, (structure, others)
+    return {index: x for index, x in enumerate(leaves) if _is_array(x)}, (structure, others)
 
 
 def forward_on_the_mesh(partitioner: Partitioner) -> Callable[..., Any]:
-    """Returns the function of (mdl_vars, arrays, rest) that `forward_pass` compiles.
+    """Returns the function (mdl_vars, arrays, static) that `forward_pass` compiles.
 
-    The rest is static; both are of `arrays_of`, and the arrays a GlobalBatch.
+    `arrays_of` returns `static` and the arrays, which are passed as a list in a GlobalBatch.
     """
     task = partitioner.task
 
-    def forward(mdl_vars: Any, arrays: list[jax.Array], given: tuple) -> Any:
-        structure, others = given
+    def forward(mdl_vars: Any, arrays: list[jax.Array], static: tuple) -> Any:
+        structure, others = static
         leaves = iter(task.cast_inputs(dict(enumerate(arrays))).values())
-        args, named = jax.tree.unflatten(
+        args, kwargs = jax.tree.unflatten(
             structure, [next(leaves) if is_array else x for is_array, x in others]
         )
         model = task.module(mdl_vars)
         if callable(model):
-            return model(*args, **named)
+            return model(*args, **kwargs)
         if task.predict is None:
             raise ConfigError(
-                "A model of plain functions has no call of its own. Give its task a function "
-                "predict(params, inputs, key)."
+                "predict needs a function to call, because the model consists of plain functions. "
+                "Give the task a function predict(params, inputs, key)."
             )
-        return task.predict(model, *args, None, **named)
+        return task.predict(model, *args, None, **kwargs)
 
     return partitioner.with_mdl_vars(forward, static_argnums=2)
 
 
-def check_call(task: Task, args: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Checks the ids and positions among the arguments of a model's call.
+def check_call(task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks the ids and positions in the arguments of a model's call.
+
+    Args:
+      task: The model's task.
+      args: Positional arguments.
+      kwargs: Keyword arguments.
 
     Raises:
-      ConfigError: the model has no row or no position for one; they are no integers.
+      ConfigError: An id or a position is out of range, or is not an integer.
     """
     sizes = task.num_ids()
     if not {"ids", "src_ids"} & sizes.keys():
         return
-    # A model of sources and targets, or of ids, by any argument names.
+    # Positional arguments are ids, or source ids and then target ids, whatever their names.
     order = ("src_ids", "ids") if "src_ids" in sizes else ("ids",)
-    given = dict(zip(order, args, strict=False)) | {
-        LEAVES_OF_ARGUMENTS.get(name, name): x for name, x in named.items()
+    leaves = dict(zip(order, args, strict=False)) | {
+        LEAVES_OF_ARGUMENTS.get(name, name): x for name, x in kwargs.items()
     }
-    paddings = given.get("paddings")
+    paddings = leaves.get("paddings")
     for name, size in sizes.items():
-        x = given.get(name)
+        x = leaves.get(name)
         if not _is_array(x):
             continue
         counts = np.asarray(paddings) < 0.5 if np.shape(paddings) == np.shape(x) else None

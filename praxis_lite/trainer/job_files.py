@@ -1,4 +1,4 @@
-"""Files of a launch in its job's directory other than metrics and checkpoints."""
+"""Writes the config, layout and loss curve of a launch into the job's directory."""
 
 from collections.abc import Callable
 
@@ -26,10 +26,14 @@ from praxis_lite.trainer.metrics.loss_curve import plot_loss_curve
 
 
 class ConfigFiles:
-    """The config of a launch, as its job's directory gets it.
+    """Writes the config of a launch as config.json and config.txt.
+
+    Args:
+      launched: The config of the launch.
+      files: The job's directory.
 
     Attributes:
-      json: the config as config.json has it.
+      json: Content of config.json.
     """
 
     def __init__(self, launched: LaunchedConfig, files: JobDir):
@@ -42,7 +46,8 @@ class ConfigFiles:
     def write_if_new(self) -> None:
         """Writes config.json and config.txt unless the job has them.
 
-        Before other files: a launch that is stopped from here on leaves a job to resume.
+        Called before any other file is written, so that a launch which is killed later leaves a job
+        that can be resumed.
         """
         if not self._files.config_json.is_file():
             self._files.write_config(self.json, self._lines)
@@ -54,13 +59,13 @@ class ConfigFiles:
             keep_tokenizers(self._launched.config, self._files)
 
     def changes(self) -> list[str]:
-        """Returns how the config differs from that of the launch before."""
-        before = load_config_file(self._files.config_json, packages=self._launched.packages)
-        return config_difference(before.config, self._launched.config)
+        """Returns a line per setting that changed since the previous launch."""
+        previous = load_config_file(self._files.config_json, packages=self._launched.packages)
+        return config_difference(previous.config, self._launched.config)
 
 
 def write_layout(partitioner: Partitioner, files: JobDir) -> None:
-    """Writes layout.json and layout.txt, and prints the summary, notes and warnings."""
+    """Writes layout.json and layout.txt; prints a summary of the layout, notes and warnings."""
     layout, table = partitioner.layout, layout_table(partitioner.layout)
     write_whole(files.layout_json, layout_json(layout).encode())
     write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
@@ -74,7 +79,7 @@ def write_layout(partitioner: Partitioner, files: JobDir) -> None:
 
 
 def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:
-    """Draws the job's losses up to its last step, or notes why the picture cannot be written."""
+    """Writes loss_curve.png, or notes why it cannot be written."""
     if not processes.is_first():
         return
     title = f"{files.path.name}, {step} steps"

@@ -1,4 +1,4 @@
-"""A job's history by its files: evaluations, losses, skipped steps."""
+"""Reads a job's history from its files: evaluations, losses and skipped steps."""
 
 import math
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.trainer.metrics.json_lines import evaluation_lines, newest_lines
-from praxis_lite.trainer.spike_detector import losses_of_newest
+from praxis_lite.trainer.spike_detector import recent_losses
 
 __all__ = ("evaluates", "evaluations", "is_complete")
 
@@ -19,9 +19,9 @@ __all__ = ("evaluates", "evaluations", "is_complete")
 def lacks_evaluation(
     run: RunConfig, eval_sets: Collection[str], job: JobDir, step: int
 ) -> bool:
-    """Returns True if a job that resumes from a step has yet to evaluate it.
+    """Returns whether a job that resumes from `step` was stopped before it evaluated that step.
 
-    The state before the first step, which hosts may hold in memory, is never evaluated.
+    Step 0, which an elastic job may resume from, is never evaluated.
     """
     if not step or not evaluates(run, step):
         return False
@@ -37,28 +37,32 @@ def lacks_evaluation(
 def nothing_to_do(
     run: RunConfig, eval_sets: Collection[str], files: JobDir, first_step: int, *, is_resumed: bool
 ) -> str:
-    """Returns why a job makes no more steps and what to change, or "" if it makes some.
+    """Returns why this launch has no step to make and what to change; "" if it has one.
 
     Args:
-      is_resumed: True if `first_step` is the job's own, and not of an initial state.
+      run: Settings of the run.
+      eval_sets: Names of the evaluation datasets.
+      files: The job's directory.
+      first_step: Number of steps already made.
+      is_resumed: Whether an earlier launch of the job saved the state of `first_step`.
     """
     if is_resumed and lacks_evaluation(run, eval_sets, files, first_step):
         return ""
     if first_step >= run.num_train_steps:
         return (
-            f"The job has already made its {run.num_train_steps} steps; to go on, raise "
+            f"The job has already made its {run.num_train_steps} steps; to continue, raise "
             "run.num_train_steps."
         )
     if reason := why_stopped_early(run, files, first_step):
         return (
-            f"The job stopped early at step {first_step}: {reason}. To go on, raise "
+            f"The job stopped early at step {first_step}: {reason}. To continue, raise "
             "run.stopping.early.patience, or set run.stopping.early=None."
         )
     return ""
 
 
 def why_stopped_early(run: RunConfig, files: JobDir, step: int) -> str | None:
-    """Returns why early stopping ends the job after a step, by its evaluations, or None."""
+    """Returns why early stopping ended the job at `step`, or None if it did not."""
     early, total = run.stopping.early, run.num_train_steps
     if early is None or step >= total:
         return None
@@ -68,7 +72,7 @@ def why_stopped_early(run: RunConfig, files: JobDir, step: int) -> str | None:
 def watched_history(
     early_stopping: EarlyStopping | None, job: JobDir, last_step: int
 ) -> dict[int, float]:
-    """Returns the metric that may stop training, by step, of the evaluations to `last_step`."""
+    """Returns the values by step, up to `last_step`, of the metric that early stopping watches."""
     if early_stopping is None:
         return {}
     values = {
@@ -79,9 +83,10 @@ def watched_history(
 
 
 def evaluations(job: JobDir) -> list[tuple[int, str, dict[str, float]]]:
-    """Returns the evaluations of a job: step, dataset and metrics of each, the first that was made.
+    """Returns (step, dataset, metrics) of each evaluation of a job.
 
-    Training's own comes first; --mode=eval adds others.
+    If a step was evaluated several times, the first one counts: that of the training job, before
+    any by --mode=eval.
     """
     first: dict[tuple[int, str], dict[str, float]] = {}
     for line in evaluation_lines(job.eval_metrics_jsonl):
@@ -91,7 +96,7 @@ def evaluations(job: JobDir) -> list[tuple[int, str, dict[str, float]]]:
 
 
 def metrics_by_step(job: JobDir) -> dict[int, dict[str, float]]:
-    """Returns the metrics of all evaluations of a job by step, by the names of settings."""
+    """Returns the metrics of all evaluations by step, under names such as "heldout/loss"."""
     metrics: dict[int, dict[str, float]] = {}
     for step, dataset, values in evaluations(job):
         named = {f"{dataset}/{name}": value for name, value in values.items()}
@@ -100,41 +105,45 @@ def metrics_by_step(job: JobDir) -> dict[int, dict[str, float]]:
 
 
 def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
-    """Returns True if a job, as it was last launched, makes no step after this.
+    """Returns whether `step` is the last step of a job, with the settings of its last launch.
 
     Args:
-      packages: of the user, that its config may name.
+      job: The job's directory.
+      step: A training step.
+      packages: Packages of the user that the config may refer to.
     """
     run = build(load_config_file(job.config_json, packages=packages).config.run)
     return step >= run.num_train_steps or why_stopped_early(run, job, step) is not None
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the losses on disk that the next loss is compared with, to find a spike."""
+    """Returns the losses in metrics.jsonl to compare the next loss with; [] without detection."""
     if run.loss_spikes.factor is None:
         return []
-    return from_first("losses before", lambda: losses_of_newest(newest_lines(job.metrics_jsonl)))
+    return from_first("losses before", lambda: recent_losses(newest_lines(job.metrics_jsonl)))
 
 
 def evaluates(run: RunConfig, step: int) -> bool:
-    """Returns True if a run evaluates after this step."""
+    """Returns whether the training job evaluates after `step`."""
     every = run.evaluation.every_steps
     if run.evaluation.by_follower:
         return False
     return step == run.num_train_steps or (every is not None and step % every == 0)
 
 
-def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
-    """Returns a line on when a run that begins at `first_step` saves checkpoints."""
+def checkpoint_schedule(run: RunConfig, first_step: int) -> str:
+    """Returns a line that describes when a run which starts at `first_step` saves."""
     steps, seconds = run.checkpoints.every_steps, run.checkpoints.seconds_between
-    due = []
+    times = []
     if steps is not None:
         first = min((first_step // steps + 1) * steps, run.num_train_steps)
-        due.append(f"at step {first}, and every {steps} steps")
+        times.append(f"at step {first}, and every {steps} steps")
     if seconds is not None:
-        due.append(f"after {seconds:,} s, and every {seconds:,} s (run.checkpoints.every_seconds)")
-    if due:
-        return f"checkpoints: the first {'; or '.join(due)}; and at the end"
+        times.append(
+            f"after {seconds:,} s, and every {seconds:,} s (run.checkpoints.every_seconds)"
+        )
+    if times:
+        return f"checkpoints: the first {'; or '.join(times)}; and at the end"
     return (
         f"checkpoints: one, at the end (step {run.num_train_steps}): if this process is killed "
         "before, all its steps are lost (run.checkpoints.every_seconds, "
@@ -145,46 +154,50 @@ def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
 def unsound_end(
     job: JobDir, step: int, num_skipped: int, eval_sets: Collection[str]
 ) -> str | None:
-    """Returns why a job's last step is not sound, and what to do; None if it is.
+    """Returns why a job's final weights should not be used, and what to do; None if they are fine.
 
-    It was skipped, or its evaluation is not finite. Called once all of the run is on disk.
+    The reason is that the last steps were skipped, or that the last evaluation has a loss that is
+    not finite. Call this after all files of the run are written.
 
     Args:
-      num_skipped: number of steps in a row, up to the last, that were skipped.
-      eval_sets: the datasets of the evaluations, of which the newest counts.
+      job: The job's directory.
+      step: The last step.
+      num_skipped: Number of consecutive skipped steps up to `step`.
+      eval_sets: Names of the evaluation datasets.
     """
-    where = (
+    debug_nans = (
         f"look at {job.non_finite_txt}, which names the layer or the data"
         if job.non_finite_txt.exists()
         else "run with --set run.debug_nans=true, which names the layer or the data"
     )
     advice = (
-        f"Look at loss, grad_norm and learning_rate in metrics.jsonl, and {where}; lower the "
-        "learning rate, clip the gradient, fix the data, or take bfloat16 in place of float16. To "
-        "go on from here, raise run.num_train_steps."
+        f"Look at loss, grad_norm and learning_rate in metrics.jsonl, and {debug_nans}; lower the "
+        "learning rate, clip the gradient, fix the data, or use bfloat16 instead of float16. To "
+        "continue from here, raise run.num_train_steps."
     )
     if num_skipped:
-        which = (
+        skipped = (
             f"The last step, {step}, was skipped"
             if num_skipped == 1
             else f"The last {num_skipped} steps, to step {step}, were skipped"
         )
         return (
-            f"{which}: not kept, for the loss, gradient or learning rate was not finite, or the "
-            f"gradient too large. The weights in {job.path} are those of step "
+            f"{skipped}, because the loss, gradient or learning rate was not finite or the "
+            f"gradient was too large. The weights in {job.path} are those of step "
             f"{step - num_skipped}. {advice}"
         )
     losses = from_first("last losses", lambda: _losses_at(job, step, eval_sets))
     for dataset, loss in losses.items():
         if not math.isfinite(loss):
             return (
-                f"The evaluation of step {step} has {dataset}/loss {loss}, so its weights, which "
-                f"are kept in {job.path}, or the data are not sound. {advice}"
+                f"The evaluation of step {step} has {dataset}/loss {loss}: the weights, which are "
+                f"saved in {job.path}, or the data are not usable. {advice}"
             )
     return None
 
 
 def _losses_at(job: JobDir, step: int, eval_sets: Collection[str]) -> dict[str, float]:
+    """Returns the newest evaluation loss at `step` of each dataset."""
     losses: dict[str, float] = {}
     for line in newest_lines(job.eval_metrics_jsonl):
         dataset, loss = str(line.get("dataset")), line.get("loss")

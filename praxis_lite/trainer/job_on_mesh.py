@@ -1,4 +1,4 @@
-"""A job on its mesh: all of it checked, nothing compiled."""
+"""Places a job on its mesh, after every check that needs no compilation."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,12 @@ __all__ = ("JobOnMesh", "partitioner_of", "partitioner_on", "print_compiler_opti
 
 @dataclasses.dataclass(frozen=True)
 class JobOnMesh:
-    """A job as it runs: its task on the mesh, and its files.
+    """A job with its mesh and its directory.
 
     Attributes:
-      partitioner: the job's task on the mesh.
-      job: as it was built.
-      files: of its directory; None for a mode that needs none.
+      partitioner: The job's task on the mesh.
+      job: The job, as built from its config.
+      files: The files of the job's directory; None in modes that need no directory.
     """
 
     partitioner: Partitioner
@@ -49,32 +49,32 @@ class JobOnMesh:
 
     @property
     def datasets(self) -> Mapping[str, InputPipeline]:
-        """The datasets that are trained and evaluated on."""
+        """Training and evaluation datasets by name."""
         return self.job.datasets
 
     @property
     def decode_datasets(self) -> Mapping[str, InputPipeline]:
-        """The datasets of prompts."""
+        """Datasets of prompts by name."""
         return self.job.decode_datasets
 
     @property
     def run(self) -> RunConfig:
-        """The settings of the run."""
+        """Settings of the run."""
         return self.job.run
 
     @property
     def hooks(self) -> Sequence[Any]:
-        """The hooks of the experiment."""
+        """Hooks of the experiment."""
         return self.job.hooks
 
     @property
     def eval_sets(self) -> dict[str, InputPipeline]:
-        """The datasets that are evaluated on."""
+        """Evaluation datasets by name: all but `train`."""
         return {name: dataset for name, dataset in self.datasets.items() if name != TRAIN}
 
 
-# The fields of a job whose data a mode reads, and whose datasets are therefore checked.
-_READ_FIELDS = {
+# For each mode, the fields of the job whose datasets it reads, and which are therefore checked.
+_DATASET_FIELDS = {
     "train": ("datasets",),
     "eval": ("datasets",),
     "decode": ("decode_datasets",),
@@ -84,13 +84,18 @@ _READ_FIELDS = {
 
 
 def partitioner_of(job: Job, mode: str) -> Partitioner:
-    """Returns the task on its mesh, after all that can be checked before anything compiles.
+    """Returns the job's task on its mesh, after every check that needs no compilation.
 
-    Raises ConfigError if the mesh, the data, the task and what the run watches do not fit together,
-    or for another mode. The mode, "train", "eval", "decode" or "explain", tells what is checked;
-    for "load" no data is.
+    Args:
+      job: The job, as built from its config.
+      mode: "train", "eval", "decode", "explain" or "load"; it selects the checks. "load" checks no
+        dataset.
+
+    Raises:
+      ConfigError: The mesh, the datasets, the task and the metrics that the run watches do not fit
+        together, or the mode is unknown.
     """
-    require_choice("What a job on its mesh is checked for", mode, _READ_FIELDS)
+    require_choice("partitioner_of: mode", mode, _DATASET_FIELDS)
     check_parts(job)
     use_compilation_cache()
     mesh = _mesh_of(job)
@@ -106,7 +111,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
             "to the experiment's datasets()."
         )
-    fields = _READ_FIELDS[mode]
+    fields = _DATASET_FIELDS[mode]
     if "decode_datasets" in fields:
         check_decoder(job.task)
     for field in fields:
@@ -118,14 +123,14 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
 
 
 def _mesh_of(job: Job) -> Mesh:
-    """Returns the job's mesh, of simulated devices without an accelerator, and prints its line."""
+    """Builds and prints the job's mesh; without an accelerator its devices are simulated."""
     mesh_config = filled_mesh(job.mesh)
     check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
     mesh = make_mesh(mesh_config)
     if jax.process_count() != processes.count():
         raise ConfigError(
-            f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
-            "connected. Start each with --coordinator, --num_processes and --process_id."
+            f"JAX reports {jax.process_count()} processes, but {processes.count()} are connected. "
+            "Start each process with --coordinator, --num_processes and --process_id."
         )
     device = mesh.devices.flat[0]
     devices = (
@@ -139,27 +144,29 @@ def _mesh_of(job: Job) -> Mesh:
 
 def _print_turn_ends(tokenizer: Tokenizer | None) -> None:
     if tokenizer is not None and (ends := tokenizer.turn_end_ids):
-        words = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
-        print(f"the chat template ends an answer with {words}: decoding ends there too", flush=True)
+        tokens = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
+        print(f"the chat template ends an answer with {tokens}; decoding does, too", flush=True)
 
 
 def partitioner_on(
     job: Job, mesh: Mesh, more_options: CompilerOptions | None = None
 ) -> Partitioner:
-    """Returns the job's task on a mesh, by the job's own partitioner if any.
+    """Returns the job's task on a mesh, using the experiment's custom partitioner if it has one.
 
     Args:
-      more_options: of the compiler, in addition to those of `job.mesh`, which take precedence.
+      job: The job, as built from its config.
+      mesh: The mesh, which may consist of devices that are not attached.
+      more_options: Compiler options to add; those of `job.mesh` take precedence.
     """
     options = merged_options(job.mesh.compiler_options, more_options)
     options = {name: given for name, given in options.items() if given}
-    # A custom partitioner may take none.
+    # Pass the argument only if needed: a custom partitioner may not accept it.
     settings = {"compiler_options": options} if options else {}
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)
 
 
 def print_compiler_options(partitioner: Partitioner) -> None:
-    """Prints a line of the options that a train step is compiled with, if there are any."""
+    """Prints the compiler options of the train step, if it has any."""
     if options := partitioner.train_options:
-        words = ", ".join(f"{name}={value}" for name, value in options.items())
-        print(f"compiler options: {words}", flush=True)
+        text = ", ".join(f"{name}={value}" for name, value in options.items())
+        print(f"compiler options: {text}", flush=True)

@@ -1,4 +1,4 @@
-"""What the launcher gives a job that trains, in addition to its config."""
+"""JobTools: the extension points of a training job, which the launcher fills in."""
 
 import contextlib
 import dataclasses
@@ -24,54 +24,55 @@ __all__ = ("JobTools", "OtherSaves", "SavedState")
 
 
 class SavedState(Protocol):
-    """The newest state that a job can resume from, such as the newest of its `Checkpoints`."""
+    """The newest saved state of a job, which it resumes from; `Checkpoints` is one."""
 
     def latest_step(self) -> int | None:
-        """Returns its step; None: nothing is saved."""
+        """Returns the step of the newest saved state, or None if nothing is saved."""
         ...
 
     def latest_data(self) -> Mapping[str, Any]:
-        """Returns the data that were saved with it."""
+        """Returns the JSON data that was saved with the state, such as the data position."""
         ...
 
     def restore(self, layout: "StateLayout", mesh: "Mesh") -> "Restored":
-        """Returns it on any mesh; it may have been saved on another."""
+        """Returns the state on `mesh`, which may differ from the mesh that saved it."""
         ...
 
 
 class OtherSaves(contextlib.AbstractContextManager):
-    """Saves a job's states elsewhere than among its checkpoints; by default there are none."""
+    """Saves the job's state in addition to its checkpoints; this base class saves nothing."""
 
     def newest(self, checkpoints: "Checkpoints") -> SavedState:
-        """Returns the newest state of all, the same on all processes."""
+        """Returns the newest state, here or in `checkpoints`; the same choice in all processes."""
         return checkpoints
 
     def hooks(self, job: "JobOnMesh") -> "Sequence[Hook]":
-        """Returns the hooks that save; they come before the one that saves checkpoints."""
+        """Returns hooks that save; they run before the hook that saves checkpoints."""
         return ()
 
     def __exit__(self, *exc_info: object) -> None:
-        """Frees its resources, however training ended."""
+        """Frees resources, however training ended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class JobTools:
-    """What a job that trains is given in addition to its config; by default nothing.
+    """Extensions of a training job that other packages provide; by default there are none.
 
-    Those of the command line and of `praxis_lite.train` are `installed_job_tools()`.
+    The command line and `praxis_lite.train` use `installed_job_tools()`.
 
     Attributes:
-      sources: of initial states besides checkpoints, by the setting of `run` that names them.
-      hooks: returns hooks that come before those of every job.
-      recorder: returns a context whose listener hears the job's events while it trains.
-      other_saves: returns what saves the job's states elsewhere too.
-      on_devices: returns the job on a mesh of the devices that there are, if they may be others
-        than its own mesh has; it changes the config likewise.
-      begin_elastic: begins a launch with `--elastic`: (command, argv, health_dir) to the exit
-        status of a supervisor, or None in a worker. None: such launches are refused.
-      beats: how each process learns that another one has died.
-      summary_section: returns a further section of a job's summary, or "".
-      num_lost_steps: returns how many steps of a job were recomputed, as far as the recorder knows.
+      sources: Sources of initial states other than checkpoints, by the setting of `run` that
+        selects each.
+      hooks: Returns hooks to run before those of every job.
+      recorder: Returns a context manager whose listener receives the job's events.
+      other_saves: Returns the additional saves of the job's state.
+      on_devices: Returns the job with a mesh of the available devices, for elastic jobs, whose
+        number of devices changes; updates the config accordingly.
+      begin_elastic: Handles `--elastic`: takes (command, argv, health_dir), and returns the exit
+        status of a supervisor, or None in a worker. None rejects `--elastic`.
+      beats: Class by which each process detects that another process died.
+      summary_section: Returns another section of the job's summary, or "".
+      num_lost_steps: Returns how many steps of a job were recomputed, according to the recorder.
     """
 
     sources: "Mapping[str, Source]" = dataclasses.field(default_factory=dict)

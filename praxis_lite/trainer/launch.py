@@ -1,6 +1,7 @@
-"""A job that trains, once it is built, checked and on its mesh.
+"""Launches the training of a job that is built, checked and placed on its mesh.
 
-`train` initializes or restores the state, makes the steps (`trainer.train`), saves and finishes.
+`train` locks the job's directory, initializes or restores the state, runs the training loop
+(`trainer.train`) and reports how it ended.
 """
 
 import contextlib
@@ -26,22 +27,22 @@ from praxis_lite.trainer.checks.resume import notes_on_resume
 from praxis_lite.trainer.compilation import compile_together
 from praxis_lite.trainer.hooks.hook import check_hooks
 from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
-from praxis_lite.trainer.hooks.standard import hooks_of
-from praxis_lite.trainer.hooks.tracking import trackers_of
+from praxis_lite.trainer.hooks.standard import all_hooks
+from praxis_lite.trainer.hooks.tracking import open_trackers
 from praxis_lite.trainer.job_files import ConfigFiles, draw_loss_curve, write_layout
 from praxis_lite.trainer.job_history import (
+    checkpoint_schedule,
     metrics_by_step,
     nothing_to_do,
     unsound_end,
-    when_checkpoints_come,
     why_stopped_early,
 )
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import JobTools, OtherSaves, SavedState
 from praxis_lite.trainer.metrics.progress import ProgressLine
 from praxis_lite.trainer.spike_detector import LossSpike, RollBacks
-from praxis_lite.trainer.starting_point import StartingPoint, States
-from praxis_lite.trainer.trainer import Trained
+from praxis_lite.trainer.starting_point import StartingPoint, StartingPoints
+from praxis_lite.trainer.trainer import TrainingResult
 
 __all__ = ("train",)
 
@@ -49,46 +50,56 @@ __all__ = ("train",)
 def train(
     job: JobOnMesh, launched: LaunchedConfig, tools: JobTools | None = None, *,
     stop_request: type[StopRequest] = StopRequest,
-) -> Trained:
-    """Trains a job from nothing, from an initial state, or from where it stopped.
+) -> TrainingResult:
+    """Trains a new job, or resumes it from its newest saved state.
 
     Args:
-      launched: the config of the job, which its directory gets.
-      tools: that others add to it; None: none.
-      stop_request: hears who asks the job to end.
+      job: The job, checked and placed on its mesh.
+      launched: The config of this launch; it is written to the job's directory.
+      tools: Hooks, listeners and state sources that other packages add; None for none.
+      stop_request: Class that handles signals and the time limit while the job trains.
 
     Returns:
-      How training ended; likewise if there was nothing left to train.
+      How training ended, also if all steps had been made before this launch.
 
     Raises:
-      ConfigError: the job's checkpoint is of another model, or of other data; a hook, a tracker or
-        the initial state does not fit.
+      ConfigError: A hook, a tracker or the initial state does not fit the job; or the job's
+        checkpoint was saved with another model or other training data.
     """
     run, files, tools = job.run, job.files, tools or JobTools()
     check_hooks(job.hooks, job)
     for tracker in filter(None, run.trackers.values()):
         tracker.check()
     check_names(job.partitioner.layout)
-    states, config = States(job, tools.sources), ConfigFiles(launched, files)
-    with contextlib.ExitStack() as held:
-        stop = held.enter_context(
+    starting_points, config = StartingPoints(job, tools.sources), ConfigFiles(launched, files)
+    # The contexts are left in reverse order: the directory stays locked, and signals stay handled,
+    # until the last save is complete.
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(
             stop_request(run.stopping.time_limit_seconds, num_processes=processes.count())
         )
-        is_shared = processes.membership() is not None
-        held.enter_context(JobLock(files.path, _say, is_shared=is_shared))
+        is_elastic = processes.membership() is not None
+        stack.enter_context(JobLock(files.path, _print_line, is_shared=is_elastic))
         config.write_if_new()
-        held.enter_context(events.told(held.enter_context(tools.recorder(files, _say))))
-        checkpoints = held.enter_context(Checkpoints(
-            files.checkpoints, saving=run.checkpoints, note=_say, config_json=config.json,
+        stack.enter_context(
+            events.listening(stack.enter_context(tools.recorder(files, _print_line)))
+        )
+        checkpoints = stack.enter_context(Checkpoints(
+            files.checkpoints, saving=run.checkpoints, note=_print_line, config_json=config.json,
             evaluated=lambda: metrics_by_step(files), saved=stop.saved,
         ))
-        held.callback(events.begins, SAVE)  # On the way out the save in flight is waited for.
-        other_saves = held.enter_context(tools.other_saves(job, _say))
+        # Runs just before `checkpoints` waits for a save in flight, so that goodput counts the wait
+        # as time spent saving.
+        stack.callback(events.begins, SAVE)
+        other_saves = stack.enter_context(tools.other_saves(job, _print_line))
         with events.phase(RESTORE):
             saved = other_saves.newest(checkpoints)
             newest_step = saved.latest_step()
         stop.training_begins(newest_step)
-        start = states.new() if newest_step is None else _resumed(states, saved, config)
+        if newest_step is None:
+            start = starting_points.new()
+        else:
+            start = _resume(starting_points, saved, config)
         events.report(from_step=start.step, source=start.source)
         config.write()
         write_layout(job.partitioner, files)
@@ -96,45 +107,49 @@ def train(
             run, job.eval_sets, files, start.step, is_resumed=start.is_resumed
         )
         if reason:
-            trained = _finished_before(job, start, reason)
+            result = _report_nothing_to_do(job, start, reason)
         else:
-            trained = _trained(
-                job, launched, tools, states, start, checkpoints, other_saves, stop
+            result = _train_with_roll_backs(
+                job, launched, tools, starting_points, start, checkpoints, other_saves, stop
             )
     if not reason:
-        print(_last_line(job, trained), flush=True)
-    unsound = unsound_end(files, trained.step, trained.num_skipped, job.eval_sets)
-    return dataclasses.replace(trained, unsound=unsound)
+        print(_last_line(job, result), flush=True)
+    unsound = unsound_end(files, result.step, result.num_skipped, job.eval_sets)
+    return dataclasses.replace(result, unsound=unsound)
 
 
-def _resumed(states: States, saved: SavedState, config: ConfigFiles) -> StartingPoint:
-    start = states.resumed(saved)
+def _resume(
+    starting_points: StartingPoints, saved: SavedState, config: ConfigFiles
+) -> StartingPoint:
+    """Restores a saved state and prints the settings that changed since the previous launch."""
+    start = starting_points.resumed(saved)
     for line in config.changes():
         print(f"changed since the job was last run: {line}")
     return start
 
 
-def _finished_before(job: JobOnMesh, start: StartingPoint, reason: str) -> Trained:
-    """Returns the end of a job with nothing left to train, and reports why that is so."""
+def _report_nothing_to_do(job: JobOnMesh, start: StartingPoint, reason: str) -> TrainingResult:
+    """Prints and reports why the job makes no step, and returns how its training ended."""
     print(reason)
     events.report(nothing_to_do=reason)
     if not job.files.loss_curve_png.exists():
         draw_loss_curve(job.files, start.step, print)
     ended_early = why_stopped_early(job.run, job.files, start.step)
-    return Trained(start.step, num_skipped_in_a_row(start.state), ended_early=ended_early)
+    num_skipped = num_skipped_in_a_row(start.state)
+    return TrainingResult(start.step, num_skipped, ended_early=ended_early)
 
 
-def _trained(
-    job: JobOnMesh, launched: LaunchedConfig, tools: JobTools, states: States,
+def _train_with_roll_backs(
+    job: JobOnMesh, launched: LaunchedConfig, tools: JobTools, starting_points: StartingPoints,
     start: StartingPoint, checkpoints: Checkpoints, other_saves: OtherSaves, stop: StopRequest,
-) -> Trained:
-    """Makes the job's steps, draws the loss curve and ends the trackers."""
+) -> TrainingResult:
+    """Runs the training loop, again after each roll-back, and then draws the loss curve."""
     run, train_set = job.run, job.datasets[TRAIN]
     check_first_batches(job.datasets)
     for line in (*notes_on_batch_size(train_set), *notes_on_resume(job.datasets)):
         print(line)
-    with trackers_of(job, launched, start.step, _say) as trackers:
-        print(when_checkpoints_come(run, start.step))
+    with open_trackers(job, launched, start.step, _print_line) as trackers:
+        print(checkpoint_schedule(run, start.step))
         print("compiling the first step", flush=True)
         with events.phase(COMPILE):
             compile_together(
@@ -147,18 +162,19 @@ def _trained(
             progress = ProgressLine(
                 run.num_train_steps, sys.stdout, run.log_every_steps, start.step
             )
-            hooks = hooks_of(job, progress, tools.hooks, trackers, other_saves.hooks(job))
+            hooks = all_hooks(job, progress, tools.hooks, trackers, other_saves.hooks(job))
             ended = trainer.train(job, start, checkpoints, stop, hooks, progress.note)
-            if isinstance(ended, Trained):
+            if isinstance(ended, TrainingResult):
                 break
             roll_backs.add(ended)
             skipped = tuple(sorted({*start.skipped_batches, ended.batch}))
-            start = states.rolled_back(checkpoints, ended, skipped)
-            _say(_roll_back_line(ended, start))
+            start = starting_points.rolled_back(checkpoints, ended, skipped)
+            _print_line(_roll_back_line(ended, start))
         events.report(ended_by=ended.stopped_by)
+        # The supervisor of an elastic job that was stopped is waiting: end without the picture.
         if processes.membership() is None or not ended.stopped_by:
-            draw_loss_curve(job.files, ended.step, progress.note)  # Others wait for no picture.
-        trackers.ends(start.step, ended.step, stopped=ended.stopped_by is not None)
+            draw_loss_curve(job.files, ended.step, progress.note)
+        trackers.finish(start.step, ended.step, stopped=ended.stopped_by is not None)
     return ended
 
 
@@ -169,14 +185,14 @@ def _roll_back_line(spike: LossSpike, start: StartingPoint) -> str:
     )
 
 
-def _last_line(job: JobOnMesh, trained: Trained) -> str:
-    if trained.stopped_by:
+def _last_line(job: JobOnMesh, result: TrainingResult) -> str:
+    if result.stopped_by:
         return (
-            f"stopped by {trained.stopped_by}: step {trained.step} is saved, and the same command "
-            f"goes on from there: {job.files.path}"
+            f"stopped by {result.stopped_by}: step {result.step} is saved, and the same command "
+            f"resumes from it: {job.files.path}"
         )
-    return f"trained to step {trained.step}: {job.files.path}"
+    return f"trained to step {result.step}: {job.files.path}"
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)

@@ -1,4 +1,4 @@
-"""Every weight and its optimizer: as a table and lines to read, with warnings, and as data."""
+"""Describes the layout of a TrainState as a table, as JSON, and as notes and warnings."""
 
 import collections
 import dataclasses
@@ -19,21 +19,25 @@ __all__ = (
     "leaf_table", "mesh_text", "padding_notes", "read_layout", "shape_text", "split_text",
 )
 
-# From here on an array is worth a warning: a smaller one costs less than the reader's attention.
+# Arrays below this size cause no warning.
 LARGE_BYTES = 1 << 20
 WASTEFUL_PADDING = 0.10
-LONG_DECISION = 30
+# Longer decisions are numbered in the table and written below it.
+MAX_DECISION_CHARS = 30
 _ON_HOST = " on the host"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayoutArray:
-    """A leaf of a state in texts, as layout.txt and layout.json have it.
+    """A leaf of a state as layout.txt and layout.json describe it.
 
     Attributes:
-      shape, padded_shape: its true and its stored shape, such as "[4, 148, 436]".
-      spec: such as "(-, data, mdl)", or "(-, data, mdl) on the host".
-      num_bytes: of each device's part, in its own memory or in the host's.
+      path: Path of the leaf in the TrainState.
+      shape: Logical shape, such as "[4, 148, 436]".
+      padded_shape: Stored shape.
+      dtype: Name of the dtype.
+      spec: Mesh axes of each dim, such as "(-, data, mdl)" or "(-, data, mdl) on the host".
+      num_bytes: Bytes of each device's shard, in device or host memory.
     """
 
     path: str
@@ -45,7 +49,7 @@ class LayoutArray:
 
     @classmethod
     def of(cls, leaf: LeafLayout) -> "LayoutArray":
-        """Returns the array of a leaf."""
+        """Describes a leaf of a layout."""
         return cls(
             leaf.path, shape_text(leaf.shape), shape_text(leaf.padded_shape), str(leaf.dtype),
             split_text(leaf.spec) + _ON_HOST * leaf.is_on_host, leaf.bytes_per_device,
@@ -53,46 +57,49 @@ class LayoutArray:
 
 
 def layout_json(layout: StateLayout) -> str:
-    """Returns a state's leaves, and the sentence on a device's bytes in all, as JSON."""
+    """Returns a state's leaves, and the sentence about total bytes per device, as JSON."""
     arrays = [vars(LayoutArray.of(leaf)) for leaf in layout.leaves()]
     return json.dumps({"totals": _totals(layout), "arrays": arrays}, indent=1)
 
 
 def read_layout(path: Path) -> tuple[list[LayoutArray], str]:
-    """Returns the arrays and the sentence of `layout_json`; none and "" if there is no such file.
+    """Reads a layout.json file.
+
+    Returns:
+      The arrays, and the sentence about total bytes; [] and "" if there is no such file.
 
     Raises:
-      ConfigError: the file is damaged.
+      ConfigError: The file is damaged.
     """
     if not path.exists():
         return [], ""
     record = read_json(path)
     try:
-        return [LayoutArray(**item) for item in record["arrays"]], record["totals"]
+        return [LayoutArray(**fields) for fields in record["arrays"]], record["totals"]
     except (TypeError, KeyError) as error:
         raise ConfigError(
             f"{path} is damaged, or praxis_lite did not write it ({error}). The next launch of the "
-            "job writes it anew."
+            "job rewrites it."
         ) from None
 
 
 def layout_table(layout: StateLayout) -> str:
-    """Returns the table of a state's leaves, then a device's bytes in all."""
+    """Returns the table of a state's leaves, and the sentence about total bytes per device."""
     return "\n".join([leaf_table(layout.leaves()), "", _totals(layout)])
 
 
 def leaf_table(leaves: Iterable[LeafLayout]) -> str:
-    """Returns a line per leaf: path, shape, padded shape, dtype, spec, bytes, padding, decision.
+    """Returns a table with a row per leaf: path, shapes, dtype, spec, bytes and padding.
 
-    The decision is what split the leaf, such as a rule or a line of the layer's. Long ones are
-    numbered in the table and written out below it.
+    The last column names what decided the split, such as a rule or a setting of the layer. Long
+    entries are numbered in the table and written below it.
     """
     header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
     rows, numbers = [header], {}
     for leaf in leaves:
         array, has_padding = LayoutArray.of(leaf), leaf.padded_shape != leaf.shape
         decided_by = " ".join(leaf.declared_by.split())
-        if len(decided_by) > LONG_DECISION:
+        if len(decided_by) > MAX_DECISION_CHARS:
             decided_by = f"({numbers.setdefault(decided_by, len(numbers) + 1)})"
         rows.append((
             array.path, array.shape, array.padded_shape if has_padding else "", array.dtype,
@@ -105,7 +112,7 @@ def leaf_table(leaves: Iterable[LeafLayout]) -> str:
 
 
 def layout_warnings(layout: StateLayout) -> list[str]:
-    """Returns a sentence for each large replicated array, and for each large wasteful padding."""
+    """Returns warnings about large replicated arrays and about large amounts of padding."""
     num_devices = math.prod(layout.axis_sizes.values())
     replicated = [
         leaf for leaf in layout.leaves()
@@ -128,30 +135,33 @@ def layout_warnings(layout: StateLayout) -> list[str]:
 
 
 def padding_notes(layout: StateLayout) -> list[str]:
-    """Returns a sentence per wasteful padding that is too small to be warned of."""
+    """Returns notes about dims with much padding, but too few bytes for a warning."""
     return [text for text, num_bytes in _wasteful(layout) if num_bytes < LARGE_BYTES]
 
 
 def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
-    """Returns for each dim that is padded by much a sentence, and its padding's bytes a device."""
+    """Returns (sentence, padding bytes per device) for each dim that is mostly padded.
+
+    Leaves of the same size and split share a sentence.
+    """
     wasteful = collections.defaultdict(list)
     for leaf in layout.leaves():
         for dim, (true, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
             if padded and 1 - true / padded > WASTEFUL_PADDING:
                 wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
-    result = []
+    sentences = []
     for (dim, true, padded, axes), leaves in wasteful.items():
-        share = 1 - true / padded
-        result.append((
+        fraction = 1 - true / padded
+        sentences.append((
             f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to "
-            f"split over {axes}: {share:.0%} of it is padding.",
-            share * sum(leaf.bytes_per_device for leaf in leaves),
+            f"split over {axes}: {fraction:.0%} of it is padding.",
+            fraction * sum(leaf.bytes_per_device for leaf in leaves),
         ))
-    return result
+    return sentences
 
 
 def _others(leaves: Sequence[LeafLayout]) -> str:
-    """Returns how many weights and slots there are after the first leaf, in brackets; or ""."""
+    """Returns " (and that of 3 other weights)", which counts all leaves but the first; or ""."""
     kinds = ["weights" if kind_of(leaf) == "weights" else "slots" for leaf in leaves]
     first, others = kinds[0], collections.Counter(kinds[1:])
     counts = [
@@ -163,10 +173,10 @@ def _others(leaves: Sequence[LeafLayout]) -> str:
 
 
 def bytes_per_device(layout: StateLayout) -> dict[str, int]:
-    """Returns the bytes of a device's "weights", "optimizer slots" and "averaged weights (EMA)".
+    """Returns the bytes per device of "weights", "optimizer slots" and "averaged weights (EMA)".
 
-    Weights include variables that are not trained, slots the counts of steps. Padding is included;
-    arrays in the host's memory are not.
+    Weights include non-trainable variables, and slots include step counters. Padding counts; arrays
+    in host memory do not.
     """
     totals: dict[str, int] = collections.defaultdict(int)
     for leaf in layout.leaves():
@@ -175,7 +185,7 @@ def bytes_per_device(layout: StateLayout) -> dict[str, int]:
 
 
 def host_note(layout: StateLayout) -> str:
-    """Returns a sentence on the part of the state in the host's memory, or ""."""
+    """Returns a sentence about the arrays in host memory, or ""."""
     on_host = sum(leaf.bytes_per_device for leaf in layout.leaves() if leaf.is_on_host)
     return f"Its host keeps {format_bytes(on_host)} more of the state for it." if on_host else ""
 
@@ -184,7 +194,7 @@ _EMA = "averaged weights (EMA)"
 
 
 def kind_of(leaf: LeafLayout) -> str:
-    """Returns the kind of a state's leaf: a key of `bytes_per_device`."""
+    """Returns the kind of a state's leaf, a key of `bytes_per_device`."""
     if leaf.path.startswith("mdl_vars/"):
         return "weights"
     return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"
@@ -194,29 +204,29 @@ def _totals(layout: StateLayout) -> str:
     leaves = list(layout.leaves())
     weights = [leaf for leaf in leaves if kind_of(leaf) == "weights"]
     num_parameters = sum(math.prod(leaf.shape) for leaf in weights)
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    held = bytes_per_device(layout)
-    parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
+    total_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    by_kind = bytes_per_device(layout)
+    parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in by_kind.items())
     text = (
         f"{len(weights):,} weights with {num_parameters:,} parameters; the state of training takes "
-        f"{format_bytes(whole)}. Each device of the {mesh_text(layout.axis_sizes)} holds {parts} = "
-        f"{format_bytes(sum(held.values()))}."
+        f"{format_bytes(total_bytes)}. Each device of the {mesh_text(layout.axis_sizes)} holds "
+        f"{parts} = {format_bytes(sum(by_kind.values()))}."
     )
     return f"{text} {host_note(layout)}".rstrip()
 
 
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:
-    """Returns 'mesh (replica 1, data 4, mdl 2)'."""
+    """Formats the axis sizes of a mesh as "mesh (replica 1, data 4, mdl 2)"."""
     return f"mesh ({', '.join(f'{name} {size}' for name, size in axis_sizes.items())})"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Returns '[7, 13]'."""
+    """Formats a shape as "[7, 13]"."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
-    """Returns '(replica+data, -)': the axes of each dim of a spec or a mapping."""
+    """Formats the mesh axes of each dim of a spec or a mapping as "(replica+data, -)"."""
     entries = [
         "+".join(map(str, entry)) if isinstance(entry, Sequence) and not isinstance(entry, str)
         else "-" if entry is None else str(entry)
@@ -226,7 +236,7 @@ def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
 
 
 def optimizer_report(groups: WeightGroups) -> list[str]:
-    """Returns lines on optimizers that see whole trees, and on all if there are several."""
+    """Describes the optimizers: those that update weights jointly, and all if there are several."""
     names = {path: group.optimizer_name for group in groups.by_name.values()
              for path in group.paths}
     members: dict[str, list[tuple[str, int]]] = {}
@@ -234,16 +244,16 @@ def optimizer_report(groups: WeightGroups) -> list[str]:
         name = names.get(path)
         label = "main optimizer" if name == "" else f"optimizer '{name}'" if name else "frozen"
         members.setdefault(label, []).append(("/".join(path), math.prod(spec.shape)))
-    whole = [
+    notes = [
         f"optimizer{f' {group.optimizer_name!r}' if group.optimizer_name else ''}: its update "
-        "of a weight depends on other weights, or on chance, so it sees all its weights "
-        "together, each layer as a weight of its own, which takes longer to compile. To clip "
-        "by the norm of all gradients, Learner.clip_gradient_norm_to_value is cheaper"
+        "of a weight depends on other weights or on random numbers, so it is called with all its "
+        "weights together, each layer as a separate array, which takes longer to compile. To clip "
+        "by the global norm of the gradients, Learner.clip_gradient_norm_to_value is cheaper"
         for group in groups.by_name.values() if group.stack_ranks is not None
     ]
     if members.keys() <= {"main optimizer"}:
-        return whole
-    return whole + [
+        return notes
+    return notes + [
         f"{label}: {len(weights)} {'weight' if len(weights) == 1 else 'weights'}, "
         f"{sum(size for _, size in weights):,} parameters: "
         f"{few([path for path, _ in weights], 2)}"

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint, to evaluate and decode with."""
+"""Restores the weights of a checkpoint for evaluation and decoding."""
 
 from typing import Any
 
@@ -13,14 +13,28 @@ __all__ = ("restored_weights",)
 def restored_weights(
     partitioner: Partitioner, job_dir: JobDir, step: int | str | None, use_ema: bool
 ) -> tuple[int, Any]:
-    """Returns a checkpoint's step, and the weights to evaluate with; no slots are kept."""
+    """Restores the weights of a checkpoint, without optimizer slots.
+
+    Args:
+      partitioner: The task on its mesh.
+      job_dir: The job's directory.
+      step: The checkpoint's step; "best", or None for the newest.
+      use_ema: Whether to use the exponential moving averages of the weights.
+
+    Returns:
+      The checkpoint's step, and the weights on the mesh.
+    """
     layout = partitioner.layout
-    read = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
+    opt_states = partitioner.task.learner.eval_opt_states(
+        layout.shapes.opt_states, use_ema=use_ema
+    )
     with Checkpoints(
         job_dir.checkpoints, note=lambda line: print(line, flush=True),
         evaluated=lambda: metrics_by_step(job_dir),
-    ) as saved:
-        restored = saved.restore(layout, partitioner.mesh, step=step, opt_states_keys=tuple(read))
-    averages = ", averaged over the steps before it" if read else ""
+    ) as checkpoints:
+        restored = checkpoints.restore(
+            layout, partitioner.mesh, step=step, opt_states_keys=tuple(opt_states)
+        )
+    averages = ", averaged over the steps before it" if opt_states else ""
     print(f"restored the weights of step {restored.step}{averages}", flush=True)
     return restored.step, partitioner.eval_mdl_vars(restored.state, use_ema=use_ema)

@@ -1,4 +1,4 @@
-"""Spikes among losses, and the number of times that a run is rolled back to before a spike."""
+"""Detects loss spikes, and limits how often a run is rolled back because of them."""
 
 import collections
 import dataclasses
@@ -10,18 +10,18 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 
-NUM_LOSSES = 100  # A loss is compared with at most this many before it,
-MIN_LOSSES = 10  # and is not a spike if there are fewer than this.
+NUM_LOSSES = 100  # A loss is compared with the median of at most this many previous losses.
+MIN_LOSSES = 10  # With fewer previous losses no loss counts as a spike.
 MAX_ROLL_BACKS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class LossSpike:
-    """A spike for which a run goes back to before its step, and leaves its batch out.
+    """A loss spike: the run is rolled back to before it, and its batch is left out.
 
     Attributes:
-      step: whose loss it is.
-      batch: the index of the step's batch.
+      step: The step with the spike.
+      batch: Index of that step's batch in the training data.
     """
 
     step: int
@@ -29,63 +29,63 @@ class LossSpike:
 
 
 class SpikeDetector:
-    """Compares each loss with the median of the last losses without spikes.
+    """Compares each loss with the median of the previous losses, leaving out spikes.
 
-    Only the losses decide. They are the same bits in every process and in a run that was resumed,
-    so all of them find the same spikes.
+    The result depends on the losses alone. They are bitwise equal in every process and in a resumed
+    run, so all processes find the same spikes.
 
     Args:
-      factor: a loss above this many times the median is a spike; None: there are no spikes. Nor
-        are there any while the median is not above 0, as of a log-likelihood.
-      before: the losses of the steps before, as `losses_of_newest` returns them.
+      factor: A loss above this multiple of the median is a spike; None to find no spikes. A median
+        of 0 or less, as with a log-likelihood, also finds none.
+      previous_losses: Losses of the steps so far, oldest first, as from `recent_losses`.
     """
 
-    def __init__(self, factor: float | None, before: Iterable[float] = ()):
+    def __init__(self, factor: float | None, previous_losses: Iterable[float] = ()):
         self._factor = factor
-        self._losses = collections.deque(before, maxlen=NUM_LOSSES)
+        self._losses = collections.deque(previous_losses, maxlen=NUM_LOSSES)
 
     def median_below(self, loss: float) -> float | None:
-        """Returns the median if `loss` is a spike above it, or None.
+        """Returns the median of the previous losses if `loss` is a spike, else None.
 
-        A loss that is no spike is kept for the next median. One that is not finite is not: its step
-        was skipped.
+        Other finite losses are added to those of the median. A loss that is not finite is ignored,
+        because its step was skipped.
         """
         if self._factor is None or not math.isfinite(loss):
             return None
         if len(self._losses) >= MIN_LOSSES:
-            middle = median(self._losses)
-            if middle > 0 and loss > self._factor * middle:
-                return middle
+            median_loss = median(self._losses)
+            if median_loss > 0 and loss > self._factor * median_loss:
+                return median_loss
         self._losses.append(loss)
         return None
 
 
-def losses_of_newest(lines: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Returns the losses that the next loss is compared with, the oldest first.
+def recent_losses(lines: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Returns the losses to compare the next loss with, oldest first.
 
     Args:
-      lines: of metrics.jsonl, the newest first; only as many are read as are needed.
+      lines: Lines of metrics.jsonl, newest first; only as many as needed are consumed.
     """
     losses = (line["loss"] for line in lines if not line.get("is_loss_spike"))
     return list(itertools.islice(filter(math.isfinite, losses), NUM_LOSSES))[::-1]
 
 
 class RollBacks:
-    """Counts how often a run was rolled back without getting beyond a step."""
+    """Counts roll-backs since the run last passed the step of an earlier spike."""
 
     def __init__(self):
         self._furthest, self._num = -1, 0
 
     def add(self, spike: LossSpike) -> None:
-        """Counts another spike; raises ConfigError if MAX_ROLL_BACKS did not help."""
+        """Counts a roll-back; raises ConfigError after MAX_ROLL_BACKS without progress."""
         if spike.step > self._furthest:
             self._furthest, self._num = spike.step, 0
         self._num += 1
         if self._num > MAX_ROLL_BACKS:
             raise ConfigError(
-                f"The run was rolled back {MAX_ROLL_BACKS} times, leaving out another batch each "
-                f"time, and has not got beyond step {self._furthest} without a loss spike: the "
-                "batches are not what makes it. Lower the learning rate or clip gradients, raise "
-                "run.loss_spikes.factor, or take run.loss_spikes.action=report. To begin before "
-                "the newest checkpoint, remove it."
+                f"The run was rolled back {MAX_ROLL_BACKS} times, each time leaving out another "
+                f"batch, but the loss still spikes at or before step {self._furthest}. Lower the "
+                "learning rate, clip gradients, raise run.loss_spikes.factor, or set "
+                "run.loss_spikes.action=report. To start from an earlier checkpoint, remove the "
+                "newest."
             )

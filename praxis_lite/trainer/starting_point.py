@@ -1,4 +1,4 @@
-"""Where training begins: a new state, that of a source, or the newest one that the job saved."""
+"""The state that training starts from: new, from pretrained weights, or the newest saved one."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ from praxis_lite.trainer.spike_detector import LossSpike
 
 @dataclasses.dataclass
 class StartingPoint:
-    """Where training begins.
+    """The step and state that training starts from.
 
     Attributes:
-      step: the number of steps that were made before.
-      state: of that step; None once it was taken.
-      skipped_batches: indices of the training batches that are left out.
-      hooks: what hooks saved with the state, by their names.
-      source: "new"; or where the job itself saved the state: "disk", or "peers", the memory of
-        hosts.
+      step: Number of training steps already made.
+      state: The TrainState of that step; None after `take_state`.
+      skipped_batches: Indices of training batches to leave out, because their loss spiked.
+      hooks: Values that hooks saved with the state, by hook name.
+      source: "new" for an initial state, "disk" for the job's checkpoint, or "peers" for a state
+        from the memory of the job's hosts.
     """
 
     step: int
@@ -40,24 +40,25 @@ class StartingPoint:
 
     @property
     def is_resumed(self) -> bool:
-        """True if the job itself saved the state."""
+        """Whether an earlier launch of this job saved the state."""
         return self.source != "new"
 
     def take_state(self) -> TrainState:
-        """Returns the state and keeps no reference: the first step donates it."""
+        """Returns the state and drops this reference to it, because the first step donates it."""
         state, self.state = self.state, None
         return state
 
 
-class States:
-    """The states that a job can begin with.
+class StartingPoints:
+    """Creates or restores the state that a job starts from.
 
     Args:
-      sources: of initial states besides checkpoints, by the setting of `run` that names them.
+      job: The job on its mesh.
+      sources: Further sources of initial states, by the setting of `run` that selects each.
 
     Raises:
-      ConfigError: the job is new, and its initial state does not fit, or has not all frozen
-        weights.
+      ConfigError: The job has no checkpoint yet, and its initial state does not fit the task or
+        lacks a frozen weight.
     """
 
     def __init__(self, job: JobOnMesh, sources: Mapping[str, Source]):
@@ -71,19 +72,19 @@ class States:
             )
 
     def new(self) -> StartingPoint:
-        """Returns the start of a new job: a drawn state, or that of a source."""
+        """Returns step 0 of a new job, with weights that are drawn or read from a source."""
         partitioner = self._job.partitioner
         key, source = partitioner.key(self._job.run.seed), self._initial()
         if source is None:
-            _say("initialising the state")
+            _print_line("initialising the state")
             with events.phase(COMPILE):
                 compile_init(partitioner, key)
             return StartingPoint(0, partitioner.init(key))
         source.keep(self._job.files)
-        return StartingPoint(source.step, begun(partitioner, key, source, _say))
+        return StartingPoint(source.step, begun(partitioner, key, source, _print_line))
 
     def resumed(self, saved: SavedState) -> StartingPoint:
-        """Returns the start of a job from a saved state; raises ConfigError if the data differ."""
+        """Restores a saved state; raises ConfigError if it was trained on other data."""
         run, data = self._job.run, saved.latest_data()
         accepted = check_resumable(data, self._job.datasets[TRAIN], run.accept_changed_data)
         for line in [*accepted, *check_same_seed(data, run)]:
@@ -93,13 +94,15 @@ class States:
     def rolled_back(
         self, checkpoints: Checkpoints, spike: LossSpike, skipped_batches: tuple[int, ...]
     ) -> StartingPoint:
-        """Returns the newest checkpoint from before a spike, or a new start if there is none.
+        """Restores the newest checkpoint before a loss spike, or a new state if there is none.
 
-        A spike ends its run before the checkpoint of its step is begun. One of that step, or of a
-        later one, is set aside.
+        Checkpoints of the spike's step and of later steps, which an earlier launch may have saved,
+        are set aside.
 
         Args:
-          skipped_batches: that are left out from now on.
+          checkpoints: The job's checkpoints.
+          spike: The loss spike.
+          skipped_batches: Indices of all training batches to leave out from now on.
         """
         with events.phase(RESTORE):
             checkpoints.abandon_after(spike.step - 1)
@@ -108,7 +111,7 @@ class States:
         return dataclasses.replace(start, skipped_batches=skipped_batches)
 
     def _initial(self) -> InitialState | None:
-        """Returns the initial state that a setting of `run` names; None: all of it is drawn."""
+        """Returns the initial state that `run.init_from...` selects; None to draw all arrays."""
         if (setting := self._job.run.init_from) is None:
             return None
         name, value = setting
@@ -126,5 +129,5 @@ class States:
         )
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)

@@ -1,6 +1,6 @@
-"""Measures the times of a step and reads its metrics, while the next step runs.
+"""Reads the metrics and times of a step while the next step runs.
 
-So the devices never wait for the host. `metrics/step_times.py` defines each time.
+The devices therefore never wait for the host. `metrics/step_times.py` defines each time.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 from praxis_lite.job.events import EVALUATION, ON_DEVICES, SAVE, events
 from praxis_lite.trainer.hooks.hook import StepMetrics, overrides
 from praxis_lite.trainer.hooks.loop import Loop
-from praxis_lite.trainer.metrics.device_clock import OnDevices
+from praxis_lite.trainer.metrics.device_clock import DeviceSpan
 from praxis_lite.trainer.metrics.packed import Packed
 from praxis_lite.trainer.metrics.step_times import (
     DEVICE_TIME,
@@ -26,15 +26,17 @@ from praxis_lite.trainer.spike_detector import LossSpike
 
 @dataclasses.dataclass(frozen=True)
 class PendingStep:
-    """A step whose outputs are still on the devices, and this process's rows of its batch.
+    """A dispatched step whose outputs are still on the devices.
 
     Attributes:
-      outputs: of the step, packed.
-      batch: the index of the batch.
-      inputs: its rows from `first_row` on, on the host.
-      input_time: the seconds that the loop waited for them.
-      dispatch_time: the seconds that the call of the step took.
-      on_devices: when the step began and ended on the devices.
+      step: The step's number.
+      batch: Index of its batch in the training data.
+      outputs: The step's outputs, packed for one transfer per dtype.
+      inputs: This process's rows of the batch, on the host.
+      first_row: Index in the batch of the first of these rows.
+      input_time: Seconds that the loop waited for the batch.
+      dispatch_time: Seconds that the call of the compiled step took.
+      device_span: When the step started and ended on the devices.
     """
 
     step: int
@@ -44,57 +46,57 @@ class PendingStep:
     first_row: int
     input_time: float
     dispatch_time: float
-    on_devices: OnDevices
+    device_span: DeviceSpan
 
 
 class LateMetrics:
-    """Reads the outputs of a step, adds its times (`step_times`), and gives them to the hooks.
+    """Reads the outputs of the pending step, adds its times, and passes them to the hooks.
 
     Attributes:
-      pending: the step to be read next, or None.
-      last_time: when the step before it was read, in seconds of time.perf_counter.
+      pending: The step to read next, or None.
+      last_time: When the previous step was read, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, loop: Loop):
         self._loop, self._weight_unit = loop, loop.job.partitioner.task.weight_unit
-        self._adding = [hook for hook in loop.hooks if overrides(hook, "add_metrics")]
-        self._told = [hook for hook in loop.hooks if overrides(hook, "after_metrics")]
-        self._spent = events.seconds()
+        self._add_hooks = [hook for hook in loop.hooks if overrides(hook, "add_metrics")]
+        self._after_hooks = [hook for hook in loop.hooks if overrides(hook, "after_metrics")]
+        self._phase_seconds = events.seconds()
         self.pending: PendingStep | None = None
         self.last_time = time.perf_counter()
 
     def read(self) -> LossSpike | None:
-        """Waits for the pending step, if any, and tells the hooks its numbers.
+        """Waits for the pending step, if any, and calls the hooks with its metrics.
 
         Returns:
-          The loss spike for which the run is to go back: no other hook hears of the step then.
+          The loss spike to roll back from, or None. The remaining hooks are not called then.
         """
         if self.pending is None:
             return None
         pending, self.pending = self.pending, None
         with events.phase(ON_DEVICES):
-            outputs = pending.outputs.on_host()
+            outputs = pending.outputs.to_host()
         now = time.perf_counter()
         events.report(made=pending.step)
-        before, self._spent = self._spent, events.seconds()
+        previous, self._phase_seconds = self._phase_seconds, events.seconds()
         weight = float(outputs["metrics"]["loss"][1])
         line = _line(pending, outputs)
         line |= {
             STEP_TIME: now - self.last_time,
             INPUT_TIME: pending.input_time,
             DISPATCH_TIME: pending.dispatch_time,
-            DEVICE_TIME: pending.on_devices.seconds(),
-            EVALUATION_TIME: self._spent[EVALUATION] - before[EVALUATION],
-            SAVE_TIME: self._spent[SAVE] - before[SAVE],
+            DEVICE_TIME: pending.device_span.seconds(),
+            EVALUATION_TIME: self._phase_seconds[EVALUATION] - previous[EVALUATION],
+            SAVE_TIME: self._phase_seconds[SAVE] - previous[SAVE],
         }
         line[f"{self._weight_unit}_per_second"] = weight / line[STEP_TIME]
         self.last_time = now
         metrics = StepMetrics(
             pending.step, line, weight, pending.batch, pending.inputs, pending.first_row
         )
-        for hook in self._adding:
+        for hook in self._add_hooks:
             line.update(hook.add_metrics(metrics))
-        for hook in self._told:
+        for hook in self._after_hooks:
             hook.after_metrics(metrics)
             if self._loop.spike is not None:
                 return self._loop.spike
@@ -102,6 +104,7 @@ class LateMetrics:
 
 
 def _line(pending: PendingStep, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the line of metrics.jsonl for a step, without its times."""
     metrics = {name: float(value) for name, (value, _) in outputs["metrics"].items()}
     learner = {name: value.item() for name, value in outputs["learner"].items()}
     return {"step": pending.step, **metrics, **learner}

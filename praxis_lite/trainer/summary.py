@@ -1,4 +1,4 @@
-"""A job's results as text, from the files in its directory."""
+"""Summarizes a job's results as text, from the files in its directory."""
 
 import textwrap
 from collections.abc import Callable
@@ -18,25 +18,31 @@ from praxis_lite.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIMES
 def summary(
     job: JobDir, *, num_prompts: int = 3, more: Callable[[JobDir], str] = lambda job: ""
 ) -> str:
-    """Returns losses, evaluations, times, continuations, and where everything is.
+    """Returns a job's losses, evaluations, step times and decoded samples, and its files.
 
     Args:
-      num_prompts: of each dataset whose continuations are shown.
-      more: returns another section, which comes after the evaluations; "": none.
+      job: The job's directory.
+      num_prompts: Number of prompts to show of each decoded dataset.
+      more: Returns another section to show after the evaluations, or "".
     """
     columns = columns_in(job.metrics_jsonl)
     with np.errstate(all="ignore"):  # The columns may contain any numbers.
         parts = [
             _training(columns), _evaluations(job), more(job), _times_of_a_step(columns),
-            *(text for _, _, text in continuations(job, num_prompts)), _places(job),
+            *(text for _, _, text in continuations(job, num_prompts)), _files(job),
         ]
     return printable("\n\n".join(part for part in parts if part))
 
 
 def continuations(job: JobDir, num_prompts: int) -> list[tuple[str, int, str]]:
-    """Returns (dataset, step, text) of the newest decode file of each dataset.
+    """Returns (dataset, step, text) for the newest decoded file of each dataset.
 
-    The text has a few prompts and their continuations. Raises ConfigError if a file cannot be read.
+    Args:
+      job: The job's directory.
+      num_prompts: Number of prompts, with their continuations, in each text.
+
+    Raises:
+      ConfigError: A file cannot be read.
     """
     newest = {file.dataset: file for file in decoded_files(job)}
     return [(name, file.step, _continuations(file, num_prompts)) for name, file in newest.items()]
@@ -47,16 +53,15 @@ def _continuations(file: DecodedFile, num_prompts: int) -> str:
         decoded = file.read(num_prompts)
     except OSError as error:
         raise ConfigError(
-            f"{file.path} cannot be read ({error.strerror or error}). Take it away, and decode "
-            "again."
+            f"{file.path} cannot be read ({error.strerror or error}). Remove it, and decode again."
         ) from None
-    number, of = len(decoded.pairs), decoded.num_lines
-    head = f"Continuations ({file.dataset}, step {file.step}"
-    if number < of:
-        head += f", {number} of {of}"
+    num_shown, num_lines = len(decoded.pairs), decoded.num_lines
+    heading = f"Continuations ({file.dataset}, step {file.step}"
+    if num_shown < num_lines:
+        heading += f", {num_shown} of {num_lines}"
     if decoded.num_unreadable:
-        head += f", unreadable lines: {decoded.num_unreadable}"
-    lines = [f"{head})"]
+        heading += f", unreadable lines: {decoded.num_unreadable}"
+    lines = [f"{heading})"]
     for prompt, text in decoded.pairs:
         lines += [_block("prompt", prompt), _block("  goes on", text)]
     return "\n".join(lines)
@@ -66,14 +71,14 @@ def _training(columns: Columns) -> str:
     steps = columns["step"]
     if "loss" not in columns:
         return ""
-    marks = [0, *(len(steps) * part // 4 for part in (1, 2, 3)), -1]
-    numbers = "  ".join(f"{steps[mark]:>8}" for mark in marks)
-    losses = "  ".join(f"{metric_text(columns['loss'][mark]):>8}" for mark in marks)
+    rows = [0, *(len(steps) * quarter // 4 for quarter in (1, 2, 3)), -1]
+    numbers = "  ".join(f"{steps[row]:>8}" for row in rows)
+    losses = "  ".join(f"{metric_text(columns['loss'][row]):>8}" for row in rows)
     return f"Training\n  step  {numbers}\n  loss  {losses}"
 
 
 def _evaluations(job: JobDir) -> str:
-    # Another process may have added evaluations of earlier steps later.
+    # The file may not be sorted, because other processes append evaluations of earlier steps.
     by_step = sorted(lines_if_any(job.eval_metrics_jsonl), key=lambda line: line["step"])
     newest = {str(line.get("dataset", "")): line for line in by_step}
     lines = []
@@ -92,7 +97,7 @@ def _evaluations(job: JobDir) -> str:
 
 
 def _times_of_a_step(columns: Columns) -> str:
-    """Returns the means of the columns that clocks fill; dispatch and devices overlap the rest."""
+    """Returns a table of the mean times of a step; dispatch and device time overlap the others."""
     if not columns.keys() >= set(TIMES):
         return ""
     is_known = np.isfinite([columns[name] for name in TIMES]).all(axis=0)
@@ -105,29 +110,32 @@ def _times_of_a_step(columns: Columns) -> str:
     ]
     for name in (MFU, HFU):
         if name in columns:
-            has = is_known & np.isfinite(columns[name])
-            times = columns[STEP_TIME][has]
-            share = (columns[name][has] * times).sum() / times.sum()
-            rows.append((f"  {name}", "", f"{share:.1%}"))
-    number = is_known.sum()
-    count = "1 step" if number == 1 else f"{number:,} steps"
-    head = f"The time of a step, on average of {count}, and its share of step_time"
-    return "\n".join([head, *table_lines(rows, right=(1, 2))])
+            has_value = is_known & np.isfinite(columns[name])
+            times = columns[STEP_TIME][has_value]
+            utilization = (columns[name][has_value] * times).sum() / times.sum()
+            rows.append((f"  {name}", "", f"{utilization:.1%}"))
+    num_steps = is_known.sum()
+    count = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
+    heading = f"The time of a step, on average of {count}, and its share of step_time"
+    return "\n".join([heading, *table_lines(rows, right=(1, 2))])
 
 
 def _block(name: str, text: str) -> str:
+    """Formats text as wrapped lines behind a margin that contains `name`."""
     margin = f"  {name:<9} | "
     rows = [
         row or ""
         for line in text.splitlines() or [""]
         for row in (textwrap.wrap(line, 84, drop_whitespace=False) or [""])
     ]
-    rest = " " * (len(margin) - 2) + "| "
-    return "\n".join((margin if i == 0 else rest) + row for i, row in enumerate(rows))
+    continuation_margin = " " * (len(margin) - 2) + "| "
+    return "\n".join(
+        (margin if i == 0 else continuation_margin) + row for i, row in enumerate(rows)
+    )
 
 
-def _places(job: JobDir) -> str:
-    places = {
+def _files(job: JobDir) -> str:
+    files = {
         "config": job.config_txt,
         "layout of the weights": job.layout_txt,
         "metrics of each step": job.metrics_jsonl,
@@ -138,10 +146,10 @@ def _places(job: JobDir) -> str:
         "decoded": job.path / "decode",
         "evaluated, row by row": job.path / "eval",
     }
-    there = [f"  {name:<22}{place}" for name, place in places.items() if place.exists()]
+    lines = [f"  {name:<22}{file}" for name, file in files.items() if file.exists()]
     if job.tensorboard.exists():
-        there.append(
+        lines.append(
             f"  {'drawn by TensorBoard':<22}tensorboard --logdir={job.tensorboard} "
             "(after: pip install tensorboard)"
         )
-    return "\n".join(["Where everything lies", *there])
+    return "\n".join(["Where everything lies", *lines])

@@ -1,4 +1,4 @@
-"""The training loop: batches into steps, in their order; all else is done by hooks."""
+"""The training loop: feeds batches to the train step in order; hooks do everything else."""
 
 import contextlib
 import dataclasses
@@ -20,22 +20,23 @@ from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.device_clock import DeviceClock
-from praxis_lite.trainer.metrics.packed import packed
+from praxis_lite.trainer.metrics.packed import pack_scalars
 from praxis_lite.trainer.spike_detector import LossSpike
 from praxis_lite.trainer.starting_point import StartingPoint
 from praxis_lite.trainer.step_metrics import LateMetrics, PendingStep
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """How training ended.
 
     Attributes:
-      step: the last one made; its checkpoint is saved.
-      num_skipped: how many steps in a row, up to the last, were skipped.
-      stopped_by: what asked for an early end, such as "SIGTERM", or None.
-      ended_early: why a hook, such as early stopping, ended training; None: none did.
-      unsound: why the last step, which is saved, is not sound; None: it is.
+      step: The last training step; its checkpoint is saved.
+      num_skipped: Number of consecutive skipped steps at the end of training.
+      stopped_by: The request that stopped training early, such as "SIGTERM"; None without one.
+      ended_early: Why a hook, such as early stopping, ended training; None if none did.
+      unsound: Why the final weights should not be used, such as a NaN evaluation loss; None if
+        they are fine.
     """
 
     step: int
@@ -48,88 +49,100 @@ class Trained:
 def train(
     job: JobOnMesh, start: StartingPoint, checkpoints: Checkpoints, stop: StopRequest,
     hooks: Sequence[Hook], note: Callable[[str], None],
-) -> Trained | LossSpike:
-    """Trains to `run.num_train_steps`, or until training stops early or is asked to stop.
+) -> TrainingResult | LossSpike:
+    """Trains until `run.num_train_steps`, a hook's decision to end, or a request to stop.
 
-    A step's metrics are read one step late, while the next step runs, so the devices never wait
-    for the host; before a hook that `waits` they are read at once.
+    The metrics of a step are read one step late, while the next step runs, so the devices never
+    wait for the host. Before a hook that `waits`, they are read immediately.
 
     Args:
-      stop: asked after every step, and before every batch of an evaluation.
-      note: prints a line.
+      job: The job on its mesh.
+      start: The state and step to train from; the state is donated.
+      checkpoints: Where the hooks save.
+      stop: Polled after every step, and before every batch of an evaluation.
+      hooks: All hooks, in the order in which they are called.
+      note: Prints a line.
 
     Returns:
-      How training ended; or the loss spike that ended it, for which the job is to go back.
+      How training ended; or the loss spike before which the job must be rolled back.
 
     Raises:
-      ConfigError: a batch has ids that the model has no row for; or what a hook raises.
-      FailedSave: a checkpoint could not be written.
+      ConfigError: A batch has ids outside the model's vocabulary, or a hook raised the error.
+      FailedSave: A checkpoint could not be written.
     """
     loop = Loop(
         job, start.step, start.skipped_batches, checkpoints, stop, hooks, note,
         is_resumed=start.is_resumed,
     )
     events.report(trains_from=start.step)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for hook in loop.hooks:
-            held.enter_context(hook)
+            stack.enter_context(hook)
         with loop.watchdog, DeviceClock() as device_clock:
             return _run(loop, start, device_clock)
 
 
-def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained | LossSpike:
+def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> TrainingResult | LossSpike:
     job, partitioner, step = loop.job, loop.job.partitioner, start.step
     state = start.take_state()
     for name, hook in by_name(loop.hooks).items():
         hook.restore(start.hooks.get(name))
         hook.before_training(loop, state)
-    late = LateMetrics(loop)
-    acting = [hook for hook in loop.hooks if overrides(hook, "after_step")]
-    key, taken = partitioner.key(job.run.seed), _batches(loop)
+    late_metrics = LateMetrics(loop)
+    step_hooks = [hook for hook in loop.hooks if overrides(hook, "after_step")]
+    key, batches = partitioner.key(job.run.seed), _batches(loop)
     with events.phase(STEP):
         while not loop.is_last(step):
             step += 1
             loop.checkpoints.raise_if_failed()
-            index, inputs, batch, first_row, input_time = next(taken)
+            index, inputs, batch, first_row, input_time = next(batches)
             if step == loop.first_step + 1:
-                late.last_time += loop.compile()
-            called = time.perf_counter()
-            # The name by which xprof finds the steps in a profile.
-            in_profile = jax.profiler.StepTraceAnnotation("train", step_num=step)
-            with in_profile, events.phase(DISPATCH, step):
+                # Do not count compilation in the time of the first step.
+                late_metrics.last_time += loop.compile()
+            dispatch_start = time.perf_counter()
+            # xprof finds the steps of a profile by this name.
+            annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            with annotation, events.phase(DISPATCH, step):
                 state, outputs = partitioner.train_step(state, batch, key)
-            dispatch_time = time.perf_counter() - called
-            on_devices = device_clock.began(called, outputs["metrics"]["loss"])
-            on_the_way = packed(outputs)
+            dispatch_time = time.perf_counter() - dispatch_start
+            device_span = device_clock.began(dispatch_start, outputs["metrics"]["loss"])
+            packed_outputs = pack_scalars(outputs)
             loop.stop.step_ended()
-            loop.asked_to_stop()
-            if spike := late.read():
+            loop.should_stop()
+            # The step just dispatched is running now: read the metrics of the one before it.
+            if spike := late_metrics.read():
                 return spike
-            late.pending = PendingStep(
-                step, index, on_the_way, inputs, first_row, input_time, dispatch_time, on_devices
+            late_metrics.pending = PendingStep(
+                step, index, packed_outputs, inputs, first_row, input_time, dispatch_time,
+                device_span,
             )
             loop.results = None
-            for hook in acting:
+            for hook in step_hooks:
                 if hook.is_due(step, loop.is_last(step)):
-                    if hook.waits and (spike := late.read()):
+                    if hook.waits and (spike := late_metrics.read()):
                         return spike
                     step_made = StepMade(step, state, batch, key, outputs, loop.is_last(step))
                     with events.phase(f"hook {type(hook).__name__}"):
                         loop.end(hook.after_step(step_made))
                     if hook.waits:
-                        late.last_time = time.perf_counter()
+                        late_metrics.last_time = time.perf_counter()
             loop.watchdog.step_ended(step)
-        if spike := late.read():
+        if spike := late_metrics.read():
             return spike
     if loop.reason and not loop.stops:
         loop.note(f"stopped early at step {step}: {loop.reason}")
     for hook in loop.hooks:
         hook.after_training(step)
-    return Trained(step, num_skipped_in_a_row(state), loop.stopped_by(), loop.reason)
+    return TrainingResult(step, num_skipped_in_a_row(state), loop.stopped_by(), loop.reason)
 
 
 def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
-    """Yields each batch: its index, its rows here, the global batch, the first row, the time."""
+    """Yields training batches, without those left out after loss spikes.
+
+    Yields:
+      (index in the data, this process's rows as NumPy arrays, global batch on the devices, index
+      of this process's first row, seconds spent waiting for the input).
+    """
     partitioner, pipeline = loop.job.partitioner, loop.job.datasets[TRAIN]
     num_rows = pipeline.batch_size
     rows = partitioner.process_rows(num_rows)
@@ -142,5 +155,5 @@ def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
         input_time = time.perf_counter() - began
         check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
         batch = global_batch(inputs, partitioner.mesh, num_rows)
-        loop.consensus.host_worked(time.perf_counter() - began)
+        loop.consensus.add_host_seconds(time.perf_counter() - began)
         yield index, inputs, batch, rows.start, input_time

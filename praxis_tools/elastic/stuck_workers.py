@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from praxis_lite.job.processes.stacks import asked_for
+from praxis_lite.job.processes.stacks import request_stacks
 from praxis_lite.job.processes.watchdog import write_report
 from praxis_tools.elastic.members import Generation, Member
 from praxis_tools.elastic.worker_process import WorkerProcess
@@ -76,7 +76,7 @@ def _collective(members: Mapping[int, Member], process: int) -> str:
 def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
     """Reports on standard error, and in a file, where a worker is stuck that is to be ended."""
     path = worker.reports.get("stacks_file", "")
-    stacks = asked_for(worker.pid, path) if path else ""
+    stacks = request_stacks(worker.pid, path) if path else ""
     # The job's first process may be gone by now, and with it all that were connected to it.
     stacks = stacks or worker.reports.get("stacks", "")
     where = (

@@ -48,10 +48,12 @@ class _Leaves(signals.SignalListener):
         super().__init__()
         self.reason = ""
 
-    def _asked(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         self.reason = signals.name(signum)
-        signals.say(f"{self.reason}: this process leaves the job after the running step; a second "
-                    "signal ends it at once")
+        signals.write_line(
+            f"{self.reason}: this process leaves the job after the running step; a second signal "
+            "ends it at once"
+        )
 
 
 class Supervisor:

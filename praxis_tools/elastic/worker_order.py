@@ -15,7 +15,7 @@ from typing import Any
 from praxis_lite.job.events import Listener, Phase
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.membership import Membership
-from praxis_lite.job.processes.stacks import give_when_asked, stacks
+from praxis_lite.job.processes.stacks import install_stacks_handler, stacks
 from praxis_tools.stuck.progress import own
 
 # The variable that makes a process a worker: "file descriptor of its reports:supervisor's PID".
@@ -84,7 +84,7 @@ def wait_for_order(prepare: Callable[[], None]) -> Order:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG.
     if os.getppid() != int(supervisor):
         os._exit(0)
-    signals.hear_supervisor_alone()
+    signals.listen_to_supervisor_only()
     prepare()
     line = sys.stdin.readline()
     if not line:
@@ -148,10 +148,10 @@ def report_progress() -> None:
     """Begins to report the progress of this worker, once a second, from a thread.
 
     The supervisor gets `progress`, the fields of `Progress`, and `stacks_file`, the path for
-    `stacks.asked_for`. Once the worker waits it also gets `stacks`, and `first_collectives`: for
-    each process, as text, the first collective of a training step that needs its devices.
+    `stacks.request_stacks`. Once the worker waits it also gets `stacks`, and `first_collectives`:
+    for each process, as text, the first collective of a training step that needs its devices.
     """
-    report(stacks_file=give_when_asked())
+    report(stacks_file=install_stacks_handler())
     threading.Thread(target=_report_progress, name="progress", daemon=True).start()
 
 

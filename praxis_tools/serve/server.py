@@ -117,9 +117,9 @@ class _DrainsBySignal(signals.SignalListener):
         super().__init__()
         self._engine, self._seconds = engine, seconds
 
-    def _asked(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         if not self._engine.is_draining:
-            signals.say(
+            signals.write_line(
                 f"{signals.name(signum)}: no new requests are taken; {self._engine.num_in_rows} "
                 f"answers in rows and {self._engine.num_waiting} in the queue have "
                 f"{self._seconds:g} s"

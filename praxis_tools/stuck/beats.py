@@ -27,16 +27,16 @@ class StuckBeats(Beats):
 
     def __init__(self, seconds: float):
         super().__init__(seconds)
-        events.tell(own)
+        events.add_listener(own)
         self._decision = Decision(processes.count())
         self._asked: dict[int, str] = {}  # Stuck processes that are asked, and their stacks.
         self._num_asked, self._reported = 0, ()
 
-    def more(self) -> dict[str, Any]:
+    def extra_fields(self) -> dict[str, Any]:
         progress = own_progress(processes.index())
         return {"progress": dataclasses.asdict(progress), "asks": list(self._asked)}
 
-    def look(self, service: Any) -> int | None:
+    def check(self, service: Any) -> int | None:
         process = processes.index()
         if 0 in self._last and process in self._last[0]["asks"]:
             key = _stacks_of(own.progress_of(process))
@@ -68,7 +68,7 @@ class StuckBeats(Beats):
           given: returns the stacks that a process gave which was asked for them, None: not yet.
         """
         progress = [
-            Progress(**beat["progress"] | {"unheard_seconds": self.silent(k)})
+            Progress(**beat["progress"] | {"unheard_seconds": self.silent_seconds(k)})
             for k, beat in self._last.items()
         ]
         local = own_progress(processes.index())

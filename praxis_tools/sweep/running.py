@@ -30,10 +30,10 @@ class _EndRequest(signals.SignalListener):
 
     reason: str | None = None
 
-    def _asked(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         if self.reason is None:
             self.reason = signals.name(signum)
-            signals.say(
+            signals.write_line(
                 f"{self.reason}: ending the trials, which save their steps; a second signal ends "
                 "at once"
             )

@@ -321,7 +321,7 @@ def test_an_unfinished_save_is_not_seen(saved_folder, tmp_path, mesh_of):
     lines = []
     with Checkpoints(folder, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert lines == [
-            f"removed {name}, left by a save that was cut short"
+            f"removed {name}, left by an interrupted save"
             for name in ("17.saving.orbax-checkpoint-tmp", "19.saving")
         ]
         assert checkpoints.all_steps() == [13]

@@ -39,7 +39,7 @@ def refusal(groups, loaded=()):
 def test_adapters_over_new_weights_are_refused_by_the_names_of_these(name):
     groups = groups_of(name)
     message = refusal(groups)
-    assert message.startswith("Adapters are to be trained over weights that are frozen and newly")
+    assert message.startswith("Adapters would be trained over weights that are frozen and random")
     assert "self_attention/" in message and "/w" in message and "HF_DIR=DIRECTORY" in message
     assert "lora" not in message
     check_frozen_base(groups, [], may_be_new=True)
@@ -65,7 +65,7 @@ def test_adapters_over_new_weights_are_refused_by_the_names_of_these(name):
 def test_little_over_much_that_is_new_is_refused_whatever_it_is(settings, is_refused):
     groups = groups_of("lm.Synthetic", settings)
     if is_refused:
-        assert "over weights that are frozen and newly drawn" in refusal(groups)
+        assert "over weights that are frozen and random" in refusal(groups)
     check_frozen_base(groups, paths_of(groups), may_be_new=False)
     if not is_refused:
         check_frozen_base(groups, [], may_be_new=False)

@@ -13,7 +13,7 @@ from praxis_lite.job.job_lock import JobLock, is_training
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    monkeypatch.setattr(new_steps, "_SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(new_steps, "_POLL_SECONDS", 0.01)
     (tmp_path / "config.json").touch()
     return JobDir(tmp_path)
 

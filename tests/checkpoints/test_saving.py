@@ -206,7 +206,7 @@ def test_a_kill_in_a_save_loses_no_step(tmp_path, monkeypatch, name, left, steps
         restored = checkpoints.restore(SMALL, mesh())
         assert restored.step == int(restored.state.opt_states["count"]) == steps[-1]
     assert names_in(tmp_path) == [str(step) for step in steps] and len(lines) == 1
-    assert ("7.saving, left by a save" in lines[0]) == (steps == [3])
+    assert ("7.saving, left by an interrupted save" in lines[0]) == (steps == [3])
 
 
 def test_a_kill_while_an_old_step_is_deleted_leaves_none_that_is_half(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_a_kill_while_an_old_step_is_deleted_leaves_none_that_is_half(tmp_path, 
     lines = []
     with Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert checkpoints.all_steps() == [2, 3] and checkpoints.latest_step() == 3
-    assert lines == ["removed 1.deleting, left by a deletion that was cut short"]
+    assert lines == ["removed 1.deleting, left by an interrupted deletion"]
     assert names_in(tmp_path) == ["2", "3"]
 
 
@@ -244,8 +244,8 @@ def test_a_save_that_fails_is_told_before_the_next_step(tmp_path, monkeypatch):
     assert isinstance(caught.value, ConfigError) and caught.value.__cause__ is FULL
     assert str(caught.value).startswith(
         "The checkpoint of step 7 could not be saved: No space left on device (/disk/7.saving). "
-        f"The newest checkpoint is of step 3, in {tmp_path}. Make room, or fix the cause; the same "
-        "command then resumes from there."
+        f"The newest checkpoint is of step 3, in {tmp_path}. Free disk space or fix the cause; the "
+        "same command then resumes from that checkpoint."
     )
     assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
 
@@ -316,7 +316,7 @@ def test_a_failed_save_is_tried_again_with_the_newest_state(tmp_path, monkeypatc
     assert names_in(tmp_path) == ["7", "9"]
     assert lines[0] == (
         "The checkpoint of step 3 could not be saved: No space left on device (/disk/7.saving). "
-        "It will be tried again, 1 of 2 times"
+        "Retrying, 1 of 2 times"
     )
     assert "step 5" in lines[1] and "2 of 2" in lines[1] and "1 of 2" in lines[2]
 
@@ -562,7 +562,7 @@ def test_a_full_disk_leaves_the_step_before_and_no_rubbish(tmp_path):
     )
     assert last.startswith(
         f"FailedSave: The checkpoint of step 11 could not be saved: File too large "
-        f"({tmp_path}/11.saving). The newest checkpoint is of step 3, in {tmp_path}. Make room"
+        f"({tmp_path}/11.saving). The newest checkpoint is of step 3, in {tmp_path}. Free disk"
     )
     assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
 

@@ -186,8 +186,9 @@ def test_ls_tells_the_state_of_every_folder(job, tmp_path, capsys):
     assert (code, err) == (0, "")
     states = {line.split()[0]: line for line in out.splitlines()[1:]}
     for name, words in {
-        "1.deleting": "deleting, or left by a deletion", "3.damaged": "quarantined",
-        "6": "damaged: mdl_vars/", "9": "good", "12.saving": "saving, or left by a save",
+        "1.deleting": "deleting, or left by an interrupted deletion", "3.damaged": "quarantined",
+        "6": "damaged: mdl_vars/", "9": "good",
+        "12.saving": "saving, or left by an interrupted save",
         "15": "damaged: it is an empty directory",
     }.items():
         assert words in states.pop(name)
@@ -237,13 +238,13 @@ def test_digest_prints_as_checksum_tools_do(job, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("ls", "JOB/absent"), "absent is no directory. Name a job_log_dir"),
-        (("show", "JOB/empty"), "empty holds no checkpoints"),
+        (("ls", "JOB/absent"), "absent is not a directory. Pass a job_log_dir"),
+        (("show", "JOB/empty"), "empty contains no checkpoints"),
         (("digest", "JOB", "--step=7"), "has no committed step 7; it has the steps 3, 6, 9"),
         (("verify", "JOB", "--step=7"), "has no committed step 7; it has the steps 3, 6, 9"),
         (("diff", "JOB", "--step=9"), "Both sides are .*/9. Name another job, or two steps"),
         (("diff", "JOB", "JOB", "--step=9"), "Both sides are .*/9"),
-        (("show", "JOB/checkpoints/6"), "is one step: name .*/checkpoints, and --step=6"),
+        (("show", "JOB/checkpoints/6"), "is one step: pass .*/checkpoints, and --step=6"),
     ],
     ids=["absent", "empty", "step", "verified", "same", "job", "one"],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from praxis_lite.main import MODES
 from praxis_lite.modes.mode import CommandLine
-from praxis_lite.modes.options import parsed
+from praxis_lite.modes.options import parse_command_line
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = ROOT / "clusters"
@@ -21,7 +21,7 @@ CLUSTERS = ROOT / "clusters"
 
 def our_options(argv: Sequence[str]) -> tuple[CommandLine, dict[str, Any]]:
     """Returns the options of a command line that trains, as the program itself reads it."""
-    command, mode, options = parsed(argv, MODES)
+    command, mode, options = parse_command_line(argv, MODES)
     assert mode is MODES["train"]
     return command, options
 

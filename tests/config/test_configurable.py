@@ -25,7 +25,7 @@ REFUSED = """
 @pytest.mark.parametrize("symbol", REFUSED.split())
 def test_what_acts_is_refused(symbol):
     module, _, name = symbol.partition(":")
-    with pytest.raises(ConfigError, match=f"config.json names {module}.{name},"):
+    with pytest.raises(ConfigError, match=f"config.json contains {module}.{name},"):
         json_nodes.read({"name": symbol}, ())
 
 

@@ -97,7 +97,7 @@ def test_a_value_is_read_as_the_annotation_says(setting, value):
         ("rate=true", "float"),
         ("use_bias=1", "true or false"),
         ("use_bias=yes", "true or false"),
-        ("split=mdl", "Sequence[str | int | None] | None; a sequence of one is written mdl,"),
+        ("split=mdl", "Sequence[str | int | None] | None; write a sequence of one item as mdl,"),
         ("split=(1.5,)", "Sequence[str | int | None] | None"),
         ("kind=rotray", "one of rotary, learned, none"),
         ("pair=(13, 7)", "tuple[int, str]"),
@@ -113,7 +113,7 @@ def test_a_wrong_type_names_path_value_and_type(setting, expected):
     path, _, text = setting.partition("=")
     with pytest.raises(ConfigError) as caught:
         layer_with(setting)
-    message = f"task[0].{path}: found {text!r}, expected {expected}. It is"
+    message = f"task[0].{path}: found {text!r}, expected {expected}. The current value is"
     assert str(caught.value).startswith(message)
 
 

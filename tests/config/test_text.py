@@ -143,11 +143,11 @@ def test_dumping_leaves_the_config_as_it_was_and_is_deterministic():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (lambda x: x, "no name at the top of a module"),
+        (lambda x: x, "not defined at the top level of a module"),
         (np.ones(7), "<numpy.ndarray>"),
         (np.float32(7), "<numpy.float32>"),
         (zoo.Mesh((1, 1, 1)), "<tests.support.callables.Mesh>"),
-        (jax.jit(lambda x: x), "no name at the top of a module"),
+        (jax.jit(lambda x: x), "not defined at the top level of a module"),
     ],
     ids=lambda value: str(type(value)),
 )
@@ -171,7 +171,7 @@ def test_a_foreign_package_is_refused_at_the_start_and_can_be_allowed():
 
 
 def test_code_that_has_changed_is_named():
-    gone = r"config\.json names tests\.support\.callables\.{}, "
+    gone = r"config\.json contains tests\.support\.callables\.{}, "
     with pytest.raises(ConfigError, match=gone.format("Gone")):
         load(with_corpus("tests.support.callables", "Gone"))
     with pytest.raises(ConfigError, match=gone.format(r"gone\.Corpus")):

@@ -177,10 +177,10 @@ def test_the_words_of_paxs_experiments_and_functions_are_found():
     ("argv", "words"),
     [
         (["--exp=tasks.lm.params.c4.C4Spmd", "--job_log_dir=x"], "a name in Pax"),
-        (["--fdl_config=C4", "--job_log_dir=x"], "option of Pax's; here it is --exp=NAME"),
-        (["--mode=decode_once", "--job_log_dir=x"], "mode of Pax's; here it is decode"),
+        (["--fdl_config=C4", "--job_log_dir=x"], "option of Pax. In praxis_lite it is --exp=NAME"),
+        (["--mode=decode_once", "--job_log_dir=x"], "mode of Pax; in praxis_lite it is decode"),
         (["--exp=lm.Synthetic", "--job_log_dir=x", "--set", "PERCORE_BATCH_SIZE=4"],
-         "Here it is BATCH_SIZE, for all devices together"),
+         "In praxis_lite it is BATCH_SIZE, for all devices together"),
     ],
 )
 def test_names_of_pax_are_said_as_that(argv, words, tmp_path, monkeypatch, capsys):

@@ -38,7 +38,7 @@ def record(tracker, folder):
     thread.go_on_from(0, 0, 0)
     thread.start()
     for step in (1, 2, 3):
-        thread.made(step, {"loss": 1 / step})
+        thread.log_step(step, {"loss": 1 / step})
     thread.end("finished")
     thread.join(30)
     assert not thread.is_alive()

@@ -38,7 +38,7 @@ def test_the_reason_names_the_metric_the_best_step_and_the_number_of_evaluations
     history = {30: 0.6, 10: 0.5, 20: 0.7}  # In any order.
     assert stopping.reason_to_stop(history) is None
     assert stopping.reason_to_stop(history | {40: 0.7}) == (
-        "heldout/accuracy was best at step 20 (0.7000) and has not got better in 2 evaluations"
+        "heldout/accuracy was best at step 20 (0.7000) and has not improved in 2 evaluations"
     )
     assert "was never a number" in stopping.reason_to_stop({1: NAN, 2: NAN})
 

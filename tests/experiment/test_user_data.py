@@ -44,5 +44,5 @@ def test_all_missing_packages_of_a_config_are_in_one_error(monkeypatch):
             optional_packages.require_package(first, "A feature")
         message = str(error.value)
         assert all(name in message for name in missing)
-        extras = re.search(r"For all: pip install 'praxis_lite\[(.*)\]'", message)[1]
+        extras = re.search(r"To install all: pip install 'praxis_lite\[(.*)\]'", message)[1]
         assert set(extras.split(",")) == {"mlflow", "wandb", "sources", "quantization"}

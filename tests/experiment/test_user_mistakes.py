@@ -55,11 +55,11 @@ REFUSED = {
     "NamedRate": "learning_rate is '1e-3'; expected a number, or a schedule",
     "UnbuiltSchedule": r"Set a schedule as fdl.Config\(linear_schedule, ...\)",
     "PartialLearner": r"LossTask.learner is a partial; expected a Learner: fdl.Config\(Learner",
-    "ConfigModel": r"task.model: Mlp cannot be made: .*'rngs'.* write fdl.Partial\(Mlp, ...\)",
+    "ConfigModel": r"task.model: Mlp cannot be built: .*'rngs'.* write fdl.Partial\(Mlp, ...\)",
     "NoWidth": r"Mlp lacks width: set it in its config, such as fdl.Partial\(Mlp, width=...\)",
     "Misspelled": "Mlp has no setting 'widht'; it has width. Did you mean width",
     "BuiltModel": r"model is Identity itself; expected a function .* fdl.Partial\(Ident",
-    "AbstractTask": "task: NoComputeLoss cannot be made: .*abstract.*compute_loss",
+    "AbstractTask": "task: NoComputeLoss cannot be built: .*abstract.*compute_loss",
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",
     "Empty": r"no methods mesh\(\), task\(\), datasets\(\), run\(\). Add.*def mesh",
     "MeshTuple": r"mesh\(\) returns a tuple, expected .* such as fdl.Config\(MeshConfig",
@@ -85,7 +85,7 @@ THEIR_LINES = {
     ),
     "all.PaxMapping": (
         "mistakes/all.py", 'task.model.weight_split_dims_mapping.wt = ("data", "mdl")', "in task",
-        "has no fields here: assign the sequence itself",
+        "mapping has no fields: assign a sequence",
     ),
     "syntax.One": ("mistakes/syntax.py", "def task(self)", "line 2", "SyntaxError: expected ':'"),
     "absent.One": ("mistakes/absent.py", "import torchvison", "line 2", "ModuleNotFoundError"),
@@ -105,7 +105,7 @@ def test_an_exception_of_the_users_code_is_their_line_and_its_traceback_a_file(n
     assert message.startswith("error: ") and f"{file}, line" in message.split("`")[0]
     assert f"`{line}" in message or f"{line}`" in message
     assert all(word in message for word in words)
-    path = re.search(r"The whole traceback is in (\S+)\.$", message)[1]
+    path = re.search(r"The full traceback is in (\S+)\.$", message)[1]
     # Of a job only once its directory is known to be its own.
     assert (path == str(job / "traceback.txt")) == job.exists()
     with open(path) as traceback:

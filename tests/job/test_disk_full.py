@@ -98,7 +98,7 @@ def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
 @contextlib.contextmanager
 def failing(job, fails, number):
     """Lets the files of lines of a job fail at some steps, by an error of that number."""
-    fstat_of, add = os.fstat, kept_lines.KeptLines.add
+    fstat_of, add = os.fstat, kept_lines.RetryingLineWriter.add
 
     def fstat(file):
         name = os.readlink(f"/proc/self/fd/{file}")
@@ -106,14 +106,14 @@ def failing(job, fails, number):
             raise OSError(number, os.strerror(number))
         return fstat_of(file)
 
-    def collect_untyped_notes(self, step, text):
+    def noting(self, step, text):
         fstat.step = step
         add(self, step, text)
 
     fstat.step = 0
     with (
         mock.patch.object(os, "fstat", fstat),
-        mock.patch.object(kept_lines.KeptLines, "add", collect_untyped_notes),
+        mock.patch.object(kept_lines.RetryingLineWriter, "add", noting),
         mock.patch.object(kept_lines, "_RETRY_SECONDS", 0.0),
     ):
         yield
@@ -160,7 +160,7 @@ def test_tensorboard_says_so_once_and_training_goes_on(tmp_path):
         thread.go_on_from(0, 0, 0)
         thread.start()
         for step in range(1, 50):
-            thread.made(step, {"loss": 2.5})
+            thread.log_step(step, {"loss": 2.5})
         while not thread.notes:
             time.sleep(0.01)
     thread.end("finished")
@@ -229,13 +229,13 @@ def test_any_other_file_is_one_paragraph_and_errors_of_ours_keep_their_traceback
         done = launch("--exp=lm.PyDocs")
     assert done.code == 2
     assert done.err == "\n".join(textwrap.wrap(
-        "error: /data/layout.txt could not be written: No space left on device. Make room, or "
-        "fix the file system, and launch the same command again.", 100
+        "error: /data/layout.txt could not be written: No space left on device. Free disk "
+        "space or fix the file system, and run the same command again.", 100
     )) + "\n"
     gone = FileNotFoundError(2, "gone", "/x")
     with mock.patch.object(registry, "get_experiment", side_effect=gone):
         done = launch("--exp=lm.PyDocs")
-    assert done.code == 2 and done.err.startswith("error: /x: gone. The whole traceback is in ")
+    assert done.code == 2 and done.err.startswith("error: /x: gone. The full traceback is in ")
     with (
         mock.patch.object(registry, "get_experiment", side_effect=KeyError("a defect of ours")),
         pytest.raises(KeyError),

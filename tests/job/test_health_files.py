@@ -91,7 +91,7 @@ def test_a_job_is_ready_from_its_first_step_to_its_last(tmp_path, monkeypatch):
     ("flags", "words"),
     [
         (["--health_dir=JOB/health"], "--health_dir.*outside --job_log_dir"),
-        (["--health_dir=FILE/health"], "--health_dir=.*cannot be written.*directory of this host"),
+        (["--health_dir=FILE/health"], "--health_dir=.*cannot be written.*local directory"),
         (["--grace_seconds=0"], "--grace_seconds is 0; expected a number of seconds, 1 or more"),
     ],
 )

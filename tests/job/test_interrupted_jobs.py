@@ -81,7 +81,7 @@ def test_wherever_one_is_ended_at_once_the_other_hears_of_it(tmp_path, place, ne
     pair = Pair(tmp_path, place, *(["write of 14"] if place == "evaluation" else []))
     pair.reaches(place, "0" if place.startswith("digests") else "01")
     pair.signal(signal.SIGTERM, "1")
-    assert pair.answer("1")[0].startswith("SIGTERM: ending when")
+    assert pair.answer("1")[0].startswith("SIGTERM: ending after")
     pair.signal(signal.SIGINT, "1")
     first, second = pair.ended()
     assert (first.code, second.code) == (130, 130), (first, second)

@@ -62,7 +62,7 @@ def test_a_job_of_another_experiment_is_refused_naming_both(tmp_path):
 def test_a_file_in_its_place_or_above_it_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for opened in (lambda p: open_for_training(p, "zoo.MyLm"), open_for_reading):
-        with pytest.raises(ConfigError, match="--job_log_dir=.*/file "):
+        with pytest.raises(ConfigError, match="job_log_dir=.*/file "):
             opened(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"file/below.*\(Not a directory\)"):
         open_for_training(tmp_path / "file" / "below", "zoo.MyLm")
@@ -81,7 +81,7 @@ def test_jobs_in_a_directory_that_is_none_or_beside_it_are_named(tmp_path):
     job_at(tmp_path / "jobs" / "other")
     with pytest.raises(ConfigError, match=r"warmup77 .* mean warmup7, in .*/jobs\."):
         open_for_reading(tmp_path / "jobs" / "warmup77")
-    with pytest.raises(ConfigError, match="trained: .*/jobs/other, .*/jobs/warmup7"):
+    with pytest.raises(ConfigError, match="trained job: .*/jobs/other, .*/jobs/warmup7"):
         open_for_reading(tmp_path / "jobs")
 
 
@@ -113,7 +113,7 @@ def test_a_directory_without_the_right_to_write_is_refused(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert "cannot be written (Permission denied)" in first and first == third
-    assert "/new cannot be made (Permission denied)" in second
+    assert "/new cannot be created (Permission denied)" in second
 
 
 def test_a_users_own_package_of_experiments_is_not_the_librarys(tmp_path):

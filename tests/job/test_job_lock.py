@@ -86,7 +86,7 @@ def test_a_full_disk_leaves_the_lock_without_a_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", pwrite)
     with (
         JobLock(tmp_path, forbidden),
-        pytest.raises(ConfigError, match="--job_log_dir=.*PID"),
+        pytest.raises(ConfigError, match="job_log_dir=.*PID"),
         JobLock(tmp_path, forbidden),
     ):
         pass

@@ -92,7 +92,7 @@ def test_sigterm_to_one_ends_all_at_the_same_step_and_the_first_alone_speaks_and
     assert "2 processes on 1 hosts, found by --coordinator=127.0.0.1:" in first.out
     assert re.search(r"stopped by a signal to process 1 \(.*: step [34] is saved", first.out)
     assert second.out == first.err == ""
-    assert second.err.startswith("SIGTERM: ending when") and second.err.count("\n") == 1
+    assert second.err.startswith("SIGTERM: ending after") and second.err.count("\n") == 1
     assert names == names_in(trained()[0])
 
 
@@ -188,7 +188,7 @@ def test_a_second_process_0_is_told_that_its_port_is_in_use():
 def test_processes_of_different_numbers_do_not_meet_and_are_told_what_to_compare():
     done = unmatched()["2 or 3"]
     assert [item.code for item in done] == [1, 1]
-    assert all("have not all come together within 20 s" in item.err for item in done)
+    assert all("have connected within 20 s" in item.err for item in done)
     assert all("the same --num_processes" in item.err for item in done)
 
 

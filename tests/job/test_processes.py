@@ -27,8 +27,9 @@ def test_one_process_exchanges_with_itself_and_asks_no_device():
 
 def test_one_process_agrees_with_itself_at_once(mesh_of):
     consensus = StopConsensus(mesh_of(1, 4, 2))
-    consensus.host_worked(5.0)
-    assert [consensus.reached(wanted) for wanted in (False, True, False)] == [False, True, False]
+    consensus.add_host_seconds(5.0)
+    requests = (False, True, False)
+    assert [consensus.should_stop(request) for request in requests] == list(requests)
 
 
 class FakeDevice:
@@ -242,7 +243,7 @@ def test_a_slow_host_is_named_once_after_several_steps():
     assert said_by(lambda: run([usual] * 20, [slow] * 4, [usual], [slow] * 4)) == []
     message = said_by(lambda: run([slow] * 40))
     assert len(message) == 1
-    assert message[0].startswith("slow: process 1 takes 0.40 s a step")
+    assert message[0].startswith("slow: process 1 takes 0.40 s per step")
     # Of two, the slow one is not its own median.
     assert len(said_by(lambda: run([[0.01, 0.3]] * 9))) == 1
     # Three times as long is nothing where it is milliseconds.

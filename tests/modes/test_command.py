@@ -210,7 +210,7 @@ def test_an_import_that_fails_leaves_no_files(tmp_path):
     assert os.listdir(path) == [".training"]
     with (
         open(path / ".training") as lock,
-        pytest.raises(ConfigError, match="--job_log_dir=.*/job: "),
+        pytest.raises(ConfigError, match="job_log_dir=.*/job is in use"),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with new_job_dir(path, SYNTHETIC):

@@ -49,7 +49,7 @@ def test_the_seconds_of_a_finer_phase_are_of_the_kind_around_it(events, clocks):
 
 def test_listeners_hear_what_the_main_thread_does_and_what_it_resumes(events):
     heard = Heard()
-    with events.told(heard), events.phase(STEP), events.phase(DISPATCH, 7):
+    with events.listening(heard), events.phase(STEP), events.phase(DISPATCH, 7):
         events.progress(7)
         events.report(made=6, lost_to=None)
     assert heard.calls == [
@@ -61,7 +61,7 @@ def test_listeners_hear_what_the_main_thread_does_and_what_it_resumes(events):
 
 def test_a_listener_is_told_within_its_context_alone_and_an_exception_resumes_the_phase(events):
     heard = Heard()
-    with pytest.raises(KeyError), events.told(heard), events.phase(SAVE):
+    with pytest.raises(KeyError), events.listening(heard), events.phase(SAVE):
         raise KeyError
     events.progress(1)
     assert heard.calls[-1] == ("resumes", "import", "")

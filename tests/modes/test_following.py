@@ -183,7 +183,7 @@ def test_what_does_not_go_with_follow_is_refused(tmp_path):
         (["--mode=eval", "--follow", "--step=3"], "--step"),
         (["--mode=decode", "--follow", "--chat"], "--chat"),
         (["--mode=eval", "--follow", "--follow_seconds=0"], "--follow_seconds"),
-        (["--mode=eval", "--follow", "--follow_seconds=1"], "no checkpoint came in 1 s"),
+        (["--mode=eval", "--follow", "--follow_seconds=1"], "no checkpoint was saved within 1 s"),
     ]:
         done = launch(*argv, f"--job_log_dir={tmp_path}/none")
         assert done.code == 2 and words in " ".join(done.err.split()), argv
@@ -196,7 +196,7 @@ def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monke
         stopping=StopSettings(early=early),
     )
     files, notes = JobDir(tmp_path), []
-    monkeypatch.setattr(followed_hook, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(followed_hook, "_POLL_SECONDS", 0.0)
     job, trackers = SimpleNamespace(run=run, files=files), Trackers([], files, notes.append)
     hook = followed_hook.FollowedEvaluations(job, trackers)
     loop = SimpleNamespace(

@@ -8,7 +8,7 @@ import pytest
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.main import MODES
 from praxis_lite.modes.mode import CommandLine
-from praxis_lite.modes.options import parsed
+from praxis_lite.modes.options import parse_command_line
 from praxis_lite.trainer.job_on_mesh import partitioner_of
 from tests.support.job_runs import CHECKOUT
 
@@ -105,7 +105,7 @@ def test_a_wrong_mode_or_option_is_answered_before_jax_is_imported(argv, words):
 
 def test_options_reach_their_mode_and_no_other():
     argv = ["--mode=decode", "--exp=a", "--prompt", "x", "y", "--set", "b=1", "--prompt=z"]
-    command, mode, options = parsed(argv, MODES)
+    command, mode, options = parse_command_line(argv, MODES)
     assert command == CommandLine(mode="decode", exp="a", packages=[], settings=["b=1"])
     assert mode is MODES["decode"]
     assert options == {
@@ -113,9 +113,11 @@ def test_options_reach_their_mode_and_no_other():
         "prompts": None, "chat": False,
     }
     none = dict.fromkeys(("metrics_port", "metrics_host", "health_dir", "grace_seconds"))
-    assert parsed([], MODES) == (CommandLine(packages=[], settings=[]), MODES["train"], none)
-    assert parsed(["--mode=check"], MODES)[2]["steps"] == 20
-    assert parsed(["--mode=plan", "--steps=eval,train"], MODES)[2]["steps"] == ["eval", "train"]
+    expected = CommandLine(packages=[], settings=[]), MODES["train"], none
+    assert parse_command_line([], MODES) == expected
+    assert parse_command_line(["--mode=check"], MODES)[2]["steps"] == 20
+    options = parse_command_line(["--mode=plan", "--steps=eval,train"], MODES)[2]
+    assert options["steps"] == ["eval", "train"]
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -123,7 +125,7 @@ def test_help_of_a_mode_has_its_options_alone_and_help_of_all_has_all(name, caps
     texts = {}
     for argv in ([f"--mode={name}", "--help"], ["--help"]):
         with pytest.raises(SystemExit) as ended:
-            parsed(argv, MODES)
+            parse_command_line(argv, MODES)
         assert ended.value.code == 0
         texts[len(argv)] = capsys.readouterr().out
     assert "--coordinator" in texts[2] and MODES[name].summary in texts[1]

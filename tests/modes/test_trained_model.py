@@ -248,7 +248,7 @@ def test_a_job_that_is_not_as_wanted_is_refused(job, settings, words):
 
 
 def test_where_no_job_is_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="--job_log_dir=.*--mode=train"):
+    with pytest.raises(ConfigError, match="job_log_dir=.*Train the job first"):
         praxis_lite.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="config.json"):
         praxis_lite.load(tmp_path)

@@ -81,14 +81,14 @@ def main() -> None:
     seen["examples"] = examples_are_those_of_one_process(mesh)
     consensus, me = StopConsensus(mesh), processes.index()
     # The second process asks in its third call: both hear of it in their fourth.
-    seen["agreed"] = [consensus.reached(me == 1 and call == 2) for call in range(6)]
-    seen["asked by"] = consensus.wanted_by
+    seen["agreed"] = [consensus.should_stop(me == 1 and call == 2) for call in range(6)]
+    seen["asked by"] = consensus.stop_reason
     for _ in range(8):
-        consensus.host_worked(0.5 * me)
-        consensus.reached(False)
+        consensus.add_host_seconds(0.5 * me)
+        consensus.should_stop(False)
     began = time.perf_counter()
     for _ in range(200):
-        consensus.reached(False)
+        consensus.should_stop(False)
     seen["microseconds of an agreement"] = round((time.perf_counter() - began) / 200 * 1e6)
     seen["exchanged"] = [processes.exchange("word", f"{me}.{k}") for k in range(3)]
     if me == 0:
@@ -102,7 +102,7 @@ def main() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     peers.SILENT_SECONDS = 4.0  # Of 20: only the wait is shorter.
     while True:
-        consensus.reached(False)
+        consensus.should_stop(False)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ def launch(tracker, first_step, last_step, *, offset=0.0, evaluates=(), made=0, 
     thread.go_on_from(first_step, made, evaluated)
     thread.start()
     for step in range(first_step + 1, last_step + 1):
-        thread.made(step, {"loss": offset + step})
+        thread.log_step(step, {"loss": offset + step})
         if step in evaluates:
             loss = {"loss": offset - step}
-            thread.evaluated(step, {"heldout": loss, "other": loss})
+            thread.log_evaluation(step, {"heldout": loss, "other": loss})
     thread.end("finished")
     thread.join(10)
     assert not thread.is_alive()
@@ -86,7 +86,7 @@ def test_one_that_hangs_costs_the_loop_nothing_and_holds_bounded_memory(monkeypa
     thread.go_on_from(0, 0, 0)
     thread.start()
     for step in range(1, 200):
-        thread.made(step, {"loss": 1.0})
+        thread.log_step(step, {"loss": 1.0})
     thread.end("finished")
     assert time.monotonic() - began < 5 and thread.is_alive()
     (note,) = thread.notes

@@ -373,7 +373,7 @@ def test_a_roll_back_restores_the_hook(tmp_path):
         ("Hooked", ("hooks[0].every=0",), ("hooks[0].every", "0", "a number of steps")),
         ("Hooked", ("hooks[0].evry=2",), ("evry", "every")),
         ("MetricLoss", (), ("['loss']", "another name")),
-        ("MetricNorm", (), ("'grad_norm'", "another name")),
+        ("MetricNorm", (), ("'grad_norm'", "Rename the metric")),
         ("MetricMine", (), ("['mine']", "(outputs, inputs)")),
         ("MetricMean", (), ("['mine']", "float32[]", "rows of padding")),
     ],

@@ -140,7 +140,7 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
 def test_an_evaluation_in_which_nothing_weighs_ends_no_training(tmp_path):
     done = succeed("--exp=jobzoo.lines.Weightless", f"--job_log_dir={tmp_path}")
     assert f"trained to step 7: {tmp_path}" in done.out and "stopped" not in done.out
-    assert "step 3  heldout: no metrics, for no row weighs" in done.out
+    assert "step 3  heldout: no metrics, because every row has weight 0" in done.out
     assert [line["step"] for line in lines_of(JobDir(tmp_path).metrics_jsonl)] == [*range(1, 8)]
     assert [line["step"] for line in lines_of(JobDir(tmp_path).eval_metrics_jsonl)] == [3, 6, 7]
 

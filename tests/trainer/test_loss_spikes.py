@@ -22,7 +22,7 @@ from praxis_lite.trainer.spike_detector import (
     LossSpike,
     RollBacks,
     SpikeDetector,
-    losses_of_newest,
+    recent_losses,
 )
 from tests.support import process_pairs
 from tests.support.job_runs import home, launch, lines_of, succeed
@@ -60,7 +60,7 @@ def test_a_resumed_run_finds_the_same_spikes(stop):
     lines = [{"loss": x, "is_loss_spike": int(whole.median_below(x) is not None)} for x in losses]
     finite = [x for x in lines[:stop] if math.isfinite(x["loss"])]
     window = [x["loss"] for x in finite if not x["is_loss_spike"]][-100:]
-    assert losses_of_newest(reversed(lines[:stop])) == window
+    assert recent_losses(reversed(lines[:stop])) == window
     resumed = SpikeDetector(3.0, window)
     actual = [int(resumed.median_below(x) is not None) for x in losses[stop:]]
     assert actual == [line["is_loss_spike"] for line in lines[stop:]]
@@ -183,7 +183,7 @@ def test_batches_that_all_spike_end_the_run_with_a_reason(tmp_path):
     done = launch(LINE, f"--job_log_dir={tmp_path}", "--set", f"datasets.train.poisoned={poisoned}")
     assert done.code == 2
     assert done.out.count("rolled back from the loss spike of step 16") == MAX_ROLL_BACKS
-    assert "has not got beyond step 16 without a loss spike" in " ".join(done.err.split())
+    assert "still spikes at or before step 16" in " ".join(done.err.split())
 
 
 def test_a_pass_that_ends_too_soon_without_the_batch_is_refused():

@@ -63,12 +63,12 @@ def test_which_processes_trace_is_one_of_two_words():
 def test_a_file_asks_once_for_as_many_steps_as_it_says(tmp_path, text, expected, words):
     notes, file = [], tmp_path / "profile.request"
     requests = ProfileRequests(file, StopRequest(), notes.append)
-    assert requests.taken() == 0
+    assert requests.take() == 0
     file.write_text(text)
-    requests._looked_at -= 1.0
-    assert requests.taken() == expected
+    requests._polled_at -= 1.0
+    assert requests.take() == expected
     assert not file.exists()
-    assert requests.taken() == 0
+    assert requests.take() == 0
     assert words in "".join(notes)
     assert len(notes) == bool(words)
 
@@ -78,19 +78,19 @@ def test_a_request_that_cannot_be_read_is_reported_once(tmp_path):
     file.mkdir()
     requests = ProfileRequests(file, StopRequest(), notes.append)
     for _ in range(3):
-        assert requests.taken() == 0
-        requests._looked_at -= 1.0
+        assert requests.take() == 0
+        requests._polled_at -= 1.0
     assert len(notes) == 1
     assert "profile.request cannot be read and removed" in notes[0]
 
 
 def test_sigusr1_asks_for_a_profile_in_training_and_ends_nothing_outside_of_it(monkeypatch):
     lines = []
-    monkeypatch.setattr(signals, "say", lines.append)
+    monkeypatch.setattr(signals, "write_line", lines.append)
     with EndsBySignal():
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert wait_for(lambda: stop.profile_is_asked)
+            assert wait_for(lambda: stop.profile_requested)
             assert stop.reason is None
         os.kill(os.getpid(), signal.SIGUSR1)
         assert wait_for(lambda: len(lines) == 2)
@@ -108,16 +108,16 @@ def test_a_handler_that_the_user_has_for_sigusr1_stays():
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert wait_for(lambda: heard)
-            assert not stop.profile_is_asked
+            assert not stop.profile_requested
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_number_of_steps_is_told_once(mesh_of):
     consensus = StopConsensus(mesh_of(1, 4, 2))
-    consensus.reached(False, False, 5)
+    consensus.should_stop(False, False, 5)
     assert consensus.profile_steps == 5
-    consensus.reached(False, False)
+    consensus.should_stop(False, False)
     assert consensus.profile_steps == 0
 
 
@@ -207,7 +207,7 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=1")
     job.profiles.write_text("no directory")
     done = succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7", *steps[1:])
-    assert done.out.count("no profile is made of steps 2 to 3, and training goes on") == 1
+    assert done.out.count("no profile is made of steps 2 to 3, but training continues") == 1
     assert "Not a directory" in done.out
     other = JobDir(tmp_path / "other")
     jax.profiler.start_trace(tmp_path / "of_the_user")
@@ -216,7 +216,7 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
                        *steps[1:])
     finally:
         jax.profiler.stop_trace()
-    assert done.out.count("no profile is made of steps 2 to 3, and training goes on") == 1
+    assert done.out.count("no profile is made of steps 2 to 3, but training continues") == 1
     assert [line["step"] for line in read_json_lines(other.metrics_jsonl)] == list(range(1, 8))
 
 
@@ -228,7 +228,7 @@ def test_a_trace_that_the_disk_does_not_take_is_lost_and_the_next_is_written(tmp
         done = launch(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=5",
                       "run.profile.steps=2:4")
     assert done.code == 0, done.err
-    assert done.out.count("the profile of steps 2 to 3 is lost, and training goes on") == 1
+    assert done.out.count("the profile of steps 2 to 3 is lost, but training continues") == 1
     assert "File too large" in done.out
     assert list(job.profiles.iterdir()) == []
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=9",
@@ -248,7 +248,7 @@ def test_outside_of_the_main_thread_it_is_said_that_sigusr1_is_not_heard(tmp_pat
     thread.start()
     thread.join()
     assert done[0].code == 0, done[0].err
-    assert "note: SIGUSR1 is not heard, because" in done[0].out
+    assert "note: SIGUSR1 does not request a profile" in done[0].out
     assert str(tmp_path / "profile.request") in done[0].out
 
 
@@ -296,4 +296,4 @@ def test_a_job_that_is_asked_to_end_gives_its_profile_up_and_its_last_step_none(
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")
     done = launch(TINY, f"--job_log_dir={job.path}")
     assert done.code == 0, done.err
-    assert done.out.count("no profile is made of what was asked for: no step is left") == 1
+    assert done.out.count("the requested profile is not made: no step is left") == 1

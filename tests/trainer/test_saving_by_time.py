@@ -4,7 +4,7 @@ import pytest
 
 from praxis_lite import ConfigError, RunConfig, SaveSettings
 from praxis_lite.job.processes.stop_consensus import StopConsensus
-from praxis_lite.trainer.job_history import when_checkpoints_come
+from praxis_lite.trainer.job_history import checkpoint_schedule
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import copy_of_trained, launch
 
@@ -21,7 +21,7 @@ from tests.support.job_runs import copy_of_trained, launch
 def test_a_job_without_settings_saves_by_time(settings, seconds, words):
     run = RunConfig(num_train_steps=100, checkpoints=SaveSettings(**settings))
     assert run.checkpoints.seconds_between == seconds
-    assert words in when_checkpoints_come(run, 37)
+    assert words in checkpoint_schedule(run, 37)
 
 
 def test_seconds_are_none_or_a_number():
@@ -31,11 +31,11 @@ def test_seconds_are_none_or_a_number():
 
 def test_a_save_is_due_until_one_is_begun(mesh_of):
     consensus = StopConsensus(mesh_of(1, 4, 2))
-    consensus.reached(False, True)
+    consensus.should_stop(False, True)
     assert consensus.save_is_due
     consensus.saved()
     assert not consensus.save_is_due
-    consensus.reached(False, False)
+    consensus.should_stop(False, False)
     assert not consensus.save_is_due
 
 
@@ -56,6 +56,6 @@ def test_a_job_saves_by_the_clock_and_reports_the_steps_that_it_recomputes(tmp_p
         "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={job.path}", "--set",
         "run.num_train_steps=12",
     )
-    assert "steps 7 to 12 were made before, but not saved" in again.out
+    assert "steps 7 to 12 were not saved" in again.out
     lost = read_json_lines(job.path / "metrics.lost.jsonl")
     assert [line["step"] for line in lost] == [*range(7, 13)]

@@ -10,7 +10,7 @@ from praxis_lite import ConfigError
 from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.inputs.tokenizers import ByteTokenizer
-from praxis_lite.trainer.decoding.streaming import Continuations
+from praxis_lite.trainer.decoding.streaming import ContinuationPrinter
 from praxis_lite.trainer.decoding.user_prompts import prompt_batch, read_prompts
 from tests.support.job_runs import copy_of_trained, launch, loaded, succeed
 
@@ -98,7 +98,7 @@ def shown_of(texts, pieces, **settings):
     written = []
     titles = [f"title {i}" for i in range(len(texts) // decoder.num_hyps)]
     prompts = [np.zeros(0, np.int32)] * len(titles)
-    shown = Continuations(titles, prompts, ByteTokenizer(), decoder, written.append)
+    shown = ContinuationPrinter(titles, prompts, ByteTokenizer(), decoder, written.append)
     for index, new, done in pieces:
         shown.add(NewTokens(index, np.array(new, np.int32), np.zeros(len(new)), done))
     return written

@@ -1,4 +1,4 @@
-"""Weights that a new job takes from other checkpoints, and the rules that choose them.
+"""Initializes the state of a new job from other checkpoints, chosen by rules.
 
-Reads checkpoints of other jobs and of Orbax, and never writes one.
+Reads checkpoints of other jobs and of Orbax; never writes checkpoints.
 """

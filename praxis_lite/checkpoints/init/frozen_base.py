@@ -1,4 +1,4 @@
-"""Refuses weights that are frozen before anything has trained them: adapters over noise."""
+"""Detects weights that are frozen although they are random, such as adapters over noise."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -9,26 +9,26 @@ from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 
 Path = tuple[str, ...]
-# Weights next to a frozen one that are this many times smaller adapt it.
-_THIN = 2
+# Trained weights next to a frozen one count as its adapters if they are this many times smaller.
+_ADAPTER_SIZE_RATIO = 2
 
 
 def check_frozen_base(
     groups: WeightGroups, loaded: Collection[str], *, may_be_new: bool
 ) -> None:
-    """Checks that the weights that a new state freezes come from somewhere.
+    """Checks that the frozen weights of a new state are pretrained.
 
-    It is refused where adapters, or other thin weights, are trained next to a frozen matrix that
-    is drawn; and where more than half of all parameters are such matrices. A vector may be anything
-    that is counted or set, such as a correction of loads.
+    An error is raised if adapters, or other much smaller weights, are trained next to a frozen
+    random matrix, or if such matrices have more than half of all parameters. Vectors are ignored,
+    because they may be counters or settings, such as a load-balancing bias.
 
     Args:
-      groups: of the learner that is bound to the weights.
-      loaded: paths in a TrainState, "mdl_vars/params/...", of what is not drawn.
-      may_be_new: run.frozen_may_be_new.
+      groups: The optimizer groups of the learner, which know the frozen weights.
+      loaded: Paths of the loaded arrays in a TrainState, such as "mdl_vars/params/...".
+      may_be_new: The setting run.frozen_may_be_new, which disables this check.
 
     Raises:
-      ConfigError: names these weights.
+      ConfigError: Frozen weights are random; the message names them.
     """
     if may_be_new:
         return
@@ -39,32 +39,36 @@ def check_frozen_base(
         path: _size(spec) for path, spec in specs.items()
         if path not in trained and "/".join(path) not in loaded and _is_matrix(spec)
     }
-    beside: dict[Path, list[Path]] = {}
+    trained_by_module: dict[Path, list[Path]] = {}
     for path in trained:
-        beside.setdefault(path[:-1], []).append(path)
-    adapted = [path for path in new if _is_adapted(path, new[path], beside, specs)]
-    is_most = sum(new.values()) > sum(map(_size, specs.values())) / 2
-    if not adapted and not is_most:
+        trained_by_module.setdefault(path[:-1], []).append(path)
+    adapted = [
+        path for path in new
+        if _has_adapters(new[path], trained_by_module.get(path[:-1], ()), specs)
+    ]
+    is_majority = sum(new.values()) > sum(map(_size, specs.values())) / 2
+    if not adapted and not is_majority:
         return
     names = ["/".join(path) for path in adapted or new]
-    what = "Adapters are" if adapted else "Few weights are"
+    trained_part = "Adapters" if adapted else "Few weights"
     raise ConfigError(
-        f"{what} to be trained over weights that are frozen and newly drawn, so they would "
-        f"stay noise: {len(names)} weights, {few(names, 5)}. Give trained weights: --set "
-        "run.init_from_huggingface=DIRECTORY (HF_DIR=DIRECTORY in the experiments huggingface.*), "
-        "or run.init_from_checkpoint_rules; train them too (task.learner.bprop_variable_inclusion "
-        "and .bprop_variable_exclusion say what is frozen); or, if noise is what they are for, say "
-        "--set run.frozen_may_be_new=True."
+        f"{trained_part} would be trained over weights that are frozen and random: {len(names)} "
+        f"weights, {few(names, 5)}. Load trained weights with --set "
+        "run.init_from_huggingface=DIRECTORY (HF_DIR=DIRECTORY in the experiments huggingface.*) "
+        "or run.init_from_checkpoint_rules; train these weights too "
+        "(task.learner.bprop_variable_inclusion and .bprop_variable_exclusion); or, if they should "
+        "be random, add --set run.frozen_may_be_new=True."
     )
 
 
-def _is_adapted(
-    path: Path, size: int, beside: Mapping[Path, Sequence[Path]], specs: Mapping[Path, WeightSpec]
+def _has_adapters(
+    size: int, trained: Sequence[Path], specs: Mapping[Path, WeightSpec]
 ) -> bool:
-    local = beside.get(path[:-1], ())
-    if any(item[-1] in ADAPTER_WEIGHTS for item in local):
+    """Returns whether the trained weights of the same module adapt a frozen weight of this size."""
+    if any(path[-1] in ADAPTER_WEIGHTS for path in trained):
         return True
-    return bool(local) and _THIN * sum(_size(specs[element]) for element in local) < size
+    trained_size = sum(_size(specs[path]) for path in trained)
+    return bool(trained) and _ADAPTER_SIZE_RATIO * trained_size < size
 
 
 def _size(spec: WeightSpec) -> int:

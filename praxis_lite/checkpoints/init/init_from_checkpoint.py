@@ -1,4 +1,4 @@
-"""A new state that starts from other checkpoints, each array read into its shards."""
+"""The initial state of a job that starts from other checkpoints."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -24,12 +24,12 @@ class FromCheckpoints:
 
     @property
     def paths(self) -> Collection[str]:
-        """The arrays that a rule loads."""
+        """Paths of the arrays that the rules load."""
         return kept_paths(self._layout, self.plan.sources)
 
     @property
     def step(self) -> int:
-        """The step of the checkpoint whose rule says load_step, or 0."""
+        """Step of the first checkpoint whose rules set load_step, or 0."""
         return self.plan.step[0] if self.plan.step else 0
 
     def keep(self, files: JobDir) -> None:
@@ -38,7 +38,7 @@ class FromCheckpoints:
         write_whole(files.init_from_checkpoint_txt, lines.encode())
 
     def read(self, mesh: Mesh, note: Note) -> dict[str, jax.Array]:
-        """Returns the arrays that a rule loads."""
+        """Reads the arrays that the rules load into their shards, by path."""
         for line in self.plan.summary():
             note(line)
         note("initialising the state. See init_from_checkpoint.txt.")
@@ -56,20 +56,20 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
         dtype = plan.sources[path].cast_from or expected[path].dtype
         return dataclasses.replace(expected[path], dtype=dtype)
 
-    # In the order of the plan: several processes must read in the same one.
+    # All processes must read in the same order, which is that of the plan.
     for directory, step in dict.fromkeys(source[:2] for source in plan.sources.values()):
-        left = {
+        remaining = {
             path: source.path for path, source in plan.sources.items()
             if source[:2] == (directory, step)
         }
         with opened(directory) as saved:
-            while left:
-                # One array may be what several start from: each time it is read for one of them.
-                targets = {source: path for path, source in left.items()}
+            while remaining:
+                # Several arrays may start from the same stored one: each pass reads it for one.
+                targets = {source: path for path, source in remaining.items()}
                 actual = saved.restore_leaves(
                     {source: as_stored(path) for source, path in targets.items()}, mesh, step=step
                 )
                 for source, path in targets.items():
                     arrays[path] = actual[source].astype(expected[path].dtype)
-                    del left[path]
+                    del remaining[path]
     return arrays

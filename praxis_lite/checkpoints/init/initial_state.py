@@ -1,4 +1,4 @@
-"""Where the state of a new job comes from: a protocol, and the creation of all other arrays."""
+"""Initial states from pretrained arrays: the protocol of a source, and the remaining arrays."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -18,15 +18,15 @@ Note = Callable[[str], None]
 
 
 class InitialState(Protocol):
-    """Arrays that a new job begins with instead of drawing them.
+    """Arrays that a new job starts from, instead of random ones.
 
-    It is made of a layout, and then known to fit: the paths are of weights and slots of that
-    layout, and their shapes are the true ones there. Nothing is read before `read`.
+    Its constructor gets a layout, and checks that the paths and logical shapes fit it. Values are
+    read by `read` only.
 
     Attributes:
-      paths: of the arrays, in a TrainState: "mdl_vars/params/...". All others are drawn, and new
-        slots and averages made of the weights.
-      step: at which the job begins.
+      paths: Paths of the arrays in a TrainState, such as "mdl_vars/params/...". Other weights are
+        drawn; other slots and averages are initialized from the weights.
+      step: The step that the job starts at.
     """
 
     @property
@@ -36,28 +36,33 @@ class InitialState(Protocol):
     def step(self) -> int: ...
 
     def keep(self, files: JobDir) -> None:
-        """Writes into the job's directory any files of the source that it needs, or a report."""
+        """Writes files of the source that the job needs, or a report, to the job's directory."""
         ...
 
     def read(self, mesh: Mesh, note: Note) -> Mapping[str, jax.Array]:
-        """Returns the arrays by path, padded, in their shards; tells `note` how far it is.
+        """Reads the arrays into their shards; called in all processes together.
 
-        Several processes call it together; each makes the shards of its devices.
+        Args:
+          mesh: The mesh.
+          note: Called with lines that report the progress.
+
+        Returns:
+          The padded arrays by path.
         """
         ...
 
 
-# The value of a setting of RunConfig, and the layout of the job's TrainState.
+# A function of the value of a setting of RunConfig, and the layout of the job's TrainState.
 Source = Callable[[Any, StateLayout], InitialState]
 
 
 def begun(partitioner: Partitioner, key: jax.Array, source: InitialState, note: Note) -> TrainState:
-    """Returns the new state that a source and a key give."""
+    """Returns a new state with the arrays of a source; all other arrays are initialized."""
     return completed(partitioner, key, source.read(partitioner.mesh, note), source.step)
 
 
 def drawn(layout: StateLayout, arrays: Collection[str]) -> list[str]:
-    """Returns the paths in mdl_vars of the weights that are not among these arrays."""
+    """Returns the paths in mdl_vars of the weights that are not in `arrays` and must be drawn."""
     paths = [leaf.path for leaf in layout.select("mdl_vars").leaves()]
     return [path for path in paths if f"mdl_vars/{path}" not in arrays]
 
@@ -65,17 +70,19 @@ def drawn(layout: StateLayout, arrays: Collection[str]) -> list[str]:
 def completed(
     partitioner: Partitioner, key: jax.Array, arrays: Mapping[str, jax.Array], step: int = 0
 ) -> TrainState:
-    """Returns a new state with these arrays in it.
+    """Returns a new state that contains the given arrays, and initializes all others.
 
-    What is not among them is drawn as `init` draws it; what is among them is not drawn at all. New
-    slots and averages are made from the weights, as in Pax.
+    Other weights are drawn as `init` draws them; the given ones are not drawn at all. Other slots
+    and averages are initialized from the weights, as in Pax.
 
     Args:
-      arrays: padded, in their shards, by path in a TrainState: "mdl_vars/params/...".
-      step: that the state has.
+      partitioner: The task on its mesh.
+      key: The random key.
+      arrays: Padded and sharded arrays by path in a TrainState, such as "mdl_vars/params/...".
+      step: The step of the state.
     """
     task, layout, arrays = partitioner.task, partitioner.layout, dict(arrays)
-    arrays |= _made(partitioner, "mdl_vars", arrays, task.model.init, key)
+    arrays |= _missing_leaves(partitioner, "mdl_vars", arrays, task.model.init, key)
     mdl_layout = layout.select("mdl_vars")
     mdl_vars = jax.tree.unflatten(
         jax.tree.structure(mdl_layout.shapes),
@@ -85,20 +92,23 @@ def completed(
     def opt_states(mdl_vars: PyTree) -> PyTree:
         return partitioner.learner.init(mdl_layout.unpad(mdl_vars)["params"])
 
-    arrays |= _made(partitioner, "opt_states", arrays, opt_states, mdl_vars)
+    arrays |= _missing_leaves(partitioner, "opt_states", arrays, opt_states, mdl_vars)
     arrays["step"] = jax.device_put(jnp.int32(step), partitioner.replicated)
     leaves = [arrays[leaf.path] for leaf in layout.leaves()]
     return jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
 
 
-def _made(
+def _missing_leaves(
     partitioner: Partitioner,
     item: str,
     arrays: Mapping[str, jax.Array],
     make: Callable[[Any], PyTree],
     argument: Any,
 ) -> dict[str, jax.Array]:
-    """Returns the leaves that `make` makes and there are not yet; XLA leaves the rest out."""
+    """Returns the leaves of `make(argument)` that are not in `arrays`, by path.
+
+    XLA removes the computation of the other leaves, which are not outputs of the program.
+    """
     mesh, layout = partitioner.mesh, partitioner.layout.select(item)
     shardings = {
         f"{item}/{leaf.path}": leaf.sharding(mesh)

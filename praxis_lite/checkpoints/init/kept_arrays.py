@@ -1,4 +1,4 @@
-"""Weights in the form that a state keeps, made of whole ones that were read; and the way back."""
+"""Converts weights between their declared form and the packed form that a state stores."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -15,21 +15,22 @@ __all__ = ("whole_layout",)
 
 
 def whole_layout(layout: StateLayout) -> StateLayout:
-    """Returns the layout with the weights as their layers declare them: a leaf for each."""
+    """Returns the layout with a single leaf, as its layer declares it, for each packed weight."""
     axis_names = tuple(layout.axis_sizes)
 
-    def replaced(tree: Any, of: Any, path: str = "") -> Any:
+    def replace_packed(tree: Any, leaf_for: Any, path: str = "") -> Any:
         if path in layout.forms:
-            return of(path, layout.forms[path])
+            return leaf_for(path, layout.forms[path])
         if isinstance(tree, Mapping):
             return {
-                name: replaced(child, of, f"{path}/{name}".lstrip("/"))
+                name: replace_packed(child, leaf_for, f"{path}/{name}".lstrip("/"))
                 for name, child in tree.items()
             }
         if dataclasses.is_dataclass(tree) and not isinstance(tree, type):  # A TrainState.
             names = [field.name for field in dataclasses.fields(tree)]
             return dataclasses.replace(
-                tree, **{name: replaced(getattr(tree, name), of, name) for name in names}
+                tree,
+                **{name: replace_packed(getattr(tree, name), leaf_for, name) for name in names},
             )
         return tree
 
@@ -37,16 +38,18 @@ def whole_layout(layout: StateLayout) -> StateLayout:
         return jax.ShapeDtypeStruct(form.spec.shape, form.spec.dtype)
 
     return dataclasses.replace(
-        layout, shapes=replaced(layout.shapes, shape), forms={},
-        specs=replaced(
+        layout, shapes=replace_packed(layout.shapes, shape), forms={},
+        specs=replace_packed(
             layout.specs, lambda path, form: form.spec.partition_spec(axis_names, path)
         ),
-        memory_kinds=layout.memory_kinds and replaced(layout.memory_kinds, lambda *_: DEVICE),
+        memory_kinds=(
+            layout.memory_kinds and replace_packed(layout.memory_kinds, lambda *_: DEVICE)
+        ),
     )
 
 
 def kept_paths(layout: StateLayout, paths: Collection[str]) -> set[str]:
-    """Returns the paths in a layout of weights, given those in `whole_layout`."""
+    """Converts paths of weights in `whole_layout(layout)` to their paths in `layout`."""
     return {
         part for path in paths
         for part in (
@@ -59,24 +62,30 @@ def kept_paths(layout: StateLayout, paths: Collection[str]) -> set[str]:
 def in_kept_form(
     layout: StateLayout, path: str, weight: jax.Array, mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Returns the arrays by path that a layout keeps of a weight, padded and in their shards.
+    """Converts a weight to the form in which a layout stores it.
 
     Args:
-      path: in `whole_layout(layout)`.
-      weight: padded and split as there; it is deleted where another form is kept.
+      layout: The layout of the state.
+      path: Path of the weight in `whole_layout(layout)`.
+      weight: The weight, padded and sharded as in that layout; deleted if it is packed.
+      mesh: The mesh.
+
+    Returns:
+      The padded arrays by path in `layout`.
     """
     if path not in layout.forms:
         return {path: weight}
     form = layout.forms[path]
-    leaf_of = {leaf.path: leaf for leaf in layout.leaves()}
-    local = {name: leaf_of[f"{path}/{name}"] for name in form.parts}
-    true = tuple(slice(size) for size in form.spec.shape)
+    leaf_by_path = {leaf.path: leaf for leaf in layout.leaves()}
+    part_leaves = {name: leaf_by_path[f"{path}/{name}"] for name in form.parts}
+    logical = tuple(slice(size) for size in form.spec.shape)
 
-    def kept(x: jax.Array) -> dict[str, jax.Array]:
-        return {name: _padded(part, local[name]) for name, part in form.to_parts(x[true]).items()}
+    def pack(x: jax.Array) -> dict[str, jax.Array]:
+        parts = form.to_parts(x[logical])
+        return {name: _padded(part, part_leaves[name]) for name, part in parts.items()}
 
-    shardings = {name: NamedSharding(mesh, leaf.spec) for name, leaf in local.items()}
-    parts = jax.block_until_ready(jax.jit(kept, out_shardings=shardings)(weight))
+    shardings = {name: NamedSharding(mesh, leaf.spec) for name, leaf in part_leaves.items()}
+    parts = jax.block_until_ready(jax.jit(pack, out_shardings=shardings)(weight))
     weight.delete()
     return {f"{path}/{name}": part for name, part in parts.items()}
 
@@ -84,24 +93,27 @@ def in_kept_form(
 def whole_arrays(
     layout: StateLayout, arrays: Mapping[str, jax.Array], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Returns arrays by path as `whole_layout` has them, given those of a layout."""
-    leaf_of = {leaf.path: leaf for leaf in layout.leaves()}
-    whole_leaf = {leaf.path: leaf for leaf in whole_layout(layout).leaves()}
-    result = dict(arrays)
+    """Converts the arrays of a layout to those of `whole_layout(layout)`, by path."""
+    leaf_by_path = {leaf.path: leaf for leaf in layout.leaves()}
+    whole_leaves = {leaf.path: leaf for leaf in whole_layout(layout).leaves()}
+    unpacked = dict(arrays)
     for path, form in layout.forms.items():
-        local = {name: leaf_of[f"{path}/{name}"] for name in form.parts}
+        part_leaves = {name: leaf_by_path[f"{path}/{name}"] for name in form.parts}
 
-        def whole(
+        def unpack(
             parts: Mapping[str, jax.Array], form: PackedForm = form,
-            local: Mapping[str, LeafLayout] = local, leaf: LeafLayout = whole_leaf[path],
+            part_leaves: Mapping[str, LeafLayout] = part_leaves,
+            leaf: LeafLayout = whole_leaves[path],
         ) -> jax.Array:
-            logical = {name: x[tuple(map(slice, local[name].shape))] for name, x in parts.items()}
+            logical = {
+                name: x[tuple(map(slice, part_leaves[name].shape))] for name, x in parts.items()
+            }
             return _padded(form.from_parts(logical).astype(form.spec.dtype), leaf)
 
-        parts = {name: result.pop(f"{path}/{name}") for name in form.parts}
-        sharding = NamedSharding(mesh, whole_leaf[path].spec)
-        result[path] = jax.jit(whole, out_shardings=sharding)(parts)
-    return result
+        parts = {name: unpacked.pop(f"{path}/{name}") for name in form.parts}
+        sharding = NamedSharding(mesh, whole_leaves[path].spec)
+        unpacked[path] = jax.jit(unpack, out_shardings=sharding)(parts)
+    return unpacked
 
 
 def _padded(x: jax.Array, leaf: LeafLayout) -> jax.Array:

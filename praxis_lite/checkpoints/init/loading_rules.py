@@ -1,7 +1,7 @@
-"""How a state starts from another checkpoint: patterns of names, and the names they stand for.
+"""CheckpointLoadingRules: which variables a new state loads from another checkpoint.
 
-Pax's CheckpointLoadingRules, but that no config of the source's task is needed: a checkpoint says
-what it has.
+They are those of Pax, except that the task of the source is not needed, because a checkpoint's
+manifest describes its arrays.
 """
 
 import dataclasses
@@ -12,37 +12,40 @@ from typing import Any, Literal
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 
-# The load rule that takes every weight under its own path.
+# The load rule that loads every weight from its own path.
 LOAD_ALL = ("(.*)", "{}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointLoadingRules:
-    """Which variables a checkpoint gives, and under which names it has them.
+    """Which variables of a new state are loaded from a checkpoint, and from which names.
 
-    Names are those under mdl_vars, as in Pax: "params/softmax/logits_ffn/linear/w",
-    "non_trainable/...". Patterns are matched from their start (`re.match`).
+    Names are those below mdl_vars, as in Pax: "params/softmax/logits_ffn/linear/w",
+    "non_trainable/...". Patterns are matched with `re.match`, so from the start of the name.
 
     Attributes:
-      load_rules: (pattern, template) each. A variable whose name matches is loaded from the one
-        named `template.format(*groups)`, with "/" or "." between names; "ema/params/..." is the
-        moving average of a weight. The first match wins. LOAD_ALL takes all as they are.
-      ignore_rules: patterns of variables that this checkpoint never provides.
-      cast_rules: patterns of variables that may have another floating dtype in the checkpoint, and
-        are cast; those of opt_states begin with "opt_states/". Without it that is an error.
-      directory: of the job, of its checkpoints, or of one step; by default the key of these rules.
-      experiment: the one that trains that job, for the error if there is no checkpoint.
-      step: a number, "best" by the metric that the job was told of, or None for the newest.
-      load_step: the state's step, and with it the place in the training data, is the checkpoint's.
-        The first checkpoint that says so wins.
-      load_opt_states: all opt_states too; the first checkpoint wins.
-      partial_load_opt_states: the slots of the weights that are loaded, where they have the same
-        place, shape and dtype, and the counts of their optimizers, from which schedules continue.
-      load_ema_states: "params/..." are taken from the moving averages too, where there are any.
-      safe_load: a pattern that matches nothing is an error.
+      load_rules: Pairs (pattern, template). A variable whose name matches the pattern is loaded
+        from the name `template.format(*groups)`, with "/" or "." as separator; "ema/params/..." is
+        the moving average of a weight. The first match counts. LOAD_ALL loads all variables from
+        their own names.
+      ignore_rules: Patterns of variables that are not loaded from this checkpoint.
+      cast_rules: Patterns of variables that are cast if the checkpoint has another floating dtype,
+        which is otherwise an error; those of opt_states start with "opt_states/".
+      directory: Directory of the job, of its checkpoints, or of one step; defaults to the key of
+        these rules.
+      experiment: Name of the experiment that trains the source, for the error message if there is
+        no checkpoint.
+      step: The step; "best" by the metric of the source's settings, or None for the newest.
+      load_step: Whether the job starts at the checkpoint's step, and at that position in the
+        training data. The first checkpoint that sets it counts.
+      load_opt_states: Whether to load all opt_states too; the first checkpoint counts.
+      partial_load_opt_states: Whether to load the slots of the loaded weights, if path, shape and
+        dtype are equal, and the step counts of their optimizers, from which schedules continue.
+      load_ema_states: Whether "params/..." in templates mean the moving averages, if there are any.
+      safe_load: Whether a pattern that matches nothing is an error.
 
     Raises:
-      ConfigError: a pattern or a template cannot be read, or two settings exclude each other.
+      ConfigError: A pattern or a template is not valid, or two settings exclude each other.
     """
 
     load_rules: Sequence[tuple[str, str]]
@@ -74,13 +77,13 @@ class CheckpointLoadingRules:
                 template.format(*[""] * re.compile(pattern).groups)
             except (IndexError, KeyError, ValueError):
                 raise ConfigError(
-                    f"{name}: the template {template!r} has a place that no group "
-                    f"of {pattern!r} fills. Put in brackets what each {{}} stands for."
+                    f"{name}: the template {template!r} has more placeholders {{}} than the "
+                    f"pattern {pattern!r} has groups. Add a group in parentheses for each."
                 ) from None
         if self.load_opt_states and self.partial_load_opt_states:
             raise ConfigError(
-                f"{name}: load_opt_states is all or nothing, partial_load_opt_states what agrees: "
-                "set one of them."
+                f"{name}: load_opt_states loads all opt_states, partial_load_opt_states only those "
+                "that fit: set only one of them."
             )
 
 

@@ -1,4 +1,4 @@
-"""Rules applied: the checkpoint that each array of a new state comes from, and errors in them."""
+"""Applies loading rules: plans which checkpoint each array of a new state comes from."""
 
 import collections
 import dataclasses
@@ -19,14 +19,14 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
 
 class Source(NamedTuple):
-    """Where an array comes from.
+    """The array of a checkpoint that an array of a new state is loaded from.
 
     Attributes:
-      directory: of the checkpoint.
-      step: of the checkpoint, or None if it is one of Orbax's without steps.
-      rule: as text.
-      path: in the checkpoint.
-      cast_from: the array's dtype there, or None if it is the one that is wanted.
+      directory: Directory of the checkpoint.
+      step: Step of the checkpoint; None for an Orbax checkpoint without steps.
+      rule: The rule that selected it, as text.
+      path: Path in the checkpoint.
+      cast_from: The dtype in the checkpoint; None if it is that of the new state.
     """
 
     directory: Path
@@ -38,13 +38,13 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class InitPlan:
-    """The arrays loaded into a new TrainState; all else is as without it.
+    """The arrays to load into a new TrainState; all others are initialized as usual.
 
     Attributes:
-      layout: of the TrainState.
-      sources: of what is loaded, by path in the state.
-      step: the one to start at and the checkpoints that say so, or None to start at 0.
-      left_out: what no rule takes of checkpoints that other libraries wrote, by their places.
+      layout: Layout of the TrainState.
+      sources: The source of each loaded array, by path in the state.
+      step: (step to start at, directory of the checkpoint that specifies it); None to start at 0.
+      left_out: Names of arrays that no rule loads, for each checkpoint of another library.
     """
 
     layout: StateLayout
@@ -53,7 +53,7 @@ class InitPlan:
     left_out: Mapping[str, Sequence[str]]
 
     def summary(self) -> list[str]:
-        """Returns a few lines: how much comes from where, by which rule, and the new weights."""
+        """Summarizes in a few lines what is loaded from where, by which rules, and what is new."""
         loaded, new = collections.defaultdict(list), collections.defaultdict(list)
         for path in self._paths():
             item, source = path.partition("/")[0], self.sources.get(path)
@@ -62,7 +62,7 @@ class InitPlan:
             else:
                 loaded[item, *source[:3]].append(self._line(path))
         lines = [
-            f"{item}: {len(names)} from {place(directory, step)} by {rule}: {few(names)}"
+            f"{item}: {len(names)} from {source_text(directory, step)} by {rule}: {few(names)}"
             for (item, directory, step, rule), names in loaded.items()
         ]
         for item, how in (("mdl_vars", "drawn"), ("opt_states", "made from these weights")):
@@ -74,7 +74,7 @@ class InitPlan:
         return [*lines, f"step: {step}" + (f" of {directory}" if directory else "")]
 
     def lines(self) -> list[str]:
-        """Returns the summary, and a line for each array."""
+        """Returns the summary and a line per array."""
         return [*self.summary(), "", *map(self._line, self._paths())]
 
     def _paths(self) -> Iterable[str]:
@@ -89,25 +89,28 @@ class InitPlan:
 
 
 def name_of(path: str) -> str:
-    """Returns the name that rules use for a path in a state."""
+    """Returns the name by which rules refer to a path in a state."""
     return path.removeprefix("mdl_vars/")
 
 
-def place(directory: Path, step: int | None) -> str:
-    """Returns "step 3 in DIRECTORY"."""
+def source_text(directory: Path, step: int | None) -> str:
+    """Formats a checkpoint as "step 3 in DIRECTORY", or as "DIRECTORY" without steps."""
     return str(directory) if step is None else f"step {step} in {directory}"
 
 
 def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) -> InitPlan:
-    """Returns the plan that the rules give; reads the checkpoints' manifests, no array.
+    """Applies rules to the manifests of checkpoints, without reading arrays.
 
     Args:
-      layout: of the TrainState to start with.
-      rules: by directory, or by any name; in the order in which they are asked.
+      layout: Layout of the new TrainState.
+      rules: Rules by directory or by any name, in order of precedence.
+
+    Returns:
+      The plan.
 
     Raises:
-      ConfigError: there is no checkpoint; a pattern matches nothing; what a rule names is not in
-        the checkpoint, or has another unpadded shape or dtype there. Lists them.
+      ConfigError: There is no checkpoint; a pattern matches nothing; or an array that a rule refers
+        to is missing, or has a different logical shape or dtype.
     """
     sources: dict[str, Source] = {}
     step = None
@@ -123,17 +126,18 @@ def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) 
 
 
 def _left_out(sources: Mapping[str, Source]) -> dict[str, list[str]]:
-    """Returns the arrays of other libraries' checkpoints that no rule takes, by their places."""
-    result = {}
+    """Returns the arrays that no rule loads, for each checkpoint of another library."""
+    left_out = {}
     for directory, step in dict.fromkeys(source[:2] for source in sources.values()):
         if NnxCheckpoint.is_at(directory):
             taken = [s.path for s in sources.values() if s[:2] == (directory, step)]
-            result[place(directory, step)] = NnxCheckpoint(directory).left_out(taken, step)
-    return result
+            names = NnxCheckpoint(directory).left_out(taken, step)
+            left_out[source_text(directory, step)] = names
+    return left_out
 
 
 class _Planner:
-    """Adds to `sources` the arrays that a checkpoint gives, and notes errors."""
+    """Adds the arrays that the rules of one checkpoint load to `sources`, and collects errors."""
 
     def __init__(
         self,
@@ -143,9 +147,10 @@ class _Planner:
         sources: dict[str, Source],
     ):
         self.key, self.rules, self.sources = key, rules, sources
-        self.wanted = {leaf.path: leaf for leaf in layout.leaves()}
+        self.expected = {leaf.path: leaf for leaf in layout.leaves()}
         self.errors: list[str] = []
-        # The weights that this checkpoint gives, by path under params, and what they are there.
+        # The path below params in the checkpoint, by path below params in the state, of each weight
+        # that is loaded from this checkpoint.
         self.weights: dict[str, str] = {}
         self.directory, step = located(key, rules)
         with opened(self.directory) as saved:
@@ -154,8 +159,8 @@ class _Planner:
             self.step = saved.latest_step() if named is None else named
 
     def mdl_vars(self) -> None:
-        """Finds what each variable comes from that a rule matches."""
-        names = [name_of(path) for path in self.wanted if path.startswith("mdl_vars/")]
+        """Adds the variables that a load rule matches."""
+        names = [name_of(path) for path in self.expected if path.startswith("mdl_vars/")]
         used = set()
         for name in names:
             rule = self._rule_of(name)
@@ -164,55 +169,57 @@ class _Planner:
                 used.add(pattern)
                 groups = re.match(pattern, name).groups("")
                 source = template.format(*groups).replace(".", "/")
-                self._take(f"mdl_vars/{name}", self._stored(source), f"{pattern!r}: {template!r}")
+                self._add(
+                    f"mdl_vars/{name}", self._stored_path(source), f"{pattern!r}: {template!r}"
+                )
                 self.weights[name.removeprefix("params/")] = _weight(source)
         if self.rules.safe_load:
             unused = [pattern for pattern, _ in self.rules.load_rules if pattern not in used]
             unused += [p for p in self.rules.ignore_rules if not any(_matching(p, names))]
-            everything = [name_of(path) for path in self.wanted]
+            everything = [name_of(path) for path in self.expected]
             unused += [p for p in self.rules.cast_rules if not any(_matching(p, everything))]
             self.errors += [_why_unused(pattern, names) for pattern in unused]
 
     def opt_states(self) -> None:
-        """Finds all opt_states, unless an earlier checkpoint gives some."""
+        """Adds all opt_states, unless some are loaded from an earlier checkpoint."""
         if self.rules.load_opt_states and not any(map(_is_of_opt_states, self.sources)):
-            for path in sorted(filter(_is_of_opt_states, self.wanted.keys() | self.saved.keys())):
-                self._take(path, path, "load_opt_states")
+            for path in sorted(filter(_is_of_opt_states, self.expected.keys() | self.saved.keys())):
+                self._add(path, path, "load_opt_states")
 
     def partial_opt_states(self) -> None:
-        """Finds slots of the weights that this checkpoint gives, and the counts that go with them.
+        """Adds the slots of weights that are loaded from this checkpoint, and their step counts.
 
-        Moments without their count would be corrected as those of a first step are.
+        Without the step count, the bias correction of loaded moments would be that of step 1.
         """
         if not self.rules.partial_load_opt_states:
             return
         prefix = "mdl_vars/params/"
-        params = {path.removeprefix(prefix) for path in self.wanted if path.startswith(prefix)}
-        rule, groups, of_no_weight = "partial_load_opt_states", set(), []
-        for path in filter(_is_of_opt_states, self.wanted):
+        params = {path.removeprefix(prefix) for path in self.expected if path.startswith(prefix)}
+        rule, groups, other_paths = "partial_load_opt_states", set(), []
+        for path in filter(_is_of_opt_states, self.expected):
             weight = _weight_within(path, params)
             if weight is None:
-                of_no_weight.append(path)
+                other_paths.append(path)
             elif weight in self.weights:
                 before, after = f"/{path}/".split(f"/{weight}/", 1)
                 source = f"{before}/{self.weights[weight]}/{after}".strip("/")
                 if self._agrees(path, source):
-                    self._take(path, source, rule)
+                    self._add(path, source, rule)
                     groups.add(_group_of(path))
-        if groups:  # The learner's count of updates goes with theirs.
+        if groups:  # Also load the learner's count of updates.
             groups.add("opt_states/num_updates")
-        for path in of_no_weight:
+        for path in other_paths:
             if _group_of(path) in groups and self._agrees(path, path):
-                self._take(path, path, rule)
+                self._add(path, path, rule)
 
     def check(self) -> None:
         if self.rules.load_step and self.step is None:
             self.errors.append("it has no step for load_step")
         if self.errors:
             raise ConfigError(
-                f"{join(SETTING, self.key)}, {place(self.directory, self.step)}: "
-                f"{few(self.errors, 5, '; ')}. Change the rules, or name what is to stay new in "
-                "ignore_rules."
+                f"{join(SETTING, self.key)}, {source_text(self.directory, self.step)}: "
+                f"{few(self.errors, 5, '; ')}. Change the rules, or add variables that should stay "
+                "new to ignore_rules."
             )
 
     def _rule_of(self, name: str) -> tuple[str, str] | None:
@@ -220,8 +227,8 @@ class _Planner:
             return None
         return next((rule for rule in self.rules.load_rules if re.match(rule[0], name)), None)
 
-    def _stored(self, source: str) -> str:
-        """Returns the path in the checkpoint of the array that a template names."""
+    def _stored_path(self, source: str) -> str:
+        """Returns the path in the checkpoint of the array that a template refers to."""
         is_average = source.startswith("ema/") or (
             self.rules.load_ema_states and source.startswith("params/")
         )
@@ -229,12 +236,13 @@ class _Planner:
             return f"mdl_vars/{source}"
         if not any(path.startswith("opt_states/ema/") for path in self.saved):
             self.errors = ["it has no moving averages (opt_states/ema)"]
-        # A weight that was frozen has no average: it is its own.
+        # A frozen weight has no average, because it does not change.
         average = f"opt_states/ema/{_weight(source)}"
         return average if average in self.saved else f"mdl_vars/params/{_weight(source)}"
 
-    def _take(self, path: str, source: str, rule: str) -> None:
-        expected, saved = self.wanted.get(path), self.saved.get(source)
+    def _add(self, path: str, source: str, rule: str) -> None:
+        """Adds the source of an array, or an error if it is missing or does not fit."""
+        expected, saved = self.expected.get(path), self.saved.get(source)
         if expected is None:
             self.errors.append(f"{path} is only in the checkpoint")
         elif saved is None:
@@ -251,7 +259,7 @@ class _Planner:
             )
 
     def _agrees(self, path: str, source: str) -> bool:
-        expected, saved = self.wanted[path], self.saved.get(source)
+        expected, saved = self.expected[path], self.saved.get(source)
         if path in self.sources or saved is None:
             return False
         is_named = any(re.match(pattern, name_of(path)) for pattern in self.rules.cast_rules)
@@ -267,12 +275,12 @@ def _is_of_opt_states(path: str) -> bool:
 
 
 def _group_of(path: str) -> str:
-    """Returns "opt_states/slots/GROUP" of a slot's path: the group that its optimizer updates."""
+    """Returns "opt_states/slots/GROUP", the optimizer group of a slot."""
     return "/".join(path.split("/")[:3])
 
 
 def _weight_within(path: str, weights: set[str]) -> str | None:
-    """Returns the longest path of a weight that a slot's path has in it, or None."""
+    """Returns the longest path of a weight that is contained in a slot's path, or None."""
     names = path.split("/")
     for length in range(len(names), 0, -1):
         for start in range(len(names) - length + 1):
@@ -286,14 +294,14 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _why_unused(pattern: str, names: Sequence[str]) -> str:
-    if result := _matching(pattern, names):
+    if matches := _matching(pattern, names):
         return (
-            f"the pattern {pattern!r} gives nothing: what it matches ({few(result)}) comes from "
-            "an earlier rule or is ignored"
+            f"the pattern {pattern!r} loads nothing, because its matches ({few(matches)}) are "
+            "loaded by an earlier rule or ignored"
         )
     if _matching(pattern, [name.partition("/")[2] for name in names]):
-        return f"the pattern {pattern!r} matches nothing: names begin with 'params/', put it before"
-    return f"the pattern {pattern!r} matches no variable; there are {few(names)}"
+        return f"the pattern {pattern!r} matches nothing: prefix it with 'params/'"
+    return f"the pattern {pattern!r} matches no variable; the variables are {few(names)}"
 
 
 def _shown(leaf: LeafLayout | jax.ShapeDtypeStruct) -> str:

@@ -1,4 +1,4 @@
-"""Where the checkpoints lie that a new job takes arrays from, and how they are opened."""
+"""Locates and opens the checkpoints that a new job loads arrays from."""
 
 import contextlib
 from pathlib import Path
@@ -19,13 +19,14 @@ SETTING = "run.init_from_checkpoint_rules"
 def located(
     key: str, rules: CheckpointLoadingRules
 ) -> tuple[Path, int | Literal["best"] | None]:
-    """Returns the directory of all steps, and which of them is meant.
+    """Returns the directory of steps of a source, and the step to load.
 
     Args:
-      key: of the rules, which names the directory if they do not.
+      key: Key of the rules, which is the directory if they do not set one.
+      rules: The rules.
 
     Raises:
-      ConfigError: there is no checkpoint.
+      ConfigError: There is no checkpoint.
     """
     given = local_directory(rules.directory or key)
     if NnxCheckpoint.is_at(given):
@@ -38,15 +39,15 @@ def located(
     if not (directory.is_dir() and (numbered_steps(directory) or set_aside(directory, "damaged"))):
         experiment = rules.experiment or "NAME"
         raise ConfigError(
-            f"There is no checkpoint in {given}, from which this job is to start. First train one: "
-            f"main.py --exp={experiment} --job_log_dir={given}; or name a job that has one: --set "
-            f"{join(join(SETTING, key), 'directory')}=DIR."
+            f"There is no checkpoint in {given} to start this job from. Train that job first: "
+            f"main.py --exp={experiment} --job_log_dir={given}; or use a job with a checkpoint: "
+            f"--set {join(join(SETTING, key), 'directory')}=DIR."
         )
     return directory, step
 
 
 def opened(directory: Path) -> contextlib.AbstractContextManager[Checkpoints | NnxCheckpoint]:
-    """Opens the checkpoints of a job, or a checkpoint that Flax's users saved with Orbax."""
+    """Opens the checkpoints of a job, or an Orbax checkpoint of a Flax NNX model."""
     if NnxCheckpoint.is_at(directory):
         return contextlib.nullcontext(NnxCheckpoint(directory))
     return Checkpoints(directory)

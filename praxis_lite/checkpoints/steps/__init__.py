@@ -1,4 +1,4 @@
-"""Which steps a job's folder has: named, verified, committed, kept or deleted.
+"""The folders of checkpoints by step: naming, verification, commits, retention and deletion.
 
-Never sees the arrays in them.
+Never deals with the arrays inside.
 """

@@ -1,8 +1,8 @@
-"""A checkpoint's manifest: each array, each file, and where it comes from.
+"""The manifest of a checkpoint, which describes its arrays, files and origin.
 
-Orbax knows only the padded shapes of the mesh that saved. `manifest.json` has the unpadded ones
-too, and size and digest of every file; `commit.json`, written last, has the digest of
-`manifest.json`. The digests (XXH3-128) find damage; they are no signature.
+Orbax stores only the shapes that are padded for the mesh that saved. `manifest.json` adds the
+logical shapes, and the size and digest of every file. `commit.json`, written last, has the digest
+of `manifest.json`. The digests (XXH3-128) detect damage but are not cryptographic signatures.
 """
 
 import functools
@@ -37,12 +37,15 @@ def new_manifest(
     best: Mapping[str, Any] | None,
     config_digest: str,
 ) -> dict[str, Any]:
-    """Returns the manifest of a state, but for its files.
+    """Returns the manifest of a state, without the entries of its files.
 
     Args:
-      data: the position of the training data, as JSON.
-      best: the fields of the job's BestCheckpoints, or None if it has no such setting.
-      config_digest: of `digest_of_config`, or "" if the config is not known.
+      step: The step of the state.
+      layout: Layout of the state.
+      data: JSON data to save, such as the position in the training data.
+      metrics: Metrics of the state.
+      best: Fields of the job's BestCheckpoints; None without this setting.
+      config_digest: Result of `digest_of_config`; "" if the config is unknown.
     """
     leaves = {leaf.path: manifest_leaf(leaf) for leaf in layout.leaves() if leaf.path != "step"}
     return {
@@ -53,7 +56,7 @@ def new_manifest(
 
 
 def manifest_leaf(leaf: "LeafLayout") -> dict[str, Any]:
-    """Returns a manifest's entry of an array, of JSON's types only."""
+    """Returns the entry of an array in a manifest, as JSON types."""
     return {
         "shape": list(leaf.shape),
         "padded_shape": list(leaf.padded_shape),
@@ -62,49 +65,57 @@ def manifest_leaf(leaf: "LeafLayout") -> dict[str, Any]:
     }
 
 
-def check_same(step_dir: Path, saved: Leaves, wanted: Leaves) -> None:
-    """Checks that a step has just the arrays that are wanted.
+def check_same(step_dir: Path, saved: Leaves, expected: Leaves) -> None:
+    """Checks that a step has exactly the expected arrays.
+
+    Args:
+      step_dir: The step's folder, for the error message.
+      saved: Entries of the arrays in the step's manifest.
+      expected: Entries of the arrays of the model.
 
     Raises:
-      ConfigError: one side lacks a leaf of the other, or has it with another unpadded shape or
-        dtype; names the step, the leaves, and both values of each.
+      ConfigError: A leaf is missing on one side, or its logical shape or dtype differs; the message
+        has both values.
     """
-    actual = []
-    # Sorted, the weights (mdl_vars) stand before their slots (opt_states).
-    for path in sorted(saved.keys() | wanted.keys()):
-        if path not in wanted or path not in saved:
-            actual.append(f"{path} is only in the {'model' if path in wanted else 'checkpoint'}")
+    differences = []
+    # In sorted order, weights (mdl_vars) come before their slots (opt_states).
+    for path in sorted(saved.keys() | expected.keys()):
+        if path not in expected or path not in saved:
+            side = "model" if path in expected else "checkpoint"
+            differences.append(f"{path} is only in the {side}")
             continue
-        for what in ("shape", "dtype"):
-            old, new = saved[path][what], wanted[path][what]
+        for field in ("shape", "dtype"):
+            old, new = saved[path][field], expected[path][field]
             if old != new:
-                actual.append(f"{path} has {what} {old} in the checkpoint, {new} in the model")
-    if actual:
+                differences.append(
+                    f"{path} has {field} {old} in the checkpoint, {new} in the model"
+                )
+    if differences:
         raise ConfigError(
-            f"The checkpoint of step {step_dir.name} in {step_dir.parent} is of another model: "
-            f"{few(actual, 5, '; ')}. Use the settings that it was trained with (see config.txt "
-            "next to it), or start a new job in another job_log_dir."
+            f"The checkpoint of step {step_dir.name} in {step_dir.parent} does not fit the model: "
+            f"{few(differences, 5, '; ')}. Use the settings that it was trained with (see "
+            "config.txt next to it), or start a new job in another job_log_dir."
         )
 
 
 def digest_of_config(config_json: str) -> str:
-    """Returns the digest of a job's config.json without the --set that it was made with."""
+    """Returns the digest of a job's config.json, without the list of --set overrides."""
     config = json.loads(config_json)
     config.pop("overrides", None)
     return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode())
 
 
 def commit_text(step: int, manifest: bytes) -> str:
-    """Returns the text of the commit.json that belongs to a manifest.json."""
+    """Returns the content of commit.json for a manifest.json."""
     digest = xxhash.xxh3_128_hexdigest(manifest)
     return json.dumps({"step": step, "manifest_xxh3_128": digest}) + "\n"
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:
-    """Returns the manifest in a text whose digest was compared.
+    """Parses the content of a manifest.json whose digest was verified.
 
     Raises:
-      ValueError: it has another format.
+      ValueError: The manifest has another format version.
     """
     manifest = json.loads(text)
     if manifest.get("format") != FORMAT:

@@ -1,4 +1,4 @@
-"""Which checkpoints are retained: the newest, every so many steps, and the best by a metric."""
+"""Decides which checkpoints to retain: the newest, those every N steps, and the best."""
 
 import dataclasses
 import math
@@ -15,12 +15,14 @@ def retained_steps(
     keep_every_steps: int | None,
     best: "BestCheckpoints | None",
 ) -> set[int]:
-    """Returns the steps that are not deleted.
+    """Returns the steps to retain; all others may be deleted.
 
     Args:
-      steps: all of them, in order.
-      metrics: of each step.
-      max_to_keep, keep_every_steps, best: as in `SaveSettings`.
+      steps: All steps, in order.
+      metrics: Metrics of each step.
+      max_to_keep: Number of newest steps to retain.
+      keep_every_steps: Retain steps at multiples of this; None for no such steps.
+      best: Settings of the best steps to retain; None for no such steps.
     """
     retained = set(steps[-max_to_keep:])
     if keep_every_steps is not None:
@@ -32,15 +34,17 @@ def retained_steps(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestCheckpoints:
-    """The number of best checkpoints to keep, and the metric that orders them.
+    """How many of the best checkpoints to retain, and the metric that ranks them.
 
     Attributes:
-      metric: name of one of the metrics that are saved with a state, such as "heldout/loss".
-      mode: "min" or "max": which values of it are better. NaN never is; of equal ones the earlier.
-      max_to_keep: how many are retained.
+      metric: Name of a metric that is saved with the state, such as "heldout/loss".
+      mode: "min" if lower values are better, "max" if higher ones are. NaN ranks last, and of equal
+        values the earlier step ranks first.
+      max_to_keep: Number of best checkpoints to retain.
 
     Raises:
-      ConfigError: the metric lacks its dataset, the mode is another, or max_to_keep is below 1.
+      ConfigError: The metric has no dataset in its name, the mode is unknown, or max_to_keep is
+        below 1.
     """
 
     metric: str
@@ -55,7 +59,7 @@ class BestCheckpoints:
         )
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """Returns the steps whose `metrics` have the metric, the best first."""
+        """Returns the steps that have the metric, best first."""
         values = {step: metric.get(self.metric, math.nan) for step, metric in metrics.items()}
         sign = 1 if self.mode == "min" else -1
         steps = [step for step, value in values.items() if not math.isnan(value)]
@@ -63,10 +67,10 @@ class BestCheckpoints:
 
 
 def check_watched_metric(setting: str, metric: str, mode: str) -> None:
-    """Checks how a setting names the metric that it watches.
+    """Checks the metric and mode of a setting that watches a metric.
 
     Raises:
-      ConfigError: the metric lacks its dataset, or the mode is neither "min" nor "max".
+      ConfigError: The metric has no dataset in its name, or the mode is not "min" or "max".
     """
     expected = "the name of a dataset and of a metric, for instance 'heldout/loss'"
     require(isinstance(metric, str) and "/" in metric, f"{setting}.metric", metric, expected)

@@ -1,4 +1,4 @@
-"""Settings of a job's saves: when to save, what to retain, how often to retry."""
+"""Settings of a job's saves: when to save, which checkpoints to retain, how often to retry."""
 
 import dataclasses
 import math
@@ -6,27 +6,29 @@ import math
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints
 from praxis_lite.config.whole_numbers import check_whole_numbers
 
-# A job that is killed loses at most this much training, if its settings leave the interval open.
+# The default interval, and so the most training that a killed job loses.
 SECONDS_BETWEEN_CHECKPOINTS = 600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveSettings:
-    """When a job saves, and which checkpoints are retained (`run.checkpoints`).
+    """When a job saves, and which checkpoints it retains (`run.checkpoints`).
 
     Attributes:
-      every_steps: steps between checkpoints. There is one at the end in any case.
-      every_seconds: seconds of training between checkpoints, by the first process's clock. None:
-        600 if every_steps is None, else not by time; 0: not by time.
-      max_to_keep: number of newest steps to retain, 2 or more: the newest may prove damaged.
-      keep_every_steps: checkpoints at multiples of this many steps are retained too.
-      best: the best by a metric are retained too.
-      retries: how often a failed save (a full disk) is tried again before training ends.
-      retry_seconds: between two tries.
-      save_non_finite: save a state with a weight or slot that is not finite. False: an error.
+      every_steps: Steps between checkpoints; None for none by steps. The last step is always saved.
+      every_seconds: Seconds of training between checkpoints, measured by the first process; 0 for
+        none by time. None means 600 if every_steps is None, else 0.
+      max_to_keep: Number of newest checkpoints to retain, at least 2, because the newest may turn
+        out to be damaged.
+      keep_every_steps: Also retain checkpoints at multiples of this many steps.
+      best: Also retain the best checkpoints by a metric.
+      retries: How often to retry failed saves, for instance on a full disk, before training ends.
+      retry_seconds: Seconds between two tries.
+      save_non_finite: Whether to save states with weights or slots that are not finite, instead of
+        raising an error.
 
     Raises:
-      ConfigError: a number of the wrong type or out of range.
+      ConfigError: A number has the wrong type or is out of range.
     """
 
     every_steps: int | None = None
@@ -46,7 +48,7 @@ class SaveSettings:
 
     @property
     def seconds_between(self) -> int | None:
-        """The seconds after which a checkpoint is due, or None if none is by time."""
+        """Seconds between checkpoints; None if they are not saved by time."""
         if self.every_seconds is not None:
             return self.every_seconds or None
         return None if self.every_steps else SECONDS_BETWEEN_CHECKPOINTS

@@ -1,12 +1,11 @@
-"""The folders of steps on disk: their names, and how they come and go.
+"""The folders of steps on disk: their names, and how they are created and deleted atomically.
 
-A folder with a plain number is a step. It gets that name by one rename, after all in it is written
-and on disk, and loses it by another before anything in it is deleted. So a folder with a plain
-number is complete after any interruption, unless it was damaged later. (No Orbax and no JAX here:
-the tools start at once.)
+The invariant is that a folder whose name is a number is complete, whenever a process is killed: it
+gets this name by a rename after all its files are on disk, and loses it by a rename before any file
+is deleted. This file imports neither Orbax nor JAX, so that command-line tools start fast.
 
     N            a step                        N.saving*    is being written
-    N.damaged*   what verification refused     N.deleting*  is being deleted
+    N.damaged*   failed verification           N.deleting*  is being deleted
     N.abandoned* was rolled back; deleted after the next save
 """
 
@@ -23,27 +22,27 @@ from praxis_lite.checkpoints.steps.step_files import sync_directory
 
 __all__ = ("committed_steps", "numbered_steps")
 
-# What a kill in a save or in a deletion leaves behind.
+# Kinds of folders that a killed save or deletion leaves behind.
 LEFTOVERS = ("saving", "deleting")
 
 
 def numbered_steps(directory: Path) -> list[int]:
-    """Returns the plain numbers among the folders' names, in order; whole or not."""
+    """Returns the numbers of all step folders in order, damaged or not."""
     return sorted(int(name) for name in _names(directory) if re.fullmatch(r"0|[1-9][0-9]*", name))
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Returns the steps that have a commit, in order; nothing in them is read."""
+    """Returns the steps that have a commit, in order, without reading their files."""
     return [step for step in numbered_steps(directory) if is_committed(directory / str(step))]
 
 
 def is_committed(step_dir: Path) -> bool:
-    """Returns True if a folder has a commit; it may be damaged all the same."""
+    """Returns whether a folder has a commit; it may still be damaged."""
     return (step_dir / COMMIT_JSON).is_file()
 
 
 def identity(step_dir: Path) -> tuple[int, int] | None:
-    """Returns numbers that another save of this step does not have, or None if it has no commit."""
+    """Returns a value that changes if the step is saved again; None if it has no commit."""
     try:
         stat = (step_dir / COMMIT_JSON).stat()
     except OSError:
@@ -52,13 +51,13 @@ def identity(step_dir: Path) -> tuple[int, int] | None:
 
 
 def set_aside(directory: Path, *kinds: str) -> list[Path]:
-    """Returns the folders of these kinds: "saving", "deleting", "damaged", "abandoned"."""
+    """Returns the folders of the given kinds: "saving", "deleting", "damaged", "abandoned"."""
     pattern = rf"[0-9]+\.({'|'.join(kinds)})"
     return [directory / name for name in _names(directory) if re.match(pattern, name)]
 
 
 def commit(saving: Path, manifest: Mapping[str, Any]) -> None:
-    """Writes manifest.json, then commit.json, and makes sure of both: the folder is whole."""
+    """Writes and syncs manifest.json and then commit.json, which completes the folder."""
     text = json.dumps(manifest, indent=1) + "\n"
     _write_synced(saving / MANIFEST_JSON, text)
     _write_synced(saving / COMMIT_JSON, commit_text(manifest["step"], text.encode()))
@@ -66,9 +65,9 @@ def commit(saving: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def publish(saving: Path, step_dir: Path) -> None:
-    """Gives a committed folder its number; what had it before is deleted only then.
+    """Renames a committed folder to its number, and then deletes the folder that it replaces.
 
-    A kill between the two renames leaves the committed folder, which `VerifiedSteps` finds.
+    If the process is killed between the renames, `VerifiedSteps.repair` completes the rename.
     """
     replaced = put_aside(step_dir, "deleting") if step_dir.exists() else None
     try:
@@ -94,12 +93,12 @@ def put_aside(step_dir: Path, kind: str) -> Path:
 
 
 def remove(step_dir: Path) -> None:
-    """Deletes a step; if this is interrupted, no folder with its number is left."""
+    """Deletes a step; an interruption never leaves an incomplete folder with its number."""
     remove_leftover(put_aside(step_dir, "deleting"))
 
 
 def remove_leftover(path: Path) -> None:
-    """Deletes a folder that was put aside."""
+    """Deletes a folder that was renamed."""
     shutil.rmtree(path)
 
 

@@ -1,4 +1,4 @@
-"""The files of a step: their digests, and errors in them."""
+"""Computes digests of a step's files, and verifies the files against them."""
 
 import os
 from collections.abc import Mapping
@@ -23,28 +23,29 @@ _NUM_THREADS = 8
 
 
 def verify(step_dir: Path) -> list[str]:
-    """Returns the errors of a step, a line each, naming the file; [] if it is complete.
+    """Verifies a step by reading every file once.
 
-    Reads every file once, about as fast as the disk gives it.
+    Returns:
+      A line per error, with the name of the file; [] if the step is complete.
 
     Raises:
-      ConfigError: its manifest is undamaged, but has another format.
+      ConfigError: The manifest is undamaged, but has another format version.
     """
     try:
         actual = _files(step_dir)
         if not actual:
             return ["it is an empty directory"]
-        manifest, wrong = committed_manifest(step_dir)
-        return wrong or _wrong_files(actual, manifest["files"])
-    except OSError as error:  # Errors of a single file are reported by its name.
+        manifest, errors = committed_manifest(step_dir)
+        return errors or _file_errors(actual, manifest["files"])
+    except OSError as error:
         return [f"it cannot be read ({error.strerror})"]
 
 
 def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns a step's manifest, and the errors in it or its commit; reads no other file.
+    """Returns a step's manifest and a list of errors in manifest and commit.
 
     Raises:
-      ConfigError: both are undamaged, but have another format.
+      ConfigError: Both files are undamaged, but have another format version.
     """
     texts = {}
     for name in (COMMIT_JSON, MANIFEST_JSON):
@@ -72,9 +73,10 @@ def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
-    """Returns size and digest of each file below a folder, by its relative name.
+    """Syncs all files and folders below a folder to disk.
 
-    Everything, the folders too, is on disk when this returns.
+    Returns:
+      The size and digest of each file, by relative name.
     """
     paths = _files(step_dir)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -86,7 +88,7 @@ def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Returns everything but folders below a folder, by relative name."""
+    """Returns all files below a folder by relative name."""
     return {
         str(path.relative_to(folder)): path
         for path in sorted(folder.rglob("*")) if not path.is_dir()
@@ -94,7 +96,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes sure that the names in a directory are on disk."""
+    """Syncs the entries of a directory to disk."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
@@ -102,10 +104,12 @@ def sync_directory(path: Path) -> None:
         os.close(file)
 
 
-def _wrong_files(
+def _file_errors(
     actual: Mapping[str, Path], files: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    def wrong_at_once(name: str) -> str | None:
+    """Compares files with the entries of the manifest; returns a line per error."""
+
+    def name_or_size_error(name: str) -> str | None:
         if name not in actual:
             return "is missing"
         if name not in files:
@@ -114,25 +118,25 @@ def _wrong_files(
         expected = files[name]["size"]
         return None if size == expected else f"has {size} bytes, not {expected}"
 
-    def changed(name: str) -> str | None:
+    def digest_error(name: str) -> str | None:
         try:
             digest = _digest(actual[name])[1]
         except OSError as error:
             return f"cannot be read ({error.strerror})"
-        same = digest == files[name]["xxh3_128"]
-        return None if same else "has changed: its digest is another"
+        is_same = digest == files[name]["xxh3_128"]
+        return None if is_same else "has changed: its digest is another"
 
     names = sorted(files.keys() | actual.keys() - {COMMIT_JSON, MANIFEST_JSON})
-    wrong = {name: why for name in names if (why := wrong_at_once(name))}
-    # Largest first, so that no thread is left with a large one at the end.
-    whole = sorted((n for n in names if n not in wrong), key=lambda name: -files[name]["size"])
+    errors = {name: error for name in names if (error := name_or_size_error(name))}
+    # Start with the largest files, so that the threads finish at about the same time.
+    others = sorted((n for n in names if n not in errors), key=lambda name: -files[name]["size"])
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        later = dict(sorted(zip(whole, pool.map(changed, whole), strict=True)))
-    return [f"{name} {why}" for name, why in {**wrong, **later}.items() if why]
+        digest_errors = dict(sorted(zip(others, pool.map(digest_error, others), strict=True)))
+    return [f"{name} {error}" for name, error in {**errors, **digest_errors}.items() if error]
 
 
 def _digest(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    """Returns a file's size and digest; its bytes pass through a small buffer."""
+    """Returns a file's size and digest, read through a small buffer."""
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -1,5 +1,5 @@
-"""Was every example of a run used exactly once, in order?
+"""Verifies that a run used every example exactly once and in order.
 
-Compares the lines that each process wrote about the rows that it fed with the recomputed data.
-Never sees a step, an array on a device or a checkpoint.
+Compares the record of the rows that each process fed with the recomputed data. Never deals with
+steps, device arrays or checkpoints.
 """

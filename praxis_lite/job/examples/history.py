@@ -1,4 +1,4 @@
-"""The valid part of a record: each step by the last start that made it, in order."""
+"""Extracts the valid history from a record: for each step, the last start that made it."""
 
 import dataclasses
 import itertools
@@ -6,66 +6,68 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from praxis_lite.core.errors import few
 from praxis_lite.inputs.position import DataPosition
-from praxis_lite.job.examples.lines import Record, Start, Stretch
+from praxis_lite.job.examples.lines import Record, RowSpan, Start
 
-__all__ = ("Part",)
+__all__ = ("Segment",)
 
-_MOST_FAULTS = 50
+_MAX_FAULTS = 50
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """The steps of a start that no later start repeated.
+class Segment:
+    """The steps of a start that no later start has recomputed.
 
     Attributes:
-      starts: the lines of its processes, in their order.
-      first_step, last_step: of those that count.
-      stretches: of its processes, those that count.
+      starts: The lines of its processes, by process.
+      first_step: The first of these steps.
+      last_step: The last of these steps.
+      stretches: The spans of rows of these steps, of all processes.
     """
 
     starts: Sequence[Start]
     first_step: int
     last_step: int
-    stretches: Sequence[Stretch]
+    stretches: Sequence[RowSpan]
 
     @property
     def number(self) -> int:
-        """The number of the start."""
+        """Number of the start."""
         return self.starts[0].start
 
     @property
     def batch_size(self) -> int:
-        """The rows of a global batch."""
+        """Number of rows of a global batch."""
         return self.starts[0].batch_size
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The indices of the batches that are left out."""
+        """Indices of the batches that are left out."""
         return self.starts[0].skipped
 
     def rows_of(self, process: int) -> tuple[tuple[int, int], ...]:
-        """Returns the ranges of rows that a process feeds."""
-        return next(item.rows for item in self.starts if item.process == process)
+        """Returns the (start, end) ranges of rows that a process feeds."""
+        return next(start.rows for start in self.starts if start.process == process)
 
     def batch_of(self, step: int) -> int:
-        """Returns the index of the batch that a step has, in order."""
+        """Returns the index of the batch that belongs to a step."""
         return DataPosition.of_step(step - 1, self.skipped).next_batch
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The lines of a record that count, and its faults.
+    """The valid history of a job, and the faults of its record.
 
     Attributes:
-      parts: in the order of their steps.
-      faults: sentences; none: each row of each batch was fed by a single process, in order.
-      notes: sentences on what is no fault.
-      starts: how many there were.
-      num_launches: of the job.
-      num_lost_steps: how many recorded steps were repeated later.
+      parts: The segments, in the order of their steps.
+      faults: A sentence per fault. Without faults, every row of every batch was fed exactly once
+        and in order.
+      notes: Sentences about other observations.
+      starts: Number of starts in the record.
+      num_launches: Number of launches of the job.
+      num_lost_steps: Number of recorded steps that were recomputed later.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[Segment]
     faults: Sequence[str]
     notes: Sequence[str]
     starts: int
@@ -74,98 +76,100 @@ class History:
 
     @property
     def first_step(self) -> int:
-        """The first step on record; 0 if there is none."""
+        """First step of the history; 0 if it is empty."""
         return self.parts[0].first_step if self.parts else 0
 
     @property
     def last_step(self) -> int:
-        """The last step that counts; 0 if there is none."""
+        """Last step of the history; 0 if it is empty."""
         return self.parts[-1].last_step if self.parts else 0
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """The batches that were left out before the last step's batch."""
+        """Indices of the batches that were left out before the batch of the last step."""
         if not self.parts:
             return ()
         last = self.parts[-1]
-        return tuple(item for item in last.skipped if item < last.batch_of(last.last_step))
+        return tuple(index for index in last.skipped if index < last.batch_of(last.last_step))
 
     @property
     def num_rows(self) -> int:
-        """The rows of all batches."""
+        """Number of rows of all batches."""
         return sum(
             (part.last_step - part.first_step + 1) * part.batch_size for part in self.parts
         )
 
     @property
     def digest(self) -> str:
-        """The sum of all recorded digests modulo 2^64, in hex."""
-        stretches = (item for part in self.parts for item in part.stretches)
-        return f"{sum(int(item.digest, 16) for item in stretches) % 2**64:016x}"
+        """Sum of all recorded digests modulo 2^64, in hex."""
+        spans = (span for part in self.parts for span in part.stretches)
+        return f"{sum(int(span.digest, 16) for span in spans) % 2**64:016x}"
 
 
 def history_of(record: Record, saved_step: int | None) -> History:
-    """Returns the lines of a record that count.
+    """Returns the valid history of a record, and checks it.
 
     Args:
-      saved_step: of the newest checkpoint, from which the job would resume; None: there is none.
+      record: All lines of a job.
+      saved_step: Step of the newest checkpoint, which the job would resume from; None without one.
     """
     groups = {
         number: list(group)
-        for number, group in itertools.groupby(record.starts, lambda item: item.start)
+        for number, group in itertools.groupby(record.starts, lambda start: start.start)
     }
-    stretches: dict[int, list[Stretch]] = {number: [] for number in groups}
-    for item in record.stretches:
-        stretches.setdefault(item.start, []).append(item)
+    spans: dict[int, list[RowSpan]] = {number: [] for number in groups}
+    for span in record.stretches:
+        spans.setdefault(span.start, []).append(span)
     ends = {
-        number: max((item.steps[1] for item in stretches[number]), default=starts[0].step)
+        number: max((span.steps[1] for span in spans[number]), default=starts[0].step)
         for number, starts in groups.items()
     }
     faults, notes = [], []
-    if missing := [item for item in range(1, 1 + record.last_start) if item not in groups]:
-        faults.append(f"the record has no line of start {few([str(item) for item in missing], 8)}")
+    if missing := [number for number in range(1, 1 + record.last_start) if number not in groups]:
+        faults.append(f"the record has no line of start {few([str(n) for n in missing], 8)}")
     newest = ends[max(ends)] if ends else 0
     if saved_step is None:
-        notes.append("there is no checkpoint: that the steps on record were saved is not known")
+        notes.append("there is no checkpoint, so it is not known whether the steps were saved")
     elif newest > saved_step:
         notes.append(f"steps {saved_step + 1} to {newest} are on record, but not saved")
     parts = [
-        _part(groups[number], stretches[number], last_step, faults)
+        _segment(groups[number], spans[number], last_step, faults)
         for number, last_step in _chain(groups, ends, newest if saved_step is None else saved_step)
     ]
     _check_order(parts, saved_step or 0, faults)
     if parts and parts[0].starts[0].is_new and parts[0].first_step > 1:
         notes.append(
-            f"the job began with a state of step {parts[0].first_step - 1}: what that was made of "
-            "is not on record"
+            f"the job started from a state of step {parts[0].first_step - 1}, whose data are not "
+            "on record"
         )
     if record.num_unreadable:
         notes.append(
-            f"{record.num_unreadable} lines of the record cannot be read: cut short by a kill, or "
-            "damaged"
+            f"{record.num_unreadable} lines of the record cannot be read: they are incomplete, "
+            "because a process was killed, or damaged"
         )
     num_made = sum(ends[number] - starts[0].step for number, starts in groups.items())
-    num_counted = sum(part.last_step - part.first_step + 1 for part in parts)
+    num_valid = sum(part.last_step - part.first_step + 1 for part in parts)
     return History(
-        parts, faults[:_MOST_FAULTS], notes, len(groups),
-        len({starts[0].launch for starts in groups.values()}), max(0, num_made - num_counted),
+        parts, faults[:_MAX_FAULTS], notes, len(groups),
+        len({starts[0].launch for starts in groups.values()}), max(0, num_made - num_valid),
     )
 
 
 def _chain(
     groups: Mapping[int, Sequence[Start]], ends: Mapping[int, int], step: int
 ) -> list[tuple[int, int]]:
-    """Returns the starts that made the steps up to `step` last, and the last valid step of each.
+    """Returns (start number, last valid step) of the starts that led to the state of `step`.
 
-    A start resumed from the state that the newest earlier start had after the same step.
+    The chain is followed backwards: each start resumed from the state that the newest earlier start
+    had at that step.
     """
     chain, number = [], max(groups, default=0) + 1
     while step > 0:
-        before = [item for item in groups if item < number and groups[item][0].step < step]
-        if not before:
+        earlier = [other for other in groups if other < number and groups[other][0].step < step]
+        if not earlier:
             break
-        # A start without a line of that step leaves a gap, which `_check_order` reports.
-        number = max([item for item in before if ends[item] >= step] or before)
+        # If no start has recorded that step, there is a gap, which `_check_order` reports.
+        number = max([other for other in earlier if ends[other] >= step] or earlier)
         chain.append((number, min(step, ends[number])))
         if (first := groups[number][0]).is_new:
             break
@@ -173,39 +177,44 @@ def _chain(
     return chain[::-1]
 
 
-def _part(
-    starts: Sequence[Start], stretches: Sequence[Stretch], limit: int, faults: list[str]
-) -> Part:
+def _segment(
+    starts: Sequence[Start], spans: Sequence[RowSpan], last_step: int, faults: list[str]
+) -> Segment:
+    """Returns the steps of a start up to `last_step`, and appends faults of its lines."""
     first = starts[0]
-    part = Part(
-        starts, first.step + 1, limit, [item for item in stretches if item.steps[1] <= limit]
+    segment = Segment(
+        starts, first.step + 1, last_step, [span for span in spans if span.steps[1] <= last_step]
     )
-    where = f"start {part.number}"
-    for item in starts[1:]:
+    where = f"start {segment.number}"
+    for start in starts[1:]:
         for name in ("step", "num_processes", "batch_size", "skipped", "data", "versions"):
-            values = getattr(first, name), getattr(item, name)
+            values = getattr(first, name), getattr(start, name)
             if values[0] != values[1]:
                 faults.append(
-                    f"{where}: process {first.process} says {name} {values[0]}, process "
-                    f"{item.process} says {values[1]}"
+                    f"{where}: {name} is {values[0]} in process {first.process} and {values[1]} in "
+                    f"process {start.process}"
                 )
-    processes = [item.process for item in starts]
+    processes = [start.process for start in starts]
     if processes != list(range(first.num_processes)):
         faults.append(
-            f"{where} has lines of the processes {processes}, and had {first.num_processes}"
+            f"{where} has lines of the processes {processes}, but had {first.num_processes} "
+            "processes"
         )
-    faults += [f"{where}: {fault}" for fault in _faults_of_rows(starts)]
-    for item in starts:
-        own = [stretch for stretch in stretches if stretch.process == item.process]
-        faults += [f"{where}, process {item.process}: {it}" for it in _faults_of_steps(part, own)]
-    return part
+    faults += [f"{where}: {fault}" for fault in _row_faults(starts)]
+    for start in starts:
+        own_spans = [span for span in spans if span.process == start.process]
+        faults += [
+            f"{where}, process {start.process}: {fault}"
+            for fault in _step_faults(segment, own_spans)
+        ]
+    return segment
 
 
-def _faults_of_rows(starts: Sequence[Start]) -> Iterator[str]:
-    """Yields sentences on rows of a batch that several processes fed, or none."""
+def _row_faults(starts: Sequence[Start]) -> Iterator[str]:
+    """Yields a sentence per range of rows that no process, or more than one, fed."""
     end = 0
     for first, last, process in sorted(
-        (first, last, item.process) for item in starts for first, last in item.rows
+        (first, last, start.process) for start in starts for first, last in start.rows
     ):
         if first > end:
             yield f"rows {end} to {first - 1} of each batch were fed by no process"
@@ -216,11 +225,11 @@ def _faults_of_rows(starts: Sequence[Start]) -> Iterator[str]:
         yield f"rows {end} to {starts[0].batch_size - 1} of each batch were fed by no process"
 
 
-def _faults_of_steps(part: Part, stretches: Sequence[Stretch]) -> Iterator[str]:
-    """Yields sentences on the steps of a process that are not each on record once, in order."""
+def _step_faults(part: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
+    """Yields a sentence per step of a process that is not on record exactly once and in order."""
     end = part.first_step - 1
-    for item in stretches:
-        first, last = item.steps
+    for span in spans:
+        first, last = span.steps
         if first > part.last_step:
             break
         if first > end + 1:
@@ -229,28 +238,28 @@ def _faults_of_steps(part: Part, stretches: Sequence[Stretch]) -> Iterator[str]:
             yield f"steps {first} to {min(end, last)} are on record twice"
         if last > part.last_step:
             yield (
-                f"the run went on from step {part.last_step}, within the stretch of steps "
-                f"{first} to {last}"
+                f"the run resumed from step {part.last_step}, inside the span of steps {first} to "
+                f"{last}"
             )
         expected = part.batch_of(first), part.batch_of(last)
-        if item.batches != expected:
+        if span.batches != expected:
             yield (
-                f"steps {first} to {last} were fed the batches {item.batches[0]} to "
-                f"{item.batches[1]}; in order they are {expected[0]} to {expected[1]}"
+                f"steps {first} to {last} were fed the batches {span.batches[0]} to "
+                f"{span.batches[1]}; expected {expected[0]} to {expected[1]}"
             )
-        left_out = tuple(k for k in part.skipped if expected[0] < k < expected[1])
-        if item.skipped != left_out:
+        skipped = tuple(k for k in part.skipped if expected[0] < k < expected[1])
+        if span.skipped != skipped:
             yield (
-                f"steps {first} to {last} left out the batches {list(item.skipped)}; the start "
-                f"says {list(left_out)}"
+                f"steps {first} to {last} left out the batches {list(span.skipped)}; expected "
+                f"{list(skipped)}, according to the start"
             )
         end = max(end, last)
     if end < part.last_step:
         yield f"steps {end + 1} to {part.last_step} are not on record"
 
 
-def _check_order(parts: Sequence[Part], saved_step: int, faults: list[str]) -> None:
-    """Adds sentences on steps between the parts, and on batches that came twice or never."""
+def _check_order(parts: Sequence[Segment], saved_step: int, faults: list[str]) -> None:
+    """Appends faults between segments: missing steps, and batches left out or repeated."""
     last = parts[-1].last_step if parts else 0
     if last < saved_step:
         faults.append(
@@ -261,17 +270,17 @@ def _check_order(parts: Sequence[Part], saved_step: int, faults: list[str]) -> N
     first = parts[0].starts[0]
     if first.step and not first.is_new:
         faults.append(f"steps 1 to {first.step} are not on record")
-    for before, part in itertools.pairwise(parts):
-        if part.first_step != before.last_step + 1:
+    for previous, part in itertools.pairwise(parts):
+        if part.first_step != previous.last_step + 1:
             faults.append(
-                f"steps {before.last_step + 1} to {part.first_step - 1} are not on record: start "
-                f"{part.number} went on from step {part.first_step - 1}"
+                f"steps {previous.last_step + 1} to {part.first_step - 1} are not on record: start "
+                f"{part.number} resumed from step {part.first_step - 1}"
             )
-        next_batch = before.batch_of(before.last_step) + 1
-        expected = [item for item in before.skipped if item < next_batch]
-        actual = [item for item in part.skipped if item < next_batch]
+        next_batch = previous.batch_of(previous.last_step) + 1
+        expected = [index for index in previous.skipped if index < next_batch]
+        actual = [index for index in part.skipped if index < next_batch]
         if actual != expected:
             faults.append(
                 f"start {part.number} left out the batches {actual} before batch {next_batch}; "
-                f"the steps before it left out {expected}"
+                f"the previous start left out {expected}"
             )

@@ -1,4 +1,4 @@
-"""The lines of JOB/examples/PROCESS.jsonl: which rows a process fed, written and read."""
+"""Reads and writes the lines of JOB/examples/PROCESS.jsonl: which rows each process fed."""
 
 import dataclasses
 import json
@@ -13,24 +13,24 @@ _NEWEST_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """A process begins to train, or continues after a roll-back.
+    """The line that a process writes when training starts, or starts again after a roll-back.
 
     Attributes:
-      start: its number, from 1, the same on all processes.
-      step: the number of steps that were made before.
-      is_new: True if the job had no checkpoint then.
-      time: now, in Unix seconds.
-      launch: when the first process was launched, in Unix seconds, as in timeline.jsonl.
-      generation: of an elastic job; None: it is not elastic.
-      process: the index of this process.
-      num_processes: how many there are.
-      host: the name of this process's host.
-      mesh: the devices along each axis.
-      batch_size: the rows of a global batch.
-      rows: the ranges of them that this process feeds.
-      skipped: the indices of the batches that are left out.
-      data: a digest of the pipeline's fingerprint.
-      versions: of Python and of packages, by name.
+      start: Number of the start, from 1, the same in all processes.
+      step: Number of training steps made before.
+      is_new: Whether the job had no checkpoint.
+      time: Time of the start, in Unix seconds.
+      launch: When the first process was launched, in Unix seconds, as in timeline.jsonl.
+      generation: Generation of an elastic job; None in other jobs.
+      process: Index of the process.
+      num_processes: Number of processes.
+      host: Name of the process's host.
+      mesh: Number of devices along each mesh axis.
+      batch_size: Rows of a global batch.
+      rows: The ranges of these rows that the process feeds.
+      skipped: Indices of batches that are left out.
+      data: Digest of the pipeline's fingerprint.
+      versions: Versions of Python and packages, by name.
     """
 
     start: int
@@ -51,16 +51,16 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """The rows that a process fed between two saves; written before the latter begins.
+class RowSpan:
+    """The line about the rows that a process fed between two saves, written before the second save.
 
     Attributes:
-      start: the number of the start that it belongs to.
-      process: as of the start.
-      steps: the first and the last.
-      batches: the indices of the first and the last batch.
-      skipped: the indices between them that were left out.
-      digest: the sum of the digests of its rows, in hex (`row_digests`).
+      start: Number of the start that the span belongs to.
+      process: Index of the process.
+      steps: First and last step.
+      batches: Indices of the first and last batch.
+      skipped: Indices of batches between them that were left out.
+      digest: Sum of the digests of all rows (`row_digests`), in hex.
     """
 
     start: int
@@ -73,71 +73,71 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """All lines of a job.
+    """All lines of a job's record.
 
     Attributes:
-      starts: in the order of their numbers, then of their processes.
-      stretches: in the order of each file.
-      num_unreadable: how many lines are none of these: cut short by a kill, or damaged.
+      starts: The starts, sorted by number and then by process.
+      stretches: The spans of rows, in file order.
+      num_unreadable: Number of other lines, incomplete or damaged.
     """
 
     starts: Sequence[Start]
-    stretches: Sequence[Stretch]
+    stretches: Sequence[RowSpan]
     num_unreadable: int
 
     @property
     def last_start(self) -> int:
-        """The number of the last start; 0 if there is none."""
-        return max((item.start for item in (*self.starts, *self.stretches)), default=0)
+        """Number of the last start; 0 if there is none."""
+        return max((line.start for line in (*self.starts, *self.stretches)), default=0)
 
 
-def line_of(item: Start | Stretch) -> str:
-    """Returns a line of the file."""
-    return json.dumps(dataclasses.asdict(item)) + "\n"
+def line_of(line: Start | RowSpan) -> str:
+    """Serializes a line of the file."""
+    return json.dumps(dataclasses.asdict(line)) + "\n"
 
 
 def read_record(folder: Path) -> Record:
-    """Returns the record of a job; it is empty if there is no such folder.
+    """Reads the record of a job; it is empty if there is no such folder.
 
     Raises:
-      ConfigError: a file cannot be read.
+      ConfigError: A file cannot be read.
     """
     starts, stretches, num_unreadable = [], [], 0
     for path in sorted(folder.glob("*.jsonl")):
         for text in lines_of(path):
-            item = _item(text)
-            if isinstance(item, Start):
-                starts.append(item)
-            elif isinstance(item, Stretch):
-                stretches.append(item)
+            line = _parse_line(text)
+            if isinstance(line, Start):
+                starts.append(line)
+            elif isinstance(line, RowSpan):
+                stretches.append(line)
             else:
                 num_unreadable += 1
-    starts.sort(key=lambda item: (item.start, item.process))
+    starts.sort(key=lambda line: (line.start, line.process))
     return Record(starts, stretches, num_unreadable)
 
 
 def next_start(folder: Path) -> int:
-    """Returns the number of a job's next start; only the newest lines are read.
+    """Returns the number of a job's next start, by reading only the end of each file.
 
     Raises:
-      ConfigError: a file cannot be read.
+      ConfigError: A file cannot be read.
     """
-    items = [
-        item for path in folder.glob("*.jsonl") for text in lines_of(path, _NEWEST_BYTES)
-        if (item := _item(text)) is not None
+    lines = [
+        line for path in folder.glob("*.jsonl") for text in lines_of(path, _NEWEST_BYTES)
+        if (line := _parse_line(text)) is not None
     ]
-    return 1 + max((item.start for item in items), default=0)
+    return 1 + max((line.start for line in lines), default=0)
 
 
-def _item(text: str) -> Start | Stretch | None:
-    """Returns the item of a line, or None if the line is truncated or not one of them."""
+def _parse_line(text: str) -> Start | RowSpan | None:
+    """Parses a line; returns None if it is incomplete or not valid."""
     try:
         fields = parse_json(text)
-        kind = Stretch if "digest" in fields else Start
-        return kind(**{name: _frozen(value) for name, value in fields.items()})
+        line_class = RowSpan if "digest" in fields else Start
+        return line_class(**{name: _to_tuple(value) for name, value in fields.items()})
     except (ValueError, TypeError, AttributeError):
         return None
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _to_tuple(value: Any) -> Any:
+    return tuple(map(_to_tuple, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The digests of a record, compared with those of the recomputed data."""
+"""Compares the digests in a record with those of the recomputed data."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,13 +15,18 @@ __all__ = ("faults_of_data",)
 def faults_of_data(
     history: History, pipeline: InputPipeline, progress: Callable[[int, int], None]
 ) -> list[str]:
-    """Returns sentences on the stretches whose rows are not those that the pipeline makes.
+    """Checks that the recorded rows are those of the pipeline.
 
     Args:
-      progress: called with the number of steps that have been compared, and of all.
+      history: The valid part of the record.
+      pipeline: The training data, as rebuilt from the job's config.
+      progress: Called with (number of compared steps, number of all steps).
+
+    Returns:
+      A sentence per difference.
 
     Raises:
-      ConfigError: the pipeline is wrong, or ends before.
+      ConfigError: A batch of the pipeline is not valid.
     """
     faults, done = [], 0
     num_steps = sum(part.last_step - part.first_step + 1 for part in history.parts)
@@ -33,43 +38,45 @@ def faults_of_data(
                 f"rows; those of the config have {pipeline.batch_size}"
             )
             return faults
-        beginning: dict[int, list[int]] = {}
-        for number, stretch in enumerate(part.stretches):
-            beginning.setdefault(stretch.steps[0], []).append(number)
-        sums, fed = [0] * len(part.stretches), []
+        # Several spans may be active at a step: one per process.
+        spans_by_first_step: dict[int, list[int]] = {}
+        for number, span in enumerate(part.stretches):
+            spans_by_first_step.setdefault(span.steps[0], []).append(number)
+        sums, active = [0] * len(part.stretches), []
         for step in range(part.first_step, part.last_step + 1):
             digests = next(batches, None)
             if digests is None:
                 faults.append(f"the data end before batch {part.batch_of(step)}, of step {step}")
                 return faults
-            fed += beginning.get(step, [])
-            for number in fed:
+            active += spans_by_first_step.get(step, [])
+            for number in active:
                 for first, last in part.rows_of(part.stretches[number].process):
                     sums[number] += total(digests[first:last])
-            fed = [number for number in fed if part.stretches[number].steps[1] > step]
+            active = [number for number in active if part.stretches[number].steps[1] > step]
             done += 1
             progress(done, num_steps)
         faults += [
-            f"steps {item.steps[0]} to {item.steps[1]} (start {part.number}, process "
-            f"{item.process}): the recorded digest is {item.digest}, that of the data is {digest}"
-            for item, value in zip(part.stretches, sums, strict=True)
-            if item.digest != (digest := f"{value % 2**64:016x}")
+            f"steps {span.steps[0]} to {span.steps[1]} (start {part.number}, process "
+            f"{span.process}): the recorded digest is {span.digest}, that of the data is {digest}"
+            for span, value in zip(part.stretches, sums, strict=True)
+            if span.digest != (digest := f"{value % 2**64:016x}")
         ]
     return faults
 
 
 def _digests(history: History, pipeline: InputPipeline) -> Iterator[np.ndarray]:
-    """Yields the digests of all rows of each step's batch, in order."""
-    wanted = [
+    """Yields the digests of all rows of each step's batch, in the order of the steps."""
+    indices = [
         part.batch_of(step) for part in history.parts
         for step in range(part.first_step, part.last_step + 1)
     ]
-    made, following = iter(()), -1  # The index of the batch that `made` gives next.
-    for index in wanted:
-        if following < 0 or index < following or not pipeline.replays and index > following:
-            made = checked_batches(pipeline, f"datasets.{TRAIN}", index)
-        for following, batch in made:
-            if following == index:
+    batches, next_index = iter(()), -1  # `next_index` is that of the next batch of `batches`.
+    for index in indices:
+        # Skipping ahead is cheaper than a new iterator only for pipelines that replay their data.
+        if next_index < 0 or index < next_index or not pipeline.replays and index > next_index:
+            batches = checked_batches(pipeline, f"datasets.{TRAIN}", index)
+        for next_index, batch in batches:
+            if next_index == index:
                 yield row_digests(batch, index)
                 break
-        following += 1
+        next_index += 1

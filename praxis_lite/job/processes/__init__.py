@@ -1,6 +1,6 @@
-"""What are the processes of a job, and when does each of them end?
+"""The processes of a job: how they connect, communicate and end.
 
-Never sees a model, a mesh's axes or a file of the job.
+Never deals with a model, mesh axes or the job's files.
 """
 
 from praxis_lite.job.processes.coordination import (

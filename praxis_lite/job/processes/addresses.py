@@ -1,4 +1,4 @@
-"""Addresses of a job's hosts: where its ports listen, and how other hosts reach them."""
+"""Addresses of a job's hosts: where to listen, and how other hosts connect."""
 
 import contextlib
 import ipaddress
@@ -10,40 +10,43 @@ __all__ = ("joined", "own_address", "split")
 
 
 def split(address: str) -> tuple[str, int]:
-    """Returns host and port of "HOST:PORT"."""
+    """Splits "HOST:PORT" into host and port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def joined(host: str, port: int) -> str:
-    """Returns "HOST:PORT", the host in brackets if it is an IPv6 address."""
+    """Returns "HOST:PORT"; the host is in brackets if it is an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def own_address(coordinator: str | None) -> str:
-    """Returns the address of this host on the network of the coordinator, "HOST:PORT".
+    """Returns this host's IP address on the network of the coordinator.
 
-    It is a loopback address if the coordinator's is, or there is no network. The coordinator's name
-    may have no address: in Kubernetes while its pod is not there.
+    A loopback address if the coordinator's is, or without a network. The coordinator's name may not
+    resolve, as in Kubernetes before its pod runs; then another network interface is used.
+
+    Args:
+      coordinator: "HOST:PORT" of the coordinator, or None.
     """
     host = split(coordinator)[0] if coordinator else ""
-    # The last address stands for any other network (RFC 5737).
+    # The last address is reserved (RFC 5737); the route to it is the default route.
     for target in filter(None, (host, socket.gethostname(), "192.0.2.1")):
         with contextlib.suppress(OSError):
             family, _, _, _, to = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as asked:
-                asked.connect(to)  # Sends nothing.
-                address = asked.getsockname()[0]
-            # A host's own name may mean 127.0.1.1 on it, and its address elsewhere.
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(to)  # Selects the interface; a UDP socket sends nothing here.
+                address = probe.getsockname()[0]
+            # On the host itself, its name may resolve to 127.0.1.1.
             if not is_loopback(address) or (target == host and is_loopback(host)):
                 return address
     return "127.0.0.1"
 
 
 def to_bind(coordinator: str) -> tuple[str, int]:
-    """Returns where the coordinator, "HOST:PORT", listens on its host: an address of that host.
+    """Returns the (host, port) to listen on in the process with the coordinator "HOST:PORT".
 
-    0.0.0.0 and :: are taken at their word: all interfaces.
+    The host is one address of this host; 0.0.0.0 and :: mean all interfaces, as usual.
     """
     host, port = split(coordinator)
     with contextlib.suppress(ValueError):
@@ -53,9 +56,9 @@ def to_bind(coordinator: str) -> tuple[str, int]:
 
 
 def to_reach(coordinator: str) -> tuple[str, int]:
-    """Returns where processes reach the coordinator, "HOST:PORT".
+    """Returns the (host, port) at which processes connect to the coordinator "HOST:PORT".
 
-    It is the host as it was given, unless that is this host's own name for itself.
+    The host is unchanged, unless it resolves to a loopback address on this host.
     """
     host, port = split(coordinator)
     with contextlib.suppress(OSError):

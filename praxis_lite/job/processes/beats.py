@@ -1,4 +1,4 @@
-"""Heartbeats between the processes of a job, by which a process learns which others are silent."""
+"""Heartbeats between the processes of a job, which reveal processes that no longer respond."""
 
 import json
 import os
@@ -7,20 +7,20 @@ from typing import Any
 
 __all__ = ("Beats", "value_of")
 
-_GONE = (
-    "it was killed, or its host or network failed, or it is stopped, or C code keeps Python's lock "
-    "(then its stacks are on its standard error)"
+_REASONS = (
+    "it was killed, or its host or network failed, or it is stopped, or C code holds the GIL (then "
+    "its stacks are on its standard error)"
 )
 
 
 class Beats:
-    """Heartbeats, sent every few seconds through JAX's coordination service.
+    """The heartbeats that a process sends and receives through JAX's coordination service.
 
-    A beat is a JSON object: its "number", the "pid" of its process, and the values of `more`. A
-    subclass can look for more than silence, such as processes that are alive but stuck.
+    A heartbeat is a JSON object with its "number", the "pid" of its process, and `extra_fields`. A
+    subclass may detect more than silence, such as processes that are alive but stuck.
 
     Args:
-      seconds: between two beats.
+      seconds: Seconds between two heartbeats.
     """
 
     def __init__(self, seconds: float):
@@ -28,19 +28,20 @@ class Beats:
         self._last: dict[int, dict[str, Any]] = {}
         self._num_silent: dict[int, int] = {}
 
-    def own(self) -> str:
-        """Returns the next beat of this process."""
+    def next_beat(self) -> str:
+        """Returns the next heartbeat of this process."""
         self._number += 1
-        return json.dumps({"number": self._number, "pid": os.getpid(), **self.more()})
+        return json.dumps({"number": self._number, "pid": os.getpid(), **self.extra_fields()})
 
-    def more(self) -> dict[str, Any]:
-        """Returns further values of the beat, for JSON."""
+    def extra_fields(self) -> dict[str, Any]:
+        """Returns further JSON fields of the heartbeat."""
         return {}
 
-    def see(self, beats: Mapping[int, str]) -> None:
-        """Takes the newest beats of other processes, once between two of this process's own.
+    def receive(self, beats: Mapping[int, str]) -> None:
+        """Stores the newest heartbeats of other processes; called once per own heartbeat.
 
-        Silence is counted in beats of this process, not in seconds: it may have been stopped.
+        Silence is counted in heartbeats of this process instead of seconds, because this process
+        may have been suspended.
         """
         for process, text in beats.items():
             beat = json.loads(text)
@@ -48,29 +49,32 @@ class Beats:
             self._num_silent[process] = 0 if is_new else self._num_silent[process] + 1
             self._last[process] = beat
 
-    def look(self, service: Any) -> int | None:
-        """Called after each beat, with the client of JAX's coordination service.
+    def check(self, service: Any) -> int | None:
+        """Looks for stuck processes; called after each heartbeat.
+
+        Args:
+          service: Client of JAX's coordination service.
 
         Returns:
-          A process for which the job is to end, which was reported; None: the job continues.
+          A stuck process, already reported, because of which the job must end; None to continue.
         """
         return None
 
-    def silent(self, process: int) -> float:
-        """Returns the seconds since the newest beat of a process."""
+    def silent_seconds(self, process: int) -> float:
+        """Returns the seconds since the newest heartbeat of a process."""
         return self._num_silent.get(process, 0) * self._seconds
 
-    def silent_in_words(self, process: int, seconds: float) -> str:
-        """Returns as text how long a process has been silent, and possible reasons."""
+    def describe_silence(self, process: int, seconds: float) -> str:
+        """Describes how long a process has been silent, and the possible reasons."""
         return f"has not been heard of for {seconds:.0f} s: {self.why_silent(process, seconds)}"
 
     def why_silent(self, process: int, seconds: float) -> str:
-        """Returns possible reasons for the silence of a process, and its last known progress."""
-        return _GONE
+        """Returns the possible reasons for the silence of a process."""
+        return _REASONS
 
 
 def value_of(service: Any, key: str) -> str | None:
-    """Returns the value of a key of JAX's coordination service, None if there is none."""
+    """Returns the value of a key in JAX's coordination service; None if it is not set."""
     try:
         return service.key_value_try_get(key)
     except RuntimeError as error:

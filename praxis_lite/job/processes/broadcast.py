@@ -1,4 +1,4 @@
-"""Decisions of the first process, sent to all processes of a job."""
+"""Broadcasts values from the first process to all processes of a job."""
 
 import json
 from collections.abc import Callable
@@ -9,27 +9,33 @@ from praxis_lite.job import processes
 
 __all__ = ("from_first",)
 
-_SECONDS = 3600.0  # That the others wait: the first may verify a large step meanwhile.
+# Timeout for the other processes. It is long because the first may verify a large checkpoint.
+_TIMEOUT_SECONDS = 3600.0
 
 
 def from_first(name: str, decide: Callable[[], Any]) -> Any:
-    """Returns on every process the result of `decide` on the first process, as JSON.
+    """Calls `decide` in the first process and returns its result in all processes.
 
     Args:
-      name: of what is decided; the n-th call with a name meets the n-th of the other processes.
+      name: Name of the decision; the n-th calls with a name in all processes belong together.
+      decide: Returns a JSON-serializable value.
+
+    Returns:
+      The result, after a round trip through JSON.
 
     Raises:
-      ConfigError: `decide` raised; with the same message. The first process raises its own error.
+      ConfigError: `decide` raised an exception with this message. The first process raises the
+        exception itself.
     """
-    told, own_error = {}, None
+    message, own_error = {}, None
     if processes.is_first():
         try:
-            told = {"decided": decide()}
+            message = {"decided": decide()}
         except Exception as error:
-            told, own_error = {"error": str(error)}, error
-    told = json.loads(processes.exchange(name, json.dumps(told), _SECONDS)[0])
+            message, own_error = {"error": str(error)}, error
+    message = json.loads(processes.exchange(name, json.dumps(message), _TIMEOUT_SECONDS)[0])
     if own_error is not None:
         raise own_error
-    if "error" in told:
-        raise ConfigError(told["error"])
-    return told["decided"]
+    if "error" in message:
+        raise ConfigError(message["error"])
+    return message["decided"]

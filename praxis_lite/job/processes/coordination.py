@@ -1,8 +1,7 @@
-"""The number of this process in its job, and the messages between processes on the host.
+"""The index of this process in its job, and messages between the hosts of a job.
 
-There is nothing but `jax.distributed`. On the devices processes meet in the steps' collectives;
-what they tell each other here goes through JAX's coordination service, and works while devices are
-busy, or stuck.
+The messages go through the coordination service of `jax.distributed`, not through the devices, so
+they also work while devices are busy or stuck.
 """
 
 import collections
@@ -24,70 +23,79 @@ _lock = threading.Lock()
 
 
 class PeerLost(ConfigError):
-    """Another process of the job is gone, or did not come: this process cannot continue."""
+    """Another process of the job was lost or did not respond, so this process cannot continue."""
 
 
 def client() -> Any:
-    """Returns the client of JAX's coordination service, or None if a process runs alone."""
+    """Returns the client of JAX's coordination service; None in a job of one process."""
     return getattr(distributed_state(), "client", None)
 
 
 def index() -> int:
-    """Returns the index of this process in the job; makes no device."""
+    """Returns the index of this process in the job, without initializing devices."""
     return distributed_state().process_id if client() else 0
 
 
 def count() -> int:
-    """Returns how many processes the job has; makes no device."""
+    """Returns the number of processes of the job, without initializing devices."""
     return distributed_state().num_processes if client() else 1
 
 
 def is_first() -> bool:
-    """Returns True if this process writes the job's files and speaks for it."""
+    """Returns whether this is the process that writes the job's files and prints its output."""
     return index() == 0
 
 
 def name(process: int) -> str:
-    """Returns "process 1 (its host's name)"."""
+    """Returns the name of a process for messages, such as "process 1 (HOST)"."""
     return f"process {process} ({host(process)})" if host(process) else f"process {process}"
 
 
 def host(process: int) -> str:
-    """Returns the name of a process's host; "" before `learn_hosts`."""
+    """Returns the host name of a process; "" before `learn_hosts` was called."""
     return _hosts[process] if process < len(_hosts) else ""
 
 
 def learn_hosts(timeout_seconds: float) -> None:
-    """Asks every process for the name of its host, for `name`."""
+    """Exchanges the host names of all processes, for `name` and `host`."""
     _hosts[:] = exchange("hosts", socket.gethostname(), timeout_seconds)
 
 
 def count_on_this_host() -> int:
-    """Returns how many processes of the job run here; hosts with the same name count together."""
+    """Returns the number of the job's processes on hosts with the name of this host."""
     return max(1, sum(host(process) == host(index()) for process in range(count())))
 
 
 def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
-    """Returns the texts of all processes under this name, in their order; waits for them all.
+    """Exchanges a text between all processes, which wait for each other.
 
-    The n-th call with a name, from any thread, meets the n-th of the other processes.
-    `exchange(name, "")` is the one barrier there is. A text has at most about 3 MB. Raises
-    PeerLost with the names of processes that gave nothing in time.
+    `exchange(name, "")` is a barrier.
+
+    Args:
+      name: Name of the exchange; the n-th calls with a name in all processes belong together.
+      text: This process's text, of at most about 3 MB.
+      timeout_seconds: How long to wait for the other processes.
+
+    Returns:
+      The texts of all processes, by process index.
+
+    Raises:
+      PeerLost: A process sent no text in time; the message names it.
     """
     service = client()
     if service is None:
         return [text]
     is_main = threading.current_thread() is threading.main_thread()
     with events.phase(MEETING) if is_main else contextlib.nullcontext():
-        return _exchanged(service, name, text, timeout_seconds)
+        return _exchange(service, name, text, timeout_seconds)
 
 
-def _exchanged(service: Any, name: str, text: str, timeout_seconds: float) -> list[str]:
+def _exchange(service: Any, name: str, text: str, timeout_seconds: float) -> list[str]:
     with _lock:
         _uses[name] += 1
         folder = f"praxis_lite/exchange/{name}/{_uses[name]}"
     deadline = time.monotonic() + timeout_seconds
-    # A '.' before each: the service refuses an empty value.
+    # Prefix each text with '.', because the service rejects empty values.
     service.key_value_set(f"{folder}/{index()}", f".{text}")
     texts, missing = [], []
     for process in range(count()):
@@ -99,16 +107,16 @@ def _exchanged(service: Any, name: str, text: str, timeout_seconds: float) -> li
                 raise
             missing.append(process)
     if missing:
-        raise _did_not_come(name, missing, timeout_seconds)
-    # The last to read takes the keys away.
+        raise _timeout_error(name, missing, timeout_seconds)
+    # The last process that has read all texts deletes the keys.
     if service.key_value_increment(f"{folder}/readers", 1) == count():
         service.key_value_delete(f"{folder}/")
     return texts
 
 
-def _did_not_come(what: str, processes: list[int], seconds: float) -> PeerLost:
+def _timeout_error(what: str, processes: list[int], seconds: float) -> PeerLost:
     return PeerLost(
-        f"{' and '.join(map(name, processes))} did not come to '{what}' within {seconds:.0f} s: it "
-        f"hangs, or does something else than {name(index())}. Look at its output, and start the "
+        f"{' and '.join(map(name, processes))} did not reach '{what}' within {seconds:.0f} s: it "
+        f"hangs, or runs another command than {name(index())}. Look at its output, and start the "
         "same command on every host."
     )

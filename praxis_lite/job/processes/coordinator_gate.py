@@ -1,13 +1,12 @@
-"""An authenticating gate in front of JAX's coordination service, which has no authentication.
+"""An authenticating proxy ("gate") for JAX's coordination service, which has no authentication.
 
-The service listens on a Unix socket that its user alone can open. On the first process's host a
-gate takes connections to the coordinator's address, and forwards those that prove that they have
-the job's key (HMAC-SHA256 over numbers that both sides draw). Each other process has its own gate,
-which gives that proof. The proof is valid only between processes that were started with the same
-number of processes. The traffic after it is neither signed nor encrypted.
+The service listens on a Unix socket that only its user can open. The gate of the first process
+accepts connections at the coordinator's address, and forwards those that prove that they have the
+job's key: an HMAC-SHA256 over random numbers of both sides and the number of processes. The gates
+of the other processes give this proof. Traffic after it is neither signed nor encrypted.
 
-A gate is a separate process, so that it also works while its parent holds Python's lock; it ends
-with its parent. This file is its program, and imports only the standard library.
+A gate is a separate process, so that it also works while C code in its parent holds the GIL. It
+ends with its parent. This file is its program, so it imports only the standard library.
 """
 
 import asyncio
@@ -26,38 +25,42 @@ from pathlib import Path
 from typing import Any
 
 _PROOF_SECONDS = 5.0
-_MOST_STRANGERS = 32  # Connections without a proof. One more closes the oldest.
-# For the first process's gate and the key's file to appear.
+# Maximum number of connections that are not authenticated yet; another one closes the oldest.
+_MAX_UNAUTHENTICATED = 32
+# How long to wait for the gate of the first process and for the file with the key.
 _START_SECONDS = 15.0
-_AGAIN_SECONDS = 0.2
-_PART_BYTES = 2**16
-# For its process to end before JAX, which aborts it, hears that the connection is lost.
+_RETRY_SECONDS = 0.2
+_CHUNK_BYTES = 2**16
+# How long a lost connection is kept open, so that this process can end by itself before JAX notices
+# and aborts it.
 _LOST_SECONDS = 3.0
 
-_gates: list["Gate"] = []  # Until this process ends.
+_gates: list["Gate"] = []  # Keeps the gates alive until this process ends.
 
 
 class Gate:
-    """A gate, which runs in a separate process.
+    """A gate in a child process.
 
     Args:
-      address: host and port of the coordinator, to listen on in the first process, else to reach.
-      key: of the job, or the file for it: the first process writes a new key there once it listens.
-      num_processes: of the job.
-      is_first: this is the first process of the job.
+      address: (host, port) of the coordinator: where to listen in the first process, and where to
+        connect in others.
+      key: The job's key, or a file for it. The first process writes a new key to the file once it
+        listens.
+      num_processes: Number of processes of the job.
+      is_first: Whether this is the first process of the job.
 
     Attributes:
-      service: "unix:PATH", for JAX's service and its clients.
+      service: The address "unix:PATH" for JAX's coordination service and its clients.
 
     Raises:
-      OSError: the port is in use, or the host is not an address of this machine.
+      OSError: The port is in use, or the host is not an address of this machine.
     """
 
     def __init__(
         self, address: tuple[str, int], key: bytes | Path, num_processes: int, *, is_first: bool
     ):
         folder = tempfile.mkdtemp(prefix="praxis_lite_gate_")
-        if len(folder) > 80:  # The path of a Unix socket has 107 bytes.
+        if len(folder) > 80:  # The path of a Unix socket is limited to 107 bytes.
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix="praxis_lite_gate_", dir="/tmp")
         path = f"{folder}/socket"
@@ -77,19 +80,19 @@ class Gate:
         self._process.stdin.flush()
         answer = self._process.stdout.readline().strip()
         if answer != "ready":
-            raise OSError(answer or "the gate before the coordination service has failed")
+            raise OSError(answer or "the gate of the coordination service has failed")
         if is_first and file is not None:
             _write_key(file, key)
         _gates.append(self)
 
     def wait_until_lost(self) -> None:
-        """Returns when the connection to the first process is lost, or this gate has ended."""
-        # Not through Python's buffer, whose lock must be free when Python ends.
+        """Blocks until the connection to the first process is lost or the gate ends."""
+        # Read without Python's buffer, whose lock must be free when Python exits.
         os.read(self._process.stdout.fileno(), 64)
 
 
 def wait_until_lost() -> None:
-    """Returns when this process's connection to the first process is lost; from any thread."""
+    """Blocks until this process's connection to the first process is lost; for any thread."""
     if _gates:
         _gates[-1].wait_until_lost()
     else:
@@ -97,7 +100,7 @@ def wait_until_lost() -> None:
 
 
 def _write_key(file: Path, key: bytes) -> None:
-    """Writes a key that this user alone can read."""
+    """Writes a key to a file that only this user can read."""
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -107,27 +110,28 @@ def _write_key(file: Path, key: bytes) -> None:
 
 
 def user_folder() -> Path:
-    """Returns a folder of this host that this user alone can read."""
+    """Returns a folder on this host that only this user can read; creates it if needed."""
     folder = Path(f"/tmp/praxis_lite-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
-        raise OSError(f"{folder} is another user's, or open to others. Remove it")
+        raise OSError(f"{folder} belongs to another user, or others can access it. Remove it")
     return folder
 
 
 class _Program:
+    """The program of a gate's process."""
+
     def __init__(self, settings: dict[str, Any]):
         self._address, self._path = tuple(settings["address"]), settings["path"]
         self._file, self._key = settings["file"], bytes.fromhex(settings["key"])
         self._is_first, self._num_processes = settings["is_first"], settings["num_processes"]
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._unauthenticated: dict[asyncio.StreamWriter, None] = {}
 
     async def run(self) -> None:
         try:
             await self._serve()
         finally:
-            # While the signal of the parent's death is handled; afterwards it ends this process.
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
             with contextlib.suppress(OSError):
@@ -137,47 +141,47 @@ class _Program:
         try:
             if self._is_first:
                 host, port = self._address
-                await asyncio.start_server(self._take, host, port, backlog=1024)
+                await asyncio.start_server(self._accept, host, port, backlog=1024)
             else:
-                await asyncio.start_unix_server(self._reach, self._path)
+                await asyncio.start_unix_server(self._forward, self._path)
         except OSError as error:
             print(error.strerror or error, flush=True)
             return
         print("ready", flush=True)
-        ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        # The parent has ended; forked children of it may still have the other end of the pipe.
-        loop.add_reader(0, ended.set)
-        loop.add_signal_handler(signal.SIGALRM, ended.set)
-        await ended.wait()
+        parent_ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        # The pipe may stay open in forked children of the parent, so there is a signal in addition.
+        loop.add_reader(0, parent_ended.set)
+        loop.add_signal_handler(signal.SIGALRM, parent_ended.set)
+        await parent_ended.wait()
 
     def _read_key(self) -> bytes:
         with open(self._file) as opened:
             return bytes.fromhex(opened.read())
 
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes a connection on to the service, once it has proved that it has the key."""
-        self._strangers[writer] = None
-        if len(self._strangers) > _MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forwards a connection to the service, once it is authenticated."""
+        self._unauthenticated[writer] = None
+        if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._unauthenticated))
+            del self._unauthenticated[oldest]
             oldest.transport.abort()
         try:
-            await self._prove(reader, writer, self._key, (b"server", b"client"))
-            self._strangers.pop(writer, None)
-            await _pass_on(reader, writer, *await asyncio.open_unix_connection(self._path))
+            await self._authenticate(reader, writer, self._key, (b"server", b"client"))
+            self._unauthenticated.pop(writer, None)
+            await _relay(reader, writer, *await asyncio.open_unix_connection(self._path))
         except (OSError, EOFError, TimeoutError):
             pass
         finally:
-            self._strangers.pop(writer, None)
+            self._unauthenticated.pop(writer, None)
             writer.transport.abort()
 
-    async def _reach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes a connection of this process on to the first process's gate."""
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forwards a connection of this process to the gate of the first process."""
         try:
             async with asyncio.timeout(_START_SECONDS):
-                while (there := await self._proved()) is None:
-                    await asyncio.sleep(_AGAIN_SECONDS)
-            if await _pass_on(reader, writer, *there):
+                while (remote := await self._connect()) is None:
+                    await asyncio.sleep(_RETRY_SECONDS)
+            if await _relay(reader, writer, *remote):
                 print("lost", flush=True)
                 await asyncio.sleep(_LOST_SECONDS)
         except (OSError, EOFError, TimeoutError):
@@ -185,13 +189,14 @@ class _Program:
         finally:
             writer.transport.abort()
 
-    async def _proved(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """Opens an authenticated connection to the first process; None if that fails."""
         writer = None
         try:
-            # The file may be that of a launch before: it is read until its key is the right one.
+            # Read the file at each try, because it may still contain the key of an earlier launch.
             key = self._key or self._read_key()
             reader, writer = await asyncio.open_connection(*self._address)
-            await self._prove(reader, writer, key, (b"client", b"server"))
+            await self._authenticate(reader, writer, key, (b"client", b"server"))
             self._key = key
             return reader, writer
         except (OSError, EOFError, TimeoutError, ValueError):
@@ -199,11 +204,21 @@ class _Program:
                 writer.transport.abort()
             return None
 
-
-    async def _prove(
+    async def _authenticate(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes,
         roles: tuple[bytes, bytes],
     ) -> None:
+        """Proves to the other side that this one has the key, and checks its proof.
+
+        Args:
+          reader: Reads from the other side.
+          writer: Writes to the other side.
+          key: The job's key.
+          roles: Names of this side and of the other one, so that a proof cannot be reflected.
+
+        Raises:
+          ConnectionRefusedError: The other side has a different key or number of processes.
+        """
         own, num_processes = os.urandom(32), str(self._num_processes).encode()
         async with asyncio.timeout(_PROOF_SECONDS):
             writer.write(own)
@@ -214,13 +229,14 @@ class _Program:
                 raise ConnectionRefusedError("the other side has another key")
 
 
-async def _pass_on(
+async def _relay(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
     other_reader: asyncio.StreamReader, other_writer: asyncio.StreamWriter,
 ) -> bool:
-    """Passes bytes on in both directions until one side ends.
+    """Copies bytes in both directions until one side closes its connection.
 
-    Returns True if it was the other side, after it had sent something.
+    Returns:
+      Whether the other side closed it, after it had sent something.
     """
     tasks = [
         asyncio.ensure_future(_copy(reader, other_writer)),
@@ -236,12 +252,12 @@ async def _pass_on(
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """Returns how many bytes were copied until a side ended."""
+    """Copies bytes until a side closes its connection; returns the number of bytes."""
     num_bytes = 0
     with contextlib.suppress(OSError):
-        while part := await reader.read(_PART_BYTES):
-            writer.write(part)
-            num_bytes += len(part)
+        while chunk := await reader.read(_CHUNK_BYTES):
+            writer.write(chunk)
+            num_bytes += len(chunk)
             await writer.drain()
     return num_bytes
 
@@ -249,7 +265,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> i
 def _main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGALRM)  # PR_SET_PDEATHSIG.
-    # A launcher's signals are for the parent.
+    # Launchers send signals to all processes, but the parent decides when to end.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())

@@ -1,4 +1,4 @@
-"""The end of a process without Python's own clean-up; its temporary folders are removed."""
+"""Ends a process without Python's clean-up, but removes its temporary folders."""
 
 import atexit
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NoReturn
 
 _folders: list[Path] = []
-_told: list[Callable[[int, str], None]] = []
+_callbacks: list[Callable[[int, str], None]] = []
 
 
 def temporary_folder() -> Path:
-    """Returns a new folder, which is removed unless this process is killed or aborts."""
+    """Creates a folder that is removed when this process ends, unless it is killed or aborts."""
     _folders.append(Path(tempfile.mkdtemp(prefix="praxis_lite_")))
     return _folders[-1]
 
@@ -24,25 +24,26 @@ def _remove_folders() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# A forked worker that ends must not take its parent's folders with it.
+# A forked worker must not remove its parent's folders when it ends.
 os.register_at_fork(after_in_child=_folders.clear)
-os.register_at_fork(after_in_child=_told.clear)
+os.register_at_fork(after_in_child=_callbacks.clear)
 
 
-def tell_ends(told: Callable[[int, str], None]) -> None:
-    """Registers a function that `end_now` calls with the status and the reason."""
-    _told.append(told)
+def on_end_now(callback: Callable[[int, str], None]) -> None:
+    """Registers a function that `end_now` calls with the exit status and the reason."""
+    _callbacks.append(callback)
 
 
 def end_now(status: int, why: str = "") -> NoReturn:
-    """Ends the process at once, from any thread, in any state of the other threads.
+    """Ends the process immediately; callable from any thread, whatever the others do.
 
     Args:
-      why: the reason for the other processes of the job, such as "was ended by SIGTERM"; "": they
-        know it, or are not informed.
+      status: The exit status.
+      why: Reason to report to the other processes of the job, such as "was ended by SIGTERM"; "" to
+        report nothing.
     """
     if why:
-        for told in _told:
-            told(status, why)
+        for callback in _callbacks:
+            callback(status, why)
     _remove_folders()
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Signals and time limits for training that is called from Python, such as in a notebook."""
+"""Handles signals and the time limit while training is called from Python, as in a notebook."""
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.processes import signals
@@ -8,40 +8,43 @@ __all__ = ("Interrupt",)
 
 
 class Interrupt(StopRequest):
-    """Hears signals and a time limit as StopRequest does, and never ends the process.
+    """A StopRequest that raises exceptions instead of ending the process.
 
-    Before a step is made a signal raises KeyboardInterrupt, and the time limit ConfigError at the
-    end of the first step: there is nothing to save. From then on only `reason` is set. A second
-    signal raises KeyboardInterrupt wherever the main thread is. Outside the main thread no signal
-    is heard.
+    Before the first step, when there is nothing to save, a signal raises KeyboardInterrupt. The
+    time limit raises ConfigError after the first step. Later, only `reason` is set. A second signal
+    raises KeyboardInterrupt in the main thread, whatever it does. Entered in another thread, this
+    class handles no signal.
     """
 
-    _interrupts: int | None = None  # The signal that the main thread is to raise.
+    # The signal for which the main thread must raise KeyboardInterrupt.
+    _interrupts: int | None = None
 
-    def _in_main(self, signum: int) -> None:
-        self._let_thread_hear()
+    def _in_main_thread(self, signum: int) -> None:
+        self._wait_for_listener()
         interrupts, self._interrupts = self._interrupts, None
         if interrupts is not None:
             raise KeyboardInterrupt(signals.name(interrupts))
 
-    def _asked(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         is_first = self.reason is None
-        self._ask(signals.name(signum))
-        if is_first and self._leaves:
+        self._request_end(signals.name(signum))
+        if is_first and self._ends_now:
             self._interrupts = signum
 
-    def _asked_again(self, signum: int) -> None:
+    def _on_second_signal(self, signum: int) -> None:
         self._interrupts = signum
-        signals.say(f"{signals.name(signum)}, the second signal: the step is not saved")
+        signals.write_line(f"{signals.name(signum)}, the second signal: the step is not saved")
 
-    def _time_is_up(self) -> None:
+    def _on_timeout(self) -> None:
         if self.reason is None:
             self._status = 2
-            self._ask(f"the time limit of {self._time_limit_seconds} s")
+            self._request_end(f"the time limit of {self._time_limit_seconds} s")
 
     def _end_before_any_step(self) -> BaseException:
-        return ConfigError(self._too_short()) if self._status else KeyboardInterrupt(self.reason)
+        if self._status:
+            return ConfigError(self._time_limit_message())
+        return KeyboardInterrupt(self.reason)
 
-    def _say_nothing_is_lost(self) -> None:
-        if not self._status:  # Otherwise the error contains it.
-            super()._say_nothing_is_lost()
+    def _report_nothing_lost(self) -> None:
+        if not self._status:  # At the time limit, the ConfigError contains the message.
+            super()._report_nothing_lost()

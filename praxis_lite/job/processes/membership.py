@@ -1,4 +1,4 @@
-"""The part that this process has in a job whose number of processes changes while it runs."""
+"""The role of this process in an elastic job, whose number of processes changes while it runs."""
 
 import dataclasses
 
@@ -7,16 +7,18 @@ __all__ = ("Membership",)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Membership:
-    """A process's part in a generation of processes; its supervisor starts the next one.
+    """The role of a process in one generation of an elastic job.
+
+    A generation is a fixed set of processes; when it changes, supervisors start the next one.
 
     Attributes:
-      generation: its number.
-      member: the number of this process's host, `--process_id`, which stays the same.
-      members: the numbers of all, in the order of their processes.
-      num_slots: of processes in the complete job, `--num_processes`.
-      coordinator: "host:port" of JAX's coordination service in this generation.
-      key: the secret by which the processes know each other.
-      lost_status: the exit status of a process that ends because another is gone.
+      generation: Number of the generation.
+      member: Number of this process's host (`--process_id`), the same in all generations.
+      members: Numbers of all members, in the order of their process indices.
+      num_slots: Number of processes of the complete job (`--num_processes`).
+      coordinator: "HOST:PORT" of JAX's coordination service in this generation.
+      key: Secret that authenticates the processes to each other.
+      lost_status: Exit status of a process that ends because another one was lost.
     """
 
     generation: int
@@ -29,7 +31,7 @@ class Membership:
 
     @property
     def index(self) -> int:
-        """The index of this process in the generation."""
+        """Index of this process in the generation."""
         return self.members.index(self.member)
 
 
@@ -37,11 +39,11 @@ _membership: Membership | None = None
 
 
 def membership() -> Membership | None:
-    """Returns the part of this process; None in a job whose processes stay the same."""
+    """Returns the role of this process in an elastic job; None in other jobs."""
     return _membership
 
 
-def join(part: Membership) -> None:
-    """Makes `part` that of this process."""
+def join(new: Membership) -> None:
+    """Sets the role of this process in an elastic job."""
     global _membership
-    _membership = part
+    _membership = new

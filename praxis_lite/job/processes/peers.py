@@ -1,9 +1,12 @@
-"""Ends all processes of a job when any of them ends early, and reports which one and why.
+"""Ends all processes of a job when one of them fails, and reports which one and why.
 
-Without it the others would wait in a collective until JAX aborts them, naming no host. Each process
-has three threads for this. One writes a beat to JAX's coordination service and reads the beats of
-others: the first process reads all of them, the other processes that of the first. The second
-waits for a note that a process has ended. The third checks that the service answers at all.
+Without this, the other processes would wait in a collective until JAX aborts them, and the error
+would name no host. Three threads run in each process:
+
+- `_send_heartbeats` writes a heartbeat to JAX's coordination service, and reads the heartbeats of
+  others. The first process reads all of them, the others only that of the first.
+- `_wait_for_failure` waits for a record, in the coordination service, that some process has failed.
+- `_watch_service` checks that the coordination service, which runs in the first process, responds.
 """
 
 import contextlib
@@ -22,68 +25,72 @@ from praxis_lite.job.events import events
 from praxis_lite.job.processes.beats import Beats, value_of
 from praxis_lite.job.processes.coordination import PeerLost
 from praxis_lite.job.processes.coordinator_gate import wait_until_lost
-from praxis_lite.job.processes.exits import end_now, tell_ends
-from praxis_lite.job.processes.stacks import AlarmOfLock
+from praxis_lite.job.processes.exits import end_now, on_end_now
+from praxis_lite.job.processes.stacks import GilAlarm
 
 BEAT_SECONDS = 2.0
-# A process that is alive may hold Python's lock for a while.
+# A live process may miss heartbeats for a while, when C code holds the GIL.
 SILENT_SECONDS = 20.0
-_LOCK_SECONDS = 16.0  # Then it writes its stacks, before the others report it as silent.
-# JAX's own. It sends a beat in half of it, so it aborts 25 to 50 s after a death, later than this
-# file acts.
+# After this time without the GIL a process writes its stacks, before others report it as silent.
+_GIL_SECONDS = 16.0
+# JAX's own timeout. It must be longer: JAX aborts processes without naming the one that failed. It
+# sends a heartbeat twice in this time, so it aborts 25 to 50 s after a failure.
 JAX_HEARTBEAT_SECONDS = 50
-# The first process runs the service, so it stays for so long that the others can read its note.
+# How long the first process, which runs the service, stays so that others can read why it failed.
 _LINGER_SECONDS = 3.0
-_TELL_SECONDS = 1.0
+_RECORD_SECONDS = 1.0
 
-_BEATS, _ENDED = "praxis_lite/beats", "praxis_lite/ended"
-_NONE = -1  # No process has failed: all have ended well.
+# Keys in JAX's coordination service.
+_BEATS_KEY, _ENDED_KEY = "praxis_lite/beats", "praxis_lite/ended"
+_NO_PROCESS = -1  # In the record of a job that ended without a failure.
+
 _threads: list[threading.Thread] = []
-_seen: list[Beats] = []  # By this process, once it watches.
-_num_answers = 0  # Of the service, to this process's beats.
-_is_over = threading.Event()  # Training has ended well, on all processes.
-_is_failing = threading.Event()  # This process reports itself why it ends.
+_beats: list[Beats] = []  # The heartbeats of this process, once it has called `watch`.
+_num_responses = 0  # Number of heartbeats that the service has accepted.
+_has_succeeded = threading.Event()  # Set when all processes have ended without an error.
+_is_failing = threading.Event()  # Set when this process reports its own failure.
 
 
 def watch(beats: type[Beats] = Beats) -> None:
-    """Starts to watch the other processes, and to let them see this process."""
-    _seen.append(beats(BEAT_SECONDS))
-    tell_ends(_tell_of_own_end)
+    """Starts the threads that watch the other processes and send heartbeats to them."""
+    _beats.append(beats(BEAT_SECONDS))
+    on_end_now(_record_own_end)
     end_with_connection()
-    for work in (_beat, _listen, _watch_service):
+    for work in (_send_heartbeats, _wait_for_failure, _watch_service):
         _threads.append(threading.Thread(target=work, name=f"peers{work.__name__}", daemon=True))
         _threads[-1].start()
 
 
 def end_with_connection() -> None:
-    """Ends this process when its connection to the first one is lost.
+    """Ends this process when its connection to the first process is lost.
 
-    JAX, which hears of it later, would abort this process and name no host.
+    JAX would notice later, and abort this process without naming the host that failed.
     """
-    def watch() -> None:
+    def wait() -> None:
         wait_until_lost()
-        if (part := processes.membership()) is not None:
-            end_now(part.lost_status)
-        if not (_is_over.is_set() or _is_failing.is_set()):
-            _end_after_first()
+        if (membership := processes.membership()) is not None:
+            end_now(membership.lost_status)
+        if not (_has_succeeded.is_set() or _is_failing.is_set()):
+            _end_because_of_first()
 
     if not processes.is_first():
-        threading.Thread(target=watch, name="peers_connection", daemon=True).start()
+        threading.Thread(target=wait, name="peers_connection", daemon=True).start()
 
 
-def _end_after_first(
-    words: str = "is gone: it was killed, or its host or network failed"
+def _end_because_of_first(
+    reason: str = "is gone: it was killed, or its host or network failed"
 ) -> NoReturn:
-    message = f"error: {processes.name(0)} {words}; so process {processes.index()} ends too\n"
+    message = f"error: {processes.name(0)} {reason}; so process {processes.index()} ends too\n"
     os.write(2, message.encode(errors="replace"))
     end_now(1)
 
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Waits until all processes have ended well, or ends them all when any has failed.
+    """Makes all processes of a job end together: without an error, or when one of them fails.
 
-    The status of all is that of the exception, or 1 if a process was killed.
+    After an exception in any process, all processes end with its exit status; with 1 if a process
+    was killed.
     """
     try:
         yield
@@ -96,72 +103,75 @@ def ending_together() -> Iterator[None]:
     if processes.count() > 1:
         import jax
 
-        # Not shorter: the first process may have much to write.
+        # The timeout is long because the first process may have large files to write.
         processes.exchange("the end", "", 3600)
-        _is_over.set()
+        _has_succeeded.set()
         if processes.membership() is not None:
-            _let_the_first_end_last()
+            _end_first_member_last()
         if processes.is_first() and _threads:
-            _tell(_NONE, "", 0)  # So that _listen, of all processes, waits no longer.
+            _record_end(_NO_PROCESS, "", 0)  # Lets `_wait_for_failure` return in all processes.
         for thread in _threads:
-            # Python would end them in the middle of JAX's C++, which aborts the process.
+            # A daemon thread that is inside JAX's C++ when Python exits would abort the process.
             thread.join()
         jax.distributed.shutdown()
 
 
-def _let_the_first_end_last() -> None:
-    """Ends all workers of an elastic job except the first, which runs the service and waits.
+def _end_first_member_last() -> None:
+    """Ends the workers of an elastic job, the first one after all others.
 
-    With recoverability JAX does not wait for them, and aborts those that lose the service.
+    The first runs the coordination service. With recoverability, JAX does not wait for the other
+    processes at the end, and aborts those that lose the service.
     """
     if not processes.is_first():
-        processes.client().key_value_set(f"{_ENDED}/{processes.index()}", ".")
-        _leave(0)
+        processes.client().key_value_set(f"{_ENDED_KEY}/{processes.index()}", ".")
+        _flush_and_end(0)
     for process in range(1, processes.count()):
-        with contextlib.suppress(RuntimeError):  # It was killed.
+        with contextlib.suppress(RuntimeError):  # The process was killed.
             processes.client().blocking_key_value_get(
-                f"{_ENDED}/{process}", int(1000 * _LINGER_SECONDS)
+                f"{_ENDED_KEY}/{process}", int(1000 * _LINGER_SECONDS)
             )
 
 
 def _end_member(error: BaseException) -> NoReturn:
-    """Ends a process of an elastic job; its supervisor informs the others."""
+    """Ends a worker of an elastic job after an exception; its supervisor informs the others."""
     cause = error.__context__ if isinstance(error, SystemExit) else error
-    if isinstance(cause, PeerLost) or _is_of_a_collective(error):
-        # A lost process is the most likely cause, but the devices may have failed: print the error.
-        words = next(iter(str(cause).splitlines()), "")[:500]
-        print(f"lost another process, or the devices failed: {words}", file=sys.stderr, flush=True)
-        events.report(why=f"has lost another process, or its devices failed: {words}")
+    if isinstance(cause, PeerLost) or _is_collective_error(error):
+        # Most likely a process was lost. Print the error, because the devices may have failed.
+        reason = next(iter(str(cause).splitlines()), "")[:500]
+        print(f"lost another process, or the devices failed: {reason}", file=sys.stderr, flush=True)
+        events.report(why=f"has lost another process, or its devices failed: {reason}")
         end_now(processes.membership().lost_status)
-    code, words = _status_and_words(error)
-    events.report(why=words)
-    _leave(code)
+    status, reason = _print_exception(error)
+    events.report(why=reason)
+    _flush_and_end(status)
 
 
 def _fail(error: BaseException) -> NoReturn:
-    if _is_of_a_collective(error):
-        # Most likely a peer is gone: `_listen` learns which one, and ends this process.
+    """Ends this process after an exception, and records it so that all other processes end."""
+    if _is_collective_error(error):
+        # Most likely another process failed: wait for `_wait_for_failure` to name it and to end
+        # this process.
         threading.Event().wait(SILENT_SECONDS + 5 * BEAT_SECONDS)
     _is_failing.set()
-    code, words = _status_and_words(error)
-    _tell(processes.index(), words, code)
-    _leave(code)
+    status, reason = _print_exception(error)
+    _record_end(processes.index(), reason, status)
+    _flush_and_end(status)
 
 
-def _status_and_words(error: BaseException) -> tuple[int, str]:
-    """Prints an exception; returns its exit status, and a text for the other processes."""
-    code = 1
+def _print_exception(error: BaseException) -> tuple[int, str]:
+    """Prints an exception; returns its exit status, and its reason for the other processes."""
+    status = 1
     if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        error = error.__context__ or error  # What was printed, as a paragraph, before.
+        status = error.code if isinstance(error.code, int) else 1
+        error = error.__context__ or error  # The message of this error was printed before.
     else:
         traceback.print_exception(error)
     name = "" if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: "
-    return code, f"ended with status {code}: {name}{str(error)[:2000].rstrip('. ')}"
+    return status, f"ended with status {status}: {name}{str(error)[:2000].rstrip('. ')}"
 
 
-def _is_of_a_collective(error: BaseException) -> bool:
-    """Returns True if an exception or one of its causes came from the devices or their links."""
+def _is_collective_error(error: BaseException) -> bool:
+    """Returns whether an exception, or one of its causes, is a failure of devices or network."""
     for cause in causes(error):
         if isinstance(cause, OutOfMemory):
             return False
@@ -170,103 +180,112 @@ def _is_of_a_collective(error: BaseException) -> bool:
     return False
 
 
-def _tell(process: int, words: str, code: int) -> None:
-    """Notes for all processes that one has ended; the first note counts."""
-    note = json.dumps({"process": process, "words": words, "code": code})
+def _record_end(process: int, reason: str, status: int) -> None:
+    """Records in the coordination service that a process has ended; the first record counts."""
+    record = json.dumps({"process": process, "reason": reason, "status": status})
     with contextlib.suppress(RuntimeError):
-        processes.client().key_value_set(_ENDED, note)
+        processes.client().key_value_set(_ENDED_KEY, record)
 
 
-def _tell_of_own_end(code: int, words: str) -> None:
-    """Notes for all that this process ends, in any state of its main thread; takes seconds."""
-    if not _is_over.is_set():
+def _record_own_end(status: int, reason: str) -> None:
+    """Records that this process ends, whatever its main thread does; takes seconds."""
+    if not _has_succeeded.is_set():
         _is_failing.set()
-        # The service may be stopped; then its calls never return.
-        told = threading.Thread(target=_tell, args=(processes.index(), words, code), daemon=True)
-        told.start()
-        told.join(_TELL_SECONDS)
+        # Use a thread, because the call never returns if the service is stopped.
+        recorder = threading.Thread(
+            target=_record_end, args=(processes.index(), reason, status), daemon=True
+        )
+        recorder.start()
+        recorder.join(_RECORD_SECONDS)
         _linger()
 
 
 def _linger() -> None:
-    """Waits so that the others can read the note, if this is the process that runs the service."""
+    """Waits until other processes can have read the record, in the process with the service."""
     if processes.is_first() and processes.membership() is None:
         threading.Event().wait(_LINGER_SECONDS)
 
 
-def _leave(code: int) -> NoReturn:
+def _flush_and_end(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
     _linger()
-    # JAX's own clean-up would wait for the process that is gone.
-    end_now(code)
+    # Skip JAX's clean-up, which would wait for the failed process.
+    end_now(status)
 
 
-def _listen() -> None:
+def _wait_for_failure() -> None:
+    """Ends this process when another one has recorded that it failed."""
     client = processes.client()
-    while not _is_over.is_set():
+    while not _has_succeeded.is_set():
         try:
-            note = json.loads(client.blocking_key_value_get(_ENDED, 10_000))
+            record = json.loads(client.blocking_key_value_get(_ENDED_KEY, 10_000))
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 continue
-            if _is_over.is_set() or _is_failing.is_set():
+            if _has_succeeded.is_set() or _is_failing.is_set():
                 return
-            _end_after_first()
-        if note["process"] == _NONE:
+            _end_because_of_first()
+        if record["process"] == _NO_PROCESS:
             return
-        # Several processes may fail for the same reason: each then prints its own error.
-        if note["process"] != processes.index() and not _is_failing.wait(1.0):
-            words = f"{processes.name(note['process'])} {note['words']}"
-            line = f"[{processes.name(processes.index())}] error: {words}; so this process ends too"
+        # If this process fails for the same reason, it prints its own error within the second.
+        if record["process"] != processes.index() and not _is_failing.wait(1.0):
+            failure = f"{processes.name(record['process'])} {record['reason']}"
+            own_name = processes.name(processes.index())
+            line = f"[{own_name}] error: {failure}; so this process ends too"
             os.write(2, f"{line}\n".encode(errors="replace"))
-            _leave(note["code"] or 1)
+            _flush_and_end(record["status"] or 1)
         return
 
 
-def _beat() -> None:
-    global _num_answers
-    client, beats = processes.client(), _seen[0]
+def _send_heartbeats() -> None:
+    """Exchanges heartbeats, and records processes that are silent or stuck as failed."""
+    global _num_responses
+    client, beats = processes.client(), _beats[0]
     process, is_first = processes.index(), processes.is_first()
-    while not _is_over.wait(BEAT_SECONDS):
+    while not _has_succeeded.wait(BEAT_SECONDS):
         try:
-            client.key_value_set(f"{_BEATS}/{process}", beats.own(), allow_overwrite=True)
-            beats.see(_beats_of_others(client, process))
-            reported = beats.look(client)
+            client.key_value_set(
+                f"{_BEATS_KEY}/{process}", beats.next_beat(), allow_overwrite=True
+            )
+            beats.receive(_newest_beats(client, process))
+            stuck = beats.check(client)
         except RuntimeError:
-            return  # The service is gone: _listen knows.
-        _num_answers += 1
+            return  # The service is gone; `_wait_for_failure` ends this process.
+        _num_responses += 1
         for other in range(1, processes.count()) if is_first else (0,):
-            if (seconds := beats.silent(other)) >= SILENT_SECONDS:
-                _tell(other, beats.silent_in_words(other, seconds), 1)
-        if reported is not None:
-            _tell(reported, "is stuck, as reported above", 1)
-            if reported == process:
+            if (seconds := beats.silent_seconds(other)) >= SILENT_SECONDS:
+                _record_end(other, beats.describe_silence(other, seconds), 1)
+        if stuck is not None:
+            _record_end(stuck, "is stuck, as reported above", 1)
+            if stuck == process:
                 _is_failing.set()
-                _leave(1)
+                _flush_and_end(1)
 
 
-def _beats_of_others(client: Any, process: int) -> dict[int, str]:
-    """Returns the newest beats of all others in the first process, else that of the first."""
+def _newest_beats(client: Any, process: int) -> dict[int, str]:
+    """Returns the heartbeats that this process watches: those of others, or of the first only."""
     if not processes.is_first():
-        text = value_of(client, f"{_BEATS}/0")
+        text = value_of(client, f"{_BEATS_KEY}/0")
         return {0: text} if text is not None else {}
-    texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(_BEATS)}
+    texts = {
+        int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(_BEATS_KEY)
+    }
     return {k: text for k, text in texts.items() if k != process}
 
 
 def _watch_service() -> None:
-    """Ends this process if the first process, which runs the service, is stopped but not gone.
+    """Ends this process if the first process, which runs the service, is suspended.
 
-    Also lets the stacks be written if C code holds Python's lock, so that no thread can run: the
-    others see that as silence.
+    Also postpones the alarm that writes this process's stacks while C code holds the GIL, when no
+    thread of Python runs and the other processes receive no heartbeats.
     """
-    num_answers = num_silent = 0
-    with AlarmOfLock(_LOCK_SECONDS) as alarm:
-        while not _is_over.wait(BEAT_SECONDS):
-            alarm.put_off()
-            num_silent = 0 if _num_answers != num_answers else num_silent + 1
-            num_answers = _num_answers
+    num_responses = num_silent = 0
+    with GilAlarm(_GIL_SECONDS) as alarm:
+        while not _has_succeeded.wait(BEAT_SECONDS):
+            alarm.postpone()
+            num_silent = 0 if _num_responses != num_responses else num_silent + 1
+            num_responses = _num_responses
             if num_silent * BEAT_SECONDS >= SILENT_SECONDS and not processes.is_first():
-                _end_after_first(_seen[0].silent_in_words(0, num_silent * BEAT_SECONDS))
+                _end_because_of_first(_beats[0].describe_silence(0, num_silent * BEAT_SECONDS))

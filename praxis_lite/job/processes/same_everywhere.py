@@ -1,4 +1,4 @@
-"""What must be the same on all processes of a job, compared before it costs anything."""
+"""Checks that all processes of a job have the same settings, data and package versions."""
 
 import importlib.metadata
 import json
@@ -15,36 +15,41 @@ _PACKAGES = ("praxis_lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"
 
 
 def check_same(what: str, fields: Mapping[str, Any]) -> None:
-    """Checks that all processes have the same values, which JSON can hold.
+    """Checks that all processes have the same values.
 
-    Otherwise all raise a ConfigError with two processes, their hosts, a field and its values.
+    Args:
+      what: Beginning of the error message, such as "The processes have different data".
+      fields: JSON-serializable values by name.
+
+    Raises:
+      ConfigError: A value differs; raised in all processes, with the name of a field, and its
+        values in two processes.
     """
     if processes.count() == 1:
         return
     texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
-    result = [json.loads(item) for item in processes.exchange(what, json.dumps(texts))]
-    # In this process's order, then the names that only others have.
-    names = dict.fromkeys(name for element in result for name in element)
-    differing = [name for name in names if len({one.get(name) for one in result}) > 1]
+    by_process = [json.loads(text) for text in processes.exchange(what, json.dumps(texts))]
+    # Names of the first process in its order, then names that only other processes have.
+    names = dict.fromkeys(name for values in by_process for name in values)
+    differing = [name for name in names if len({values.get(name) for values in by_process}) > 1]
     if not differing:
         return
-    first, name = result[0].get(differing[0]), differing[0]
-    other = next(k for k, one in enumerate(result) if one.get(name) != first)
+    first, name = by_process[0].get(differing[0]), differing[0]
+    other = next(k for k, values in enumerate(by_process) if values.get(name) != first)
     more = f" Other differences: {', '.join(differing[1:6])}." if len(differing) > 1 else ""
     raise ConfigError(
         f"{what}: {name} is {shown(first or 'absent', 200)} on {processes.name(0)} and "
-        f"{shown(result[other].get(name) or 'absent', 200)} on {processes.name(other)}.{more} All "
-        "processes of a job need the same: start the same command, with the same packages and "
-        "files, on every host."
+        f"{shown(by_process[other].get(name) or 'absent', 200)} on {processes.name(other)}.{more} "
+        "Start the same command, with the same packages and files, on every host."
     )
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that a run's numbers may depend on, by "python" or a package's name."""
-    result = {"python": platform.python_version()}
+    """Returns the versions of Python and of the packages that affect a run's numbers, by name."""
+    by_name = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            result[package] = importlib.metadata.version(package)
+            by_name[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
-            result[package] = "not installed"
-    return result
+            by_name[package] = "not installed"
+    return by_name

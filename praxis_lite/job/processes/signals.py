@@ -1,8 +1,8 @@
-"""Signals that ask a process to end or for a profile, heard at once in any state of the process.
+"""Handles signals that stop a process or request a profile, without delay in any state.
 
-Python runs the handler of a signal in the main thread, between two bytecodes: a compiler or a wait
-for devices holds it up for minutes. Underneath, C code writes the number of the signal to a socket
-the moment it comes (`signal.set_wakeup_fd`), and a thread reads it there.
+Python runs signal handlers in the main thread, between two bytecodes, so a compilation or a wait
+for devices delays them by minutes. But Python's C code also writes each signal number to a socket
+immediately (`signal.set_wakeup_fd`), and a separate thread here reads it from there.
 """
 
 import contextlib
@@ -16,99 +16,102 @@ from typing import Any
 
 from praxis_lite.job.processes.exits import end_now
 
-__all__ = ("STOPS_WORKER", "SignalListener", "hear_supervisor_alone", "name", "say")
+__all__ = ("STOPS_WORKER", "SignalListener", "listen_to_supervisor_only", "name", "write_line")
 
-# SIGHUP: the terminal is gone. Under nohup it is ignored, and stays so.
+# SIGHUP means that the terminal was closed. Under nohup it is ignored, and remains ignored.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-# From a supervisor to its worker, which does not hear SIGNALS: SLURM sends them to all processes of
-# a host, and two of them would end the worker before it has saved.
+# Sent by a supervisor to its worker, which ignores SIGNALS. SLURM sends those to all processes of a
+# host, and the second one would end the worker before it has saved.
 STOPS_WORKER = signal.SIGUSR2
 
-# It asks for a profile; unheard it would end the process.
+# Requests a profile. Its default action would end the process.
 PROFILES = signal.SIGUSR1
 
-# A byte that is not the number of a signal: all signals that came before it have been read.
+# A byte that is not a signal number; once it was read, all earlier signals have been read too.
 _MARK = 255
-# The thread may wait for a lock that the main thread holds.
-_HEAR_SECONDS = 1.0
+# How long the main thread waits for the listening thread, which may wait for a lock that the main
+# thread holds.
+_LISTENER_SECONDS = 1.0
 
-# How long the main thread may take to clean up, when it ends without a checkpoint to write.
+# How long the main thread may take to clean up, if there is no checkpoint to write.
 CLEAN_UP_SECONDS = 2.0
 
 
 class SignalListener(contextlib.AbstractContextManager):
-    """Hears SIGNALS and PROFILES while it is entered; a subclass defines what they do.
+    """Handles SIGNALS and PROFILES while it is entered; subclasses define the actions.
 
-    A worker hears STOPS_WORKER in place of SIGNALS.
+    In a worker of an elastic job, STOPS_WORKER takes the place of SIGNALS.
 
-    Outside the main thread Python installs no handlers, so no signal is heard there. A signal that
-    was ignored before stays ignored, and the user's handler of PROFILES is kept.
+    Python installs handlers only in the main thread; entered in another thread, this class handles
+    no signal. Signals that were ignored before remain ignored, and a handler of the user for
+    PROFILES remains installed.
     """
 
     def __init__(self) -> None:
-        # When _time_is_up is called, in seconds of time.monotonic; only the thread changes it.
-        self._wakes_at: float | None = None
-        self._has_heard_one = False
+        # When to call `_on_timeout`, in seconds of time.monotonic; set by the listening thread.
+        self._timeout_at: float | None = None
+        self._has_stop_signal = False
         self._raised: SystemExit | None = None
-        self._handlers: dict[int, Any] = {}  # That were there before.
+        self._handlers: dict[int, Any] = {}  # The handlers before this was entered.
 
     @property
-    def hears_profiles(self) -> bool:
-        """Returns True if PROFILES is heard: entered in the main thread, with no handler before."""
+    def handles_profile_signal(self) -> bool:
+        """Whether PROFILES is handled: in the main thread, if the user has no handler for it."""
         return PROFILES in self._handlers
 
-    def _in_main(self, signum: int) -> None:
-        """Called in the main thread, as soon as that runs Python again; may raise."""
+    def _in_main_thread(self, signum: int) -> None:
+        """Called in the main thread as soon as it executes Python code; may raise."""
 
-    def _asked(self, signum: int) -> None:
-        """Called in the thread, at once, for the first signal, and for each SIGHUP."""
+    def _on_signal(self, signum: int) -> None:
+        """Called immediately, in the listening thread, for the first signal and for each SIGHUP."""
 
-    def _profile_asked(self) -> None:
-        """Called in the thread, at once, for each PROFILES."""
-        say(f"{name(PROFILES)}: no profile is made, because no training runs")
+    def _on_profile_signal(self) -> None:
+        """Called immediately, in the listening thread, for each PROFILES signal."""
+        write_line(f"{name(PROFILES)}: no profile is made, because no training runs")
 
-    def _asked_again(self, signum: int) -> None:
-        """Called in the thread, at once, for a second signal; ends the process."""
-        words, kept = f"{name(signum)}, the second signal", self._kept()
-        say(f"{words}: ended at once{kept}")
-        end_now(128 + signum, f"was ended by {words}{kept}")
+    def _on_second_signal(self, signum: int) -> None:
+        """Called immediately, in the listening thread, for a second signal; ends the process."""
+        cause, outcome = f"{name(signum)}, the second signal", self._outcome()
+        write_line(f"{cause}: ended at once{outcome}")
+        end_now(128 + signum, f"was ended by {cause}{outcome}")
 
-    def _kept(self) -> str:
-        """Returns words for the end of a line: what an end at once leaves."""
+    def _outcome(self) -> str:
+        """Returns the end of a line that says what is saved if the process ends now; or ""."""
         return ""
 
-    def _time_is_up(self) -> None:
-        """Called in the thread, at `_wakes_at`."""
+    def _on_timeout(self) -> None:
+        """Called in the listening thread at `_timeout_at`."""
 
-    def _let_thread_hear(self) -> None:
-        """Returns once the thread has heard all signals that came; for the main thread.
+    def _wait_for_listener(self) -> None:
+        """Waits, in the main thread, until the listening thread has handled all earlier signals.
 
-        Python calls the handlers of signals that came while it waited in C++ in the order of their
-        numbers, and each once: the thread alone knows which came first, and how many.
+        Only the listening thread knows which signal came first, and how many came: after a wait in
+        C++, Python calls each pending handler once, in the order of signal numbers.
         """
-        self._has_heard.clear()
+        self._caught_up.clear()
         self._write.send(bytes([_MARK]))
-        self._has_heard.wait(_HEAR_SECONDS)
+        self._caught_up.wait(_LISTENER_SECONDS)
 
     def __enter__(self) -> "SignalListener":
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
         self._handlers, self._wakeup_fd, self._is_closing = {}, None, False
-        self._has_heard = threading.Event()
+        self._caught_up = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         if threading.current_thread() is threading.main_thread():
             self._wakeup_fd = signal.set_wakeup_fd(
                 self._write.fileno(), warn_on_full_buffer=False
             )
-            for item in _asking:
-                if signal.getsignal(item) is not signal.SIG_IGN:
-                    self._handlers[item] = signal.signal(item, self._handle)
-            if signal.getsignal(PROFILES) in (signal.SIG_DFL, *(one._handle for one in _entered)):
+            for signum in _stop_signals:
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._handlers[signum] = signal.signal(signum, self._handle)
+            own_handlers = [listener._handle for listener in _active_listeners]
+            if signal.getsignal(PROFILES) in (signal.SIG_DFL, *own_handlers):
                 self._handlers[PROFILES] = signal.signal(PROFILES, self._handle)
-            _entered.append(self)
+            _active_listeners.append(self)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -119,61 +122,62 @@ class SignalListener(contextlib.AbstractContextManager):
         self._read.close()
         self._write.close()
         if self._raised is not None and error is not self._raised:
-            # Some code made another exception of it.
+            # Some code has replaced the SystemExit by another exception.
             raise self._raised from None
 
     def _end(self, status: int) -> None:
-        """Raises SystemExit, once; for the main thread."""
+        """Raises SystemExit in the main thread, at most once."""
         if self._raised is None:
             self._raised = SystemExit(status)
             raise self._raised
 
     def _restore(self) -> None:
-        if self in _entered:
-            _entered.remove(self)
-            for item, handler in self._handlers.items():
-                # Python cannot put back a handler that it has not installed (None).
-                signal.signal(item, signal.SIG_DFL if handler is None else handler)
+        if self in _active_listeners:
+            _active_listeners.remove(self)
+            for signum, handler in self._handlers.items():
+                # None means a handler that was not installed by Python, which cannot restore it.
+                signal.signal(signum, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._wakeup_fd)
 
     def _handle(self, signum: int, frame: object) -> None:
-        if signum in _asking:
-            self._in_main(signum)
+        if signum in _stop_signals:
+            self._in_main_thread(signum)
 
     def _listen(self) -> None:
         while not self._is_closing:
             seconds = None
-            if self._wakes_at is not None:
-                seconds = max(0.0, self._wakes_at - time.monotonic())
+            if self._timeout_at is not None:
+                seconds = max(0.0, self._timeout_at - time.monotonic())
             if not select.select([self._read], [], [], seconds)[0]:
-                self._wakes_at = None
-                self._time_is_up()
+                self._timeout_at = None
+                self._on_timeout()
                 continue
-            # `timeout` signals its command and then the command's group: that counts as one signal.
+            # Count equal signals that arrive together once: `timeout` signals its command, and then
+            # the command's process group.
             for signum in dict.fromkeys(self._read.recv(64)):
-                if signum in _asking:
-                    self._heard(signum)
-                elif signum == PROFILES and self.hears_profiles:
-                    self._profile_asked()
+                if signum in _stop_signals:
+                    self._dispatch(signum)
+                elif signum == PROFILES and self.handles_profile_signal:
+                    self._on_profile_signal()
                 elif signum == _MARK:
-                    self._has_heard.set()
+                    self._caught_up.set()
 
-    def _heard(self, signum: int) -> None:
+    def _dispatch(self, signum: int) -> None:
         if signum == signal.SIGHUP:
-            # A session that is closed sends SIGHUP next to SIGTERM, so SIGHUP is never the second.
-            self._asked(signum)
-        elif self._has_heard_one:
-            self._asked_again(signum)
+            # SIGHUP never counts as the second signal: a closed session sends it after SIGTERM.
+            self._on_signal(signum)
+        elif self._has_stop_signal:
+            self._on_second_signal(signum)
         else:
-            self._has_heard_one = True
-            self._asked(signum)
+            self._has_stop_signal = True
+            self._on_signal(signum)
 
 
 class EndsBySignal(SignalListener):
-    """Ends the process at the first signal: a line, exit status 128 + its number, no traceback.
+    """Ends the process at the first signal, with exit status 128 + its number and no traceback.
 
-    The main thread gets a SystemExit, so that it removes what it has half written. If that does not
-    end it in time, in a compiler for instance, the process ends all the same.
+    The main thread gets a SystemExit, so that it can remove incomplete files. If it does not end
+    within CLEAN_UP_SECONDS, for instance in a compilation, the process ends anyway.
     """
 
     def __init__(self) -> None:
@@ -181,60 +185,60 @@ class EndsBySignal(SignalListener):
         self._status: int | None = None
         self._why = ""
 
-    def _in_main(self, signum: int) -> None:
+    def _in_main_thread(self, signum: int) -> None:
         self._end(128 + signum)
 
-    def _asked(self, signum: int) -> None:
+    def _on_signal(self, signum: int) -> None:
         if self._status is None:
-            say(f"ended by {name(signum)}")
+            write_line(f"ended by {name(signum)}")
             self._status, self._why = 128 + signum, f"was ended by {name(signum)}"
-            self._wakes_at = time.monotonic() + CLEAN_UP_SECONDS
+            self._timeout_at = time.monotonic() + CLEAN_UP_SECONDS
 
-    def _time_is_up(self) -> None:
+    def _on_timeout(self) -> None:
         end_now(self._status, self._why)
 
 
 def name(signum: int) -> str:
-    """Returns "SIGTERM" for 15."""
+    """Returns the name of a signal, such as "SIGTERM" for 15."""
     if signum == STOPS_WORKER:
         return "its supervisor"
     return signal.Signals(signum).name
 
 
-def say(line: str) -> None:
-    """Writes a line to standard error past Python's buffers, which another thread may hold."""
-    # A terminal shows the half of a line that is redrawn in place, or ^C.
+def write_line(line: str) -> None:
+    """Writes a line to standard error without Python's buffers, which another thread may lock."""
+    # Start on a new line, because the terminal may show ^C or the progress line.
     start = "\n" if os.isatty(2) else ""
     with contextlib.suppress(OSError):
         os.write(2, f"{start}{line}\n".encode())
 
 
-def hear_supervisor_alone() -> None:
-    """Lets this process, a worker, hear STOPS_WORKER in place of SIGNALS."""
-    global _asking
-    _asking = (STOPS_WORKER,)
-    for item in SIGNALS:
-        signal.signal(item, _unheard)
-    for listener in _entered[-1:]:
+def listen_to_supervisor_only() -> None:
+    """Makes this process, a worker, handle STOPS_WORKER and ignore SIGNALS."""
+    global _stop_signals
+    _stop_signals = (STOPS_WORKER,)
+    for signum in SIGNALS:
+        signal.signal(signum, _ignore)
+    for listener in _active_listeners[-1:]:
         listener._handlers[STOPS_WORKER] = signal.signal(STOPS_WORKER, listener._handle)
 
 
-def _unheard(signum: int, frame: object) -> None:
-    """Does nothing. SIG_IGN would be inherited by the programs that a worker starts."""
+def _ignore(signum: int, frame: object) -> None:
+    """Does nothing. Unlike SIG_IGN it is not inherited by programs that a worker starts."""
 
 
-_asking: tuple[int, ...] = SIGNALS
-_entered: list[SignalListener] = []
+_stop_signals: tuple[int, ...] = SIGNALS
+_active_listeners: list[SignalListener] = []
 
 
-def _forget() -> None:
-    for listener in reversed(_entered[:]):
+def _restore_in_child() -> None:
+    for listener in reversed(_active_listeners[:]):
         listener._restore()
-    for item in SIGNALS:
-        if signal.getsignal(item) is _unheard:
-            signal.signal(item, signal.SIG_DFL)
+    for signum in SIGNALS:
+        if signal.getsignal(signum) is _ignore:
+            signal.signal(signum, signal.SIG_DFL)
 
 
-# A forked worker has no listening thread, and would write its signals to the parent's socket: a
-# pool that ends its workers would end the training.
-os.register_at_fork(after_in_child=_forget)
+# A forked process has no listening thread, and would write its signals to its parent's socket: a
+# pool that terminates its workers would stop the training.
+os.register_at_fork(after_in_child=_restore_in_child)

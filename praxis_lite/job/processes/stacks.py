@@ -1,4 +1,4 @@
-"""The stacks of the threads of this process, and of another process on request."""
+"""Returns the stacks of all threads, of this process or of another process on the same host."""
 
 import contextlib
 import ctypes
@@ -13,46 +13,50 @@ from pathlib import Path
 
 from praxis_lite.job.processes.exits import temporary_folder
 
-__all__ = ("asked_for", "give_when_asked", "stacks")
+__all__ = ("request_stacks", "install_stacks_handler", "stacks")
 
-# Asks a process for its stacks. `faulthandler` answers in C, even while C code holds Python's lock.
-# The signals with names have other meanings (`job/processes/signals.py`).
-_ASKS = signal.SIGRTMIN + 3
-_MOST_CHARACTERS = 100_000
+# Makes a process write its stacks. `faulthandler` does so in C, even while C code holds the GIL.
+# Named signals have other meanings (`job/processes/signals.py`).
+_STACKS_SIGNAL = signal.SIGRTMIN + 3
+_MAX_CHARS = 100_000
 
 
 def stacks() -> str:
-    """Returns the stacks of all threads but the calling one, the main thread's first."""
+    """Returns the stacks of all threads but the calling one, starting with the main thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    alike: dict[str, list[str]] = {}  # The idle threads of a pool all have the same stack.
-    main, local = threading.main_thread().ident, threading.get_ident()
+    # Group threads with the same stack, such as the idle threads of a pool.
+    threads_by_stack: dict[str, list[str]] = {}
+    main, calling = threading.main_thread().ident, threading.get_ident()
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
-        if ident != local:
+        if ident != calling:
             stack = "".join(traceback.format_stack(frame))
-            alike.setdefault(stack, []).append(names.get(ident, str(ident)))
-    return "".join(f"{', '.join(sorted(them))}:\n{stack}" for stack, them in alike.items())
+            threads_by_stack.setdefault(stack, []).append(names.get(ident, str(ident)))
+    return "".join(
+        f"{', '.join(sorted(threads))}:\n{stack}" for stack, threads in threads_by_stack.items()
+    )
 
 
-def give_when_asked() -> str:
-    """Lets this process write its stacks to a file when it is asked; returns the file's path."""
+def install_stacks_handler() -> str:
+    """Makes this process write its stacks to a file on request; returns the file's path."""
     path = temporary_folder() / "stacks"
-    # Never closed: the handler, in C, writes to its descriptor.
+    # Stays open, because the signal handler writes to this descriptor.
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    faulthandler.register(_ASKS, file=descriptor, all_threads=True)
+    faulthandler.register(_STACKS_SIGNAL, file=descriptor, all_threads=True)
     return str(path)
 
 
-def asked_for(pid: int, path: str, seconds: float = 3.0) -> str:
-    """Returns the stacks of a process of this host, "" if it gives none in time.
+def request_stacks(pid: int, path: str, seconds: float = 3.0) -> str:
+    """Returns the stacks of another process on this host; "" if it does not respond in time.
 
     Args:
-      pid: of a process that called `give_when_asked`, which returned `path`.
-      seconds: how long it may take; a process that is stopped gives none.
+      pid: Id of a process that has called `install_stacks_handler`.
+      path: The path that this call returned.
+      seconds: How long to wait; a suspended process does not respond.
     """
     file = Path(path)
     try:
         before = file.stat().st_size
-        os.kill(pid, _ASKS)
+        os.kill(pid, _STACKS_SIGNAL)
         deadline, size = time.monotonic() + seconds, before
         while time.monotonic() < deadline:
             time.sleep(0.1)
@@ -61,49 +65,49 @@ def asked_for(pid: int, path: str, seconds: float = 3.0) -> str:
                 break
         with file.open("rb") as opened:
             opened.seek(before)
-            return opened.read(_MOST_CHARACTERS).decode(errors="replace")
+            return opened.read(_MAX_CHARS).decode(errors="replace")
     except OSError:
         return ""
 
 
-class AlarmOfLock(contextlib.AbstractContextManager):
-    """Writes the stacks of this process to standard error, unless it is postponed in time.
+class GilAlarm(contextlib.AbstractContextManager):
+    """A timer that writes the stacks of this process to standard error, unless it is postponed.
 
-    It is a timer of the kernel, so it fires even if C code holds Python's lock and no thread of
-    Python runs. Systems other than Linux have none; there nothing is written.
+    It uses a timer of the Linux kernel, so that it also fires while C code holds the GIL and no
+    Python thread runs. On other systems it does nothing.
 
     Args:
-      seconds: after which it fires.
+      seconds: Seconds until it fires.
     """
 
     def __init__(self, seconds: float):
         self._seconds, self._timer = seconds, ctypes.c_void_p()
         self._libc = ctypes.CDLL(None)
 
-    def __enter__(self) -> "AlarmOfLock":
-        faulthandler.register(_ASKS, file=2, all_threads=True)
-        event = _Event(signo=_ASKS, notify=0)  # SIGEV_SIGNAL.
+    def __enter__(self) -> "GilAlarm":
+        faulthandler.register(_STACKS_SIGNAL, file=2, all_threads=True)
+        event = _Event(signo=_STACKS_SIGNAL, notify=0)  # SIGEV_SIGNAL.
         try:
             create = self._libc.timer_create
             failed = create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer))
-        except AttributeError:  # Before glibc 2.34, or no Linux.
+        except AttributeError:  # Not Linux, or glibc before 2.34.
             failed = True
         if failed:
             self._libc = None
         return self
 
-    def put_off(self, seconds: float | None = None) -> None:
-        """Lets it fire so many seconds from now, by default its own number; 0: never."""
+    def postpone(self, seconds: float | None = None) -> None:
+        """Restarts the timer with this many seconds, by default its own; 0 cancels it."""
         if self._libc is not None:
             spec = _Timer(after=int(self._seconds if seconds is None else seconds))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
 
     def __exit__(self, *exc_info: object) -> None:
-        self.put_off(0)
+        self.postpone(0)
 
 
 class _Event(ctypes.Structure):
-    """A sigevent of Linux."""
+    """The C struct `sigevent` of Linux."""
 
     _fields_ = (
         ("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int),
@@ -112,7 +116,7 @@ class _Event(ctypes.Structure):
 
 
 class _Timer(ctypes.Structure):
-    """An itimerspec: seconds and nanoseconds of the interval, and until it fires."""
+    """The C struct `itimerspec`: interval, and time until the timer fires."""
 
     _fields_ = tuple(
         (name, ctypes.c_long) for name in ("every", "every_ns", "after", "after_ns")

@@ -1,4 +1,4 @@
-"""Keeps a program running when its output cannot be written: a closed pipe, a full disk."""
+"""Keeps a program running when its output cannot be written: closed pipe, full disk."""
 
 import contextlib
 import logging
@@ -10,24 +10,24 @@ from typing import Any
 
 from praxis_lite.core.errors import printable
 from praxis_lite.job import processes
-from praxis_lite.job.processes.signals import say
+from praxis_lite.job.processes.signals import write_line
 
 __all__ = ("print_log",)
 
 
 def to_nothing(number: int) -> None:
-    """Points a file descriptor, open or closed, to /dev/null."""
+    """Redirects a file descriptor, open or closed, to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
-    if null != number:  # `open` takes the lowest free number, which may be this one.
+    if null != number:  # `open` may return this number itself, if it was closed.
         os.dup2(null, number)
         os.close(null)
 
 
-class _MayBeLost:
-    """A text stream that turns into /dev/null at its first error."""
+class _LosableStream:
+    """A text stream that is redirected to /dev/null at its first error."""
 
-    def __init__(self, stream: Any, name: str, goes_on: Callable[[], bool]):
-        self._stream, self._name, self._goes_on = stream, name, goes_on
+    def __init__(self, stream: Any, name: str, continues: Callable[[], bool]):
+        self._stream, self._name, self._continues = stream, name, continues
 
     def write(self, text: str) -> int:
         try:
@@ -43,13 +43,14 @@ class _MayBeLost:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        # Below Python's stream, so that its buffer goes there too and Python exits in silence.
+        # Redirect the descriptor and not Python's stream, so that flushing its buffer at exit does
+        # not fail again.
         to_nothing(self._stream.fileno())
-        if not self._goes_on():
+        if not self._continues():
             raise SystemExit(128 + signal.SIGPIPE)
-        say(
-            f"{self._name} cannot be written ({error.strerror}); the job goes on without it, "
-            "its results are on disk"
+        write_line(
+            f"{self._name} cannot be written ({error.strerror}); the job continues without it, "
+            "and its results are on disk"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -57,9 +58,10 @@ class _MayBeLost:
 
 
 def open_what_is_closed() -> None:
-    """Opens /dev/null for each standard stream that was closed, as by `1>&-`.
+    """Opens /dev/null for each standard stream that is closed, as by `1>&-` in a shell.
 
-    Otherwise a file of the job would get its descriptor, and `print` would write into that file.
+    Otherwise the next file that the job opens would get its descriptor, and `print` would write
+    into that file.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -72,49 +74,49 @@ def open_what_is_closed() -> None:
 
 
 @contextlib.contextmanager
-def output_may_be_lost(*, goes_on: bool | Callable[[], bool]) -> Iterator[None]:
-    """Lets a program outlive its standard output and standard error.
+def output_may_be_lost(*, continues: bool | Callable[[], bool]) -> Iterator[None]:
+    """Defines what happens when standard output or standard error cannot be written.
 
     Args:
-      goes_on: True: it then continues without them. False: it ends quietly, as programs in a pipe
-        do. A function is called when the output is lost.
+      continues: Whether the program continues without them, or else ends quietly like a program in
+        a pipe; or a function that returns this, called when the output is lost.
     """
-    asked = goes_on if callable(goes_on) else lambda: goes_on
-    before = sys.stdout, sys.stderr
-    local = (
-        _MayBeLost(sys.stdout, "standard output", asked),
-        _MayBeLost(sys.stderr, "standard error", asked),
+    decide = continues if callable(continues) else lambda: continues
+    original = sys.stdout, sys.stderr
+    wrapped = (
+        _LosableStream(sys.stdout, "standard output", decide),
+        _LosableStream(sys.stderr, "standard error", decide),
     )
-    sys.stdout, sys.stderr = local
+    sys.stdout, sys.stderr = wrapped
     try:
         yield
-        for stream in local:  # A short output may be entirely in Python's buffers.
+        for stream in wrapped:  # Short output may still be in Python's buffers.
             stream.flush()
     finally:
-        for stream in local:
+        for stream in wrapped:
             with contextlib.suppress(SystemExit):
                 stream.flush()
-        # Unless another stream was put in its place meanwhile.
-        if sys.stdout is local[0]:
-            sys.stdout = before[0]
-        if sys.stderr is local[1]:
-            sys.stderr = before[1]
+        # Do not undo a replacement by other code.
+        if sys.stdout is wrapped[0]:
+            sys.stdout = original[0]
+        if sys.stderr is wrapped[1]:
+            sys.stderr = original[1]
 
 
-class _Print(logging.Handler):
+class _PrintHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # The output of other processes than the first is dropped, but not their warnings.
-        is_heard = processes.is_first() or record.levelno < logging.WARNING
-        # A file name that is not UTF-8 cannot be encoded for a terminal.
-        words = printable(record.getMessage())
-        print(words, file=sys.stdout if is_heard else sys.stderr, flush=True)
+        # Only the first process has a standard output; the others print warnings to standard error.
+        to_stdout = processes.is_first() or record.levelno < logging.WARNING
+        # The message may contain a file name that is not UTF-8, which cannot be printed.
+        message = printable(record.getMessage())
+        print(message, file=sys.stdout if to_stdout else sys.stderr, flush=True)
 
 
 def print_log() -> None:
-    """Prints the logs of both packages, such as the choice of an attention kernel."""
+    """Prints the log messages of both packages, such as the choice of an attention kernel."""
     for name in ("praxis_lite", "praxis_tools"):
         log = logging.getLogger(name)
         if not log.handlers:
-            log.addHandler(_Print())
+            log.addHandler(_PrintHandler())
             log.setLevel(logging.INFO)
-            log.propagate = False  # Some library's handler of all logs would print it again.
+            log.propagate = False  # A library's handler on the root logger would print it again.

@@ -1,4 +1,4 @@
-"""Connects the processes of a job, which find each other by flags or a launcher's variables."""
+"""Connects the processes of a job, found from flags or from a launcher's environment variables."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ __all__ = ("connect_member", "own_number")
 
 START_SECONDS = 45
 
-# What a launcher calls the number of its processes, and which of them this is.
+# The environment variables with the number of processes and the index of this process.
 _LAUNCHERS = {
     "SLURM": ("SLURM_NTASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -42,69 +42,82 @@ def start(
     job_log_dir: str | None = None,
     beats: type[Beats] = Beats,
 ) -> None:
-    """Connects this process with the others of its job, and makes the first process speak for it.
+    """Connects this process with the other processes of its job.
 
-    It must come before JAX makes a device. If neither flags nor the environment tell of other
-    processes, nothing happens, and jax is not imported.
+    Call it before JAX initializes devices. Afterwards only the first process prints to standard
+    output. Without other processes, according to flags and environment, it does nothing and does
+    not import jax.
 
     Args:
-      coordinator, num_processes, process_id, start_seconds: the options of these names.
-      job_log_dir: the job's directory, by which its processes tell each other a key. Without it
-        they need none if they are reached over the network, and the network must be isolated.
-      beats: what they tell each other every few seconds, and look for.
+      coordinator: The option --coordinator.
+      num_processes: The option --num_processes.
+      process_id: The option --process_id.
+      start_seconds: The option --start_seconds.
+      job_log_dir: The job's directory, through which the processes share a secret key. If it is
+        None and the processes run on several hosts, connections are not authenticated, so the
+        network must be isolated.
+      beats: Class of the heartbeats.
 
     Raises:
-      ConfigError: a flag is wrong or missing, or the processes cannot be connected.
+      ConfigError: A flag is wrong or missing, or the processes cannot be connected.
     """
     require(start_seconds >= 1, "--start_seconds", start_seconds, "1 or more")
-    settings, result = find_others(coordinator, num_processes, process_id, os.environ)
+    settings, found_by = find_others(coordinator, num_processes, process_id, os.environ)
     if settings is None:
         return
-    settings = _complete(settings, start_seconds)
+    settings = _with_detected(settings, start_seconds)
     with _key_file(settings, job_log_dir) as file:
         _connect(settings, start_seconds, file)
         peers.watch(beats)
         processes.learn_hosts(start_seconds)
     if processes.is_first():
         hosts = len({processes.host(k) for k in range(processes.count())})
-        print(f"{processes.count()} processes on {hosts} hosts, found by {result}", flush=True)
+        print(f"{processes.count()} processes on {hosts} hosts, found by {found_by}", flush=True)
     else:
-        _speak_as_another(processes.index())
+        _redirect_output(processes.index())
 
 
-def connect_member(part: Membership, start_seconds: int) -> None:
-    """Connects a process with the others of its generation.
+def connect_member(membership: Membership, start_seconds: int) -> None:
+    """Connects a worker of an elastic job with the other workers of its generation.
 
-    Its supervisor watches it, so `peers` does not. Raises PeerLost if they cannot be connected.
+    Its supervisor watches it, so `peers` does not.
+
+    Args:
+      membership: The role of this process.
+      start_seconds: The option --start_seconds.
+
+    Raises:
+      PeerLost: The workers cannot be connected.
     """
-    join(part)
-    if len(part.members) == 1:
+    join(membership)
+    if len(membership.members) == 1:
         return
     import jax
 
-    # Else JAX ends those that live when one is gone, before their supervisors act.
+    # Otherwise JAX aborts the remaining processes when one is lost, before their supervisors act.
     jax.config.update("jax_enable_recoverability", True)
     settings = {
-        "coordinator_address": part.coordinator, "num_processes": len(part.members),
-        "process_id": part.index, "cluster_detection_method": "deactivate",
+        "coordinator_address": membership.coordinator, "num_processes": len(membership.members),
+        "process_id": membership.index, "cluster_detection_method": "deactivate",
     }
     try:
-        _connect(settings, start_seconds, part.key, lost_status=part.lost_status)
+        _connect(settings, start_seconds, membership.key, lost_status=membership.lost_status)
         peers.end_with_connection()
         processes.learn_hosts(start_seconds)
     except ConfigError as error:
         raise PeerLost(str(error)) from error
     if not processes.is_first():
-        _speak_as_another(processes.index())
+        _redirect_output(processes.index())
 
 
 def own_number(
     coordinator: str | None, num_processes: int | None, process_id: int | None,
     environment: Mapping[str, str],
 ) -> tuple[int, int]:
-    """Returns the number of this process of an elastic job, and how many the job has.
+    """Returns (process_id, num_processes) of this process of an elastic job.
 
-    Raises ConfigError if neither flags nor the environment tell.
+    Raises:
+      ConfigError: Neither flags nor the environment specify them.
     """
     if (num_processes, process_id) == (None, None):
         _, num_processes, process_id = _launcher(environment)
@@ -112,9 +125,9 @@ def own_number(
         process_id = int(environment["JOB_COMPLETION_INDEX"])
     require(
         num_processes is not None and process_id is not None, "--elastic",
-        f"{num_processes} processes, of which this is number {process_id}", "both numbers",
-        "Add --num_processes=N and --process_id=K, from 0, on each host; under SLURM and Open MPI "
-        "neither is needed, and in a Kubernetes job --process_id is not.",
+        f"process {process_id} of {num_processes}", "both numbers",
+        "Add --num_processes=N and --process_id=K, from 0, on each host. Under SLURM and Open MPI "
+        "neither is needed, and in a Kubernetes job --process_id is not needed.",
     )
     _check_flags(coordinator or "localhost:1", num_processes, process_id)
     return process_id, num_processes
@@ -126,9 +139,20 @@ def find_others(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> tuple[dict[str, Any] | None, str]:
-    """Returns the arguments of jax.distributed.initialize, and where they were found, as text.
+    """Finds the other processes of the job, without calling JAX.
 
-    (None, "") if this process is alone. Raises ConfigError as `start`; asks nothing of JAX.
+    Args:
+      coordinator: The option --coordinator.
+      num_processes: The option --num_processes.
+      process_id: The option --process_id.
+      environment: The environment variables.
+
+    Returns:
+      The arguments of `jax.distributed.initialize`, and how they were found, as text; (None, "") if
+      the job has one process.
+
+    Raises:
+      ConfigError: A flag is wrong or missing, or the launcher does not specify the coordinator.
     """
     launcher, size, rank = _launcher(environment)
     if (coordinator, num_processes, process_id) != (None, None, None):
@@ -155,16 +179,17 @@ def find_others(
     if find_spec("mpi4py"):
         return {"cluster_detection_method": "mpi4py"}, "mpi4py"
     raise ConfigError(
-        f"{launcher} started {size} processes, of which this is number {rank}, but does not say "
-        "where the first one runs. Add --coordinator=HOST:PORT, with the first process's host and "
-        "a free port there, or install mpi4py."
+        f"{launcher} started {size} processes, of which this is number {rank}, but does not "
+        "specify where the first one runs. Add --coordinator=HOST:PORT with the host of the first "
+        "process and a free port there, or install mpi4py."
     )
 
 
 def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | None]:
+    """Returns (launcher, num_processes, process_id); ("", None, None) without a launcher."""
     for launcher, (size, rank) in _LAUNCHERS.items():
         if size in environment and rank in environment:
-            # A script of sbatch without srun runs once, for any number of its tasks.
+            # A script of sbatch that does not use srun runs once, whatever its number of tasks.
             if launcher == "SLURM" and not all(name in environment for name in _SLURM_STEP):
                 continue
             return launcher, int(environment[size]), int(environment[rank])
@@ -172,11 +197,11 @@ def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | No
 
 
 def _is_tpu(environment: Mapping[str, str]) -> bool:
-    """Returns True on a host of a TPU slice that has several hosts."""
+    """Returns whether this is a host of a TPU slice with several hosts."""
     return (
         "," in environment.get("TPU_WORKER_HOSTNAMES", "")
         or environment.get("MEGASCALE_NUM_SLICES", "1") != "1"
-        # On a TPU VM outside Kubernetes JAX asks the metadata server, even if it is one host.
+        # On a TPU VM outside Kubernetes, let JAX query the metadata server, also for a single host.
         or ("TPU_WORKER_HOSTNAMES" not in environment and environment.get("JAX_PLATFORMS") != "cpu"
             and os.path.exists("/dev/accel0") and find_spec("libtpu") is not None)
     )
@@ -192,26 +217,26 @@ def _check_flags(
     missing = [flag for flag, value in flags.items() if value is None]
     if missing:
         raise ConfigError(
-            f"Of several processes each is started with {', '.join(flags)}, but "
+            f"Each process of a job with several processes needs {', '.join(flags)}, but "
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Add "
-            f"{'it' if len(missing) == 1 else 'them'}, or leave all three out."
+            f"{'it' if len(missing) == 1 else 'them'}, or leave out all three."
         )
     host, _, port = coordinator.rpartition(":")
     require(
         bool(host) and port.isdecimal() and 0 < int(port) < 2**16, "--coordinator", coordinator,
-        "HOST:PORT, the first process's host and a free port there from 1 to 65535, such as "
-        "10.0.0.1:12345",
+        "HOST:PORT, with the host of the first process and a free port from 1 to 65535 there, such "
+        "as 10.0.0.1:12345",
     )
     require(num_processes >= 1, "--num_processes", num_processes, "1 or more")
     require(
         0 <= process_id < num_processes, "--process_id", process_id,
-        f"a number from 0 to {num_processes - 1}, another one for each of the {num_processes} "
+        f"a number from 0 to {num_processes - 1}, different in each of the {num_processes} "
         "processes",
     )
 
 
-def _complete(settings: Mapping[str, Any], seconds: int) -> Mapping[str, Any]:
-    """Returns the arguments of jax.distributed.initialize with what JAX finds out by itself."""
+def _with_detected(settings: Mapping[str, Any], seconds: int) -> Mapping[str, Any]:
+    """Adds arguments of `jax.distributed.initialize` that JAX detects in the cluster."""
     if "coordinator_address" in settings:
         return settings
     try:
@@ -219,9 +244,9 @@ def _complete(settings: Mapping[str, Any], seconds: int) -> Mapping[str, Any]:
             settings.get("cluster_detection_method"), seconds
         )
         if coordinator is None:
-            raise ValueError("JAX does not find the first one")
+            raise ValueError("JAX does not find the first process")
     except (RuntimeError, ValueError, OSError) as error:
-        raise _cannot_be_connected(error) from error
+        raise _connection_error(error) from error
     return {
         "coordinator_address": coordinator, "num_processes": num_processes,
         "process_id": process_id, "cluster_detection_method": "deactivate",
@@ -231,26 +256,27 @@ def _complete(settings: Mapping[str, Any], seconds: int) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[Path | None]:
-    """Yields the file that contains the job's key while the processes connect.
+    """Provides a file through which the processes share the job's key while they connect.
 
-    None: there is no directory for it that all processes can read.
+    Yields:
+      The file; None without a directory that all processes can read.
     """
     host, port = addresses.split(settings["coordinator_address"])
     if is_loopback(host):
         try:
             file = user_folder() / f"{port}.key"
         except OSError as error:
-            raise _cannot_be_connected(error) from error
+            raise _connection_error(error) from error
     elif job_log_dir is None:
         yield None
         return
     else:
         file = local_directory(job_log_dir) / ".connecting.key"
-    is_there = file.parent.exists()
+    had_folder = file.parent.exists()
     yield file
     if settings["process_id"] == 0:
         file.unlink(missing_ok=True)
-        if not is_there:  # It is not yet known whether the job may begin.
+        if not had_folder:  # The job's settings may still turn out to be wrong.
             with contextlib.suppress(OSError):
                 file.parent.rmdir()
 
@@ -258,39 +284,43 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
 def _connect(
     settings: Mapping[str, Any], seconds: int, key: bytes | Path | None, lost_status: int = 2
 ) -> None:
-    """Connects this process with the others.
+    """Calls `jax.distributed.initialize`, through authenticating gates if there is a key.
 
     Args:
-      key: of the job, or the file that will have it; None: anyone who reaches the first process's
-        port is taken for a process of the job.
+      settings: Arguments of `jax.distributed.initialize`.
+      seconds: How long to wait for the other processes, before this process ends.
+      key: The job's key, or the file that the first process will write it to. None accepts any
+        connection to the port of the first process.
+      lost_status: Exit status after a timeout, in an elastic job.
     """
     import jax
 
-    # JAX's preemption service would swallow SIGTERM.
+    # JAX's preemption service would intercept SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     is_connected = threading.Event()
 
-    def give_up() -> None:
+    def end_after_timeout() -> None:
         if not is_connected.wait(seconds):
             os.write(2, (
-                f"error: the processes of the job have not all come together within {seconds} s; "
-                f"so process {settings['process_id']} ends. See which did not start, or cannot "
-                "reach the first one's host and port. All need the same --num_processes, another "
-                "--process_id each, and the same --job_log_dir, which all hosts share. Where they "
-                "start at very different times, give all of them --start_seconds=600.\n"
+                f"error: not all processes of the job have connected within {seconds} s; so "
+                f"process {settings['process_id']} ends. Check which process did not start, or "
+                "cannot reach the host and port of the first one. All need the same "
+                "--num_processes, a different --process_id, and the same --job_log_dir on a file "
+                "system that all hosts share. If they start at different times, add "
+                "--start_seconds=600 to all of them.\n"
             ).encode())
-            # A missing process may yet start, so clusters try again.
+            # Status 1 lets a cluster retry, because a missing process may start later.
             os._exit(1 if lost_status == 2 else lost_status)
 
-    threading.Thread(target=give_up, daemon=True).start()
+    threading.Thread(target=end_after_timeout, daemon=True).start()
     try:
-        # JAX aborts the process when its own time is up, so that is longer.
+        # JAX's timeout is longer, because JAX aborts the process without such a message.
         jax.distributed.initialize(
             **{**settings, **_addresses(settings, key)}, initialization_timeout=seconds + 60,
             heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError, OSError) as error:
-        raise _cannot_be_connected(error) from error
+        raise _connection_error(error) from error
     finally:
         is_connected.set()
     hosts = os.environ.get("SLURM_STEP_NUM_NODES")
@@ -298,21 +328,21 @@ def _connect(
         os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
     )
     if is_alone_on_its_host and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
-        # Under SLURM and Open MPI JAX shows a process one GPU: the host has one process for each.
+        # Under SLURM and Open MPI, JAX assumes a process per GPU and shows each process one GPU.
         for platform in ("cuda", "rocm"):
             jax.config.update(f"jax_{platform}_visible_devices", "all")
 
 
-def _cannot_be_connected(error: Exception) -> ConfigError:
+def _connection_error(error: Exception) -> ConfigError:
     return ConfigError(
         f"The processes of the job cannot be connected: {str(error).splitlines()[0]}. Check "
-        "--coordinator (a free port of the first process's host) and --job_log_dir, that only one "
-        "process has --process_id=0, or what the launcher reports."
+        "--coordinator (a free port on the host of the first process), --job_log_dir, that only "
+        "one process has --process_id=0, and the launcher's output."
     )
 
 
 def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[str, str]:
-    """Returns the addresses of JAX's coordination service; starts this process's gate to it."""
+    """Starts this process's gate, if there is a key; returns the address arguments for JAX."""
     coordinator, is_first = settings["coordinator_address"], settings["process_id"] == 0
     to_reach, to_bind = addresses.to_reach(coordinator), addresses.to_bind(coordinator)
     if (bound := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")) and not isinstance(key, bytes):
@@ -329,8 +359,8 @@ def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[st
     }
 
 
-def _speak_as_another(process: int) -> None:
-    """Leaves standard output to the first process; lines on standard error say whose they are."""
+def _redirect_output(process: int) -> None:
+    """Drops standard output, and prefixes lines on standard error with the process's index."""
     sys.stdout.flush()
     to_nothing(1)
     sys.stderr = PrefixedStream(sys.stderr, f"[process {process}] ")

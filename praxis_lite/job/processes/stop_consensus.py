@@ -1,4 +1,4 @@
-"""Decisions that the processes of a job agree on at every step, through the devices."""
+"""Makes all processes of a job agree at every step on stopping, saving and profiling."""
 
 import logging
 import time
@@ -13,28 +13,32 @@ from praxis_lite.job.events import ON_DEVICES, events
 
 _log = logging.getLogger(__name__)
 
-# A host is slow when its work takes this many seconds, and this many times the median's, longer.
+# A process is slow if its host time per step exceeds the median by this many seconds, and is more
+# than this multiple of the median.
 _SLOW_SECONDS, _SLOW_FACTOR = 0.05, 3.0
-_SLOW_STEPS = 5  # In a row.
+_SLOW_STEPS = 5  # Consecutive slow steps before a warning.
 _REPEAT_SECONDS = 300.0
 
 
 class StopConsensus:
-    """Tells every process, at the same step, what any of them wants; names slow processes.
+    """Combines the requests of all processes, so that all act on them at the same step.
 
-    The processes meet over a mesh.
+    Each call of `should_stop` dispatches a small gather over the mesh and returns the result of the
+    previous call, so no process waits. Processes whose host work is slow are logged.
+
+    Args:
+      mesh: The job's mesh.
 
     Attributes:
-      wanted_by: the processes that wanted to stop when `reached` last returned True, as text.
-      save_is_due: True if a checkpoint was due by the first process's clock, when `reached` was
-        last called; the same on all processes.
-      profile_steps: how many steps a process asked to profile, as the last call of `reached`
-        knows; 0: none did.
-      end_is_due: True if the first process had a reason to end training early, likewise.
+      stop_reason: Which processes requested to stop, as text, once `should_stop` returned True.
+      save_is_due: Whether a checkpoint was due by the first process's clock. Like the following
+        attributes, it is updated by `should_stop` and equal in all processes.
+      profile_steps: Number of steps that a process requested to profile; 0 without a request.
+      end_is_due: Whether the first process had a reason to end training early.
     """
 
     def __init__(self, mesh: Mesh):
-        self.wanted_by, self.save_is_due, self.profile_steps = "this process", False, 0
+        self.stop_reason, self.save_is_due, self.profile_steps = "this process", False, 0
         self.end_is_due = False
         self._has_saved = False
         self._is_alone = jax.process_count() == 1
@@ -42,86 +46,97 @@ class StopConsensus:
             return
         self._mesh = mesh
         devices = list(mesh.devices.flat)
-        # One device of each process, by its place in the mesh's order.
-        self._places = {d.process_index: place for place, d in reversed(list(enumerate(devices)))}
+        # The index in the mesh of one device of each process.
+        self._device_indices = {
+            device.process_index: index for index, device in reversed(list(enumerate(devices)))
+        }
         self._gather = jax.jit(jnp.copy, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._row_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._pending: jax.Array | None = None
-        self._own_seconds = 0.0
+        self._host_seconds = 0.0
         self._slow = SlowHosts()
 
-    def host_worked(self, seconds: float) -> None:
-        """Adds to what this process's own work, such as waiting for data, took in this step."""
+    def add_host_seconds(self, seconds: float) -> None:
+        """Adds time that this process's host spent in the current step, such as on its input."""
         if not self._is_alone:
-            self._own_seconds += seconds
+            self._host_seconds += seconds
 
     def saved(self) -> None:
-        """Notes that a checkpoint was just begun, so an earlier request for one is void."""
+        """Clears a pending request for a checkpoint, because one was just started."""
         self.save_is_due, self._has_saved = False, True
 
-    def reached(
-        self, wanted: bool, save_is_due: bool = False, profile_steps: int = 0,
+    def should_stop(
+        self, stop_requested: bool, save_is_due: bool = False, profile_steps: int = 0,
         end_is_due: bool = False,
     ) -> bool:
-        """Returns True if any process wanted to stop, on all processes alike.
+        """Combines the requests of all processes.
 
-        With several processes the answer and the attributes are those of the call before: its step
-        has ended when the metrics of that step are read, so nothing is waited for.
+        With several processes, the result and the attributes are those of the requests in the
+        previous call. That gather is complete by then, because the loop reads the metrics of the
+        step before it.
 
         Args:
-          wanted, save_is_due: by this process's signals and clock.
-          profile_steps: how many steps this process is asked to profile; 0: it is not.
-          end_is_due: this process has a reason to end training early; the first one's counts.
+          stop_requested: Whether this process was asked to stop.
+          save_is_due: Whether a checkpoint is due by this process's clock.
+          profile_steps: Number of steps that this process was asked to profile, or 0.
+          end_is_due: Whether this process has a reason to end training early.
+
+        Returns:
+          Whether any process was asked to stop; the same in all processes.
         """
         self.profile_steps = 0
         if self._is_alone:
             self.save_is_due, self.profile_steps = save_is_due, profile_steps
             self.end_is_due = end_is_due
-            return wanted
+            return stop_requested
         row = np.array(
-            [[wanted, self._own_seconds, save_is_due, profile_steps, end_is_due]], np.float32
+            [[stop_requested, self._host_seconds, save_is_due, profile_steps, end_is_due]],
+            np.float32,
         )
-        self._own_seconds = 0.0
-        whole = jax.make_array_from_callback(
-            (self._mesh.size, row.shape[1]), self._split, lambda index: row
+        self._host_seconds = 0.0
+        rows = jax.make_array_from_callback(
+            (self._mesh.size, row.shape[1]), self._row_sharding, lambda index: row
         )
-        last, self._pending = self._pending, self._gather(whole)
+        previous, self._pending = self._pending, self._gather(rows)
         has_saved, self._has_saved = self._has_saved, False
-        if last is None:
+        if previous is None:
             return False
         with events.phase(ON_DEVICES):
-            words = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
+            requests = np.asarray(previous)[
+                [self._device_indices[k] for k in sorted(self._device_indices)]
+            ]
         if processes.is_first():
-            self._slow.add(words[:, 1])
-        # Gathered before a save that has come since, it would be made twice.
-        self.save_is_due = bool(words[0, 2]) and not has_saved
-        self.profile_steps = int(words[:, 3].max())
-        self.end_is_due = bool(words[0, 4])
-        asking = np.flatnonzero(words[:, 0]).tolist()
-        if asking:
-            self.wanted_by = f"a signal to {' and '.join(map(processes.name, asking))}"
-        return bool(asking)
+            self._slow.add(requests[:, 1])
+        # Ignore a request that was made before a save which has started since.
+        self.save_is_due = bool(requests[0, 2]) and not has_saved
+        self.profile_steps = int(requests[:, 3].max())
+        self.end_is_due = bool(requests[0, 4])
+        stopping = np.flatnonzero(requests[:, 0]).tolist()
+        if stopping:
+            self.stop_reason = f"a signal to {' and '.join(map(processes.name, stopping))}"
+        return bool(stopping)
 
 
 class SlowHosts:
-    """Names processes whose own work takes far longer than the others', in the log."""
+    """Logs a warning about processes whose host work takes far longer than that of the others."""
 
     def __init__(self) -> None:
         self._num_slow: dict[int, int] = {}
-        self._said_at: dict[int, float] = {}
+        self._warned_at: dict[int, float] = {}
 
     def add(self, seconds: np.ndarray) -> None:
-        """Takes the seconds of each process in a step."""
-        # Of two processes the faster one, else a slow one would hide behind itself.
-        usual = float(np.sort(seconds)[(len(seconds) - 1) // 2])
-        for process, local in enumerate(seconds.tolist()):
-            is_slow = local > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
+        """Adds the host seconds of each process in a step."""
+        # The lower median: with two processes, the mean of both would hide that one is slow.
+        median = float(np.sort(seconds)[(len(seconds) - 1) // 2])
+        for process, own in enumerate(seconds.tolist()):
+            is_slow = own > max(_SLOW_FACTOR * median, median + _SLOW_SECONDS)
             self._num_slow[process] = self._num_slow.get(process, 0) + 1 if is_slow else 0
             now = time.monotonic()
-            is_new = now - self._said_at.get(process, -_REPEAT_SECONDS) >= _REPEAT_SECONDS
-            if self._num_slow[process] >= _SLOW_STEPS and is_new:
-                self._said_at[process] = now
+            is_due = now - self._warned_at.get(process, -_REPEAT_SECONDS) >= _REPEAT_SECONDS
+            if self._num_slow[process] >= _SLOW_STEPS and is_due:
+                self._warned_at[process] = now
                 _log.warning(
-                    "slow: %s takes %.2f s a step for its own work, such as reading data, where "
-                    "%.2f s is usual; all wait for it", processes.name(process), local, usual,
+                    "slow: %s takes %.2f s per step for host work, such as reading data; the "
+                    "median is %.2f s, and all processes wait for it",
+                    processes.name(process), own, median,
                 )

@@ -1,4 +1,4 @@
-"""Can a job run as it is set? Asked before anything compiles: settings, ids, memory.
+"""Checks of a job before its first step compiles: settings, datasets, ids and memory.
 
-Never runs a step.
+They may trace a step but never run one.
 """

@@ -1,4 +1,4 @@
-"""Checks of a job's datasets against its task and mesh, before a step compiles."""
+"""Checks a job's datasets against its task and its mesh, before a step compiles."""
 
 from collections.abc import Mapping
 
@@ -16,18 +16,27 @@ from praxis_lite.inputs.mixing.same_classes import require_same_classes
 from praxis_lite.job import processes
 from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
-from praxis_lite.trainer.checks.job_checks import check_num_batches, check_tokens, why_bytes
+from praxis_lite.trainer.checks.job_checks import (
+    byte_tokenizer_hint,
+    check_num_batches,
+    check_tokens,
+)
 from praxis_lite.trainer.checks.memory import check_batch_fits
 
 __all__ = ("check_reads", "step_for")
 
 
 def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> None:
-    """Raises ConfigError if the datasets in a field of a job do not fit its task and its mesh.
+    """Checks the datasets in a field of a job against its task and its mesh.
 
     Args:
-      root: the field, "datasets" or "decode_datasets".
-      mode: as for `partitioner_of`; "explain" reads no batch.
+      job: The job, as built from its config.
+      partitioner: The job's task on its mesh.
+      root: The field, "datasets" or "decode_datasets".
+      mode: The mode, as for `partitioner_of`; "explain" reads no batch.
+
+    Raises:
+      ConfigError: A dataset does not fit, or the processes have different data.
     """
     pipelines = {f"{root}.{name}": pipeline for name, pipeline in getattr(job, root).items()}
     specs = {}
@@ -49,23 +58,24 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
                 rows = partitioner.process_rows(pipeline.batch_size)
                 _check_first_batch(pipeline, spec, rows, num_ids, path)
             check_tokens(job.task, pipeline, path)
-        # A layer refuses some settings only when it is called, as here. The step stays traced.
-        # Training evaluates, too.
+        # Trace the step, because layers check some settings only when they are called. JAX caches
+        # the trace. In mode "train" the step of an evaluation dataset is the eval step.
         if mode in ("train", "decode"):
             step.trace(spec)
         elif mode == "eval" and name != TRAIN:
             partitioner.eval_examples.trace(spec)
     if processes.count() > 1:
         fingerprints = {path: pipeline.fingerprint() for path, pipeline in pipelines.items()}
-        check_same("The processes' data differ", flatten_dict(fingerprints, sep="."))
+        check_same("The processes have different data", flatten_dict(fingerprints, sep="."))
 
 
 def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
-    """Returns the step for batches of a dataset of a job.
+    """Returns the compiled step that takes the batches of a dataset.
 
     Args:
-      root: the field of the job that has the dataset: "datasets" or "decode_datasets".
-      name: of the dataset; "train" is trained on, others are evaluated on.
+      partitioner: The job's task on its mesh.
+      root: The field of the job that contains the dataset: "datasets" or "decode_datasets".
+      name: Name of the dataset; in "datasets", all but "train" are for evaluation.
     """
     if root == "decode_datasets":
         return partitioner.decode_step
@@ -73,11 +83,15 @@ def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
 
 
 def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str) -> None:
-    """Raises ConfigError if a batch lacks a leaf that a step reads, or the mesh cannot split it.
+    """Checks that a batch has every leaf that a step reads, and that the mesh can split it.
 
     Args:
-      spec: as `checked_spec` gives it.
-      name: of the dataset, for the message.
+      step: The step.
+      spec: Shapes and dtypes of the batch, as returned by `checked_spec`.
+      name: Name of the dataset, for the error message.
+
+    Raises:
+      ConfigError: A leaf is missing, or the batch does not fit the mesh.
     """
     step.where.task.check_inputs(spec, step.required_inputs, name)
     step.check_batch(spec)
@@ -90,12 +104,15 @@ def _check_first_batch(
     num_ids: Mapping[str, int],
     name: str,
 ) -> None:
-    """Checks this process's rows of the first batch; those of the others, before their steps."""
-    share = max(0, rows.stop - rows.start) / pipeline.batch_size
-    check_batch_fits(spec, share, name)
+    """Checks the size and the ids of this process's rows of the first batch.
+
+    Later batches are checked just before their steps.
+    """
+    fraction = max(0, rows.stop - rows.start) / pipeline.batch_size
+    check_batch_fits(spec, fraction, name)
     batches = checked_batches(pipeline, name, rows=rows)
     first = next(batches)[1] if rows.start < rows.stop else {}
     try:
         check_ids(first, num_ids, f"{name}, batch 0", first_row=rows.start)
     except ConfigError as error:
-        raise ConfigError(f"{error}{why_bytes(pipeline)}") from None
+        raise ConfigError(f"{error}{byte_tokenizer_hint(pipeline)}") from None

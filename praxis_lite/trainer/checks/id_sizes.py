@@ -1,7 +1,8 @@
-"""How many ids a batch's integers may be, read off the program that uses them.
+"""Finds the valid range of the integers in a batch, by tracing how the task indexes with them.
 
-A model of any kind looks its ids up in a table, and its labels up among its logits. JAX gives NaN
-or the last row for an id beyond them, and a one-hot row of zeros for such a label, without a word.
+A model looks its ids up in an embedding table, and its labels in the logits. JAX does not report an
+id out of range: the lookup returns NaN or the last row, and a one-hot row is all zeros. So the
+sizes of the indexed dims are read from the jaxpr, and batches are checked against them.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ from praxis_lite.core.models.model import abstract_mdl_vars
 from praxis_lite.core.partitioner.steps import eval_step
 from praxis_lite.core.task import Task
 
-# Their result has just the numbers of their first operand, or some of them.
-_SAME = {
+# Primitives whose result consists of elements of their first operand, unchanged.
+_ELEMENT_PRESERVING = {
     "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "slice",
     "dynamic_slice", "copy", "convert_element_type", "stop_gradient", "sharding_constraint",
     "optimization_barrier", "pvary",
@@ -26,34 +27,38 @@ _SAME = {
 
 
 def num_ids_of(task: Task, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, int]:
-    """Returns how many ids there are by a leaf's name: as the task says, else as it uses them.
+    """Returns the number of valid ids of each integer leaf of a batch, where it is known.
 
     Args:
-      spec: of a batch for an evaluation.
+      task: The task; `Task.num_ids` takes precedence over the traced sizes.
+      spec: Shapes and dtypes of an evaluation batch.
     """
-    known = dict(task.num_ids())
-    integers = {name for name, leaf in spec.items() if _is_integer(leaf)} - known.keys()
+    declared = dict(task.num_ids())
+    integers = {name for name, leaf in spec.items() if _is_integer(leaf)} - declared.keys()
     if not integers:
-        return known
-    result = _traced(task, tuple(sorted(spec.items())))
-    return known | {name: result[name] for name in sorted(integers & result.keys())}
+        return declared
+    traced = _traced_sizes(task, tuple(sorted(spec.items())))
+    return declared | {name: traced[name] for name in sorted(integers & traced.keys())}
 
 
 @functools.lru_cache(maxsize=16)
-def _traced(task: Task, spec: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> dict[str, int]:
+def _traced_sizes(
+    task: Task, spec: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
+) -> dict[str, int]:
+    """Returns the size of the smallest dim that each leaf indexes in the task's eval step."""
     try:
         mdl_vars = abstract_mdl_vars(task.model.weight_specs())
         traced = jax.make_jaxpr(functools.partial(eval_step, task))(mdl_vars, dict(spec))
     except Exception:
-        return {}  # What is wrong with the step, its own trace says, with the names of settings.
+        return {}  # The trace of the actual step raises the error, with the names of settings.
     leaves = jax.tree.leaves_with_path(dict(spec))
     names = [
         path[0].key if len(path) == 1 and _is_integer(leaf) else None for path, leaf in leaves
     ]
-    reader = _Reader()
+    tracker = _IndexTracker()
     num_vars = len(traced.jaxpr.invars) - len(names)
-    reader.read(traced.jaxpr, [*[None] * num_vars, *names])
-    return reader.sizes
+    tracker.visit(traced.jaxpr, [*[None] * num_vars, *names])
+    return tracker.sizes
 
 
 def _is_integer(leaf: Any) -> bool:
@@ -62,79 +67,79 @@ def _is_integer(leaf: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Shifted:
-    """A leaf with a number added."""
+    """A leaf of the batch plus a constant."""
 
     name: str
 
 
-class _Reader:
-    """Follows leaves of a batch through a program, as long as they stay the numbers that they are.
+class _IndexTracker:
+    """Follows the leaves of a batch through a jaxpr, as long as their values are unchanged.
+
+    Each value in the jaxpr has a label, or None if it is not followed: the name of a leaf; a
+    `_Shifted` leaf; a tuple of names, for indices of several dims that were concatenated; or an int
+    n, for the numbers 0 to n - 1 along a dim (an iota).
 
     Attributes:
-      sizes: the smallest dim that each is an index into, by its name.
+      sizes: Size of the smallest dim that each leaf is an index into, by name of the leaf.
     """
 
     def __init__(self):
         self.sizes: dict[str, int] = {}
 
-    def read(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
-        """Returns the names of the results that are leaves as they came, else None.
+    def visit(self, jaxpr: Any, labels: Sequence[Any]) -> list[Any]:
+        """Returns the labels of a jaxpr's results, given those of its arguments."""
+        return evaluate_jaxpr(jaxpr, labels, self._result_labels)
 
-        A tuple of names stands for indices of several dims, side by side; an int for the numbers
-        0, 1, 2, ... below it.
-        """
-        return evaluate_jaxpr(jaxpr, given, self._results)
-
-    def _results(self, eqn: Any, names: list[Any]) -> list[Any]:
-        kind, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
-        if kind == "iota":
+    def _result_labels(self, eqn: Any, labels: list[Any]) -> list[Any]:
+        primitive, unknown = eqn.primitive.name, [None] * len(eqn.outvars)
+        if primitive == "iota":
             return [eqn.params["shape"][eqn.params["dimension"]]]
-        if kind in _SAME and names:
-            return [names[0], *nothing[1:]]
-        if kind == "add" and isinstance(names[0], str) and isinstance(eqn.invars[1], Literal):
-            return [_Shifted(names[0])]
-        if kind == "select_n":
-            # An index below 0 counts from the end: x + n in place of x.
-            ways = {way.name if isinstance(way, _Shifted) else way for way in names[1:]}
-            is_same = len(ways) == 1 and ways <= set(names)
-            return [ways.pop() if is_same else None]
-        if kind == "concatenate" and eqn.params["dimension"] == eqn.outvars[0].aval.ndim - 1:
-            return [tuple(names) if any(names) else None]
-        if kind == "gather":
-            self._look_up(eqn, names[1])
-        elif kind == "eq":
-            self._compare(names)
-        elif kind != "while":
-            return self._read_within(eqn, names) or nothing
-        return nothing
+        if primitive in _ELEMENT_PRESERVING and labels:
+            return [labels[0], *unknown[1:]]
+        if primitive == "add" and isinstance(labels[0], str) and isinstance(eqn.invars[1], Literal):
+            return [_Shifted(labels[0])]
+        if primitive == "select_n":
+            # JAX wraps negative indices: it selects between x and x + n.
+            leaves = {label.name if isinstance(label, _Shifted) else label for label in labels[1:]}
+            is_same = len(leaves) == 1 and leaves <= set(labels)
+            return [leaves.pop() if is_same else None]
+        if primitive == "concatenate" and eqn.params["dimension"] == eqn.outvars[0].aval.ndim - 1:
+            return [tuple(labels) if any(labels) else None]
+        if primitive == "gather":
+            self._add_gather(eqn, labels[1])
+        elif primitive == "eq":
+            self._add_comparison(labels)
+        elif primitive != "while":
+            return self._visit_inner(eqn, labels) or unknown
+        return unknown
 
-    def _look_up(self, eqn: Any, index: Any) -> None:
+    def _add_gather(self, eqn: Any, index: Any) -> None:
         numbers = eqn.params["dimension_numbers"]
         dims, parts = numbers.start_index_map, index if isinstance(index, tuple) else (index,)
-        # Who says mode="clip" means it. Under `jax.vmap` the index of a single row comes so
-        # unasked, as the slice that it was, whose dims are not collapsed.
+        # An explicit mode="clip" allows ids out of range. The gather of a `dynamic_slice` under
+        # `jax.vmap` has this mode too, but does not collapse its dims.
         is_clipped = eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP
         is_clipped = is_clipped and bool(numbers.collapsed_slice_dims)
         if len(parts) == len(dims) and not is_clipped:
             for name, dim in zip(parts, dims, strict=True):
                 self._add(name, eqn.invars[0].aval.shape[dim])
 
-    def _compare(self, names: Sequence[Any]) -> None:
-        """A leaf that is compared with 0, 1, 2, ... becomes a row of a single True."""
-        for name, other in zip(names, reversed(names), strict=True):
+    def _add_comparison(self, labels: Sequence[Any]) -> None:
+        """Handles one-hot encoding, which compares a leaf with an iota."""
+        for label, other in zip(labels, reversed(labels), strict=True):
             if isinstance(other, int):
-                self._add(name, other)
+                self._add(label, other)
 
     def _add(self, name: Any, size: int) -> None:
         if isinstance(name, str):
             self.sizes[name] = min(size, self.sizes.get(name, size))
 
-    def _read_within(self, eqn: Any, names: list[Any]) -> list[Any] | None:
-        """Goes on in the programs that an operation runs; returns the results of a mere call."""
-        kind, results = eqn.primitive.name, None
-        given = names[1:] if kind == "cond" else names
+    def _visit_inner(self, eqn: Any, labels: list[Any]) -> list[Any] | None:
+        """Visits the jaxprs inside an equation; returns result labels if it is a plain call."""
+        primitive, results = eqn.primitive.name, None
+        arguments = labels[1:] if primitive == "cond" else labels
         for inner in jaxprs_in_params(eqn.params):
-            if len(inner.invars) == len(given):
-                results = self.read(inner, given)
+            if len(inner.invars) == len(arguments):
+                results = self.visit(inner, arguments)
         is_call = results is not None and len(results) == len(eqn.outvars)
-        return results if is_call and kind not in ("scan", "cond") else None
+        return results if is_call and primitive not in ("scan", "cond") else None

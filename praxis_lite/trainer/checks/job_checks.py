@@ -1,4 +1,4 @@
-"""Checks of a job before its first step compiles."""
+"""Checks a job's settings against each other, before its first step compiles."""
 
 import json
 import operator
@@ -23,7 +23,7 @@ __all__ = ("check_parts",)
 
 
 def check_parts(job: Any) -> None:
-    """Raises ConfigError if a job's parts have wrong types, for a config.json may say anything."""
+    """Raises ConfigError if a part of a job has the wrong type, as an edited config.json allows."""
     _check_part("The config", job, Job)
     parts = {
         "mesh": MeshConfig, "task": Task, "run": RunConfig, "datasets": Mapping,
@@ -34,8 +34,8 @@ def check_parts(job: Any) -> None:
     if not hasattr(job.task, "weight_sharding"):
         name = type(job.task).__name__
         raise ConfigError(
-            f"{name} was built without Task's own constructor: let {name}.__init__ call "
-            "super().__init__(model, learner)."
+            f"{name} did not call the constructor of Task: call super().__init__(model, learner) "
+            f"in {name}.__init__."
         )
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():
@@ -54,69 +54,77 @@ def _check_part(path: str, actual: Any, expected: type) -> None:
 
 
 def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
-    """Raises ConfigError unless training has a batch for every step and every evaluation ends."""
+    """Raises ConfigError if training has too few batches, or an evaluation would never end."""
     for name, pipeline in datasets.items():
-        result = pipeline.num_batches
-        if name == TRAIN and result is not None and result < run.num_train_steps:
+        num_batches = pipeline.num_batches
+        if name == TRAIN and num_batches is not None and num_batches < run.num_train_steps:
             raise ConfigError(
-                f"datasets.{TRAIN} ends after {result} batches, but run.num_train_steps is "
-                f"{run.num_train_steps}. Use a pipeline without end (shuffle=True), or make at "
-                f"most {result} steps."
+                f"datasets.{TRAIN} ends after {num_batches} batches, but run.num_train_steps is "
+                f"{run.num_train_steps}. Use an endless pipeline (shuffle=True), or set "
+                f"run.num_train_steps to at most {num_batches}."
             )
-        if name != TRAIN and result is None and run.evaluation.max_batches is None:
+        if name != TRAIN and num_batches is None and run.evaluation.max_batches is None:
             raise ConfigError(
-                f"datasets.{name} has no end, so no evaluation on it would end. Use a pipeline of "
-                "one pass (shuffle=False, or num_batches), or set run.evaluation.max_batches."
+                f"datasets.{name} is endless, so an evaluation on it would never end. Use a "
+                "pipeline of one pass (shuffle=False, or num_batches), or set "
+                "run.evaluation.max_batches."
             )
 
 
 def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequence[int]) -> None:
-    """Raises ConfigError if training lacks batches without those `skipped` after loss spikes."""
-    result = pipeline.num_batches
-    if result is not None and result - len(skipped) < run.num_train_steps:
+    """Raises ConfigError if the batches left after loss spikes are too few for all steps."""
+    num_batches = pipeline.num_batches
+    if num_batches is not None and num_batches - len(skipped) < run.num_train_steps:
         raise ConfigError(
-            f"datasets.{TRAIN} has {result} batches, of which {len(skipped)} were left out after "
-            f"loss spikes ({', '.join(map(str, skipped[:5]))}): too few for run.num_train_steps="
-            f"{run.num_train_steps}. Make at most {result - len(skipped)} steps."
+            f"datasets.{TRAIN} has {num_batches} batches, of which {len(skipped)} were left out "
+            f"after loss spikes ({', '.join(map(str, skipped[:5]))}): too few for "
+            f"run.num_train_steps={run.num_train_steps}. Set it to at most "
+            f"{num_batches - len(skipped)}."
         )
 
 
 def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
-    """Raises ConfigError unless a dataset of text has the tokens of the task and of its model.
+    """Checks that a dataset has the task's tokenizer, and that its ids are in the vocabulary.
 
     Args:
-      name: of the dataset, "datasets.train".
+      task: The task, with its tokenizer and model.
+      pipeline: The dataset; other data than text is not checked.
+      name: The dataset's name, such as "datasets.train".
+
+    Raises:
+      ConfigError: The tokenizers differ, or an id is out of range.
     """
     pipeline = _without_workers(pipeline)
     if isinstance(pipeline, Mixture):
-        for source, item in pipeline.sources.items():
-            check_tokens(task, item, f"{name}.sources.{source}")
-    result, own = pipeline.tokenizer, task.tokenizer
-    if result is None or own is None:
+        for source_name, source in pipeline.sources.items():
+            check_tokens(task, source, f"{name}.sources.{source_name}")
+    data_tokenizer, task_tokenizer = pipeline.tokenizer, task.tokenizer
+    if data_tokenizer is None or task_tokenizer is None:
         return
-    if result.fingerprint() != own.fingerprint():
+    if data_tokenizer.fingerprint() != task_tokenizer.fingerprint():
         raise ConfigError(
-            f"{name} has tokens of {result}, but the task's tokenizer is {own}. Name one for both; "
-            "in the library's experiments on text by --set corpus.tokenizer=DIRECTORY."
+            f"{name} is tokenized by {data_tokenizer}, but the task's tokenizer is "
+            f"{task_tokenizer}. Use the same for both; in the library's text experiments, --set "
+            "corpus.tokenizer=DIRECTORY."
         )
     size = task.num_ids().get("ids")
     if size is not None and (largest := pipeline.largest_id()) is not None:
         place = pipeline.place_of_largest_id()
         where = f", at {place}," if place else ""
         require(
-            largest < size, f"{name}: the largest id of {result}{where}", largest,
-            f"{size - 1} at most, for the model's vocab_size is {size}",
-            f"Give the model vocab_size={result.vocab_size}, or another tokenizer.",
+            largest < size, f"{name}: the largest id of {data_tokenizer}{where}", largest,
+            f"at most {size - 1}, because the model's vocab_size is {size}",
+            f"Set the model's vocab_size={data_tokenizer.vocab_size}, or use another tokenizer.",
         )
 
 
-def why_bytes(pipeline: InputPipeline) -> str:
-    """Returns why a pipeline's text is bytes, behind another sentence; "" if it is not."""
+def byte_tokenizer_hint(pipeline: InputPipeline) -> str:
+    """Returns a sentence on how to set a tokenizer, if text is encoded as bytes; else ""."""
     if not isinstance(_without_workers(pipeline).tokenizer, ByteTokenizer):
         return ""
     return (
-        " Text is bytes where no tokenizer is named, and where HF_DIR has none: put its "
-        "tokenizer.json there, or name a directory by --set corpus.tokenizer=DIRECTORY."
+        " Text is encoded as bytes, because no tokenizer is set and HF_DIR has none: put its "
+        "tokenizer.json there, or use --set corpus.tokenizer=DIRECTORY."
     )
 
 
@@ -125,16 +133,19 @@ def _without_workers(pipeline: InputPipeline) -> InputPipeline:
 
 
 def check_decoder(task: Task) -> None:
-    """Raises ConfigError if a task's decoder ends rows with a token that the model lacks."""
+    """Raises ConfigError if the decoder's end-of-sequence id is not in the model's vocabulary."""
     size = task.num_ids().get("ids")
     if isinstance(task.decoder, Decoder) and size is not None:
         task.decoder.check_vocabulary(size)
 
 
 def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
-    """Raises ConfigError if the first batch of a dataset, or the fingerprint of `train`, is wrong.
+    """Checks the first batch of each evaluation dataset, and the fingerprint of `train`.
 
-    The first batch of `train` is read before any step is made, and not here.
+    The first batch of `train` is checked when the loop reads it.
+
+    Raises:
+      ConfigError: A batch does not match its dataset's spec, or the fingerprint is not JSON.
     """
     fingerprint, problem = datasets[TRAIN].fingerprint(), ""
     try:
@@ -144,7 +155,8 @@ def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
     require(
         isinstance(fingerprint, Mapping) and not problem,
         f"datasets.{TRAIN}: the result of {datasets[TRAIN].class_name()}.fingerprint", fingerprint,
-        f"a dict of all that determines the batches, as numbers, texts and lists of them{problem}",
+        "a dict of everything that determines the batches, as numbers, strings and lists of "
+        f"these{problem}",
     )
     for name, pipeline in datasets.items():
         if name != TRAIN:
@@ -152,10 +164,10 @@ def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
 
 
 def notes_on_batch_size(pipeline: InputPipeline) -> list[str]:
-    """Returns a warning for each training pipeline whose batch is larger than its data."""
+    """Returns a warning if a training batch is larger than the dataset; else []."""
     pipeline = _without_workers(pipeline)
     if isinstance(pipeline, Mixture):
-        return []  # A source has its own length, and no separate batch.
+        return []  # A batch of a mixture takes rows of several sources.
     num_examples = getattr(pipeline, "num_examples", None)
     if num_examples is None or num_examples >= pipeline.batch_size:
         return []
@@ -166,7 +178,7 @@ def notes_on_batch_size(pipeline: InputPipeline) -> list[str]:
 
 
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
-    """Raises ConfigError if averages of weights are to be evaluated and the learner keeps none."""
+    """Raises ConfigError if averaged weights are to be evaluated but the learner has none."""
     opt_states = partitioner.layout.shapes.opt_states
     for use_ema in (run.evaluation.use_ema_states, run.decode_use_ema_states):
         partitioner.task.learner.eval_opt_states(opt_states, use_ema=use_ema)
@@ -175,29 +187,30 @@ def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
 def check_watched_metrics(
     partitioner: Partitioner, datasets: Mapping[str, InputPipeline], run: RunConfig
 ) -> None:
-    """Raises ConfigError if a metric that stops training or keeps checkpoints is not evaluated.
+    """Checks the metrics of early stopping (run.stopping.early) and of run.checkpoints.best.
 
-    It must be evaluated before the last step too, and for run.checkpoints.best at each checkpoint;
-    or by a follower.
+    Raises:
+      ConfigError: No evaluation computes the metric, the only evaluation is after the last step, or
+        a checkpoint is saved without an evaluation; unless a follower evaluates.
     """
     for setting in ("stopping.early", "checkpoints.best"):
-        watching = operator.attrgetter(setting)(run)
-        if watching is None:
+        watcher = operator.attrgetter(setting)(run)
+        if watcher is None:
             continue
         names = []
         for name, pipeline in datasets.items():
             if name != TRAIN:
                 scalars = partitioner.eval_step.trace(pipeline.element_spec()).out_info
                 names += [f"{name}/{n}" for n in (*scalars, *pipeline.baselines())]
-        if watching.metric not in names:
+        if watcher.metric not in names:
             raise ConfigError(
-                f"run.{setting}.metric is '{watching.metric}', but evaluations have "
-                f"{sorted(names) or 'no dataset'}.{did_you_mean(watching.metric, names)}"
+                f"run.{setting}.metric is '{watcher.metric}', but evaluations have "
+                f"{sorted(names) or 'no dataset'}.{did_you_mean(watcher.metric, names)}"
             )
         if run.evaluation.every_steps is None and not run.evaluation.by_follower:
             raise ConfigError(
-                f"run.{setting} watches {watching.metric}, but the only evaluation is at the last "
-                "step: set run.evaluation.every_steps, or leave it to a follower "
+                f"run.{setting} watches {watcher.metric}, but the only evaluation is after the "
+                "last step: set run.evaluation.every_steps, or let a follower evaluate "
                 "(run.evaluation.by_follower)."
             )
     if run.evaluation.by_follower:
@@ -206,23 +219,25 @@ def check_watched_metrics(
     if run.checkpoints.best and (saved_every is None or saved_every % run.evaluation.every_steps):
         raise ConfigError(
             f"run.checkpoints.best needs an evaluation at each checkpoint, but "
-            f"run.checkpoints.every_steps is {saved_every} and run.evaluation.every_steps "
+            f"run.checkpoints.every_steps is {saved_every} and run.evaluation.every_steps is "
             f"{run.evaluation.every_steps}. Make the first a multiple of the second."
         )
 
 
-# Names of a line of metrics.jsonl or eval_metrics.jsonl besides the task's and the learner's.
-_OTHER_NAMES = {
+# Keys in lines of metrics.jsonl and eval_metrics.jsonl that are not metrics of task or learner.
+_RESERVED_NAMES = {
     "step", "dataset", *TIMES, MFU, HFU, "is_loss_spike", "num_batches_left_out",
 }
 
 
 def check_metric_names(partitioner: Partitioner, train: InputPipeline) -> None:
-    """Raises ConfigError if a metric of the task would write over another number of its line."""
+    """Raises ConfigError if a metric of the task has the name of another entry of metrics.jsonl."""
     outputs = partitioner.train_step.trace(train.element_spec()).out_info[1]
-    others = {*outputs["learner"], *_OTHER_NAMES, f"{partitioner.task.weight_unit}_per_second"}
-    if taken := sorted(others & outputs["metrics"].keys()):
+    reserved = {
+        *outputs["learner"], *_RESERVED_NAMES, f"{partitioner.task.weight_unit}_per_second"
+    }
+    if taken := sorted(reserved & outputs["metrics"].keys()):
         raise ConfigError(
-            f"{type(partitioner.task).__name__} reports a metric called {taken[0]!r}, but lines of "
-            "metrics.jsonl have another number of that name. Give the metric another name."
+            f"{type(partitioner.task).__name__} reports a metric called {taken[0]!r}, which lines "
+            "of metrics.jsonl use for another number. Rename the metric."
         )

@@ -1,4 +1,4 @@
-"""Checks that a state and a step fit into memory, and the errors when they do not."""
+"""Checks that the state and a batch fit into memory, and explains out-of-memory errors."""
 
 import contextlib
 import math
@@ -15,10 +15,10 @@ from praxis_lite.trainer.layout_table import shape_text
 
 __all__ = ("bytes_of_a_device", "check_fits")
 
-_NUM_NAMED = 3
+_NUM_LARGEST = 3
 SMALLER_STATE = (
     "Split it over more devices (mesh.ici_mesh_shape, with a sharding preset such as fsdp, or "
-    "Learner.slot_mesh_axes for slots alone), keep slots on the host (Learner.host_slots), take an "
+    "Learner.slot_mesh_axes for slots alone), keep slots on the host (Learner.host_slots), use an "
     "optimizer with smaller slots (adafactor, lion, low_precision_slots in "
     "bfloat16), or make the model smaller"
 )
@@ -29,44 +29,54 @@ SMALLER_STEP = (
 
 
 def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
-    """Raises ConfigError if the devices of this process cannot hold the state, before it is made.
+    """Checks that this process's devices can hold the state, before it is created.
 
-    A state that is refused cannot fit. One that is accepted may still be too large, because
-    gradients, activations and copies come on top. The mode "train" needs all of the state, "eval"
-    and "decode" only the weights.
+    A state that passes may still be too large, because gradients, activations and copies need
+    memory in addition.
+
+    Args:
+      layout: Layout of the TrainState.
+      mesh: The mesh.
+      mode: "train" counts all of the state, "eval" and "decode" only the weights.
+
+    Raises:
+      ConfigError: The state does not fit.
     """
     is_training, devices = mode == "train", mesh.local_devices
     leaves = [leaf for leaf in layout.leaves() if is_training or leaf.path.startswith("mdl_vars/")]
-    each = sum(leaf.bytes_per_device for leaf in leaves)
-    what = "The state of training" if is_training else "What is evaluated or decoded with"
+    per_device = sum(leaf.bytes_per_device for leaf in leaves)
+    subject = "The state of training" if is_training else "The model"
     if devices[0].platform == "cpu":
-        # A step makes a buffer for each device; arrays that were read may share one.
-        needed = each * len(devices) if is_training else sum(
+        # A training step allocates a buffer per simulated device. Weights that were only restored
+        # share one buffer among the devices.
+        needed = per_device * len(devices) if is_training else sum(
             math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves
         )
         available = host_memory.available_bytes()
         if needed <= available:
             return
         message = (
-            f"{what} takes {format_bytes(needed)} on {len(devices)} simulated devices, which share "
-            f"this machine's memory, and {format_bytes(int(available))} are available here. "
-            f"{_largest(leaves)} {SMALLER_STATE}; of simulated devices each has a copy of what is "
-            "not split, so take fewer of them, or devices that exist."
+            f"{subject} takes {format_bytes(needed)} on {len(devices)} simulated devices, which "
+            f"share this machine's memory, but {format_bytes(int(available))} are available. "
+            f"{_largest(leaves)} {SMALLER_STATE}; or use fewer simulated devices, because each "
+            "holds a copy of replicated arrays, or use real devices."
         )
     else:
         leaves = [leaf for leaf in leaves if not leaf.is_on_host]
-        each, available = sum(leaf.bytes_per_device for leaf in leaves), bytes_of_a_device(devices)
-        if each <= available:
+        per_device = sum(leaf.bytes_per_device for leaf in leaves)
+        available = bytes_of_a_device(devices)
+        if per_device <= available:
             return
         message = (
-            f"{what} does not fit: each device of the mesh holds {format_bytes(each)} of it, and "
-            f"has {format_bytes(int(available))} of memory. {_largest(leaves)} {SMALLER_STATE}."
+            f"{subject} does not fit: each device of the mesh holds {format_bytes(per_device)} of "
+            f"it, but has {format_bytes(int(available))} of memory. {_largest(leaves)} "
+            f"{SMALLER_STATE}."
         )
-    raise ConfigError(f"{message} --mode=explain needs no memory for it.")
+    raise ConfigError(f"{message} --mode=explain shows the layout without this memory.")
 
 
 def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
-    """Returns the bytes of memory per device; simulated devices share those left on their host."""
+    """Returns the bytes of memory per device; simulated devices share the host's free memory."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":
         return host_memory.available_bytes() / len(local)
@@ -75,57 +85,57 @@ def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
 
 
 def check_batch_fits(
-    spec: Mapping[str, jax.ShapeDtypeStruct], share: float, name: str
+    spec: Mapping[str, jax.ShapeDtypeStruct], fraction: float, name: str
 ) -> None:
-    """Checks that the host can hold its rows of a batch, before any is made.
+    """Checks that the host can hold its rows of a batch, before the batch is created.
 
     Args:
-      spec: of the whole batch.
-      share: of the rows that this process has.
-      name: of the dataset, "datasets.train".
+      spec: Shapes and dtypes of the global batch.
+      fraction: Fraction of the rows that this process holds.
+      name: The dataset's name, such as "datasets.train".
 
     Raises:
-      ConfigError: it cannot.
+      ConfigError: The rows need more memory than is available.
     """
     leaves = jax.tree.leaves(dict(spec))
-    size = share * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    size = fraction * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     available = host_memory.available_bytes()
     if size > available:
         shapes = ", ".join(f"{key} {shape_text(leaf.shape)}" for key, leaf in spec.items())
         raise ConfigError(
-            f"A batch of {name} takes {format_bytes(int(size))} on this host ({shapes}), and "
-            f"{format_bytes(int(available))} are available here. Make {name}.batch_size, or its "
-            "rows, smaller; Learner.gradient_accumulation_steps does not make the batch smaller."
+            f"A batch of {name} takes {format_bytes(int(size))} on this host ({shapes}), but "
+            f"{format_bytes(int(available))} are available. Make {name}.batch_size, or its rows, "
+            "smaller; Learner.gradient_accumulation_steps does not make the batch smaller."
         )
 
 
 @contextlib.contextmanager
-def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
+def explaining_out_of_memory(layout: StateLayout) -> Iterator[None]:
     """Turns an out-of-memory error of the compiler, a device or the host into an OutOfMemory.
 
-    It names what was allocated, and the largest arrays of the state.
+    The message contains the failed allocation and the largest arrays of the state.
     """
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        lacking = lack_of_memory(error)
-        if lacking is None:
+        reason = lack_of_memory(error)
+        if reason is None:
             raise
-        each = sum(leaf.bytes_per_device for leaf in layout.leaves())
+        per_device = sum(leaf.bytes_per_device for leaf in layout.leaves())
         raise OutOfMemory(
-            f"The job ran out of memory: {lacking}. Each device holds {format_bytes(each)} of the "
-            "state of training; gradients, activations and the batch come on top. "
-            f"{_largest(layout.leaves())} For smaller activations lower batch_size, {SMALLER_STEP}"
-            f". {SMALLER_STATE}."
+            f"The job ran out of memory: {reason}. Each device holds {format_bytes(per_device)} of "
+            "the state of training, and in addition gradients, activations and the batch. "
+            f"{_largest(layout.leaves())} To reduce activations, lower batch_size, {SMALLER_STEP}. "
+            f"To reduce the state: {SMALLER_STATE[0].lower()}{SMALLER_STATE[1:]}."
         ) from error
 
 
 def _largest(leaves: Iterable[LeafLayout]) -> str:
-    largest = sorted(leaves, key=lambda leaf: -leaf.bytes_per_device)[:_NUM_NAMED]
-    named = [
+    largest = sorted(leaves, key=lambda leaf: -leaf.bytes_per_device)[:_NUM_LARGEST]
+    lines = [
         f"{leaf.path} {shape_text(leaf.shape)} {leaf.dtype}, {format_bytes(leaf.bytes_per_device)}"
         for leaf in largest
     ]
-    return f"The largest arrays on each device: {'; '.join(named)}."
+    return f"The largest arrays on each device: {'; '.join(lines)}."

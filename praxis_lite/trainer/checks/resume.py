@@ -1,4 +1,4 @@
-"""Checks that a job resumes with the data and the seed that its checkpoint was trained with."""
+"""Checks that a job resumes with the data and the seed of its checkpoint."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,23 +15,25 @@ from praxis_lite.inputs.position import step_of
 def check_resumable(
     data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
 ) -> list[str]:
-    """Checks that the training data continues where the checkpoint left it.
+    """Checks that the training data is that of the checkpoint, by its fingerprint.
 
     Args:
-      data: saved with the state, by `DataPosition.as_json`.
-      accepted: names that may differ (run.accept_changed_data), with all names below them.
+      data: JSON data saved with the state, from `DataPosition.as_json`.
+      pipeline: The training data.
+      accepted: Names in the fingerprint, such as "corpus.sha256" or "corpus", whose values may
+        differ (run.accept_changed_data).
 
     Returns:
-      A line for each difference that was accepted.
+      A line for each accepted difference.
 
     Raises:
-      ConfigError: the checkpoint was trained with another pipeline; names what differs, with both
-        values. Or the data has no such name as one that is accepted.
+      ConfigError: The fingerprints differ; the message has both values. Or an accepted name is not
+        in the fingerprints.
     """
-    # Both are compared as JSON has them, with lists instead of tuples; by name: "corpus.sha256".
+    # Compare both after a round trip through JSON, which turns tuples into lists.
     old, new = (
-        flatten_dict(json.loads(json.dumps(item)), sep=".")
-        for item in (data["fingerprint"], pipeline.fingerprint())
+        flatten_dict(json.loads(json.dumps(fingerprint)), sep=".")
+        for fingerprint in (data["fingerprint"], pipeline.fingerprint())
     )
     names = sorted(old.keys() | new.keys())
     allowed: set[str] = set()
@@ -39,8 +41,8 @@ def check_resumable(
         covered = {n for n in names if f"{n}.".startswith(f"{name}.")}
         if not covered and name != RUN_SEED:
             raise ConfigError(
-                f"run.accept_changed_data names {name!r}, but the training data is described by "
-                f"{names}.{did_you_mean(name, names)}"
+                f"run.accept_changed_data contains {name!r}; expected names of the fingerprint of "
+                f"the training data: {names}.{did_you_mean(name, names)}"
             )
         allowed |= covered
     differing = {
@@ -51,10 +53,10 @@ def check_resumable(
     if refused := [name for name in differing if name not in allowed]:
         in_brackets = ",".join(refused) + ("," if len(refused) == 1 else "")
         raise ConfigError(
-            f"datasets.{TRAIN} is not what the checkpoint of step {step_of(data)} was trained "
-            f"with: {'; '.join(differing[name] for name in refused)}. Set it back, or start a new "
-            "job in another job_log_dir, or accept that the job goes on with other batches: --set "
-            f"'run.accept_changed_data={in_brackets}'."
+            f"datasets.{TRAIN} differs from the data that the checkpoint of step {step_of(data)} "
+            f"was trained with: {'; '.join(differing[name] for name in refused)}. Change it back, "
+            "start a new job in another job_log_dir, or accept that the job continues with other "
+            f"batches: --set 'run.accept_changed_data={in_brackets}'."
         )
     return [f"datasets.{TRAIN}: {text} (run.accept_changed_data)" for text in differing.values()]
 
@@ -63,10 +65,17 @@ RUN_SEED = "run.seed"
 
 
 def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Raises ConfigError if dropout would continue with another seed than the checkpoint's.
+    """Checks that the run's seed, which dropout uses, is that of the checkpoint.
 
-    Returns a line if another seed was accepted (run.accept_changed_data); `data` as
-    `check_resumable`.
+    Args:
+      data: JSON data saved with the state.
+      run: Settings of the run.
+
+    Returns:
+      A line if another seed was accepted (run.accept_changed_data), else [].
+
+    Raises:
+      ConfigError: The seeds differ.
     """
     old = data.get("run_seed", run.seed)
     if old == run.seed:
@@ -74,15 +83,15 @@ def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
     text = f"{RUN_SEED} was {old}, is {run.seed}"
     if RUN_SEED not in run.accept_changed_data:
         raise ConfigError(
-            f"The checkpoint of step {step_of(data)} was trained with another seed: {text}. Set it "
-            "back, or start a new job in another job_log_dir, or accept that dropout goes on with "
-            f"other numbers: --set 'run.accept_changed_data={RUN_SEED},'."
+            f"The checkpoint of step {step_of(data)} was trained with another seed: {text}. Change "
+            "it back, start a new job in another job_log_dir, or accept that dropout continues "
+            f"with other random numbers: --set 'run.accept_changed_data={RUN_SEED},'."
         )
     return [f"{text} (run.accept_changed_data)"]
 
 
 def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
-    """Returns a line for each dataset that a resumed run sees in other batches, or finds slowly."""
+    """Returns lines about datasets that a resumed run cannot continue exactly, or only slowly."""
     reasons = {name: pipeline.nondeterminism() for name, pipeline in datasets.items()}
     lines = [
         f"datasets.{name} is not deterministic: {reason}; a resumed run will see other batches"
@@ -91,7 +100,7 @@ def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
     ]
     if datasets[TRAIN].replays:
         lines.append(
-            f"datasets.{TRAIN} gives its batches only in order ({datasets[TRAIN].class_name()}): a "
-            "run that resumes at step k first makes the k batches before it again"
+            f"datasets.{TRAIN} yields its batches only in order ({datasets[TRAIN].class_name()}): "
+            "a run that resumes at step k first recomputes the k batches before it"
         )
     return lines

@@ -1,1 +1,1 @@
-"""Continues prompts, prints continuations as they come, and writes them to files."""
+"""Decodes prompts with a job's weights, streams the text to the terminal, and writes files."""

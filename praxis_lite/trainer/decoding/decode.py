@@ -1,4 +1,4 @@
-"""--mode=decode: a job's datasets of prompts, the prompts of a user, or a conversation."""
+"""--mode=decode: decodes a job's datasets of prompts, prompts of the command line, or a chat."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.trainer.checks.datasets import check_reads
 from praxis_lite.trainer.compilation import compile_together
 from praxis_lite.trainer.decoding.prompt_decoder import Batchings, PromptDecoder
-from praxis_lite.trainer.decoding.streaming import Continuations
+from praxis_lite.trainer.decoding.streaming import ContinuationPrinter
 from praxis_lite.trainer.decoding.user_prompts import Message, Prompt, prompt_batch, title
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.records import add_records, write_records
@@ -25,10 +25,18 @@ def decode(
     job: JobOnMesh, step: int | str | None, prompts: Sequence[Prompt] | None = None,
     batchings: Batchings | None = None,
 ) -> None:
-    """Decodes every decode dataset with the weights of a checkpoint; `step` as `evaluate`.
+    """Decodes every decode dataset with the weights of a checkpoint, and writes records.
 
-    Where these are the `prompts` of a command line, their continuations are printed as they come.
-    `batchings` are filled and used again for the next checkpoint.
+    Args:
+      job: The job on its mesh.
+      step: The checkpoint's step; "best", or None for the newest.
+      prompts: Prompts of the command line, if these are the job's only decode dataset. Their
+        continuations are printed as they are decoded.
+      batchings: Compiled programs, which are added to and reused for other checkpoints.
+
+    Raises:
+      ConfigError: There is no decode dataset or no such checkpoint, or a prompt has ids outside the
+        vocabulary.
     """
     if not job.decode_datasets:
         raise ConfigError(
@@ -39,25 +47,31 @@ def decode(
         (job.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
         for name, pipeline in job.decode_datasets.items()
     )
-    decoder = _restored(job, step, batchings)
+    decoder = _restore_decoder(job, step, batchings)
     for name, pipeline in job.decode_datasets.items():
         path = job.files.decode_jsonl(name, decoder.step)
         if prompts is None:
             records = decoder.records(name, pipeline)
             write_records(path, records, print)
         else:
-            records = _decoded_aloud(decoder, pipeline, prompts)
+            records = _decode_and_print(decoder, pipeline, prompts)
             add_records(path, records)
         count = "1 record" if len(records) == 1 else f"{len(records)} records"
         print(f"decoded {count} of {name} with the weights of step {decoder.step}: {path}")
 
 
 def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
-    """Answers line after line of a conversation with the weights of a checkpoint.
+    """Answers the lines of a conversation with the weights of a checkpoint.
 
-    Each prompt contains the conversation so far, by the tokenizer's chat template.
+    Each prompt is the conversation so far, formatted by the tokenizer's chat template.
 
-    Raises ConfigError if there are several processes, or as `prompt_batch`.
+    Args:
+      job: The job on its mesh.
+      step: The checkpoint's step; "best", or None for the newest.
+      lines: The user's messages; an empty line starts a new conversation.
+
+    Raises:
+      ConfigError: There are several processes, or the task has no chat template.
     """
     require(
         processes.count() == 1, "--chat: the number of processes", processes.count(), "1",
@@ -65,9 +79,11 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
     )
     task, messages = job.partitioner.task, list[Message]()
     if isinstance(lines, io.TextIOWrapper):
-        lines.reconfigure(errors="surrogateescape")  # Prompts are checked, and refused by name.
+        # Let text that is not UTF-8 through: `prompt_batch` rejects it with a clear error.
+        lines.reconfigure(errors="surrogateescape")
+    # Check that the task can chat before its weights are restored.
     prompt_batch(task, [[{"role": "user", "content": "?"}]], "--chat")
-    decoder = _restored(job, step)
+    decoder = _restore_decoder(job, step)
     print("Say something; an empty line begins a new conversation, Ctrl-D ends it.", flush=True)
     for number, line in enumerate(lines):
         if not line.strip():
@@ -77,12 +93,13 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
         messages.append({"role": "user", "content": line.strip()})
         batch = prompt_batch(task, [messages], "--chat")
         check_reads(job.partitioner.decode_step, checked_spec(batch, "--chat"), "--chat")
-        turn = dataclasses.replace(decoder, first_batch=number)  # With its own draws.
-        answer = _decoded_aloud(turn, batch, [messages])[0]["continuation"]
+        # A separate batch index gives each turn its own random keys.
+        turn = dataclasses.replace(decoder, first_batch=number)
+        answer = _decode_and_print(turn, batch, [messages])[0]["continuation"]
         messages.append({"role": "assistant", "content": answer})
 
 
-def _restored(
+def _restore_decoder(
     job: JobOnMesh, step: int | str | None, batchings: Batchings | None = None
 ) -> PromptDecoder:
     step, mdl_vars = restored_weights(
@@ -93,16 +110,16 @@ def _restored(
     return PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed, batchings=batchings)
 
 
-def _decoded_aloud(
+def _decode_and_print(
     decoder: PromptDecoder, pipeline: InputPipeline, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
-    """Returns the records of prompts, whose continuations are printed as they come."""
+    """Decodes prompts, prints their continuations as they are decoded, and returns records."""
     task = decoder.partitioner.task
     titles = [title(prompt, task.tokenizer) for prompt in prompts]
     batch = pipeline.rows(0, slice(0, pipeline.batch_size))
     ids = [row[:n] for row, n in zip(batch["ids"], batch["prefix_lengths"], strict=True)]
     write = functools.partial(print, end="", flush=True)
-    aloud = Continuations(titles, ids, task.tokenizer, task.decoder, write)
-    records = decoder.records(COMMAND_LINE, pipeline, aloud.add)
-    aloud.add_rest(records)
+    printer = ContinuationPrinter(titles, ids, task.tokenizer, task.decoder, write)
+    records = decoder.records(COMMAND_LINE, pipeline, printer.add)
+    printer.add_rest(records)
     return records

@@ -1,4 +1,4 @@
-"""The decode loop over a dataset of prompts: restored weights in, records out."""
+"""The decode loop over a dataset of prompts: from restored weights to records."""
 
 import dataclasses
 import functools
@@ -19,12 +19,14 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.trainer.compilation import compile_step
 
-# Reading the tokens waits for the devices. Until they are read, rows that should end continue.
+# Steps between two reads of the tokens. A read waits for the devices, but rows that have reached a
+# stop string continue until it.
 STEPS_BETWEEN_LOOKS = 8
-# Most rows that are decoded at a time for a watcher.
-MOST_WATCHED_ROWS = 8
+# Maximum number of rows decoded at a time if tokens are streamed.
+MAX_STREAMED_ROWS = 8
 
-Watch = Callable[[NewTokens], None]
+OnTokens = Callable[[NewTokens], None]
+# Compiled programs by (num_rows, prompt_length).
 Batchings = dict[tuple[int, int], ContinuousBatching]
 
 
@@ -33,12 +35,14 @@ class PromptDecoder:
     """Decodes datasets of prompts with the weights of a checkpoint.
 
     Attributes:
-      mdl_vars: weights of `step`, on the mesh, as `Partitioner.for_decoding` returns them.
-      seed: of the sampling; the step and the batch's index are folded in.
-      first_batch: index of a pipeline's first batch in the keys, where several pipelines are parts
-        of one dataset, such as the turns of a chat.
-      batchings: the compiled programs of continuous batching, by rows and length of a prompt;
-        decoders of other checkpoints may share them.
+      partitioner: The task on its mesh.
+      mdl_vars: The weights on the mesh, as returned by `Partitioner.for_decoding`.
+      step: The checkpoint's step.
+      seed: Seed for sampling; the step and the index of the batch are folded in.
+      batchings: Compiled programs of continuous batching, which decoders of other checkpoints may
+        share.
+      first_batch: Index of a pipeline's first batch for the random keys; not 0 if the pipeline is a
+        part of a dataset, such as a turn of a chat.
     """
 
     partitioner: Partitioner
@@ -49,22 +53,29 @@ class PromptDecoder:
     first_batch: int = 0
 
     def records(
-        self, name: str, pipeline: InputPipeline, watch: Watch | None = None
+        self, name: str, pipeline: InputPipeline, on_tokens: OnTokens | None = None
     ) -> list[dict[str, Any]]:
-        """Returns the task's records of all prompts of a dataset, in their order.
+        """Decodes all prompts of a dataset.
 
-        `watch` is called with new tokens as they come, if the decoder makes them one after the
-        other and there is one process. Their index counts real rows x hypotheses.
+        Args:
+          name: Name of the dataset.
+          pipeline: The dataset.
+          on_tokens: Called with new tokens as they are decoded; their index counts real rows times
+            hypotheses. Not called for beam search, or with several processes.
 
-        Raises ConfigError if a batch has ids that the model has no row for, or if the decoder needs
-        all prompts in one process and there are several.
+        Returns:
+          The task's records, in the order of the prompts.
+
+        Raises:
+          ConfigError: A batch has ids outside the model's vocabulary; or there are several
+            processes, and the decoder needs all prompts in one.
         """
         task = self.partitioner.task
         decoder = task.decoder
         if not isinstance(decoder, Greedy) or jax.process_count() > 1:
-            watch = None
-        if watch is not None or (isinstance(decoder, Greedy) and decoder.num_cache_slots):
-            decoded = self._continuously(name, pipeline, watch)
+            on_tokens = None
+        if on_tokens is not None or (isinstance(decoder, Greedy) and decoder.num_cache_slots):
+            decoded = self._continuously(name, pipeline, on_tokens)
         else:
             decoded = self._batch_by_batch(name, pipeline)
         return [
@@ -73,7 +84,7 @@ class PromptDecoder:
         ]
 
     def _batches(self, name: str, pipeline: InputPipeline) -> Iterator[tuple[Any, jax.Array]]:
-        """Yields the rows of each batch, its ids checked, and its key."""
+        """Yields (rows with checked ids, random key) of each batch."""
         num_ids = self.partitioner.task.num_ids()
         for index, inputs in checked_batches(pipeline, f"decode_datasets.{name}"):
             check_ids(inputs, num_ids, f"decode_datasets.{name}, batch {index}")
@@ -81,22 +92,25 @@ class PromptDecoder:
             yield inputs, self.partitioner.batch_key(self.seed, self.step, index)
 
     def _batch_by_batch(self, name: str, pipeline: InputPipeline) -> Iterator[tuple[Any, Any]]:
-        """Yields inputs and outputs of each batch.
+        """Yields (inputs, outputs) of each batch.
 
-        Both are complete in every process, because records need all of a batch.
+        Every process gets all rows of both, because records need the complete batch.
         """
         num_rows = pipeline.batch_size
         rows = self.partitioner.process_rows(num_rows)
         compile_step(self.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
         for inputs, key in self._batches(name, pipeline):
-            own_rows = jax.tree.map(lambda x: x[rows] if x.ndim else x, inputs)
-            batch = global_batch(own_rows, self.partitioner.mesh, num_rows)
+            local_rows = jax.tree.map(lambda x: x[rows] if x.ndim else x, inputs)
+            batch = global_batch(local_rows, self.partitioner.mesh, num_rows)
             yield inputs, self.partitioner.decode_step(self.mdl_vars, batch, key)
 
     def _continuously(
-        self, name: str, pipeline: InputPipeline, watch: Watch | None
+        self, name: str, pipeline: InputPipeline, on_tokens: OnTokens | None
     ) -> Iterator[tuple[Any, Any]]:
-        """Yields inputs and outputs of each batch, with the tokens that batches would give."""
+        """Yields (inputs, outputs) of each batch, decoded by continuous batching.
+
+        The tokens are the same as those of `_batch_by_batch`.
+        """
         require(
             jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
             "decoder.num_cache_slots needs all prompts in one process. Set it to 0, or decode in "
@@ -104,11 +118,11 @@ class PromptDecoder:
         )
         task, prompt_length = self.partitioner.task, pipeline.element_spec()["ids"].shape[1]
         decoder = task.decoder
-        most_watched = min(pipeline.batch_size * decoder.num_hyps, MOST_WATCHED_ROWS)
-        num_slots = decoder.num_cache_slots or most_watched
+        max_streamed = min(pipeline.batch_size * decoder.num_hyps, MAX_STREAMED_ROWS)
+        num_slots = decoder.num_cache_slots or max_streamed
         batching = self._batching(num_slots, prompt_length)
         batches: list[tuple[Any, dict[str, np.ndarray]]] = []
-        places: list[tuple[int, int]] = []  # Of each prompt: its batch, and its row in the outputs.
+        positions: list[tuple[int, int]] = []  # (batch, row of its outputs) of each prompt.
 
         def prompts() -> Iterator[Prompt]:
             for inputs, key in self._batches(name, pipeline):
@@ -125,36 +139,38 @@ class PromptDecoder:
                 for hyp in range(num_hyps):
                     row = hyp // decoder.num_hyps
                     if inputs["weights"][row] > 0:
-                        places.append((len(batches) - 1, hyp))
+                        positions.append((len(batches) - 1, hyp))
                         yield Prompt(
                             inputs["ids"][row], inputs["prefix_lengths"][row], keys[hyp],
                             **{setting: x[row] for setting, x in settings.items()},
                         )
 
-        looks: dict[str, Any] = {} if watch is None else {"num_steps": 1}
+        stream_settings: dict[str, Any] = {} if on_tokens is None else {"num_steps": 1}
         if decoder.stop_strings:
-            # Other tokens than the encoded ones may spell a stop string; only the text shows it.
+            # Compare the text: tokens other than those of the encoded stop string may spell it.
             def text_of(prompt: Prompt) -> ContinuationText:
                 ids = prompt.ids[: prompt.length]
                 return ContinuationText(task.tokenizer, ids, decoder.stop_strings)
 
-            looks = {"num_steps": STEPS_BETWEEN_LOOKS, "text_of": text_of} | looks
-        for new in batching.stream(self.mdl_vars, prompts(), **looks):
-            if watch is not None:
-                watch(new)
-            index, hyp = places[new.index]
+            stream_settings = {
+                "num_steps": STEPS_BETWEEN_LOOKS, "text_of": text_of
+            } | stream_settings
+        for new in batching.stream(self.mdl_vars, prompts(), **stream_settings):
+            if on_tokens is not None:
+                on_tokens(new)
+            index, hyp = positions[new.index]
             outputs = batches[index][1]
             start = outputs["decode_lengths"][hyp]
             outputs["output_ids"][hyp, start : start + len(new.ids)] = new.ids
             outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
             outputs["decode_lengths"][hyp] += len(new.ids)
-        if watch is None:
+        if on_tokens is None:
             print(batching.latest.summary(f"rows of {name}"))
         for inputs, outputs in batches:
             yield inputs, decoder.outputs_of(outputs)
 
     def _batching(self, num_rows: int, prompt_length: int) -> ContinuousBatching:
-        """Returns the decoder of prompts of this length, compiled once."""
+        """Returns the cached programs for this number of rows and prompt length."""
         if (num_rows, prompt_length) not in self.batchings:
             task = self.partitioner.task
             self.batchings[num_rows, prompt_length] = ContinuousBatching(

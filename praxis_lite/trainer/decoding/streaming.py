@@ -1,4 +1,4 @@
-"""Prints continuations on the terminal as they come."""
+"""Prints continuations on the terminal while they are decoded."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +11,15 @@ from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 
-class Continuations:
+class ContinuationPrinter:
     """Prints continuations in the order of their prompts, each as far as it is decoded.
 
     Args:
-      titles: of the prompts; each is printed before its continuation, if there are several.
-      prompts: the ids of each prompt.
-      tokenizer, decoder: of the task.
-      write: prints a piece of text.
+      titles: Title of each prompt, printed before its continuation if there are several prompts.
+      prompts: Token ids of each prompt.
+      tokenizer: The task's tokenizer.
+      decoder: The task's decoder.
+      write: Prints a piece of text.
     """
 
     def __init__(
@@ -31,10 +32,10 @@ class Continuations:
             for prompt in prompts for _ in range(decoder.num_hyps)
         ]
         self._is_done = [False] * len(self._texts)
-        self._next, self._is_begun = 0, False
+        self._next, self._has_heading = 0, False
 
     def add(self, new: NewTokens) -> None:
-        """Takes tokens of a continuation; its index is of prompts x hypotheses."""
+        """Adds tokens of a continuation; their index counts prompts times hypotheses."""
         text = self._texts[new.index]
         for token in new.ids.tolist():
             text.push(token)
@@ -44,7 +45,7 @@ class Continuations:
         self._print()
 
     def add_rest(self, records: Sequence[dict[str, Any]]) -> None:
-        """Takes the records of all continuations; prints those that are not printed yet."""
+        """Prints the continuations that are not finished yet, from the records of all."""
         for index, (text, record) in enumerate(zip(self._texts, records, strict=True)):
             if not self._is_done[index]:
                 text.replace(record["continuation"])
@@ -54,14 +55,14 @@ class Continuations:
     def _print(self) -> None:
         while self._next < len(self._texts):
             text, is_done = self._texts[self._next], self._is_done[self._next]
-            if not self._is_begun and (text.waiting or is_done):
+            if not self._has_heading and (text.waiting or is_done):
                 self._write(self._heading(self._next))
-                self._is_begun = True
+                self._has_heading = True
             self._write(text.take())
             if not is_done:
                 return
             self._write("\n")
-            self._next, self._is_begun = self._next + 1, False
+            self._next, self._has_heading = self._next + 1, False
 
     def _heading(self, index: int) -> str:
         if len(self._texts) == 1:

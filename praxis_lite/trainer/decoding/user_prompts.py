@@ -1,4 +1,4 @@
-"""Prompts that a user gives, as texts, conversations or token ids, and a batch of them."""
+"""Turns prompts from users, which are texts, conversations or token ids, into a batch."""
 
 import dataclasses
 import re
@@ -35,30 +35,37 @@ from praxis_lite.trainer.checks.job_checks import check_parts
 
 __all__ = ("check_language_model", "prompt_ids")
 
-# A mapping is a row of a conversation, which may have tools and documents next to its messages.
+# A mapping is a conversation that may have tools and documents in addition to messages.
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Conversation
 Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]
 
-# What tasks that continue prompts read.
+# The inputs of decoding for a task that continues prompts.
 _PROMPT_INPUTS = {"ids", "prefix_lengths", "weights"}
-# Keys under which a line of a file may have its prompt.
+# The keys of a JSON line that may contain its prompt.
 PROMPT_KEYS = ("prompt", "messages", "conversations")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Returns the prompts of a file: its lines, or in NAME.jsonl the value of a key of each line.
+    """Reads prompts from a file with a prompt per line; blank lines are skipped.
 
-    The key is "prompt", of a text or of messages, or "messages" or "conversations"; next to
-    messages may be the CONTEXT_KEYS. Blank lines are left out.
+    In a file NAME.jsonl, each line is an object with the key "prompt" (a text or messages),
+    "messages" or "conversations", and optionally the CONTEXT_KEYS.
+
+    Args:
+      path: The file; it may be a pipe that the shell created.
+
+    Returns:
+      The prompts.
 
     Raises:
-      ConfigError: the file cannot be read, has no prompt, or a line of it is something else.
+      ConfigError: The file cannot be read or has no prompt, or a line is not valid.
     """
     name = f"--prompts={path}"
     try:
-        # A pipe of the shell's own, <(command), is read; any other may have no end.
-        is_of_shell = str(path) == "/dev/stdin" or path.parent == Path("/dev/fd")
-        with path.open("rb") if is_of_shell else opened(path) as file:
+        # Read from pipes of the shell, such as <(command); `opened` rejects other pipes, which may
+        # never end.
+        is_shell_pipe = str(path) == "/dev/stdin" or path.parent == Path("/dev/fd")
+        with path.open("rb") if is_shell_pipe else opened(path) as file:
             data = file.read()
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error}.") from error
@@ -66,11 +73,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         if path.suffix == ".jsonl":
             numbered = enumerate(data.split(b"\n"), 1)
             prompts = [
-                _of_json(line, f"{name}, line {number}") for number, line in numbered
+                _parse_prompt(line, f"{name}, line {number}") for number, line in numbered
                 if line.strip()
             ]
         else:
-            # Not splitlines: U+2028 and similar characters may be part of a text.
+            # `splitlines` would also split at U+2028 and similar characters of the text.
             lines = re.split("\r\n|\r|\n", decoded(data, name, is_file=True))
             prompts = [line for line in lines if line.strip()]
     if not prompts:
@@ -78,7 +85,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _of_json(line: bytes, where: str) -> Prompt:
+def _parse_prompt(line: bytes, where: str) -> Prompt:
+    """Returns the prompt of a JSON line; `where` names the line in error messages."""
     row = row_without_nulls(parsed(line, where), where)
     key = next((name for name in PROMPT_KEYS if name in row), None)
     fix = "Remove them from the file."
@@ -94,41 +102,44 @@ def _of_json(line: bytes, where: str) -> Prompt:
 
 
 def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
-    """Returns a job that decodes these prompts alone, see `prompt_batch`."""
+    """Returns the job with these prompts as its only decode dataset; see `prompt_batch`."""
     check_parts(job)
     batch = prompt_batch(job.task, prompts, "--mode=decode")
     return dataclasses.replace(job, decode_datasets={COMMAND_LINE: batch})
 
 
 def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemory:
-    """Returns a pipeline of a single batch, padded to its length class: each length compiles.
+    """Returns a pipeline with a single batch of prompts.
+
+    The prompts are padded to one of a few lengths, because each length compiles separately.
 
     Args:
-      task: of a language model.
-      prompts: texts, begun as documents are in training; conversations, by the tokenizer's chat
-        template, as lists of messages or as rows {"messages", "tools", ...}; or token ids, taken as
-        they are.
-      what: was given the prompts, for messages.
+      task: The task of a language model.
+      prompts: Texts, which start like documents in training; conversations, as lists of messages or
+        as mappings {"messages", "tools", ...}, formatted by the tokenizer's chat template; or token
+        ids, used unchanged.
+      what: The call or flag that got the prompts, for error messages.
 
     Raises:
-      ConfigError: the task continues no prompts, a prompt is empty, or there is no template.
+      ConfigError: The task does not continue prompts, a prompt is empty, or there is no chat
+        template.
     """
     tokenizer = task.tokenizer
     if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
         raise ConfigError(
-            f"{type(task).__name__} continues no prompts. {what} with prompts is for language "
-            "models; --mode=decode without any, or decode(NAME), decodes the job's datasets, "
-            "predict(ARRAYS) gives the model's outputs."
+            f"{what} got prompts, but {type(task).__name__} does not continue prompts; only tasks "
+            "of language models do. Use --mode=decode without prompts, or decode(NAME), to decode "
+            "the job's datasets, and predict(ARRAYS) for the model's outputs."
         )
-    is_one = isinstance(prompts, str | Mapping | Conversation)
+    is_single = isinstance(prompts, str | Mapping | Conversation)
     is_list = isinstance(prompts, Iterable) and not isinstance(prompts, bytes)
-    given = [prompts] if is_one else list(prompts) if is_list else []
+    prompt_list = [prompts] if is_single else list(prompts) if is_list else []
     size = task.num_ids().get("ids")
-    rows = [prompt_ids(item, tokenizer, what, size) for item in given]
+    rows = [prompt_ids(prompt, tokenizer, what, size) for prompt in prompt_list]
     if not rows or not all(map(len, rows)):
         raise ConfigError(
-            f"{what} was given {prompts!a:.100}; give a prompt, or a list of prompts "
-            "with a token each at least."
+            f"{what} was given {prompts!a:.100}; expected a prompt, or a list of prompts with at "
+            "least one token each."
         )
     num_new, num_positions = task.decoder.max_decode_steps, task.num_ids().get("segment_pos")
     length = length_of_prompts(max(map(len, rows)), num_new, num_positions)
@@ -137,36 +148,37 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
         row[: len(prompt)] = prompt
     arrays = {
         "ids": ids,
-        "prefix_lengths": np.array([len(element) for element in rows], np.int32),
+        "prefix_lengths": np.array([len(row) for row in rows], np.int32),
         "weights": np.ones(len(rows), np.float32),
     }
     return InMemory(arrays, batch_size=len(rows), shuffle=False)
 
 
 def check_language_model(task: Task, user: str) -> None:
-    """Checks that a task continues texts with a causal model, in this process alone.
+    """Checks that a task continues text with a causal model, in a single process.
 
     Args:
-      user: What needs it, for messages.
+      task: The task.
+      user: The feature that needs it, for error messages.
 
     Raises:
-      ConfigError: It does not, or its tokenizer is not the model's; gives the reason.
+      ConfigError: The task does not, or it has no tokenizer that matches the model's vocabulary.
     """
     tokenizer = task.tokenizer
     if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
         raise ConfigError(
-            f"{type(task).__name__} continues no texts; {user} needs a task that does. Give a job "
-            "of a LanguageModelTask."
+            f"{user} needs a task that continues text, but {type(task).__name__} does not. Use a "
+            "job with a LanguageModelTask."
         )
     kind = getattr(task.model.abstract_module(), "model_type", "causal")
     require(kind == "causal", "task.model.model_type", kind, "'causal'", f"{user} needs it.")
     size = task.num_ids().get("ids")
-    # Bytes are what a task without a tokenizer has.
-    is_of_other_ids = type(tokenizer) is ByteTokenizer and size not in (256, 257, None)
-    if isinstance(tokenizer, TokenIds) or is_of_other_ids:
+    # A task without a tokenizer has the byte tokenizer by default.
+    is_default = type(tokenizer) is ByteTokenizer and size not in (256, 257, None)
+    if isinstance(tokenizer, TokenIds) or is_default:
         raise ConfigError(
-            f"The model has {size} ids, and its task no tokenizer that makes them of text. Set the "
-            "directory of its tokenizer: task.tokenizer=DIRECTORY."
+            f"The model has a vocabulary of {size} ids, but its task has no tokenizer for them. "
+            "Set the directory of the tokenizer: task.tokenizer=DIRECTORY."
         )
     require(
         jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
@@ -177,14 +189,16 @@ def check_language_model(task: Task, user: str) -> None:
 def prompt_ids(
     prompt: Prompt, tokenizer: Any, what: str, size: int | None = None
 ) -> np.ndarray:
-    """Returns the ids of a prompt of any kind, int32[length]; of an empty list none.
+    """Returns the token ids of a prompt, int32[length]; length 0 for an empty list.
 
     Args:
-      what: was given the prompt, for messages.
-      size: of the vocabulary, which ids that are given must not exceed.
+      prompt: A text, a conversation or token ids.
+      tokenizer: The task's tokenizer.
+      what: The call or flag that got the prompt, for error messages.
+      size: Size of the vocabulary, to check token ids against; None to skip the check.
 
     Raises:
-      ConfigError: It is not a prompt, has ids out of range, or there is no chat template.
+      ConfigError: The prompt has another type, has ids out of range, or there is no chat template.
     """
     with none_skipped():
         if isinstance(prompt, str):
@@ -201,20 +215,19 @@ def prompt_ids(
     try:
         ids = np.asarray(prompt)
         kind = f"{ids.dtype}{list(ids.shape)}"
-        is_right = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
+        is_valid = ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu")
     except (TypeError, ValueError, OverflowError):
-        kind, is_right = shown(repr(prompt)), False
-    if not is_right:
+        kind, is_valid = shown(repr(prompt)), False
+    if not is_valid:
         raise ConfigError(
-            f"{what} was given a prompt of {kind}; give a text, a "
-            'conversation [{"role": ..., "content": ...}, ...], or the token ids of one prompt, '
-            "int[length]."
+            f"{what} was given a prompt of {kind}; expected a text, a conversation "
+            '[{"role": ..., "content": ...}, ...], or the token ids of one prompt, int[length].'
         )
     return token_ids(ids, f"{what}: a prompt", size, ndim=1) if ids.size else ids
 
 
 def title(prompt: Prompt, tokenizer: Any) -> str:
-    """Returns a prompt as a person reads it: of a conversation its last message."""
+    """Returns a prompt as text for display; for a conversation, its last message."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):
@@ -226,6 +239,6 @@ def title(prompt: Prompt, tokenizer: Any) -> str:
     return tokenizer.decode(prompt)
 
 
-def _is_conversation(result: Any) -> bool:
-    is_list = isinstance(result, list | tuple) and len(result) > 0
-    return is_list and all(isinstance(item, Mapping) for item in result)
+def _is_conversation(value: Any) -> bool:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    return is_list and all(isinstance(message, Mapping) for message in value)

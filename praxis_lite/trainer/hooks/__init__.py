@@ -1,4 +1,4 @@
-"""What happens between the steps while a job trains? A protocol, and the hooks of every job.
+"""Actions between training steps: the `Hook` base class, and the hooks that every job has.
 
-The loop (`trainer.py`) knows no hook by name, and a hook no other hook.
+The loop (`trainer.py`) refers to no hook by name, and hooks do not refer to each other.
 """

@@ -1,4 +1,4 @@
-"""Evaluations while a job trains, and the end of training that they may lead to."""
+"""Hooks that evaluate while a job trains, and stop it early."""
 
 from collections.abc import Mapping
 
@@ -12,9 +12,9 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
 class Evaluations(Hook):
-    """Evaluates on every dataset but `train`, every `evaluation.every_steps` and at the last step.
+    """Evaluates on every dataset but `train`, every `run.evaluation.every_steps` and at the end.
 
-    Before the first step it makes the evaluation in which the previous run was stopped.
+    Before the first step it repeats the evaluation that stopping the previous launch interrupted.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -38,20 +38,21 @@ class Evaluations(Hook):
         self._evaluate(made.step, made.state)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        """Evaluates a state and passes the result to the hooks, unless the job is asked to stop."""
+        """Evaluates a state and passes the results to the hooks, unless the job is stopping."""
         loop, run = self._loop, self._job.run
         with (
             loop.watchdog.during(f"evaluating step {step}"),
             events.phase(EVALUATION),
         ):
-            # Not kept in a variable: averages are another copy of the weights.
+            # Pass the weights without a local name: averaged weights are a second copy, which must
+            # be freed after the evaluation.
             results = self._evaluator.run(
                 step,
                 self._job.partitioner.eval_mdl_vars(state, use_ema=run.evaluation.use_ema_states),
-                loop.asked_to_stop,
+                loop.should_stop,
             )
         if results is not None:
-            loop.evaluated(step, results)
+            loop.report_evaluation(step, results)
 
 
 class EarlyStops(Hook):
@@ -64,7 +65,7 @@ class EarlyStops(Hook):
         self._watched: dict[int, float] = {}
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
-        # Read once the lines after the first step were dropped.
+        # `MetricsFiles`, an earlier hook, has removed the lines of steps to be recomputed.
         self._watched = watched_history(self._stopping, self._job.files, loop.first_step)
 
     def after_evaluation(

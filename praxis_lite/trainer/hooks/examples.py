@@ -1,4 +1,4 @@
-"""The record of the rows that each process fed, by which a run proves its examples."""
+"""The hook that records which rows each process fed, so that the data order can be verified."""
 
 import contextlib
 import os
@@ -19,20 +19,20 @@ from praxis_lite.inputs.processes.row_digests import (
 )
 from praxis_lite.job import processes
 from praxis_lite.job.events import events
-from praxis_lite.job.examples.lines import Start, Stretch, line_of, next_start
+from praxis_lite.job.examples.lines import RowSpan, Start, line_of, next_start
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.job.processes.same_everywhere import versions
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.metrics.kept_lines import KeptLines
+from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
 
 
 class Examples(Hook):
-    """Writes a line of the rows that this process fed since the last save, before each save.
+    """Before each save, writes a line about the rows that this process fed since the last save.
 
-    So the record has every stretch that a restore may start from. What a save keeps is asked for
-    (`to_save`) before it begins, on every process, and once the metrics of its step were read.
+    A line therefore ends at every step that a restore may start from. The line is written in
+    `to_save`, which every process calls before each save, after the step's metrics were read.
     """
 
     every, waits = None, False
@@ -41,36 +41,36 @@ class Examples(Hook):
         self._job, self._lines = job, None
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
-        folder, part = self._job.files.examples, processes.membership()
-        member = processes.index() if part is None else part.member
+        folder, membership = self._job.files.examples, processes.membership()
+        member = processes.index() if membership is None else membership.member
         self._path = folder / f"{member}.jsonl"
         self._number, launch = from_first(
             "start of examples", lambda: (next_start(folder), events.began)
         )
         train, mesh = self._job.datasets[TRAIN], self._job.partitioner.mesh
-        fed = [item.process_index == jax.process_index() for item in mesh.devices.flat]
-        is_own = np.repeat(fed, -(-train.batch_size // mesh.size))[: train.batch_size]
-        self._own = is_own[self._job.partitioner.process_rows(train.batch_size)]
+        is_local = [device.process_index == jax.process_index() for device in mesh.devices.flat]
+        is_own = np.repeat(is_local, -(-train.batch_size // mesh.size))[: train.batch_size]
+        self._is_own = is_own[self._job.partitioner.process_rows(train.batch_size)]
         self._start = Start(
             start=self._number, step=loop.first_step,
             is_new=not loop.is_resumed, time=time.time(), launch=launch,
-            generation=part and part.generation, process=processes.index(),
+            generation=membership and membership.generation, process=processes.index(),
             num_processes=processes.count(), host=socket.gethostname(), mesh=dict(mesh.shape),
             batch_size=train.batch_size, rows=_ranges(is_own), skipped=loop.skipped_batches,
             data=fingerprint_digest(train), versions=versions(),
         )
         try:
             folder.mkdir(exist_ok=True)
-            self._lines = KeptLines(self._path, loop.note)
-            is_torn = _ends_within_a_line(self._path)
+            self._lines = RetryingLineWriter(self._path, loop.note)
+            is_truncated = _has_incomplete_last_line(self._path)
         except OSError as error:
             raise not_written(self._path, error) from error
-        self._write(loop.first_step, "\n" * is_torn + line_of(self._start))
-        self._begin()
+        self._write(loop.first_step, "\n" * is_truncated + line_of(self._start))
+        self._reset()
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         digests = row_digests(metrics.inputs, metrics.batch, metrics.first_row)
-        self._sum = (self._sum + total(digests[self._own])) % 2**64
+        self._sum = (self._sum + total(digests[self._is_own])) % 2**64
         self._steps.append(metrics.step)
         self._batches.append(metrics.batch)
 
@@ -78,25 +78,25 @@ class Examples(Hook):
         if not self._steps:
             return
         first, last, fed = self._batches[0], self._batches[-1], set(self._batches)
-        stretch = Stretch(
+        stretch = RowSpan(
             start=self._number, process=processes.index(),
             steps=(self._steps[0], self._steps[-1]), batches=(first, last),
-            skipped=tuple(item for item in range(first, last + 1) if item not in fed),
+            skipped=tuple(index for index in range(first, last + 1) if index not in fed),
             digest=f"{self._sum:016x}",
         )
         self._write(stretch.steps[1], line_of(stretch))
-        self._begin()
+        self._reset()
 
     def __exit__(self, *exc_info: object) -> None:
         if self._lines is not None:
-            self._lines.close(is_last_word=False)
+            self._lines.close(raise_on_loss=False)
             self._lines = None
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._sum, self._steps, self._batches = 0, [], []
 
     def _write(self, step: int, text: str) -> None:
-        """Adds a line, and waits until it is on disk: a host that dies leaves it."""
+        """Adds a line and flushes it to disk, so that it survives a crash of the host."""
         self._lines.add(step, text)
         with contextlib.suppress(OSError):
             file = os.open(self._path, os.O_RDONLY)
@@ -107,13 +107,13 @@ class Examples(Hook):
 
 
 def _ranges(is_own: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Returns the ranges in which an array is True."""
+    """Returns the (start, end) ranges of indices at which a mask is True."""
     edges: Sequence[int] = np.flatnonzero(np.diff(is_own, prepend=False, append=False)).tolist()
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _ends_within_a_line(path: os.PathLike) -> bool:
-    content_end = os.path.getsize(path) - 1
+def _has_incomplete_last_line(path: os.PathLike) -> bool:
+    last_byte = os.path.getsize(path) - 1
     with open(path, "rb") as file:
-        file.seek(max(content_end, 0))
+        file.seek(max(last_byte, 0))
         return file.read(1) not in (b"", b"\n")

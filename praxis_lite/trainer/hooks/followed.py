@@ -1,4 +1,4 @@
-"""Evaluations by a follower, a separate process: read as they arrive, for early stopping."""
+"""The hook that reads evaluations by a follower, a separate process, for early stopping."""
 
 import math
 import os
@@ -14,13 +14,13 @@ from praxis_lite.trainer.hooks.tracking import Trackers
 from praxis_lite.trainer.job_history import evaluations
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
-_SECONDS_BETWEEN_LOOKS = 1.0
+_POLL_SECONDS = 1.0
 
 
 class FollowedEvaluations(Hook):
-    """Takes the evaluations that a follower adds to the job's file, if the job leaves them to it.
+    """Reads the evaluations that a follower writes to the job's file (run.evaluation.by_follower).
 
-    The first process looks at the size of the file once a second, and reads it when that has
+    The first process polls the size of the file once a second, and reads the file when its size has
     changed. All processes end training after the same step.
     """
 
@@ -29,7 +29,7 @@ class FollowedEvaluations(Hook):
     def __init__(self, job: JobOnMesh, trackers: Trackers):
         self._job, self._trackers, self._stopping = job, trackers, job.run.stopping.early
         self._path = job.files.eval_metrics_jsonl
-        self._looked_at, self._size, self._is_said = -math.inf, -1, False
+        self._polled_at, self._size, self._has_noted = -math.inf, -1, False
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
@@ -45,18 +45,18 @@ class FollowedEvaluations(Hook):
 
     def after_step(self, made: StepMade) -> str | None:
         if self._loop.is_first:
-            self._look()
+            self._poll()
         if not self._loop.consensus.end_is_due:
             return None
         return from_first("the reason of an early end", lambda: self._loop.proposed_end)
 
-    def _look(self) -> None:
-        if time.monotonic() - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+    def _poll(self) -> None:
+        if time.monotonic() - self._polled_at < _POLL_SECONDS:
             return
-        self._looked_at = time.monotonic()
+        self._polled_at = time.monotonic()
         try:
             size = os.stat(self._path).st_size
-        except OSError:  # The next evaluation by training itself reports it.
+        except OSError:  # No follower has written the file yet.
             return
         if size == self._size:
             return
@@ -64,15 +64,15 @@ class FollowedEvaluations(Hook):
         try:
             results = evaluations(self._job.files)
         except ConfigError as error:
-            if not self._is_said:
-                self._loop.note(f"note: evaluations by a follower are not heard of: {error}")
-            self._is_said = True
+            if not self._has_noted:
+                self._loop.note(f"note: evaluations by a follower cannot be read: {error}")
+            self._has_noted = True
             return
         for step, dataset, metrics in results:
             if (step, dataset) not in self._known:
                 self._known.add((step, dataset))
                 self._loop.note(f"by a follower: {evaluation_line(step, dataset, metrics)}")
-                self._trackers.evaluated(step, {dataset: metrics})
+                self._trackers.log_evaluation(step, {dataset: metrics})
             for name, value in metrics.items():
                 if self._stopping is not None and self._stopping.metric == f"{dataset}/{name}":
                     values[step] = value

@@ -1,4 +1,4 @@
-"""A hook of the training loop: an action between the steps, every so many of them."""
+"""The base class of hooks, which act between training steps."""
 
 import contextlib
 import dataclasses
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StepMade:
-    """A step that was begun: its arrays are on the devices, and may still be computed.
+    """A dispatched training step, whose arrays the devices may still be computing.
 
     Attributes:
-      step: its number, from 1.
-      state: after it. The next step donates it: read what you need of it in `after_step`.
-      batch: the global batch.
-      key: of the run, into which the step folds its number.
-      outputs: `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
-      is_last: True if training ends with it, as far as the hooks before this know.
+      step: The step's number, from 1.
+      state: The state after the step. The next step donates it, so read it in `after_step`.
+      batch: The global batch.
+      key: The run's random key, into which the step folds its number.
+      outputs: `{"metrics": {name: (value, weight)}, "learner": {name: scalar}}`.
+      is_last: Whether training ends with this step, as far as known when the hook is called.
     """
 
     step: int
@@ -42,15 +42,15 @@ class StepMade:
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """The numbers of a step, on the host: known while the next step runs.
+    """The metrics of a step on the host, available while the next step runs.
 
     Attributes:
-      step: its number.
-      line: its numbers by name, as metrics.jsonl has them: "loss", "grad_norm", "step_time", ...
-      weight: of the loss: how many tokens or examples the step learned from.
-      batch: the index of its batch in the training data.
-      inputs: this process's rows of the batch, from `first_row` on.
-      first_row: see `inputs`.
+      step: The step's number.
+      line: The step's line of metrics.jsonl: "loss", "grad_norm", "step_time" and others by name.
+      weight: Weight of the loss: the number of tokens or examples in the batch.
+      batch: Index of the batch in the training data.
+      inputs: This process's rows of the batch, as NumPy arrays.
+      first_row: Index in the batch of the first of these rows.
     """
 
     step: int
@@ -62,25 +62,26 @@ class StepMetrics:
 
 
 class Hook(contextlib.AbstractContextManager):
-    """An action while a job trains, every so many steps. Subclass it.
+    """Base class of hooks: actions between training steps. Subclass it.
 
-    An experiment names its hooks in `hooks()`, a line each: `[fdl.Config(WeightNorms, every=100)]`;
-    they run in this order, after the evaluation of a step and before it is saved.
+    An experiment returns configs of its hooks from `hooks()`, such as
+    `[fdl.Config(WeightNorms, every=100)]`. They run in this order, after the evaluation of a step
+    and before its checkpoint is saved.
 
-    Every process of a job makes each call, in the same order. So every process must take part in
-    what compiles or reads an array of the state; files and services belong to the first process
-    alone (`loop.is_first`). An exception ends training as one in a step does; training resumes
-    from the newest checkpoint, and `__exit__` of every hook is called, with the exception.
+    Every process calls every hook in the same order. Code that compiles, or that reads an array of
+    the state, must therefore run in all processes; write files and call services in the first
+    process only (`loop.is_first`). An exception ends training like an exception in a step: the next
+    launch resumes from the newest checkpoint. `__exit__` of every hook receives the exception.
 
-    A hook is entered as a context when training begins and left when it ends. A roll-back from a
-    loss spike leaves it, without an exception, and enters it again: `restore` puts it back.
+    A hook is a context manager, entered when training begins and left when it ends. A roll-back
+    from a loss spike leaves it without an exception, enters it again, and calls `restore`.
 
     Attributes:
-      every: `after_step` is called after each step that this divides, and after the last step.
-        None: after the last alone.
-      waits: True: `after_step` may wait for the devices or take its time, so the metrics of the
-        step are read and written before, and its time is not the step's. Say False if it reads
-        no array and takes no time: then the devices never wait for the host.
+      every: `after_step` is called after every multiple of this many steps, and after the last
+        step. None to call it after the last step only.
+      waits: Whether `after_step` may wait for the devices or take time. If True, the metrics of the
+        step are read and written first, and the hook's time does not count as the step's. Set it
+        to False for a hook that reads no array, so that the devices never wait for the host.
     """
 
     every: int | None = 1
@@ -90,60 +91,69 @@ class Hook(contextlib.AbstractContextManager):
         """Raises ConfigError if the hook does not fit the job, before anything compiles."""
 
     def restore(self, saved: Any) -> None:
-        """Takes what `to_save` returned when the state was saved from which training resumes.
+        """Restores the hook's own state from the checkpoint that training resumes from.
 
         Args:
-          saved: None at a new start, or if the hook was not there.
+          saved: The value that `to_save` returned for that checkpoint; None in a new job, or if the
+            hook was added later.
         """
 
     def to_save(self) -> Any:
-        """Returns values for JSON to save with each checkpoint, or None."""
+        """Returns a JSON-serializable value to save with each checkpoint, or None."""
 
     def before_training(self, loop: "Loop", state: "TrainState") -> None:
-        """Called before the first step compiles, with the `state` that it donates."""
+        """Called before the first step compiles, with the state that the step will donate."""
 
     def compiling(self) -> contextlib.AbstractContextManager:
-        """Returns a context in which the training step is compiled."""
+        """Returns a context manager in which the training step is compiled."""
         return contextlib.nullcontext()
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        """Returns True if `after_step` is to be called after this step."""
+        """Returns whether to call `after_step` after this step."""
         return is_last or (self.every is not None and step % self.every == 0)
 
     def after_step(self, made: StepMade) -> str | None:
-        """Called after a step has begun on the devices.
+        """Called after a step was dispatched to the devices.
+
+        Args:
+          made: The dispatched step.
 
         Returns:
-          Why training ends with this step, as a message, the same on all processes; None: it
-          continues.
+          A message that says why training must end with this step, the same in all processes; None
+          to continue.
         """
 
     def add_metrics(self, metrics: StepMetrics) -> Mapping[str, Any]:
-        """Returns more numbers for the line of a step, before it is written; all steps."""
+        """Returns further numbers for the step's line of metrics.jsonl; called for every step."""
         return {}
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        """Called with the metrics of each step, a step late."""
+        """Called with the metrics of every step, one step late."""
 
     def after_evaluation(
         self, step: int, results: Mapping[str, Mapping[str, float]]
     ) -> str | None:
-        """Called with an evaluation's metrics by dataset.
+        """Called after an evaluation.
+
+        Args:
+          step: The evaluated step.
+          results: Metrics by dataset and name.
 
         Returns:
-          Why training ends with this step, as of `after_step`.
+          A message that says why training must end with this step, or None, as in `after_step`.
         """
 
     def after_profile(self, folder: "Path") -> None:
-        """Called in the first process alone, once the files of a profile are in `folder`."""
+        """Called in the first process only, after the files of a profile were written."""
 
     def after_training(self, step: int) -> None:
-        """Called after the last step, once its metrics were reported; not after an exception."""
+        """Called after the metrics of the last step were reported; not after an exception."""
 
     def __exit__(self, *exc_info: object) -> None:
-        """Frees the resources of the hook, however training ended."""
+        """Frees the hook's resources, however training ended."""
 
 
+# The arguments of each method that a subclass may override.
 METHODS = {
     name: tuple(inspect.signature(method).parameters)[1:]
     for name, method in vars(Hook).items() if inspect.isfunction(method) and name[0] != "_"
@@ -151,12 +161,12 @@ METHODS = {
 
 
 def overrides(hook: Hook, method: str) -> bool:
-    """Returns True if a hook overrides a method of `Hook`."""
+    """Returns whether a hook overrides a method of `Hook`."""
     return getattr(type(hook), method) is not getattr(Hook, method)
 
 
 def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
-    """Raises ConfigError unless all are hooks that can be called, and fit the job."""
+    """Raises ConfigError unless all hooks are valid `Hook` objects that fit the job."""
     for index, hook in enumerate(hooks):
         path, name = f"hooks[{index}]", type(hook).__name__
         require(
@@ -173,17 +183,20 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
         for method in dir(hook):
             if method.startswith(("after_", "before_")) and method not in METHODS:
                 raise ConfigError(
-                    f"{path}: {name} has a method {method}, which nothing calls. A hook's are "
-                    f"{', '.join(METHODS)}.{did_you_mean(method, METHODS)}"
+                    f"{path}: {name} has a method {method}, which is never called. The methods of "
+                    f"a hook are {', '.join(METHODS)}.{did_you_mean(method, METHODS)}"
                 )
         hook.check(job)
 
 
 def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
-    """Returns hooks by the names under which checkpoints keep their values."""
+    """Returns hooks by the names under which checkpoints store their values.
+
+    The name is that of the class; further hooks of the same class get "#2", "#3" and so on.
+    """
     named: dict[str, Hook] = {}
     for hook in hooks:
         name = callable_name(type(hook))
-        same = sum(item.partition("#")[0] == name for item in named)
-        named[f"{name}#{same + 1}" if same else name] = hook
+        num_same = sum(key.partition("#")[0] == name for key in named)
+        named[f"{name}#{num_same + 1}" if num_same else name] = hook
     return named

@@ -1,4 +1,4 @@
-"""The training loop as its hooks see it."""
+"""The state of the training loop that hooks read and change."""
 
 import contextlib
 import time
@@ -24,26 +24,33 @@ Results = Mapping[str, Mapping[str, float]]
 
 
 class Loop:
-    """A job that trains: its parts, and why it ends, as far as known. It never holds a state.
+    """The training loop, as hooks see it.
+
+    It never stores the TrainState, because each step donates it.
 
     Attributes:
-      job: the task on its mesh, the data, `run` and the files of the job's directory.
-      first_step: the number of steps that were made before.
-      is_resumed: True if the job itself saved the state of that step.
-      skipped_batches: indices of training batches that are left out, after loss spikes.
-      note: prints a line, above the line of progress.
-      is_first: True in the process that writes the job's files.
-      checkpoints, stop, watchdog, consensus: of the job.
-      hooks: all of them, in their order.
-      stops: True once a process was asked to stop, on all processes alike.
-      reason: why a hook ends training, or None.
-      proposed_end: why the first process would end training, until all have heard of it, or None.
-      results: of the evaluation of the newest step, by dataset; None if it was not evaluated.
-      spike: the loss spike for which the run is rolled back, or None.
-      saved_at: when the newest checkpoint was begun, in seconds of time.monotonic.
-      profile_steps: number of steps of a profile that was requested and has not begun; 0: none
-        was. The same on all processes.
-      has_asked: this process has requested a profile, and the others have not answered yet.
+      job: The job on its mesh, with its datasets, settings and files.
+      first_step: Number of steps made before this launch, or before the roll-back.
+      is_resumed: Whether an earlier launch of this job saved the state of `first_step`.
+      skipped_batches: Indices of training batches left out after loss spikes.
+      note: Prints a line above the progress line.
+      is_first: Whether this is the process that writes the job's files.
+      checkpoints: The job's checkpoints.
+      stop: The requests to stop this process.
+      watchdog: Reports steps that take too long.
+      consensus: Makes all processes stop, save and profile at the same step.
+      hooks: All hooks, in the order in which they are called.
+      stops: Whether any process was asked to stop; the same in all processes.
+      reason: Why a hook ends training, or None.
+      proposed_end: Why the first process wants to end training, before the other processes agree;
+        None if it does not.
+      results: Metrics by dataset of the newest step's evaluation; None if it was not evaluated.
+      spike: The loss spike to roll back from, or None.
+      saved_at: When the newest checkpoint was started, in seconds of `time.monotonic`.
+      profile_steps: Number of steps of a requested profile that has not begun, the same in all
+        processes; 0 without a request.
+      has_profile_request: Whether this process received a request for a profile that the other
+        processes have not agreed on yet.
     """
 
     def __init__(
@@ -66,55 +73,58 @@ class Loop:
         self.spike: LossSpike | None = None
         self.results: Results | None = None
         self.saved_at = time.monotonic()
-        self.profile_steps, self.has_asked = 0, False
+        self.profile_steps, self.has_profile_request = 0, False
         self._requests = ProfileRequests(job.files.profile_request, stop, note)
-        self._told = [hook for hook in hooks if overrides(hook, "after_evaluation")]
+        self._evaluation_hooks = [hook for hook in hooks if overrides(hook, "after_evaluation")]
 
     def compile(self) -> float:
-        """Compiles the training step, in the context of all hooks; returns the seconds it took."""
-        began, train = time.perf_counter(), self.job.datasets[TRAIN]
-        with contextlib.ExitStack() as held:
-            held.enter_context(events.phase(COMPILE))
+        """Compiles the training step in the context of all hooks; returns the seconds it took."""
+        start, train = time.perf_counter(), self.job.datasets[TRAIN]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(events.phase(COMPILE))
             for hook in self.hooks:
-                held.enter_context(hook.compiling())
+                stack.enter_context(hook.compiling())
             compile_step(self.job.partitioner.train_step, train, f"datasets.{TRAIN}")
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
-    def asked_to_stop(self) -> bool:
-        """Returns `stops`, having asked all processes; a sign of life for the watchdog."""
+    def should_stop(self) -> bool:
+        """Updates and returns `stops`; also resets the watchdog's timer.
+
+        A collective call: all processes call it after each step and each batch of an evaluation.
+        """
         self.watchdog.alive()
         seconds = self.job.run.checkpoints.seconds_between
-        is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
-        asked = self._requests.taken()
-        self.has_asked |= bool(asked)
-        self.stops |= self.consensus.reached(
-            self.stop.reason is not None, is_due, asked,
+        is_save_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
+        num_requested = self._requests.take()
+        self.has_profile_request |= bool(num_requested)
+        self.stops |= self.consensus.should_stop(
+            self.stop.reason is not None, is_save_due, num_requested,
             self.proposed_end is not None,
         )
         if self.consensus.profile_steps:
-            self.profile_steps, self.has_asked = self.consensus.profile_steps, False
+            self.profile_steps, self.has_profile_request = self.consensus.profile_steps, False
         return self.stops
 
-    def evaluated(self, step: int, results: Results) -> None:
-        """Tells all hooks the results of an evaluation."""
+    def report_evaluation(self, step: int, results: Results) -> None:
+        """Stores the results of an evaluation and calls `after_evaluation` of all hooks."""
         self.results = results
-        for hook in self._told:
+        for hook in self._evaluation_hooks:
             self.end(hook.after_evaluation(step, results))
 
-    def profiled(self, folder: Path) -> None:
-        """Tells all hooks, in the first process, that the files of a profile are written."""
+    def report_profile(self, folder: Path) -> None:
+        """Calls `after_profile` of all hooks; in the first process only."""
         for hook in self.hooks:
             hook.after_profile(folder)
 
     def end(self, reason: str | None) -> None:
-        """Ends training with this step, if there is a reason; the first reason is reported."""
+        """Ends training with the current step unless `reason` is None; the first reason counts."""
         self.reason = self.reason or reason
 
     def is_last(self, step: int) -> bool:
-        """Returns True if training ends with this step, as far as is known."""
+        """Returns whether training ends with this step, as far as known now."""
         ends = self.stops or self.reason is not None
         return ends or step >= self.job.run.num_train_steps
 
     def stopped_by(self) -> str | None:
-        """Returns the reason of an early end, such as "SIGTERM", or None."""
-        return (self.stop.reason or self.consensus.wanted_by) if self.stops else None
+        """Returns the request that stopped training, such as "SIGTERM", or None."""
+        return (self.stop.reason or self.consensus.stop_reason) if self.stops else None

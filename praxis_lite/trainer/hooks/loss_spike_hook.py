@@ -1,4 +1,4 @@
-"""Loss spikes while a job trains: reported, or a reason to go back."""
+"""The hook that reports loss spikes, or requests a roll-back."""
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.trainer.hooks.hook import Hook, StepMetrics
@@ -10,7 +10,7 @@ from praxis_lite.trainer.spike_detector import LossSpike, SpikeDetector
 
 
 class LossSpikes(Hook):
-    """Marks spikes in metrics.jsonl, says them, and sets `loop.spike` where the run rolls back."""
+    """Marks loss spikes in metrics.jsonl and prints them; sets `loop.spike` to roll back."""
 
     every, waits = None, False
 
@@ -19,7 +19,7 @@ class LossSpikes(Hook):
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop, run = loop, self._job.run
-        # Read once the lines after the first step were dropped.
+        # `MetricsFiles`, an earlier hook, has removed the lines of steps to be recomputed.
         self._spikes = SpikeDetector(run.loss_spikes.factor, losses_before(run, self._job.files))
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, int]:
@@ -37,7 +37,7 @@ class LossSpikes(Hook):
             return
         self._loop.note(
             f"step {metrics.step}: loss spike: {metric_text(loss)} is {loss / median:.1f} times "
-            f"{metric_text(median)}, the median of the losses before (run.loss_spikes.factor is "
+            f"{metric_text(median)}, the median of previous losses (run.loss_spikes.factor is "
             f"{run.loss_spikes.factor})"
         )
         if run.loss_spikes.action == "roll_back":

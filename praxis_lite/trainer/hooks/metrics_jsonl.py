@@ -1,4 +1,4 @@
-"""When metrics.jsonl, eval_metrics.jsonl and the line of progress are written."""
+"""Hooks that write metrics.jsonl, eval_metrics.jsonl and the progress line."""
 
 import contextlib
 from collections.abc import Mapping
@@ -16,31 +16,31 @@ from praxis_lite.trainer.metrics.step_times import EVALUATION_TIME, SAVE_TIME
 
 
 class MetricsFiles(Hook):
-    """Writes metrics.jsonl a step late, and eval_metrics.jsonl after each evaluation.
+    """Writes metrics.jsonl one step late, and eval_metrics.jsonl after each evaluation.
 
-    Lines of steps after the first are moved away, because these steps are recomputed.
+    Before training it moves the lines of steps that will be recomputed to NAME.lost.jsonl.
     """
 
     every, waits = None, False
 
     def __init__(self, job: JobOnMesh):
-        self._job, self._held = job, contextlib.ExitStack()
+        self._job, self._stack = job, contextlib.ExitStack()
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
-        files, first_step, hold = self._job.files, loop.first_step, self._held.enter_context
-        self._eval_writer = hold(JsonLinesWriter(files.eval_metrics_jsonl, first_step, loop.note))
-        self._writer = hold(JsonLinesWriter(files.metrics_jsonl, first_step, loop.note))
+        files, first_step, enter = self._job.files, loop.first_step, self._stack.enter_context
+        self._eval_writer = enter(JsonLinesWriter(files.eval_metrics_jsonl, first_step, loop.note))
+        self._writer = enter(JsonLinesWriter(files.metrics_jsonl, first_step, loop.note))
         if not loop.is_first:
             return
         if lost := self._writer.lost_steps:
             events.report(lost_to=lost[1])
             loop.note(
-                f"steps {lost[0]} to {lost[1]} were made before, but not saved, and are made "
-                f"again; their lines are in {self._writer.lost_path.name} now"
+                f"steps {lost[0]} to {lost[1]} were not saved and are recomputed; their lines were "
+                f"moved to {self._writer.lost_path.name}"
             )
         if self._writer.newest_kept < first_step:
             loop.note(f"note: {files.metrics_jsonl} has lines of {self._writer.num_lines()} of "
-                      f"{first_step} steps; the others are lost, and the loss curve lacks them")
+                      f"{first_step} steps; the loss curve lacks the others")
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         self._writer.write(metrics.line)
@@ -50,11 +50,11 @@ class MetricsFiles(Hook):
             self._eval_writer.write({"step": step, "dataset": name, **values})
 
     def __exit__(self, *exc_info: object) -> None:
-        self._held.__exit__(*exc_info)
+        self._stack.__exit__(*exc_info)
 
 
 class Progress(Hook):
-    """Shows each step's loss and speed, each evaluation, and how long batches were waited for."""
+    """Prints the loss and speed of steps, evaluations, and the share of time spent on input."""
 
     every, waits = None, False
 
@@ -67,8 +67,8 @@ class Progress(Hook):
         self._rates = Rates(run.num_train_steps, job.partitioner.mesh.size, pauses)
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        spent = events.seconds()
-        self._rates.add(metrics.line, metrics.weight, spent[STEP] + spent[INPUT_WAIT])
+        seconds = events.seconds()
+        self._rates.add(metrics.line, metrics.weight, seconds[STEP] + seconds[INPUT_WAIT])
         self._line.update(
             metrics.step, metrics.line["loss"], self._rates,
             has_tokens=self._weight_unit == "tokens",
@@ -79,8 +79,8 @@ class Progress(Hook):
             self._line.note(evaluation_line(step, name, values))
 
     def after_training(self, step: int) -> None:
-        if words := self._rates.words_on_input(self._weight_unit):
-            self._line.note(words)
+        if summary := self._rates.input_summary(self._weight_unit):
+            self._line.note(summary)
 
     def __exit__(self, *exc_info: object) -> None:
         self._line.close()

@@ -1,4 +1,4 @@
-"""Facts about a profiled step that its trace lacks: the program, the mesh, the memory; in files."""
+"""Files with facts that a profile's trace lacks: the program, the mesh and memory use."""
 
 import dataclasses
 import json
@@ -16,16 +16,16 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 __all__ = ("HLO_PROTO", "HLO_TXT", "ProfileFacts", "read_facts")
 
-# Beside profile.json. The program's text has the names that the trace has.
+# Files next to profile.json. Instructions in the HLO text have the same names as in the trace.
 HLO_TXT = "train_step.hlo.txt"
-HLO_PROTO = "train_step.hlo_proto.pb"  # The same with its buffers, as xprof reads it.
-MEMORY_PROF = "memory.prof"  # For pprof: the arrays that were alive, by the line that made them.
-_PLANNED = ("argument", "output", "temp", "alias", "generated_code")
+HLO_PROTO = "train_step.hlo_proto.pb"  # The program with its buffer assignment, for xprof.
+MEMORY_PROF = "memory.prof"  # Live arrays by the line that created them, for pprof.
+_MEMORY_KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """A device of the mesh, with the names that a `jax.Device` has."""
+    """A device of the mesh; the fields are those of `jax.Device`."""
 
     id: int
     platform: str
@@ -37,18 +37,19 @@ class DeviceFacts:
 
 @dataclasses.dataclass(frozen=True)
 class ProfileFacts:
-    """The content of a profile's `profile.json`.
+    """The content of `profile.json`.
 
     Attributes:
-      first_step, last_step: that were traced.
-      seconds: from before the first to after the last, by the first process's clock.
-      axis_sizes: of the mesh.
-      devices: of the mesh, in its order.
-      arrays: of the state by path: its bytes on a device.
-      step_bytes: that the compiler plans for a step on a device: "argument", "output", "temp",
+      first_step: First traced step.
+      last_step: Last traced step.
+      seconds: Duration of the trace, measured by the first process.
+      axis_sizes: Sizes of the mesh axes.
+      devices: Devices of the mesh, in mesh order.
+      arrays: Bytes per device of each array of the state, by path.
+      step_bytes: Bytes per device that the compiler plans for a step: "argument", "output", "temp",
         "alias" and "generated_code".
-      peak_bytes: the most that each device of the first process had in use since the process began,
-        by its id; empty where the platform does not tell.
+      peak_bytes: Peak bytes in use since the process started, by device id, for the devices of the
+        first process; empty on platforms that do not report it.
     """
 
     first_step: int
@@ -66,14 +67,20 @@ class ProfileFacts:
 
 
 def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> None:
-    """Writes the files about a profile; `profile.json` is the last.
+    """Writes the files next to a profile's trace; `profile.json` comes last.
+
+    Args:
+      job: The job on its mesh.
+      folder: The profile's folder.
+      steps: The traced steps.
+      seconds: Duration of the trace.
 
     Raises:
-      ConfigError: a file cannot be written.
-      jax.errors.JaxRuntimeError: XLA cannot write down the program.
+      ConfigError: A file cannot be written.
+      jax.errors.JaxRuntimeError: XLA cannot serialize the program.
     """
     partitioner = job.partitioner
-    # Found compiled: the loop has called it.
+    # Served from JAX's cache, because the loop has compiled this step.
     compiled = partitioner.train_step.lower(job.datasets[TRAIN].element_spec()).compile()
     stats, mesh = compiled.memory_analysis(), partitioner.mesh
     write_whole(folder / MEMORY_PROF, jax.profiler.device_memory_profile())
@@ -83,7 +90,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
         first_step=steps[0], last_step=steps[-1], seconds=seconds, axis_sizes=dict(mesh.shape),
         devices=[_facts_of(device) for device in mesh.devices.flat],
         arrays={leaf.path: leaf.bytes_per_device for leaf in partitioner.layout.leaves()},
-        step_bytes={name: getattr(stats, f"{name}_size_in_bytes") for name in _PLANNED},
+        step_bytes={name: getattr(stats, f"{name}_size_in_bytes") for name in _MEMORY_KINDS},
         peak_bytes={
             device.id: peak for device in mesh.local_devices
             if (peak := (device.memory_stats() or {}).get("peak_bytes_in_use")) is not None
@@ -99,15 +106,15 @@ def read_facts(folder: Path) -> ProfileFacts:
     fields = read_json(path)
     try:
         devices = [
-            DeviceFacts(**{**item, "coords": item["coords"] and tuple(map(int, item["coords"]))})
-            for item in fields["devices"]
+            DeviceFacts(**{**entry, "coords": entry["coords"] and tuple(map(int, entry["coords"]))})
+            for entry in fields["devices"]
         ]
         peaks = {int(key): int(value) for key, value in fields["peak_bytes"].items()}
         return ProfileFacts(**{**fields, "devices": devices, "peak_bytes": peaks})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} is damaged, or praxis_lite did not write it ({type(error).__name__}: {error})."
-            " Make another profile."
+            " Make a new profile."
         ) from None
 
 
@@ -120,7 +127,7 @@ def _facts_of(device: jax.Device) -> DeviceFacts:
 
 
 def _hlo_proto(compiled: jax.stages.Compiled, stats: Any) -> bytes:
-    """Returns an HloProto: its field 1 is the module, 3 the assignment of buffers."""
+    """Serializes an HloProto: field 1 is the module, field 3 the buffer assignment."""
     module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     buffers = getattr(stats, "serialized_buffer_assignment_proto", b"")
     return b"".join(
@@ -130,6 +137,7 @@ def _hlo_proto(compiled: jax.stages.Compiled, stats: Any) -> bytes:
 
 
 def _varint(number: int) -> bytes:
+    """Encodes an integer as a protocol buffer varint."""
     groups = []
     while True:
         groups.append(number & 0x7F | (0x80 if number > 0x7F else 0))

@@ -1,4 +1,4 @@
-"""Requests for a profile while a job runs: by SIGUSR1, or by a file in its directory."""
+"""Receives requests for a profile of a running job: SIGUSR1, or a file in its directory."""
 
 import re
 import time
@@ -9,45 +9,46 @@ from praxis_lite.core.errors import shown
 from praxis_lite.job import processes
 from praxis_lite.job.processes.stop_request import StopRequest
 
-NUM_STEPS = 3  # Of a profile whose request says no number.
+NUM_STEPS = 3  # Number of steps if the request does not specify one.
 MAX_STEPS = 1000
-_SECONDS = 1.0  # Between two looks at the directory.
+_POLL_SECONDS = 1.0
 
 
 class ProfileRequests:
-    """The requests that reach this process; those by a file reach the first process alone.
+    """Requests for a profile to this process. Only the first process looks for the file.
 
     Args:
-      file: its text may be a number of steps; it is removed once it is read.
-      stop: hears SIGUSR1.
-      note: prints a line.
+      file: The file that requests a profile; it may contain a number of steps, and is removed once
+        it was read.
+      stop: Listener that receives SIGUSR1.
+      note: Prints a line.
     """
 
     def __init__(self, file: Path, stop: StopRequest, note: Callable[[str], None]):
         self._file, self._stop, self._note = file, stop, note
-        self._looked_at = -_SECONDS
-        self._looks = processes.is_first()
+        self._polled_at = -_POLL_SECONDS
+        self._polls_file = processes.is_first()
 
-    def taken(self) -> int:
-        """Returns how many steps were asked for since the last call; 0 if none were."""
-        asked, self._stop.profile_is_asked = self._stop.profile_is_asked, False
+    def take(self) -> int:
+        """Returns the number of steps requested since the last call; 0 without a request."""
+        has_signal, self._stop.profile_requested = self._stop.profile_requested, False
         now = time.monotonic()
-        if self._looks and now - self._looked_at >= _SECONDS:
-            self._looked_at = now
+        if self._polls_file and now - self._polled_at >= _POLL_SECONDS:
+            self._polled_at = now
             if self._file.exists():
-                return self._read() or NUM_STEPS * asked
-        return NUM_STEPS * asked
+                return self._read() or NUM_STEPS * has_signal
+        return NUM_STEPS * has_signal
 
     def _read(self) -> int:
-        """Returns the number of steps that the file asks for; 0, and a line, if it is none."""
+        """Reads and removes the file; returns its number of steps, or notes why it has none."""
         try:
             text = self._file.read_text(errors="replace").strip()
             self._file.unlink()
         except OSError as error:
-            self._looks = False
+            self._polls_file = False
             self._note(
-                f"{self._file} cannot be read and removed ({error.strerror or error}): no profile "
-                "is asked for by a file from here on. SIGUSR1 asks for one, too."
+                f"{self._file} cannot be read and removed ({error.strerror or error}), so this "
+                "launch ignores the file from now on. Send SIGUSR1 to request a profile."
             )
             return 0
         is_number = re.fullmatch(r"\d{1,4}", text, re.ASCII) and 1 <= int(text) <= MAX_STEPS

@@ -1,4 +1,4 @@
-"""Runs JAX's profiler over a few steps and writes its files; its errors never end the run."""
+"""Traces steps with JAX's profiler; its errors never end the run."""
 
 import contextlib
 import logging
@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces steps into `profiles/FIRST` in the job's directory, as xprof and TensorBoard read it.
+    """Traces steps into `profiles/FIRST_STEP` in the job's directory, for xprof and TensorBoard.
 
-    Every process calls each method; `run.profile.processes` says which of them trace.
+    Every process calls each method; `run.profile.processes` selects the processes that trace.
 
     Attributes:
-      steps: of the profile that is being made, or None. Kept until its end even if the trace could
-        not be begun, so that all processes continue alike.
-      note: prints a line.
+      steps: The steps being profiled, or None. Set until the last of them even if the trace could
+        not be started, so that all processes take the same path.
+      note: Prints a line.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -35,11 +35,11 @@ class Profiler:
         self._traces = processes.is_first() or job.run.profile.processes == "all"
         self.steps: range | None = None
         self.note: Callable[[str], None] = print
-        self._folder: Path | None = None  # Of a trace that runs.
-        self._began = 0.0
+        self._folder: Path | None = None  # Set while a trace runs.
+        self._start = 0.0
 
     def begin(self, steps: range, state: TrainState) -> None:
-        """Begins to trace, once the devices have made `state`, which the first step takes."""
+        """Starts the trace once the devices have computed `state`, the input of the first step."""
         self.steps = steps
         if not self._traces:
             return
@@ -47,44 +47,51 @@ class Profiler:
         folder = self._job.files.profiles / str(steps.start)
         with self._never_ending_the_run(f"no profile is made of {_words(steps)}"):
             if processes.is_first():
-                # Of steps that a previous launch made and lost.
+                # An earlier launch may have profiled this step and lost it.
                 shutil.rmtree(folder, ignore_errors=True)
             unfinished = _unfinished(folder)
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             jax.profiler.start_trace(unfinished, profiler_options=_options())
-            self._folder, self._began = folder, time.perf_counter()
+            self._folder, self._start = folder, time.perf_counter()
 
     def end(self, step: int, state: TrainState) -> Path | None:
-        """Writes the files of a profile, whose last step made `state`.
+        """Stops the trace and writes the profile's files.
+
+        Args:
+          step: The last profiled step.
+          state: The state after it, which is waited for.
 
         Returns:
-          The folder; None in other processes than the first, and if a file could not be written.
+          The profile's folder; None if this is not the first process or a file was not written.
         """
         steps, self.steps = range(self.steps.start, step + 1), None
         folder, self._folder = self._folder, None
         if folder is None:
             return None
         jax.block_until_ready(state)
-        seconds, is_kept = time.perf_counter() - self._began, False
+        seconds, is_written = time.perf_counter() - self._start, False
         with self._never_ending_the_run(f"the profile of {_words(steps)} is lost"):
             _stop()
             _move(_unfinished(folder), folder / "plugins/profile" / f"step_{steps.start}")
-            is_kept = True
+            is_written = True
         shutil.rmtree(_unfinished(folder), ignore_errors=True)
-        if not is_kept or not processes.is_first():
+        if not is_written or not processes.is_first():
             return None
         self.note(f"profiled {_words(steps)}: {folder}")
-        with self._never_ending_the_run(f"{folder} has the trace alone"):
+        with self._never_ending_the_run(f"{folder} contains only the trace"):
             write_facts(self._job, folder, steps, seconds)
             return folder
         return None
 
     def discard(self) -> None:
-        """Ends an unfinished trace, if there is any, and removes its files."""
+        """Stops an unfinished trace, if there is one, and removes its files."""
         folder, self._folder, steps, self.steps = self._folder, None, self.steps, None
         if folder is not None:
-            self.note(f"the profile from step {steps.start} on is given up: training ends before")
+            self.note(
+                f"the profile that began with step {steps.start} is discarded, because training "
+                "ends before its last step"
+            )
             with contextlib.suppress(Exception):
                 _stop()
             shutil.rmtree(_unfinished(folder), ignore_errors=True)
@@ -94,15 +101,15 @@ class Profiler:
         try:
             yield
         except Exception as error:
-            words = shown(" ".join(str(error).split()) or type(error).__name__, 300)
-            # What other processes than the first print is dropped, but for warnings.
-            say = self.note if processes.is_first() else _log.warning
-            say(f"{outcome}, and training goes on: {words}")
+            reason = shown(" ".join(str(error).split()) or type(error).__name__, 300)
+            # Other processes than the first show only log warnings.
+            note = self.note if processes.is_first() else _log.warning
+            note(f"{outcome}, but training continues: {reason}")
 
 
 def _options() -> Any:
     options = jax.profiler.ProfileOptions()
-    # Calls of Python take most of a trace, and the time of the steps that they are in.
+    # Python calls would fill most of the trace, and recording them slows the steps down.
     options.python_tracer_level = 0
     if hasattr(options, "raise_error_on_start_failure"):
         options.raise_error_on_start_failure = True
@@ -113,25 +120,26 @@ def _stop() -> None:
     try:
         jax.profiler.stop_trace()
     except Exception:
-        # JAX still holds a trace that it could not write, and would begin no other one.
+        # After a failed write JAX considers the trace as running and would refuse to start another.
         with contextlib.suppress(Exception):
             jax.profiler.stop_trace()
         raise
 
 
 def _unfinished(folder: Path) -> Path:
-    """Returns the folder into which this process traces, next to that of the profile.
+    """Returns the folder into which this process traces, next to the profile's folder.
 
-    The first process may begin after others, and removes the profile's folder.
+    It cannot be inside, because the first process clears the profile's folder, perhaps after
+    another process has started its trace.
     """
     return folder.with_name(f".process_{processes.index()}")
 
 
 def _move(unfinished: Path, session: Path) -> None:
-    """Moves the files that JAX named by host and time to where all processes have theirs."""
+    """Moves the files of a trace, which JAX named by host and time, to the profile's folder."""
     files = [file for file in unfinished.rglob("*") if file.is_file() and file.stat().st_size]
     if not any(file.name.endswith(".xplane.pb") for file in files):
-        raise OSError("JAX's profiler has written no trace; the disk may be full")
+        raise OSError("JAX's profiler wrote no trace; the disk may be full")
     session.mkdir(parents=True, exist_ok=True)
     for file in files:
         for ending in (".xplane.pb", ".trace.json.gz"):

@@ -1,4 +1,4 @@
-"""The first and the last steps of profiles while a job trains."""
+"""Hooks that start and end profiles at the right steps."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.profiler import Profiler
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
-_TOO_LATE = "no profile is made of what was asked for: no step is left"
+_TOO_LATE = "the requested profile is not made: no step is left"
 
 
 class ProfileBegins(Hook):
-    """Begins a profile when the step before its first is made, saved and evaluated.
+    """Starts a profile after the previous step was evaluated and saved.
 
-    The last of a job's hooks. Steps are profiled that `run.profile.steps` names or that were asked
-    for while the job runs; of a named range the steps that are still to come.
+    The last of a job's hooks. It profiles the remaining steps of each range in `run.profile.steps`,
+    and steps that were requested while the job runs.
     """
 
     every = None
@@ -32,30 +32,30 @@ class ProfileBegins(Hook):
     def compiling(self) -> Iterator[None]:
         yield
         state, self._state = self._state, None
-        if steps := self._named_after(self._loop.first_step):
+        if steps := self._configured_after(self._loop.first_step):
             self._profiler.begin(steps, state)
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        asked = self._loop.profile_steps
-        return bool(asked) or (not is_last and self._named_after(step) is not None)
+        num_requested = self._loop.profile_steps
+        return bool(num_requested) or (not is_last and self._configured_after(step) is not None)
 
     def after_step(self, made: StepMade) -> None:
-        asked, self._loop.profile_steps = self._loop.profile_steps, 0
+        num_requested, self._loop.profile_steps = self._loop.profile_steps, 0
         if self._profiler.steps:
-            self._loop.note("no profile is made of what was asked for: another is being made")
+            self._loop.note("the requested profile is not made: another profile is running")
         elif made.is_last:
             self._loop.note(_TOO_LATE)
         else:
-            end = min(made.step + asked, self._run.num_train_steps) + 1
-            steps = self._named_after(made.step) or range(made.step + 1, end)
+            end = min(made.step + num_requested, self._run.num_train_steps) + 1
+            steps = self._configured_after(made.step) or range(made.step + 1, end)
             self._profiler.begin(steps, made.state)
 
     def after_training(self, step: int) -> None:
-        if self._loop.has_asked:
+        if self._loop.has_profile_request:
             self._loop.note(_TOO_LATE)
 
-    def _named_after(self, step: int) -> range | None:
-        """Returns the steps that follow this step in the settings' range around it, or None."""
+    def _configured_after(self, step: int) -> range | None:
+        """Returns the steps after `step` of the range that contains `step + 1`, or None."""
         if self._profiler.steps:
             return None
         for steps in self._ranges:
@@ -65,10 +65,10 @@ class ProfileBegins(Hook):
 
 
 class ProfileEnds(Hook):
-    """Ends a profile when its last step is made, before that is evaluated or saved.
+    """Ends a profile after its last step, before that step is evaluated or saved.
 
-    The first of a job's hooks. If the job is asked to end it has little time, and that is for its
-    checkpoint: the profile is discarded.
+    The first of a job's hooks. If the job is asked to stop, the profile is discarded, because the
+    remaining time is needed for the checkpoint.
     """
 
     every = None
@@ -79,11 +79,11 @@ class ProfileEnds(Hook):
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
         self._profiler.note = loop.note
-        if not loop.stop.hears_profiles:
+        if not loop.stop.handles_profile_signal:
             loop.note(
-                "note: SIGUSR1 is not heard, because training is not in the main thread, or the "
-                "process has a handler of its own; a file asks for a profile: "
-                f"{loop.job.files.profile_request}"
+                "note: SIGUSR1 does not request a profile, because training does not run in the "
+                "main thread or the program has installed a handler for SIGUSR1; create the file "
+                f"{loop.job.files.profile_request} instead"
             )
 
     def is_due(self, step: int, is_last: bool) -> bool:
@@ -94,7 +94,7 @@ class ProfileEnds(Hook):
         with self._loop.watchdog.during(f"writing the profile that ends with step {made.step}"):
             folder = self._profiler.end(made.step, made.state)
             if folder is not None:
-                self._loop.profiled(folder)
+                self._loop.report_profile(folder)
 
     def __exit__(self, *exc_info: object) -> None:
         self._profiler.discard()

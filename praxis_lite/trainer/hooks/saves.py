@@ -1,4 +1,4 @@
-"""When a job saves while it trains, and what is saved in addition to the state."""
+"""The hook that saves checkpoints, and the data that is saved with the state."""
 
 import json
 import time
@@ -18,9 +18,9 @@ __all__ = ("data_to_save",)
 
 
 class Saves(Hook):
-    """Saves every N steps or seconds, retries failed saves, and saves the last step.
+    """Saves checkpoints every N steps or seconds and at the end, and retries failed saves.
 
-    It comes after the hooks whose values it saves, so that these are of the same step.
+    It runs after the hooks whose values it saves, so that these values belong to the same step.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -29,7 +29,8 @@ class Saves(Hook):
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
         if loop.results is not None and self._job.run.checkpoints.best is not None:
-            # Saved again, with the values of the late evaluation, that it is judged by.
+            # The interrupted evaluation of this step was repeated: save the step again with its
+            # results, which decide whether it is among the best checkpoints.
             loop.stop.step_ended()
             self.save(loop.first_step, state, is_last=True)
         loop.saved_at = time.monotonic()
@@ -45,7 +46,7 @@ class Saves(Hook):
         self.save(made.step, made.state, is_last=made.is_last)
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
-        """Begins to save a state, with the position in the data and what other hooks save."""
+        """Starts a save of the state, the data position and the values of other hooks."""
         loop = self._loop
         data = data_to_save(step, loop)
         loop.saved_at = time.monotonic()
@@ -63,16 +64,17 @@ class Saves(Hook):
 
 
 def data_to_save(step: int, loop: Loop) -> dict[str, object]:
-    """Returns values to save with a state: the position in the data, the seed, and the hooks'."""
+    """Returns the JSON data to save with a state: data position, seed and values of hooks."""
     position = DataPosition.of_step(step, loop.skipped_batches)
     data = {**position.as_json(loop.job.datasets[TRAIN]), "run_seed": loop.job.run.seed}
-    if hooks := _saved_by(loop):
+    if hooks := _hook_values(loop):
         data["hooks"] = hooks
     return data
 
 
-def _saved_by(loop: Loop) -> dict[str, object]:
-    saved = {}
+def _hook_values(loop: Loop) -> dict[str, object]:
+    """Returns the values that hooks save, by hook name; raises ConfigError if not JSON."""
+    values = {}
     for name, hook in by_name(loop.hooks).items():
         if not overrides(hook, "to_save"):
             continue
@@ -81,9 +83,9 @@ def _saved_by(loop: Loop) -> dict[str, object]:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{type(hook).__name__}.to_save returns {value!r:.200}, which JSON cannot "
-                f"hold ({error}). Return numbers, texts, and lists and dicts of them."
+                f"{type(hook).__name__}.to_save returns {value!r:.200}, which is not JSON "
+                f"serializable ({error}). Return numbers, strings, and lists and dicts of these."
             ) from None
         if value is not None:
-            saved[name] = value
-    return saved
+            values[name] = value
+    return values

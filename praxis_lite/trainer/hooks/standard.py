@@ -1,4 +1,4 @@
-"""The hooks of every job, in their order."""
+"""Assembles the hooks of a job, in the order in which they are called."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,22 +20,23 @@ from praxis_lite.trainer.metrics.progress import ProgressLine
 MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 
-def hooks_of(
+def all_hooks(
     job: JobOnMesh, progress: ProgressLine, more: MoreHooks, trackers: Trackers,
     other_saves: Sequence[Hook],
 ) -> list[Hook]:
-    """Returns the hooks of a job: those of every job, of tools, and of its experiment."""
+    """Returns all hooks of a job: the standard hooks, and those of tools and the experiment."""
     profiler = Profiler(job)
     return [
-        # A profile has neither what is done after its last step, nor before its first.
+        # First and last, so that a profile contains no other hook's work outside its steps.
         ProfileEnds(job, profiler),
         *more(job),
-        # Files come first: a step is on disk before a later hook reports it or raises.
+        # Before hooks that report a step or raise: its metrics are then on disk.
         MetricsFiles(job), Examples(job), Tracking(trackers), Progress(job, progress),
         LossSpikes(job), SkippedSteps(job), EarlyStops(job),
         Evaluations(job), FollowedEvaluations(job, trackers),
         *job.hooks,
-        # Sooner done than the disk's: at a stop they are what is left if time runs out.
+        # Before the checkpoint, because they are faster: a job that is killed while it saves the
+        # checkpoint has at least these.
         *other_saves,
         Saves(job),
         ProfileBegins(job, profiler),

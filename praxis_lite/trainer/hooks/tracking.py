@@ -1,4 +1,4 @@
-"""A job's trackers: their threads, and the hook that tells them what was made."""
+"""The trackers of a job, such as TensorBoard, and the hook that sends them metrics."""
 
 import contextlib
 import json
@@ -29,16 +29,16 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.json_lines import lines_if_any, lost_path
 from praxis_lite.trainer.summary import continuations
 
-# The end of a launch waits no longer for its trackers.
+# How long the end of a launch waits for its trackers.
 END_SECONDS = 30
-# Continuations of each dataset that trackers get as a text.
+# Number of decoded samples of each dataset that trackers get.
 NUM_SAMPLES = 5
 
 
 class Trackers(contextlib.AbstractContextManager):
-    """The trackers of a job, each in a separate thread, which begins with training.
+    """The trackers of a job, each in a thread that starts with training.
 
-    Leaving the context ends them, and waits for at most END_SECONDS.
+    Leaving the context ends the trackers and waits for them for at most END_SECONDS.
     """
 
     def __init__(
@@ -48,69 +48,73 @@ class Trackers(contextlib.AbstractContextManager):
         self._ending: Ending = "finished"
 
     def go_on_from(self, step: int) -> None:
-        """Announces that training begins after this step: at a start, and after a roll-back.
+        """Notifies the trackers that training starts after `step`, in a launch or a roll-back.
 
-        The lines of later steps were moved to the files of lost lines, which tell how far training
-        was before.
+        The lines of later steps were moved to the files of lost lines, from which the newest
+        recorded step is read.
         """
         if self._threads:
-            steps = _newest_lost(self._files.metrics_jsonl, self._note)
-            evaluations = _newest_lost(self._files.eval_metrics_jsonl, self._note)
+            newest_step = _newest_lost(self._files.metrics_jsonl, self._note)
+            newest_evaluation = _newest_lost(self._files.eval_metrics_jsonl, self._note)
         for thread in self._threads:
-            thread.go_on_from(step, steps, evaluations)
+            thread.go_on_from(step, newest_step, newest_evaluation)
             if thread.ident is None:
                 thread.start()
 
-    def made(self, step: int, line: Mapping[str, Any]) -> None:
-        """Gives the trackers the numbers of a step."""
+    def log_step(self, step: int, line: Mapping[str, Any]) -> None:
+        """Sends the metrics of a step to the trackers."""
         if any(thread.is_due(step) for thread in self._threads):
             numbers = numbers_of(line)
             for thread in self._threads:
-                thread.made(step, numbers)
+                thread.log_step(step, numbers)
 
-    def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        """Gives the trackers the metrics of an evaluation, by dataset."""
+    def log_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Sends the metrics of an evaluation, by dataset, to the trackers."""
         for thread in self._threads:
-            thread.evaluated(step, results)
+            thread.log_evaluation(step, results)
 
-    def ends(self, first_step: int, step: int, *, stopped: bool) -> None:
-        """Announces that the launch trained from `first_step` to `step`.
+    def finish(self, first_step: int, step: int, *, stopped: bool) -> None:
+        """Sends the loss curve, and samples decoded since `first_step`, to the trackers.
 
-        The trackers get its loss curve, and samples of what was decoded since `first_step`.
+        Args:
+          first_step: Step that the launch started from.
+          step: Last step of the launch.
+          stopped: Whether the launch was stopped before the end of training.
         """
         self._ending = "stopped" if stopped else "finished"
         if not self._threads:
             return
         try:
-            for dataset, decoded, text in continuations(self._files, NUM_SAMPLES):
-                if decoded >= first_step:
+            for dataset, decoded_step, text in continuations(self._files, NUM_SAMPLES):
+                if decoded_step >= first_step:
                     for thread in self._threads:
-                        thread.text(decoded, f"decode/{dataset}", text)
+                        thread.text(decoded_step, f"decode/{dataset}", text)
         except ConfigError as error:
             self._note(f"note: trackers get no decoded samples: {error}")
-        with contextlib.suppress(OSError):  # There is none, as a note said.
+        # Without a picture, `draw_loss_curve` has noted why.
+        with contextlib.suppress(OSError):
             png = content_of(self._files.loss_curve_png)
             for thread in self._threads:
                 thread.image(step, "loss_curve", png)
 
-    def say(self, note: Callable[[str], None]) -> None:
-        """Passes on the notes of the trackers."""
+    def forward_notes(self, note: Callable[[str], None]) -> None:
+        """Passes the notes that the trackers have queued to `note`."""
         for thread in self._threads:
             while thread.notes:
                 note(thread.notes.popleft())
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        ends_at = time.monotonic() + END_SECONDS
-        begun = [thread for thread in self._threads if thread.ident is not None]
-        for thread in begun:
+        deadline = time.monotonic() + END_SECONDS
+        started = [thread for thread in self._threads if thread.ident is not None]
+        for thread in started:
             thread.end(self._ending if kind is None else "failed")
-        for thread in begun:
-            thread.join(max(0.0, ends_at - time.monotonic()))
-        self.say(self._note)
-        for thread in begun:
+        for thread in started:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self.forward_notes(self._note)
+        for thread in started:
             if thread.is_alive():
-                self._note(f"note: the {thread.name} was not done after {END_SECONDS} s, and is "
-                           "left; it may lack the newest numbers")
+                self._note(f"note: the {thread.name} did not finish within {END_SECONDS} s; it may "
+                           "lack the newest numbers")
 
 
 def _newest_lost(path: Path, note: Callable[[str], None]) -> int:
@@ -118,12 +122,12 @@ def _newest_lost(path: Path, note: Callable[[str], None]) -> int:
     try:
         return max((line["step"] for line in lines_if_any(lost_path(path))), default=0)
     except ConfigError as error:
-        note(f"note: trackers may get steps a second time: {error}")
+        note(f"note: trackers may get some steps twice: {error}")
         return 0
 
 
 class Tracking(Hook):
-    """Gives the trackers what was made; comes after the hook that writes the files of metrics."""
+    """Sends metrics to the trackers; runs after the hook that writes the metrics files."""
 
     every, waits = None, False
 
@@ -135,23 +139,25 @@ class Tracking(Hook):
         self._trackers.go_on_from(loop.first_step)
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        self._trackers.made(metrics.step, metrics.line)
-        self._trackers.say(self._note)
+        self._trackers.log_step(metrics.step, metrics.line)
+        self._trackers.forward_notes(self._note)
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        self._trackers.evaluated(step, results)
+        self._trackers.log_evaluation(step, results)
 
 
-def trackers_of(
+def open_trackers(
     job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
 ) -> Trackers:
-    """Returns the trackers of a job; none of a process that is not the first.
+    """Returns the trackers of a job; they are empty in all processes but the first.
 
     Args:
-      first_step: the number of steps that were made before.
-      note: prints a line.
+      job: The job on its mesh.
+      launched: The config of the launch.
+      first_step: Number of steps made before this launch.
+      note: Prints a line.
     """
-    trackers = {name: item for name, item in job.run.trackers.items() if item is not None}
+    trackers = {name: tracker for name, tracker in job.run.trackers.items() if tracker is not None}
     threads = []
     if trackers and processes.is_first():
         try:
@@ -168,7 +174,7 @@ def trackers_of(
 def tracked_run(
     job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
 ) -> TrackedRun:
-    """Returns a run as its trackers see it; raises ConfigError if its id cannot be written."""
+    """Describes a run for its trackers; raises ConfigError if its id cannot be written."""
     mesh, leaves = job.partitioner.mesh, job.partitioner.layout.leaves()
     sizes = (math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/"))
     facts = {
@@ -190,9 +196,10 @@ def tracked_run(
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id in `folder`/run_id.json, which the first launch makes.
+    """Returns the id in `folder`/run_id.json, which the first launch creates.
 
-    Raises ConfigError if the file cannot be read or written.
+    Raises:
+      ConfigError: The file cannot be read or written.
     """
     path = folder / "run_id.json"
     try:
@@ -201,7 +208,7 @@ def run_id(folder: Path) -> str:
         folder.mkdir(exist_ok=True)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path} has no run id ({error}). Remove it: trackers then begin a new run."
+            f"{path} contains no run id ({error}). Remove it to let trackers start a new run."
         ) from None
     except OSError as error:
         raise not_written(path, error) from error
@@ -211,6 +218,6 @@ def run_id(folder: Path) -> str:
 
 
 def _due_steps(job: JobOnMesh, tracker: Tracker) -> Callable[[int], bool]:
-    last = job.run.num_train_steps
-    every = tracker.every or job.run.log_every_steps or max(1, last // 200)
-    return lambda step: step % every == 0 or step == last
+    last_step = job.run.num_train_steps
+    every = tracker.every or job.run.log_every_steps or max(1, last_step // 200)
+    return lambda step: step % every == 0 or step == last_step

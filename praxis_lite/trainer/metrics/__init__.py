@@ -1,4 +1,4 @@
-"""Where do the numbers of a run go, and its clocks? JSON lines, the terminal, a PNG.
+"""Records and displays the metrics of a run: JSON lines, the progress line, the loss curve.
 
-Never sees a model. matplotlib is loaded on first use, tensorflow never.
+Never sees a model. matplotlib is imported on first use, tensorflow never.
 """

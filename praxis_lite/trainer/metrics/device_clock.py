@@ -1,4 +1,4 @@
-"""The devices' time of each step, measured by a thread that waits for it."""
+"""Measures how long each step takes on the devices, in a thread that waits for its outputs."""
 
 import contextlib
 import queue
@@ -10,62 +10,62 @@ from typing import Any
 import jax
 
 
-class OnDevices:
-    """A step that was started on the devices.
+class DeviceSpan:
+    """The time span of a step on the devices.
 
     Args:
-      called: when its call began, in seconds of `now`.
-      before: the step before, or None.
-      now: the clock.
+      dispatch_start: When the step was dispatched, in seconds of `now`.
+      previous: The span of the previous step, or None.
+      now: The clock.
     """
 
-    def __init__(self, called: float, before: "OnDevices | None", now: Callable[[], float]):
-        self._called, self._before, self._now = called, before, now
+    def __init__(
+        self, dispatch_start: float, previous: "DeviceSpan | None", now: Callable[[], float]
+    ):
+        self._dispatch_start, self._previous, self._now = dispatch_start, previous, now
         self._end: float | None = None
 
     def end(self) -> float:
-        """Returns when it ended: now, if no end was recorded before."""
+        """Records the current time as the end, unless an end was recorded, and returns the end."""
         if self._end is None:
             self._end = self._now()
         return self._end
 
     def seconds(self) -> float:
-        """Returns the seconds that it took; called once it has ended."""
-        end, began = self.end(), self._called
-        if self._before is not None:
-            began = max(began, self._before.end())
-            self._before = None  # It holds the step before it, and so on.
-        return max(0.0, end - began)
+        """Returns the duration in seconds; call it after the step has ended."""
+        end, start = self.end(), self._dispatch_start
+        if self._previous is not None:
+            start = max(start, self._previous.end())
+            self._previous = None  # Otherwise the spans of all steps would stay in memory.
+        return max(0.0, end - start)
 
 
 class DeviceClock(contextlib.AbstractContextManager):
-    """Measures the devices' time of steps, while it is entered.
+    """Measures the time of each step on this process's devices, without making anything wait.
 
-    The time of a step is that from its call, or from the end of the step before if that is later,
-    to its end, on the devices of this process. The end is when a thread that blocks until an output
-    is there wakes up: up to about 0.1 ms late, and longer only while the loop holds Python's lock
-    (at most 5 ms, the interval in which Python gives it away). The loop and the devices wait for
-    nothing. A step that begins on idle devices counts from its call, with what the host needs to
-    hand it over; a step that is called while another runs does not.
+    A step starts when it is dispatched, or when the previous step ends if that is later. It ends
+    when a thread that blocks on its outputs wakes up. That is about 0.1 ms late, or up to 5 ms
+    (Python's switch interval) while the loop holds the GIL. On idle devices the time therefore
+    includes the dispatch; while another step runs it does not.
 
     Args:
-      now: the clock.
+      now: The clock, in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now, self._last = now, None
-        self._waiting = queue.SimpleQueue[tuple[OnDevices, Any] | None]()
+        self._running = queue.SimpleQueue[tuple[DeviceSpan, Any] | None]()
         self._thread = threading.Thread(target=self._wait, name="device clock", daemon=True)
 
-    def began(self, called: float, outputs: Any) -> OnDevices:
-        """Returns a step that was just called, whose end is waited for from now on.
+    def began(self, dispatch_start: float, outputs: Any) -> DeviceSpan:
+        """Starts to measure a step that was just dispatched, and returns its span.
 
         Args:
-          called: when its call began.
-          outputs: arrays of its results that nothing donates.
+          dispatch_start: When the step was dispatched.
+          outputs: Arrays that the step computes and that are never donated.
         """
-        self._last = OnDevices(called, self._last, self._now)
-        self._waiting.put((self._last, outputs))
+        self._last = DeviceSpan(dispatch_start, self._last, self._now)
+        self._running.put((self._last, outputs))
         return self._last
 
     def __enter__(self) -> "DeviceClock":
@@ -73,13 +73,13 @@ class DeviceClock(contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._waiting.put(None)
-        self._thread.join(1.0)  # Devices that hang are the watchdog's to report.
+        self._running.put(None)
+        self._thread.join(1.0)  # Do not wait for devices that hang: the watchdog reports them.
 
     def _wait(self) -> None:
-        while (item := self._waiting.get()) is not None:
-            step, outputs = item
-            # What went wrong on the devices is raised where the loop reads the outputs.
+        while (running := self._running.get()) is not None:
+            span, outputs = running
+            # The loop raises errors of the devices when it reads the outputs.
             with contextlib.suppress(Exception):
                 jax.block_until_ready(outputs)
-            step.end()
+            span.end()

@@ -1,4 +1,4 @@
-"""metrics.jsonl: a flushed line per step, each step once, however often the run was killed."""
+"""Reads and writes metrics.jsonl: one flushed line per step, also after the run was killed."""
 
 import contextlib
 import fcntl
@@ -23,52 +23,57 @@ from praxis_lite.host.file_reading import (
     opened_to_append,
 )
 from praxis_lite.host.whole_files import not_written, write_whole
-from praxis_lite.trainer.metrics.kept_lines import KeptLines
+from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
 
 __all__ = (
     "append_lines", "evaluation_lines", "is_step", "json_line", "lines_if_any", "read_json_lines",
     "strict_json", "training_lines",
 )
 
-# Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
+# Written as strings, because JSON has no NaN and strict parsers reject it.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# What a person looks for first; the other keys follow by name.
+# The first keys of each line; the others follow sorted by name.
 _LEADING_KEYS = ("step", "dataset", "loss")
 
-# At the end of a file, whose lines are checked before others are added.
+# How much of the end of a file is checked before lines are appended.
 _CHECKED_BYTES = 1 << 16
 
-# `sampled_lines` reads all of a smaller file, and this number of lines of a larger one.
+# `sampled_lines` reads a file of at most this size completely, else this number of lines.
 _SMALL_BYTES = 4 * 2**20
 _NUM_SAMPLES = 8192
 
-_NOT_A_LINE = (ValueError, TypeError, KeyError, RecursionError)
+_PARSE_ERRORS = (ValueError, TypeError, KeyError, RecursionError)
 
 
 class JsonLinesWriter(contextlib.AbstractContextManager):
-    """Appends lines to a file, a line per step, each flushed as it is written.
+    """Appends one line per step to a file, and flushes each.
 
-    Opening the file removes what an earlier run left: a last line that a kill cut short, and the
-    lines after `resume_step`, which the resumed run writes again. They are moved to
-    NAME.lost.jsonl: first copied, then cut off, so a kill at any point loses nothing. Lines are
-    read from the end of the file, 64 KiB at least, up to the last one that stays; only of
-    evaluations, which other processes add in any order, all are read.
-    Raises ConfigError if one of these lines cannot be read, or the file cannot be written at first.
-    If it cannot be written later its lines are kept (`KeptLines`); if they cannot be written at the
-    end either, leaving the context raises ConfigError, or prints a note during another exception.
+    Opening the file cleans up after an earlier run. An incomplete last line is removed. Lines after
+    `resume_step`, which the resumed run will write again, are moved to NAME.lost.jsonl: they are
+    copied before they are cut off, so that nothing is lost if the process is killed in between.
+    To find them, the file is read backwards, at least 64 KiB; a file of evaluations is read
+    completely, because other processes append to it in any order of steps.
 
-    Numbers have as many digits as float64 needs, so float32 round-trips bit for bit. NaN and the
-    infinities are written as the strings "NaN", "Infinity" and "-Infinity".
+    If the file cannot be written later, its lines are buffered (`RetryingLineWriter`). If they
+    cannot be written at the end either, leaving the context raises ConfigError, or prints a note if
+    another exception is being raised.
+
+    Numbers have enough digits to round-trip float64. NaN and the infinities are written as the
+    strings "NaN", "Infinity" and "-Infinity".
 
     Args:
-      resume_step: the last step whose lines stay; -1: none do.
-      note: told when the file cannot be written, and when it can be again.
+      path: The file.
+      resume_step: Last step whose lines stay; -1 to keep no line.
+      note: Called with a line when the file cannot be written, and when it can be again.
 
     Attributes:
-      newest_kept: the newest step among the lines of earlier runs that stay; 0 if there is none.
-      lost_steps: the first and the last step of the lines that were moved; None if none were.
-      lost_path: the file that they are in.
+      newest_kept: Newest step among the lines that stay; 0 without lines.
+      lost_steps: First and last step of the lines that were moved; None if none were.
+      lost_path: The file they were moved to.
+
+    Raises:
+      ConfigError: One of the lines that were read is not valid, or the file cannot be opened.
     """
 
     def __init__(
@@ -79,16 +84,16 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lost_path = lost_path(self.path)
         self.newest_kept, self.lost_steps = 0, None
-        with no_other_changes(self.path):
+        with locked_folder(self.path):
             try:
-                with _opened_to_change(self.path) as file:
+                with _open_for_update(self.path) as file:
                     self._move_lost(file, resume_step)
-                self._lines = KeptLines(self.path, note)
+                self._lines = RetryingLineWriter(self.path, note)
             except OSError as error:
                 raise not_written(self.path, error) from error
 
     def _move_lost(self, file: IO[bytes], last: int) -> None:
-        """Moves the lines of steps after the `last` to the file of lost lines."""
+        """Moves the lines of steps after `last` to the file of lost lines."""
         finish_last_line(file)
         cut, newest, size = None, 0, os.fstat(file.fileno()).st_size
         for offset, line in _newest_first(self.path, file):
@@ -99,66 +104,67 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
             else:
                 self.newest_kept = max(self.newest_kept, step)
                 if "dataset" not in line and size - offset > _CHECKED_BYTES:
-                    break  # All lines before are of earlier steps.
+                    break  # Earlier lines have earlier steps.
         if cut is None:
             return
         file.seek(cut)
         lost, kept = [], []
         for text in file:
-            (lost if _parsed(text)["step"] > last else kept).append(text)
+            (lost if _parse_line(text)["step"] > last else kept).append(text)
         _add_to(self.lost_path, b"".join(lost))
-        if kept:  # Other processes' lines, between the lost ones: a reader sees all or none.
+        if kept:
+            # Lines of other processes, between the lost ones. Replace the file atomically.
             file.seek(0)
             write_whole(self.path, file.read(cut) + b"".join(kept))
         else:
             os.ftruncate(file.fileno(), cut)
 
     def num_lines(self) -> int:
-        """Returns how many lines the file has, by reading all of it."""
+        """Counts the lines of the file by reading all of it."""
         with opened(self.path) as file:
             return sum(1 for _ in file)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends a line, which must have an integer `step`; scalar arrays become numbers."""
+        """Appends a line, which must have an integer `step`; scalar arrays are converted."""
         if not isinstance(line.get("step"), int | np.integer):
             raise ValueError(f"{self.path}: a line needs an integer 'step', got {dict(line)}")
         self._lines.add(int(line["step"]), json_line(line))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._lines.close(is_last_word=kind is None)
+        self._lines.close(raise_on_loss=kind is None)
 
 
 def lost_path(path: pathlib.Path) -> pathlib.Path:
-    """Returns the file of the lines that were moved out of a file."""
+    """Returns the file to which the lines of recomputed steps are moved."""
     return path.with_name(f"{path.stem}.lost.jsonl")
 
 
 def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Appends lines to a file that another process may be writing, all of them at once.
+    """Appends lines in one write to a file that another process may be writing.
 
-    A last line that a killed writer cut short goes, as in `JsonLinesWriter`. Raises ConfigError if
-    the file cannot be written.
+    An incomplete last line, left by a killed writer, is removed. Raises ConfigError if the file
+    cannot be written.
     """
     text = "".join(map(json_line, lines))
     try:
-        with no_other_changes(path), _opened_to_change(path) as file:
+        with locked_folder(path), _open_for_update(path) as file:
             finish_last_line(file)
-            with opened_to_append(path) as end:
-                end.write(text)
+            with opened_to_append(path) as appended:
+                appended.write(text)
     except OSError as error:
         raise not_written(path, error) from error
 
 
-def _opened_to_change(path: pathlib.Path) -> IO[bytes]:
-    """Opens a plain file, new or old, to read and to write it."""
+def _open_for_update(path: pathlib.Path) -> IO[bytes]:
+    """Opens a regular file for reading and writing, and creates it if needed."""
     return os.fdopen(descriptor(path, os.O_RDWR | os.O_CREAT), "r+b")
 
 
 def _add_to(path: pathlib.Path, text: bytes) -> None:
-    """Adds lines to a file, which are on disk in the end."""
+    """Appends lines to a file and syncs them to disk; restores the file if that fails."""
     is_new = not path.exists()
     try:
-        with _opened_to_change(path) as file:
+        with _open_for_update(path) as file:
             finish_last_line(file)
             size = file.seek(0, os.SEEK_END)
             try:
@@ -175,11 +181,11 @@ def _add_to(path: pathlib.Path, text: bytes) -> None:
 
 
 @contextlib.contextmanager
-def no_other_changes(path: pathlib.Path) -> Iterator[None]:
-    """Holds a lock on the folder, so that no other process cuts the file or adds to it.
+def locked_folder(path: pathlib.Path) -> Iterator[None]:
+    """Locks the file's folder, so that no other process truncates the file or appends to it.
 
-    The writer of the file adds to it all the same: its lines and theirs are complete. A file system
-    without locks has none.
+    `JsonLinesWriter.write` takes no lock, because it appends complete lines. On file systems
+    without locks this does nothing.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -191,102 +197,104 @@ def no_other_changes(path: pathlib.Path) -> Iterator[None]:
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Returns the file's lines, "NaN" and the infinities as floats again.
+    """Returns the parsed lines of a file, with "NaN" and the infinities as floats.
 
-    A last line that is cut short is left out: its writer was killed, or is writing it now. Raises
-    ConfigError if there is no such file, or another line is no JSON object with a `step`.
+    An incomplete last line is left out: its writer was killed or is still writing it.
+
+    Raises:
+      ConfigError: There is no such file, or another line is not a JSON object with a `step`.
     """
-    return list(_each_line(pathlib.Path(path)))
+    return list(_read_lines(pathlib.Path(path)))
 
 
-def _each_line(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of `read_json_lines`, one after the other."""
-    with _opened_lines(path) as file:
+def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of `read_json_lines` one by one."""
+    with _open_lines(path) as file:
         for number, text in enumerate(file, start=1):
             try:
-                yield with_non_finite(_parsed(text))
-            except _NOT_A_LINE as error:
+                yield restore_non_finite(_parse_line(text))
+            except _PARSE_ERRORS as error:
                 if isinstance(error, ValueError) and not file.read(1):
                     return
-                raise _no_line(path, number, text) from error
+                raise _bad_line_error(path, number, text) from error
 
 
 def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of `read_json_lines`, the last one first; none if there is no such file.
+    """Yields the lines of `read_json_lines` in reverse order; none if there is no such file.
 
-    Only those that are asked for are read: the end of a long file costs what that of a short one
-    does.
+    The file is read backwards and only as far as needed.
     """
     if path.exists():
-        with _opened_lines(path) as file:
+        with _open_lines(path) as file:
             for _, line in _newest_first(path, file):
-                yield with_non_finite(line)
+                yield restore_non_finite(line)
 
 
 def sampled_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of `read_json_lines`; of a file above 4 MiB some 8,000 evenly spread ones.
+    """Yields the lines of `read_json_lines`, or about 8,000 evenly spaced ones above 4 MiB.
 
-    The first and the last line are among them.
+    The first and the last line are always included.
     """
-    with _opened_lines(path) as file:
-        size, done = os.fstat(file.fileno()).st_size, -1
+    with _open_lines(path) as file:
+        size, last_offset = os.fstat(file.fileno()).st_size, -1
         if size <= _SMALL_BYTES:
-            yield from _each_line(path)
+            yield from _read_lines(path)
             return
         for number in range(_NUM_SAMPLES):
             file.seek(size * number // _NUM_SAMPLES)
             if number:
-                file.readline()  # The rest of a line.
+                file.readline()  # Skip the rest of the line at this position.
             offset, text = file.tell(), file.readline()
-            if offset > done and text.endswith(b"\n"):
-                done = offset
-                yield with_non_finite(_line_at(path, file, offset, text))
+            if offset > last_offset and text.endswith(b"\n"):
+                last_offset = offset
+                yield restore_non_finite(_line_at(path, file, offset, text))
         for offset, line in itertools.islice(_newest_first(path, file), 1):
-            if offset > done:
-                yield with_non_finite(line)
+            if offset > last_offset:
+                yield restore_non_finite(line)
 
 
 def _newest_first(path: pathlib.Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (offset, line) of the lines of a file, the last one that is complete first."""
+    """Yields (offset, line) for the complete lines of a file, in reverse order."""
     is_last = True
     for offset, text in lines_from_end(file):
         if is_last and not is_json(text):
-            is_last = bool(not text)  # What follows the last line break; and a line cut short.
+            # Skip the empty text after the last line break, and then an incomplete line.
+            is_last = bool(not text)
             continue
         is_last = False
         yield offset, _line_at(path, file, offset, text)
 
 
 def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> dict[str, Any]:
-    """Returns a line. Raises ConfigError with its number if it is none."""
+    """Parses the line at an offset; raises ConfigError with its line number if it is not valid."""
     try:
-        return _parsed(text)
-    except _NOT_A_LINE as error:
+        return _parse_line(text)
+    except _PARSE_ERRORS as error:
         file.seek(0)
-        raise _no_line(path, 1 + file.read(offset).count(b"\n"), text) from error
+        raise _bad_line_error(path, 1 + file.read(offset).count(b"\n"), text) from error
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse_line(text: bytes) -> dict[str, Any]:
     try:
         line = orjson.loads(text)
-    except ValueError:  # Python's own parser takes NaN too, and text that is not UTF-8.
+    except ValueError:  # Python's parser also accepts NaN, and text that is not UTF-8.
         line = json.loads(text.decode("utf-8", "replace"))
     if not is_step(line["step"]):
-        raise TypeError("step is no integer")
+        raise TypeError("step is not an integer")
     return line
 
 
-def _no_line(path: pathlib.Path, number: int, text: bytes) -> ConfigError:
+def _bad_line_error(path: pathlib.Path, number: int, text: bytes) -> ConfigError:
     return ConfigError(
         f"{path}, line {number}: not a JSON object with an integer 'step': "
-        f"{text[:80].decode('utf-8', 'replace')!r}. Fix or remove that line; only the last one "
-        "may be cut short."
+        f"{text[:80].decode('utf-8', 'replace')!r}. Fix or remove that line; only the last line "
+        "may be incomplete."
     )
 
 
 @contextlib.contextmanager
-def _opened_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a file of lines to read it. Raises ConfigError if that is not possible."""
+def _open_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Opens a file of lines for reading; raises ConfigError if it cannot be opened."""
     try:
         with opened(path) as file:
             yield file
@@ -294,37 +302,37 @@ def _opened_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
         raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). A run writes it; remove what "
-            "is in its place."
+            f"{path} cannot be read ({error.strerror or error}). A run writes this file; remove "
+            "whatever has taken its place."
         ) from None
 
 
 def is_step(value: object) -> bool:
-    """Returns True for an integer that a float64 holds exactly, as every step of a run is."""
+    """Returns whether a value is an integer that float64 represents exactly."""
     return isinstance(value, int) and abs(value) <= 2**53
 
 
 def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns `read_json_lines`, or [] if there is no such file."""
+    """Returns the parsed lines of a file; [] if there is no such file."""
     return read_json_lines(path) if path.exists() else []
 
 
 def training_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, or [] if there is no such file.
+    """Returns the lines of metrics.jsonl; [] if there is no such file.
 
     Raises:
-      ConfigError: as `read_json_lines`, or a line's loss is no number.
+      ConfigError: A line is not valid, or its loss is not a number.
     """
-    return _checked(path, "a number 'loss'", lambda line: is_number(line.get("loss")))
+    return _checked_lines(path, "a number 'loss'", lambda line: is_number(line.get("loss")))
 
 
 def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of eval_metrics.jsonl, or [] if there is no such file.
+    """Returns the lines of eval_metrics.jsonl; [] if there is no such file.
 
     Raises:
-      ConfigError: as `read_json_lines`, or a line has no dataset, or a metric that is no number.
+      ConfigError: A line is not valid, has no dataset, or has a metric that is not a number.
     """
-    return _checked(path, "a text 'dataset' and numbers", _is_evaluation)
+    return _checked_lines(path, "a text 'dataset' and numbers", _is_evaluation)
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
@@ -333,12 +341,12 @@ def _is_evaluation(line: Mapping[str, Any]) -> bool:
     )
 
 
-def _checked(
-    path: pathlib.Path, expected: str, is_right: Callable[[Mapping[str, Any]], bool]
+def _checked_lines(
+    path: pathlib.Path, expected: str, is_valid: Callable[[Mapping[str, Any]], bool]
 ) -> list[dict[str, Any]]:
     lines = lines_if_any(path)
     for number, line in enumerate(lines, start=1):
-        if not is_right(line):
+        if not is_valid(line):
             raise ConfigError(
                 f"{path}, line {number} is {str(line)[:80]}; expected {expected}. Fix or remove "
                 "that line."
@@ -347,7 +355,7 @@ def _checked(
 
 
 def json_line(line: Mapping[str, Any]) -> str:
-    """Returns a line of the file, with its line break."""
+    """Serializes a line of the file, with its line break."""
     keys = [key for key in _LEADING_KEYS if key in line]
     keys += sorted(line.keys() - set(keys))
     plain = {key: strict_json(line[key], key) for key in keys}
@@ -355,10 +363,14 @@ def json_line(line: Mapping[str, Any]) -> str:
 
 
 def strict_json(value: Any, key: str) -> Any:
-    """Returns `value` as what strict JSON can hold: NaN and the infinities become texts.
+    """Converts a value to strict JSON: NaN and the infinities become strings.
 
-    Numbers, texts, scalar arrays, and mappings and lists of them are taken. For others a ValueError
-    names the `key`.
+    Args:
+      value: A number, a string, a scalar array, or a mapping or list of these.
+      key: Name of the value, for the error message.
+
+    Raises:
+      ValueError: The value has another type.
     """
     if value is None or isinstance(value, str | bool | int):
         return value
@@ -368,10 +380,10 @@ def strict_json(value: Any, key: str) -> Any:
         return [strict_json(entry, key) for entry in value]
     if not isinstance(value, float):
         array = np.asarray(value)
-        # ml_dtypes' bfloat16 is of kind 'V', which NumPy uses for raw bytes too: ask for a number.
+        # Do not exclude kind 'V': it includes bfloat16 of ml_dtypes, which converts to float.
         if array.shape != () or array.dtype.kind in "OSUMmc":
             raise ValueError(f"metric {key!r}: cannot write {type(value).__name__} of shape "
-                             f"{array.shape}, dtype {array.dtype}; want a scalar number or text.")
+                             f"{array.shape}, dtype {array.dtype}; expected a scalar or a string.")
         if array.dtype.kind in "biu":
             return array.item()
         value = float(array)
@@ -380,12 +392,12 @@ def strict_json(value: Any, key: str) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def with_non_finite(value: Any) -> Any:
-    """Returns a value of a line with "NaN" and the infinities as floats, at any depth."""
+def restore_non_finite(value: Any) -> Any:
+    """Converts the strings "NaN", "Infinity" and "-Infinity" to floats, at any depth."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: with_non_finite(entry) for key, entry in value.items()}
+        return {key: restore_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [with_non_finite(entry) for entry in value]
+        return [restore_non_finite(entry) for entry in value]
     return value

@@ -1,4 +1,4 @@
-"""Lines added to a file, and kept in memory while the disk does not take them."""
+"""Appends lines to a file, and buffers them in memory while the disk cannot be written."""
 
 import contextlib
 import os
@@ -12,53 +12,53 @@ from praxis_lite.host.file_reading import descriptor
 _RETRY_SECONDS = 1.0
 
 
-class KeptLines:
-    """A file to which each line is added at once; a disk that fails ends nothing.
+class RetryingLineWriter:
+    """Appends lines to a file; a disk error does not raise while training runs.
 
-    Lines that cannot be written (a full disk, an input/output error) are kept and tried again with
-    a later line, a second later at the earliest. A note reports when that begins, and when they are
-    in the file.
+    Lines that cannot be written, because the disk is full or has an I/O error, stay in memory and
+    are retried together with a later line, at most once a second. A note reports the first failure,
+    and the first success after it.
 
     Args:
-      path: of the file, which is made if its directory is there.
-      note: prints a line.
+      path: The file; it is created if its directory exists.
+      note: Prints a line.
 
     Raises:
-      OSError: the file cannot be opened at first.
+      OSError: The file cannot be opened.
     """
 
     def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
         self._path, self._note = path, note
-        self._file: int | None = self._opened()
+        self._file: int | None = self._open()
         self._lines: list[tuple[int, str]] = []
         self._error: OSError | None = None
         self._retry_at = 0.0
 
     def add(self, step: int, text: str) -> None:
-        """Writes the line of a step, or keeps it."""
+        """Writes the line of a step, or buffers it."""
         self._lines.append((step, text))
         if self._error is None or time.monotonic() >= self._retry_at:
             self._write()
 
-    def close(self, *, is_last_word: bool) -> None:
-        """Closes the file, having tried once more to write the kept lines.
+    def close(self, *, raise_on_loss: bool) -> None:
+        """Tries once more to write the buffered lines, and closes the file.
 
         Args:
-          is_last_word: raise the error that lines are lost; else it is noted.
+          raise_on_loss: Whether to raise an error if lines are lost; otherwise it is noted.
 
         Raises:
-          ConfigError: lines are lost; names the file, the reason and the steps.
+          ConfigError: Lines are lost; the message names the file, the reason and the steps.
         """
         if self._lines:
             self._write()
-        self._drop_file()
+        self._close_file()
         if self._lines:
             message = (
                 f"{self._path} could not be written: {_reason(self._error)}; {self._of_steps()} "
-                "are lost. Make room, or repair the file system, before the next launch."
+                "are lost. Free disk space or repair the file system before the next launch."
             )
             self._lines.clear()
-            if is_last_word:
+            if raise_on_loss:
                 raise ConfigError(message)
             self._note(f"note: {message}")
 
@@ -66,10 +66,11 @@ class KeptLines:
         text = "".join(text for _, text in self._lines).encode()
         try:
             if self._file is None:
-                self._file = self._opened()
+                self._file = self._open()
             size = os.fstat(self._file).st_size
             try:
-                while text:  # Once, unless the disk is full: a reader sees complete lines.
+                # One write suffices unless the disk is full, so readers see complete lines.
+                while text:
                     text = text[os.write(self._file, text) :]
             except OSError:
                 os.ftruncate(self._file, size)
@@ -82,20 +83,20 @@ class KeptLines:
         self._error = None
         self._lines.clear()
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         return descriptor(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def _failed(self, error: OSError) -> None:
-        self._drop_file()
+        self._close_file()
         self._retry_at = time.monotonic() + _RETRY_SECONDS
         if self._error is None:
             self._note(
-                f"note: {self._path} cannot be written: {_reason(error)}. Training continues; the "
-                "lines are kept in memory until the file can be written"
+                f"note: {self._path} cannot be written: {_reason(error)}. Training continues, and "
+                "the lines stay in memory until the file can be written"
             )
         self._error = error
 
-    def _drop_file(self) -> None:
+    def _close_file(self) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)

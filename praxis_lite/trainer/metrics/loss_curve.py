@@ -1,4 +1,4 @@
-"""The loss curve as a PNG, drawn from a run's JSON lines."""
+"""Draws the loss curve of a run as a PNG, from its JSON lines."""
 
 import os
 import pathlib
@@ -19,18 +19,22 @@ _GREY = "#5f6368"
 
 def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str],
                     eval_path: str | os.PathLike[str] | None = None, title: str = "") -> None:
-    """Draws loss against step: training faint and smoothed, evaluations as points.
+    """Plots loss against step: the training loss faint and smoothed, evaluations as points.
 
-    The learning rate, if the lines have one, gets a separate panel below. Of metrics above 4 MiB
-    some 8,000 lines are drawn, evenly spread, so a long run takes no longer. Raises ConfigError if
-    no line has a loss, or if the picture cannot be written; an old picture stays then.
+    A panel below shows the learning rate, if the lines have one. Of a file above 4 MiB about 8,000
+    evenly spaced lines are drawn, so that the time does not grow with the run.
 
     Args:
-      metrics_path: lines with `step`, `loss` and perhaps `learning_rate`.
-      eval_path: lines with `step`, `dataset`, `loss` and perhaps `bits_per_byte`. No evaluation is
-        drawn if it is None or not there yet.
+      metrics_path: Lines with `step`, `loss` and optionally `learning_rate`.
+      png_path: The file to write.
+      eval_path: Lines with `step`, `dataset`, `loss` and optionally `bits_per_byte`. Without the
+        file no evaluations are drawn.
+      title: Title of the plot.
+
+    Raises:
+      ConfigError: No line has a loss, or the PNG cannot be written; an old one is kept then.
     """
-    # A Figure without pyplot draws with Agg and leaves a user's own backend and figures alone.
+    # Without pyplot the figure uses Agg and does not affect the user's backend and figures.
     figures = optional_module("matplotlib.figure", os.fspath(png_path))
     lines = list(sampled_lines(pathlib.Path(metrics_path)))
     steps, losses = _series(lines, "loss")
@@ -57,7 +61,7 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
 
     loss_axes.set_ylabel("loss")
     rate_axes.set_xlabel("step")
-    # Names may contain dollars and are not formulas.
+    # Names may contain dollar signs, which are not math text.
     loss_axes.set_title(title, loc="left", fontsize=12, fontweight="bold", parse_math=False)
     for text in loss_axes.legend(frameon=False, loc="upper right").get_texts():
         text.set_parse_math(False)
@@ -73,12 +77,12 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
 def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
     datasets = list(dict.fromkeys(line["dataset"] for line in lines))
     for index, dataset in enumerate(datasets):
-        own_lines = [line for line in lines if line["dataset"] == dataset]
-        steps, losses = _series(own_lines, "loss")
+        dataset_lines = [line for line in lines if line["dataset"] == dataset]
+        steps, losses = _series(dataset_lines, "loss")
         if not steps.size:
             continue
         label = f"{dataset}: {losses[-1]:.3f}"
-        _, bits_per_byte = _series(own_lines, "bits_per_byte")
+        _, bits_per_byte = _series(dataset_lines, "bits_per_byte")
         if bits_per_byte.size:
             label += f" ({bits_per_byte[-1]:.2f} bits per byte)"
         color = _EVAL_COLORS[index % len(_EVAL_COLORS)]
@@ -87,18 +91,19 @@ def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and values of the lines that have a number under `key`."""
+    """Returns the steps and values of the lines that have a number under `key`, sorted by step."""
     points = [(line["step"], line[key]) for line in lines if isinstance(line.get(key), int | float)]
     points.sort()
     return np.array([step for step, _ in points]), np.array([value for _, value in points], float)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of each value's finite neighbours, 2% of the run on each side.
+    """Smooths values with a centred moving average over 2% of the run on each side.
 
-    It is centred: a running average lags behind while the loss falls fast. Near the first step,
-    where neighbours are missing and the loss is steepest, it is a straight line through them. Near
-    the last step it is the mean of those there are, because one noisy step is no result.
+    Values that are not finite are left out. The average is centred, because a trailing average lags
+    while the loss falls fast. Near the first step, where the loss is steepest and the window is cut
+    off, a line is fitted to the window instead. Near the last step it remains a mean, because a
+    fitted line would follow the noise of single steps.
     """
     num_values = len(values)
     is_finite, index = np.isfinite(values), np.arange(num_values)

@@ -1,4 +1,4 @@
-"""The progress of a run: a live line on a terminal, a few complete lines anywhere else."""
+"""Shows the progress of a run: a live line on a terminal, otherwise a line now and then."""
 
 import contextlib
 import math
@@ -12,24 +12,25 @@ from praxis_lite.trainer.metrics.step_times import HFU, MFU
 
 __all__ = ("count_of", "metric_text")
 
-_REDRAW_SECONDS = 0.2  # Five redraws a second: smooth to the eye, free to the loop.
-LINES_PER_RUN = 20  # Where nobody watches.
-# A terminal that is too narrow for all of the line lacks these first.
-_LEAVES_OUT = ("hfu", "steps", "input", "mfu", "tokens", "loss")
+_REDRAW_SECONDS = 0.2  # Looks smooth, and costs the loop nothing measurable.
+LINES_PER_RUN = 20  # If the output is not a terminal.
+# The parts to leave out on a narrow terminal, least important first.
+_DROP_ORDER = ("hfu", "steps", "input", "mfu", "tokens", "loss")
 
 
 class ProgressLine(contextlib.AbstractContextManager):
-    """Shows step, loss, speed and time left as a run goes.
+    """Shows step, loss, speed and remaining time of a run.
 
-    On a terminal (`isatty()`) a single line is redrawn in place, at most five times a second; of a
-    line that is too long the less important numbers are left out. Elsewhere a whole line is printed
-    every `log_every_steps` and at the last step.
+    On a terminal (`isatty()`) one line is redrawn in place, at most five times a second, without
+    the less important numbers if the terminal is narrow. Otherwise a line is printed every
+    `log_every_steps` and at the last step.
 
     Args:
-      num_steps: the run's last step.
-      log_every_steps: at least 1. None: about 20 lines for the run, however long.
-      first_step: the step that this process starts from: 0, or the one it restored.
-      clock: seconds that never go back.
+      num_steps: Last step of the run.
+      stream: Where to print.
+      log_every_steps: Steps between printed lines, at least 1; None for about 20 lines in total.
+      first_step: Number of steps made before: 0, or the restored step.
+      clock: A monotonic clock, in seconds.
     """
 
     def __init__(self, num_steps: int, stream: TextIO, log_every_steps: int | None, first_step: int,
@@ -42,20 +43,21 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._every = log_every_steps
         self._clock = clock
         self._next_redraw = -math.inf
-        self._newest: tuple[int, Any, Rates | None, bool] | None = None  # As of `update`,
-        self._is_shown = True  # and whether the output has it.
-        self._drawn_width = 0  # Columns of the live line on the screen.
+        self._newest: tuple[int, Any, Rates | None, bool] | None = None  # Arguments of `update`.
+        self._is_shown = True  # Whether the output shows `_newest`.
+        self._drawn_width = 0  # Width of the live line on the screen, in columns.
         self._is_closed = False
 
     def update(
         self, step: int, loss: Any = None, rates: Rates | None = None, *, has_tokens: bool = False
     ) -> None:
-        """Takes the newest state and shows it if its turn has come.
+        """Sets the newest state, and shows it if a redraw or a line is due.
 
         Args:
-          loss: None: left out.
-          rates: with the step added.
-          has_tokens: the rates count tokens, and not examples.
+          step: The newest step.
+          loss: Its loss; None to leave it out.
+          rates: The speed of the last steps, this one included.
+          has_tokens: Whether `rates` counts tokens instead of examples.
         """
         self._newest, self._is_shown = (step, loss, rates, has_tokens), False
         is_last = step >= self._num_steps
@@ -65,10 +67,10 @@ class ProgressLine(contextlib.AbstractContextManager):
                 self._next_redraw = now + _REDRAW_SECONDS
                 self._draw()
         elif is_last or step % self._every == 0:
-            self._print_whole()
+            self._print_line()
 
     def note(self, message: str) -> None:
-        """Prints `message` as whole lines; the live line moves below it."""
+        """Prints a message above the live line."""
         if self._drawn_width:
             self._stream.write("\r" + " " * self._drawn_width + "\r")
             self._drawn_width = 0
@@ -78,7 +80,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._stream.flush()
 
     def close(self) -> None:
-        """Leaves the last state as a complete line; a second call does nothing."""
+        """Prints the final state as a complete line; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -88,14 +90,15 @@ class ProgressLine(contextlib.AbstractContextManager):
             self._stream.flush()
             self._drawn_width = 0
         elif not self._is_shown:
-            self._print_whole()
+            self._print_line()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _described(
+    def _parts(
         self, step: int, loss: Any, rates: Rates | None, has_tokens: bool
     ) -> dict[str, str]:
+        """Returns the parts of the line by name."""
         width = len(str(self._num_steps))
         parts = {"step": f"step {step:{width}d}/{self._num_steps}"}
         if loss is not None:
@@ -114,9 +117,9 @@ class ProgressLine(contextlib.AbstractContextManager):
         return parts
 
     def _text(self, width: float = math.inf) -> str:
-        """Returns the newest state as a line of at most `width` columns."""
-        parts = self._described(*self._newest)
-        for name in _LEAVES_OUT:
+        """Formats the newest state as a line of at most `width` columns."""
+        parts = self._parts(*self._newest)
+        for name in _DROP_ORDER:
             if len("  ".join(parts.values())) <= width:
                 break
             parts.pop(name, None)
@@ -124,27 +127,27 @@ class ProgressLine(contextlib.AbstractContextManager):
         return text if len(text) <= width else text[:int(width)]
 
     def _draw(self) -> None:
-        # A line as wide as the terminal wraps, and '\r' would come back to its second half.
+        # A line of the terminal's full width would wrap, and '\r' would return to its second half.
         text = self._text(max(1, shutil.get_terminal_size().columns - 1))
-        # Every terminal knows blanks: they, not an escape code, cover what a longer line left.
+        # Overwrite the rest of a longer line with blanks, which work on every terminal.
         self._stream.write("\r" + text.ljust(self._drawn_width))
         self._stream.flush()
         self._drawn_width = len(text)
         self._is_shown = True
 
-    def _print_whole(self) -> None:
+    def _print_line(self) -> None:
         self._stream.write(self._text() + "\n")
         self._stream.flush()
         self._is_shown = True
 
 
 def metric_text(value: float) -> str:
-    """Returns a loss or a metric: 2.3456, and 5.5874e+23 where digits would say nothing."""
+    """Formats a loss or a metric, such as "2.3456", or "5.5874e+23" from 1e6 on."""
     return f"{value:.4f}" if abs(value) < 1e6 or not math.isfinite(value) else f"{value:.4e}"
 
 
 def _duration(seconds: float) -> str:
-    """Returns 42s, 3m05s or 2h07m."""
+    """Formats a duration as "42s", "3m05s" or "2h07m"."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"

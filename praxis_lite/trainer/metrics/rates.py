@@ -1,4 +1,4 @@
-"""The speed of the last steps, and the time that is left: the numbers of a line of progress."""
+"""Computes the speed of the last steps and the remaining time for the progress line."""
 
 import collections
 import dataclasses
@@ -15,23 +15,31 @@ from praxis_lite.trainer.metrics.step_times import (
     STEP_TIME,
 )
 
-_SPEED_STEPS = 50  # Speeds are means of this many steps: steady, yet up to date.
+_WINDOW_STEPS = 50  # Speeds are means over this many steps.
 
 
 @dataclasses.dataclass(frozen=True)
 class Pause:
-    """A pause of the steps, now and then and after the last step: evaluations, or saves.
+    """The schedule of something that interrupts the steps: evaluations, or saves.
+
+    One pause always follows the last step.
 
     Attributes:
-      every_steps: it comes after each step that this divides; None: not by steps.
-      every_seconds: seconds between two pauses; None: not by time.
+      every_steps: A pause follows every multiple of this many steps; None for none by step count.
+      every_seconds: Seconds between two pauses; None for none by time.
     """
 
     every_steps: int | None = None
     every_seconds: float | None = None
 
     def num_left(self, step: int, num_steps: int, seconds: float) -> float:
-        """Returns how often it is still to come, after `step` or later, in `seconds` of steps."""
+        """Returns the number of remaining pauses.
+
+        Args:
+          step: The newest step, whose pause is still to come.
+          num_steps: Last step of the job.
+          seconds: Estimated seconds of the remaining steps.
+        """
         count = 0.0
         if self.every_steps is not None:
             count = (num_steps - 1) // self.every_steps - (step - 1) // self.every_steps
@@ -41,15 +49,16 @@ class Pause:
 
 
 class Rates:
-    """Means of the last 50 steps, without the first of a launch, which pays for its start.
+    """Means over the last 50 steps, and the remaining time.
 
-    The time left is that of the steps to come at this speed, and of as many evaluations and saves
-    as are to come, each as long as those of this launch on average; none is known before the first.
+    The first step of a launch is left out, because it includes one-time costs. The remaining time
+    is that of the remaining steps at this speed, plus that of the remaining evaluations and saves
+    at their mean duration in this launch, once there was one.
 
     Args:
-      num_steps: the job's last step.
-      num_devices: of the mesh.
-      pauses: evaluations and saves by their columns of metrics.jsonl.
+      num_steps: Last step of the job.
+      num_devices: Number of devices of the mesh.
+      pauses: Schedules of evaluations and saves, by the name of their time in metrics.jsonl.
     """
 
     def __init__(
@@ -57,18 +66,18 @@ class Rates:
     ):
         self._num_steps, self._num_devices = num_steps, num_devices
         self._pauses = {EVALUATION_TIME: Pause(), SAVE_TIME: Pause()} | dict(pauses or {})
-        self._lines = collections.deque[Mapping[str, float]](maxlen=_SPEED_STEPS)
+        self._lines = collections.deque[Mapping[str, float]](maxlen=_WINDOW_STEPS)
         self._paused = {name: (0.0, 0) for name in self._pauses}
         self._step, self._num_added = 0, 0
         self._weight = self._seconds = self._input_seconds = self._hook_seconds = 0.0
 
     def add(self, line: Mapping[str, Any], weight: float, loop_seconds: float) -> None:
-        """Takes the newest line of metrics.jsonl.
+        """Adds a step.
 
         Args:
-          line: with the times of the step.
-          weight: how many tokens or examples it had.
-          loop_seconds: of the loop, so far, without evaluations, saves and compiling.
+          line: The step's line of metrics.jsonl, with its times.
+          weight: Number of tokens or examples in the step's batch.
+          loop_seconds: Seconds spent in the loop so far, without evaluations, saves and compiling.
         """
         for name, (seconds, count) in self._paused.items():
             if line[name] > 0:
@@ -77,9 +86,9 @@ class Rates:
         if self._num_added == 1:
             self._began = loop_seconds
             return
-        kept = {name: float(line[name]) for name in (STEP_TIME, INPUT_TIME, MFU, HFU)
-                if name in line}
-        self._lines.append(kept | {"weight": weight})
+        values = {name: float(line[name]) for name in (STEP_TIME, INPUT_TIME, MFU, HFU)
+                  if name in line}
+        self._lines.append(values | {"weight": weight})
         self._weight += weight
         self._seconds += line[STEP_TIME]
         self._input_seconds += line[INPUT_TIME]
@@ -87,33 +96,33 @@ class Rates:
 
     @property
     def step_seconds(self) -> float | None:
-        """The seconds of a step, or None if none was made after the first."""
+        """Mean seconds per step; None before the second step."""
         seconds = self._sum(STEP_TIME)
         return seconds / len(self._lines) if seconds > 0 else None
 
     @property
     def per_second_and_device(self) -> float:
-        """Tokens, or examples, that a device learns from in a second."""
+        """Tokens, or examples, per second and device."""
         return self._sum("weight") / self._sum(STEP_TIME) / self._num_devices
 
     @property
     def input_share(self) -> float:
-        """The share of the steps' time in which the loop waited for a batch."""
+        """Fraction of the step time that the loop waited for batches."""
         return self._sum(INPUT_TIME) / self._sum(STEP_TIME)
 
     def utilization(self, name: str) -> float | None:
-        """Returns the mean of MFU or HFU over the time of the steps; None if it is not known."""
+        """Returns the mean MFU or HFU, weighted by step time; None if it is not known."""
         if not self._lines or not all(name in line for line in self._lines):
             return None
-        weighed = sum(line[name] * line[STEP_TIME] for line in self._lines)
-        return weighed / self._sum(STEP_TIME)
+        weighted_sum = sum(line[name] * line[STEP_TIME] for line in self._lines)
+        return weighted_sum / self._sum(STEP_TIME)
 
     def seconds_left(self) -> float | None:
-        """Returns the seconds to the end of the job, or None if no speed is known."""
+        """Returns the estimated seconds to the end of the job; None before the second step."""
         if (each := self.step_seconds) is None:
             return None
         steps = self._num_steps - self._step
-        # Hooks that wait come as often as they came.
+        # Assume that hooks that wait take as much time per step as so far.
         seconds = steps * (each + self._hook_seconds / (self._num_added - 1))
         for name, (paused, count) in self._paused.items():
             if count:
@@ -121,8 +130,8 @@ class Rates:
                 seconds += paused / count * left
         return seconds
 
-    def words_on_input(self, unit: str) -> str | None:
-        """Returns a line on the input of all steps but the first, or None if it took no time."""
+    def input_summary(self, unit: str) -> str | None:
+        """Returns a line about the time spent waiting for input; None if there was no wait."""
         if not (self._input_seconds and self._seconds):
             return None
         return (
@@ -136,12 +145,12 @@ class Rates:
 
 
 def count_of(number: float) -> str:
-    """Returns three digits or so: 0.42, 12.3, 4,120, 25.2k, 1.3M."""
+    """Formats a number with about three digits: "0.42", "12.3", "4,120", "25.2k", "1.3M"."""
     if not math.isfinite(number):
         return str(number)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= limit:
             return f"{number / (1e3 if unit == 'k' else limit):.1f}{unit}"
-    # 99.95 and 99.9999 are 100 too, and so are written alike.
+    # From 99.95 on a number rounds to 100, so it is written without decimals.
     digits = ",.0f" if number >= 99.95 else ".1f" if number >= 1 else ".2g"
     return format(number, digits)

@@ -1,4 +1,4 @@
-"""A JSON line per row of a dataset: its decoded text, or the outputs of its evaluation."""
+"""Reads and writes records, a JSON line per row: decoded text, or per-example eval outputs."""
 
 import collections
 import contextlib
@@ -12,7 +12,7 @@ from typing import Any
 from praxis_lite.host.file_reading import content_of, opened
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
-from praxis_lite.trainer.metrics.json_lines import no_other_changes, strict_json
+from praxis_lite.trainer.metrics.json_lines import locked_folder, strict_json
 
 __all__ = ("decoded_files",)
 
@@ -20,42 +20,50 @@ __all__ = ("decoded_files",)
 def write_records(
     path: Path, records: Sequence[Mapping[str, Any]], note: Callable[[str], None]
 ) -> None:
-    """Writes a file of records, whole; raises ConfigError if it cannot be written.
+    """Writes a file of records atomically.
 
-    Other records that the file had are kept as NAME.1, or with the next number that is free, and
-    `note` is told. NaN and the infinities are the strings "NaN", "Infinity" and "-Infinity".
+    An existing file with other records is renamed to NAME.1, or to the next free number, and noted.
+    NaN and the infinities are written as the strings "NaN", "Infinity" and "-Infinity".
+
+    Args:
+      path: The file; its folder is created if needed.
+      records: JSON-serializable records.
+      note: Prints a line.
+
+    Raises:
+      ConfigError: The file cannot be written.
     """
     content = b"".join(_lines(path, records))
-    with _alone(path):
+    with _exclusive(path):
         if path.exists() and content_of(path) != content:
             number = 1
             while (renamed := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
             os.replace(path, renamed)
-            note(f"{path} had other records; they are in {renamed.name} now")
+            note(f"{path} had other records; they were moved to {renamed.name}")
         write_whole(path, content)
 
 
 def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Adds to a file the records that it has not yet; raises ConfigError if it cannot be written.
+    """Adds the records that a file does not contain yet, and replaces the file atomically.
 
-    The file is written whole, in the form of `write_records`.
+    Raises ConfigError if the file cannot be written.
     """
-    with _alone(path):
-        before = content_of(path) if path.exists() else b""
-        if before and not before.endswith(b"\n"):
-            before += b"\n"
-        known = set(before.splitlines(keepends=True))  # Of bytes: at line breaks alone.
+    with _exclusive(path):
+        content = content_of(path) if path.exists() else b""
+        if content and not content.endswith(b"\n"):
+            content += b"\n"
+        known = set(content.splitlines(keepends=True))
         new = [line for line in _lines(path, records) if line not in known]
-        write_whole(path, before + b"".join(new))
+        write_whole(path, content + b"".join(new))
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Makes the folder of a file, and holds a lock on it; OSError becomes ConfigError."""
+def _exclusive(path: Path) -> Iterator[None]:
+    """Creates and locks the folder of a file; turns OSError into ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with no_other_changes(path):
+        with locked_folder(path):
             yield
     except OSError as error:
         raise not_written(path, error) from error
@@ -70,13 +78,13 @@ def _lines(path: Path, records: Sequence[Mapping[str, Any]]) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """Some records of a file.
+    """Records that were read from a file of decoded prompts.
 
     Attributes:
-      pairs: the prompt and the continuation of each, in their order in the file. The continuation
-        of a record without that field is the rest of it, as JSON.
-      num_lines: of the file; a last line that is cut short is not counted.
-      num_unreadable: how many of the lines that were asked for are no JSON objects.
+      pairs: (prompt, continuation) of each record, in file order. For a record without a
+        continuation it is the JSON text of its other fields.
+      num_lines: Number of complete lines in the file.
+      num_unreadable: Number of requested lines that are not JSON objects.
     """
 
     pairs: list[tuple[str, str]]
@@ -86,36 +94,36 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class DecodedFile:
-    """The file of a dataset's prompts, or of a command line's, as decoded at a step."""
+    """The file of the prompts of a dataset, or of the command line, decoded at a step."""
 
     dataset: str
     step: int
     path: Path
 
-    def read(self, most: int) -> Decoded:
-        """Returns the records of the first lines, or of the newest lines of a command line's file.
+    def read(self, max_lines: int) -> Decoded:
+        """Reads the first lines; for prompts of the command line, which are appended, the last.
 
         Args:
-          most: how many lines.
+          max_lines: Number of lines to read.
 
         Raises:
-          OSError: it cannot be read.
+          OSError: The file cannot be read.
         """
-        takes_newest = self.dataset == COMMAND_LINE  # A command line appends its records.
-        lines, num_lines = collections.deque[bytes](maxlen=most), 0
+        reads_newest = self.dataset == COMMAND_LINE
+        lines, num_lines = collections.deque[bytes](maxlen=max_lines), 0
         with opened(self.path) as file:
             for line in file:
                 if line.endswith(b"\n"):
                     num_lines += 1
-                    if takes_newest or num_lines <= most:
+                    if reads_newest or num_lines <= max_lines:
                         lines.append(line)
         pairs = list(map(_pair, lines))
-        known = [pair for pair in pairs if pair is not None]
-        return Decoded(known, num_lines, len(pairs) - len(known))
+        readable = [pair for pair in pairs if pair is not None]
+        return Decoded(readable, num_lines, len(pairs) - len(readable))
 
 
 def decoded_files(job: JobDir) -> list[DecodedFile]:
-    """Returns the files that a job has, by dataset and step."""
+    """Returns a job's files of decoded prompts, sorted by dataset and step."""
     files = [
         DecodedFile(path.parent.name, int(path.stem), path)
         for path in (job.path / "decode").glob("*/*.jsonl") if path.stem.isdecimal()
@@ -124,7 +132,7 @@ def decoded_files(job: JobDir) -> list[DecodedFile]:
 
 
 def _pair(line: bytes) -> tuple[str, str] | None:
-    """Returns the prompt and the continuation of a line, or None if it is no JSON object."""
+    """Returns (prompt, continuation) of a line; None if it is not a JSON object."""
     try:
         record = json.loads(line)
         if not isinstance(record, dict):

@@ -1,18 +1,18 @@
-"""How the times of a step are measured: columns of metrics.jsonl, in seconds of its writer.
+"""Names and definitions of the times of a step in metrics.jsonl.
 
-`trainer/step_metrics.py` measures all but device_time.
+All are in seconds, measured in the process that writes the file. `trainer/step_metrics.py` measures
+all but device_time.
 
-- step_time: from the end of the step before to the end of this one, as the loop sees them; without
-  compiling, evaluations and saves, and without hooks that wait.
-- input_time: the loop waited for the step's batch.
-- dispatch_time: the call of the compiled step.
-- device_time: the step on the devices (`DeviceClock`).
-- evaluation_time, save_time: the loop evaluated and saved between the step before and this one; 0
-  if it did not. Those after the last step are in timeline.jsonl alone. (The line of a step is on
-  disk before its evaluation and its save begin.)
+- step_time: from the end of the previous step to the end of this one, when the loop reads their
+  metrics. Excludes compiling, evaluations, saves, and hooks that wait.
+- input_time: how long the loop waited for the step's batch.
+- dispatch_time: duration of the call of the compiled step.
+- device_time: duration of the step on the devices (`DeviceClock`).
+- evaluation_time, save_time: how long the loop evaluated and saved between the previous step and
+  this one; 0 if it did neither. A step's line is written before the step is evaluated and saved, so
+  the times after the last step are only in timeline.jsonl.
 
-Where the chip is known, mfu and hfu are shares of its peak:
-praxis_tools/utilization/utilization_hook.py.
+On known chips, mfu and hfu are fractions of the peak: praxis_tools/utilization/utilization_hook.py.
 """
 
 __all__ = ("HFU", "MFU", "STEP_TIME")

@@ -1,4 +1,4 @@
-"""The loss curve as an SVG element, for a notebook; it needs no package."""
+"""Draws the loss curve as an SVG element for notebooks, without any plotting package."""
 
 import html
 import itertools
@@ -13,18 +13,18 @@ _WIDTH, _HEIGHT = 640, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
 _COLOR = "#1f77b4"
 _EVALUATION_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
-_HIGHEST = 1e100  # Differences and squares of losses below it are floats, too.
-_MOST_POINTS = 1_000  # More than the picture has pixels would only make it large.
+_MAX_LOSS = 1e100  # Below it, squares and differences of losses do not overflow.
+_MAX_POINTS = 1_000  # More points than pixels would only make the SVG larger.
 
 Columns = Mapping[str, np.ndarray]
 
 
 def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
-    """Returns an SVG of loss against step, or "" if there is no loss below 1e100.
+    """Returns an SVG that plots loss against step; "" if there is no loss below 1e100.
 
     Args:
-      metrics: with "step" and "loss", of equal length: drawn faint, and smoothed.
-      evaluations: the same by dataset: drawn as points.
+      metrics: Columns "step" and "loss" of the training, drawn faint and smoothed.
+      evaluations: Columns "step" and "loss" by dataset, drawn as points.
     """
     train_steps, train_losses = _points(metrics)
     series = {name: _points(columns) for name, columns in evaluations.items()}
@@ -32,17 +32,19 @@ def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
     losses = np.concatenate([train_losses, *(losses for _, losses in series.values())])
     if not losses.size:
         return ""
-    across = _scale(steps, _LEFT, _WIDTH - _RIGHT)
-    up = _scale(losses, _HEIGHT - _BOTTOM, _TOP)
-    parts = [*_axis(steps, losses, across, up)]
+    to_x = _scale(steps, _LEFT, _WIDTH - _RIGHT)
+    to_y = _scale(losses, _HEIGHT - _BOTTOM, _TOP)
+    parts = [*_axes(steps, losses, to_x, to_y)]
     if train_losses.size:
-        parts.append(_line(across(train_steps), up(train_losses), 'stroke-opacity="0.3"'))
-        parts.append(_line(across(train_steps), up(smoothed(train_losses)), 'stroke-width="2"'))
-    for (name, color), (at, values) in zip(legend(list(series))[1:], series.values(), strict=True):
+        parts.append(_line(to_x(train_steps), to_y(train_losses), 'stroke-opacity="0.3"'))
+        parts.append(_line(to_x(train_steps), to_y(smoothed(train_losses)), 'stroke-width="2"'))
+    for (name, color), (eval_steps, values) in zip(
+        legend(list(series))[1:], series.values(), strict=True
+    ):
         title = f"<title>{html.escape(name)}</title>"
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">{title}</circle>'
-            for x, y in zip(across(at), up(values), strict=True)
+            for x, y in zip(to_x(eval_steps), to_y(values), strict=True)
         ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
@@ -52,21 +54,21 @@ def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
 
 
 def legend(evaluations: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns (name, colour) of the training and then of each dataset, as the SVG draws them."""
+    """Returns (name, colour) of the training loss and of each evaluation dataset in the SVG."""
     colors = itertools.cycle(_EVALUATION_COLORS)
     return [("training", _COLOR), *zip(evaluations, colors, strict=False)]
 
 
 def _points(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and losses that can be drawn, at most _MOST_POINTS of them."""
+    """Returns the steps and losses to draw, at most _MAX_POINTS evenly spaced ones."""
     steps, losses = columns.get("step", np.zeros(0)), columns.get("loss", np.zeros(0))
     if len(steps) != len(losses):
         return np.zeros(0), np.zeros(0)
-    is_drawn = np.abs(losses) < _HIGHEST  # False for NaN.
+    is_drawn = np.abs(losses) < _MAX_LOSS  # False for NaN.
     steps, losses = steps[is_drawn], losses[is_drawn]
-    # The first and the last are among those that are kept.
-    kept = np.linspace(0, max(0, len(steps) - 1), min(len(steps), _MOST_POINTS)).astype(int)
-    return steps[kept].astype(float), losses[kept].astype(float)
+    # Includes the first and the last point.
+    indices = np.linspace(0, max(0, len(steps) - 1), min(len(steps), _MAX_POINTS)).astype(int)
+    return steps[indices].astype(float), losses[indices].astype(float)
 
 
 def _scale(values: np.ndarray, start: float, end: float):
@@ -77,9 +79,10 @@ def _scale(values: np.ndarray, start: float, end: float):
     return lambda x: start + (np.asarray(x, float) - low) / (high - low) * (end - start)
 
 
-def _axis(steps: np.ndarray, losses: np.ndarray, across, up):
+def _axes(steps: np.ndarray, losses: np.ndarray, to_x, to_y):
+    """Yields the grid lines and labels of both axes."""
     for value in np.linspace(losses.min(), losses.max(), 4):
-        y = float(up(value))
+        y = float(to_y(value))
         yield (
             f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
             'stroke="currentColor" stroke-opacity="0.15"/>'
@@ -88,7 +91,7 @@ def _axis(steps: np.ndarray, losses: np.ndarray, across, up):
         )
     for value in sorted({float(steps.min()), float(steps.max())}):
         yield (
-            f'<text x="{float(across(value)):.1f}" y="{_HEIGHT - 8}" text-anchor="middle" '
+            f'<text x="{float(to_x(value)):.1f}" y="{_HEIGHT - 8}" text-anchor="middle" '
             f'fill="currentColor">{value:,.0f}</text>'
         )
 

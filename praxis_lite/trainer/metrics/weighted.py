@@ -1,4 +1,4 @@
-"""Means over batches of unequal weight: every metric is a (value, weight) pair."""
+"""Means over batches of unequal weight, from metrics that are (value, weight) pairs."""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ WeightedScalars = Mapping[str, tuple[Any, Any]]
 
 
 class WeightedMean:
-    """Mean of each metric over all that was added: sum(value * weight) / sum(weight), in float64.
+    """Accumulates the mean of each metric, sum(value * weight) / sum(weight), in float64.
 
-    A pair of weight 0 is left out: a batch of padding rows may report NaN, and 0 * NaN would spoil
-    the whole mean. A NaN that has weight stays.
+    Pairs of weight 0 are left out, because a batch of padding rows may report NaN, and 0 * NaN is
+    NaN. A NaN with a positive weight makes the mean NaN.
     """
 
     def __init__(self) -> None:
@@ -27,12 +27,12 @@ class WeightedMean:
             weight = float(weight)
             require(
                 math.isfinite(weight) and weight >= 0, f"The weight of metric {name!r}", weight,
-                "a finite number from 0 on",
+                "a finite number, 0 or more",
             )
             if weight > 0:
                 self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, float]:
-        """Returns the means; a metric of total weight 0 has none and is left out, never NaN."""
+        """Returns the mean of each metric, without metrics whose total weight is 0."""
         return {name: total / self._weights[name] for name, total in self._sums.items()}

@@ -16,7 +16,7 @@ from praxis_lite.experiment.recorded_examples import (
     train_pipeline,
 )
 from praxis_lite.host.file_reading import content_of
-from praxis_lite.job.examples.history import Part
+from praxis_lite.job.examples.history import Segment
 from praxis_lite.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.trainer.metrics.json_lines import json_line, strict_json
 from praxis_tools.goodput.goodput import num_lost_steps
@@ -198,7 +198,7 @@ def _damaged_examples(job_dir: JobDir) -> list[str]:
     ]
 
 
-def _versions(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def _versions(parts: Sequence[Segment]) -> list[dict[str, Any]]:
     """Returns the versions of packages, once and again whenever they changed."""
     result: list[dict[str, Any]] = []
     for part in parts:
@@ -296,7 +296,7 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
     )
 
 
-def _changes(files: JobFiles, scope: Scope, parts: Sequence[Part]) -> Fact:
+def _changes(files: JobFiles, scope: Scope, parts: Sequence[Segment]) -> Fact:
     path = files.job_dir.elastic_jsonl
 
     def faults() -> Iterator[str]:

@@ -17,8 +17,8 @@ from praxis_lite.inputs.processes.row_digests import row_digests, total
 from praxis_lite.job.examples.history import history_of
 from praxis_lite.job.examples.lines import (
     Record,
+    RowSpan,
     Start,
-    Stretch,
     line_of,
     next_start,
     read_record,
@@ -144,8 +144,8 @@ def other_batches(items):
     (removed_start, "the record has no line of start 3"),
     (made_twice, "steps 22 to 28 are on record twice"),
     (fewer_rows, "rows 12 to 12 of each batch were fed by no process"),
-    (unsaid, "steps 15 to 21 were fed the batches 14 to 21; in order they are 14 to 20"),
-    (other_batches, "steps 1 to 7 were fed the batches 1 to 7; in order they are 0 to 6"),
+    (unsaid, "steps 15 to 21 were fed the batches 14 to 21; expected 14 to 20"),
+    (other_batches, "steps 1 to 7 were fed the batches 1 to 7; expected 0 to 6"),
 ])
 def test_a_record_that_was_changed_is_caught(copy, tamper, words):
     items = lines(copy)
@@ -214,7 +214,7 @@ def starts(*steps, processes=1, rows=(((0, 7),),), **others):
 
 
 def stretch(start, first, last, process=0):
-    return Stretch(
+    return RowSpan(
         start=start, process=process, steps=(first, last), batches=(first - 1, last - 1),
         skipped=(), digest=f"{1:016x}",
     )
@@ -251,7 +251,7 @@ def test_a_process_whose_file_is_gone_is_missed():
     rows = (((0, 3),), ((3, 7),))
     record = Record(starts(0, processes=2, rows=rows)[:1], [stretch(1, 1, 5, 0)], 0)
     faults = " ".join(history_of(record, 5).faults)
-    assert "lines of the processes [0], and had 2" in faults
+    assert "lines of the processes [0], but had 2" in faults
     assert "rows 3 to 6 of each batch were fed by no process" in faults
 
 
@@ -259,7 +259,7 @@ def test_a_job_that_trained_before_there_was_a_record_proves_only_the_rest():
     record = Record(starts(5, is_new=False), [stretch(1, 6, 9)], 0)
     assert list(history_of(record, 9).faults) == ["steps 1 to 5 are not on record"]
     begun = history_of(Record(starts(5), [stretch(1, 6, 9)], 0), 9)
-    assert list(begun.faults) == [] and "began with a state of step 5" in begun.notes[0]
+    assert list(begun.faults) == [] and "started from a state of step 5" in begun.notes[0]
 
 
 def test_the_next_start_is_found_at_the_end_of_the_files(tmp_path):

@@ -76,4 +76,4 @@ def test_a_mixture_of_packed_texts_in_micro_batches_is_used_once_over_a_stop_and
         for name, digits in (("even", "0246"), ("odd", "1357"))
     ]
     status, out = digest(f"--job={job.path}", "--set", *patterns)
-    assert status == 1 and "other settings now than when they were fed" in out
+    assert status == 1 and "have changed since they were fed" in out

@@ -191,7 +191,7 @@ WRONG = {
     ),
     "a name without brackets": (
         functools.partial(preset, feed_forward(), sets=[f"{MAPPING}=mdl"]),
-        [f"layer.{MAPPING}", "'mdl'", "a sequence of one is written mdl,"],
+        [f"layer.{MAPPING}", "'mdl'", "write a sequence of one item as mdl,"],
     ),
     "a name of a user's dim": (
         functools.partial(preset, feed_forward(), {"onw": "mdl"}), ["'onw'", "own"]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from praxis_lite.job.processes.signals import SIGNALS, STOPS_WORKER
-from praxis_lite.job.processes.stacks import asked_for
+from praxis_lite.job.processes.stacks import request_stacks
 from tests.support.job_runs import CHECKOUT
 
 WORKER = '''
@@ -16,7 +16,7 @@ from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.job.processes import stacks
 
 with signals.EndsBySignal():
-    signals.hear_supervisor_alone()
+    signals.listen_to_supervisor_only()
     if sys.argv[1] == "starts":
         print("there", flush=True)
         time.sleep(60)
@@ -31,7 +31,7 @@ with signals.EndsBySignal():
     print(os.waitpid(forked, 0)[1], started.wait(), flush=True)
     with StopRequest(num_processes=2) as stop:
         stop.step_ended()
-        print("there", stacks.give_when_asked(), flush=True)
+        print("there", stacks.install_stacks_handler(), flush=True)
         while not stop.reason:
             time.sleep(0.02)
 print("saved:", stop.reason)
@@ -54,14 +54,14 @@ def test_signals_to_a_whole_host_do_not_end_a_worker_before_it_has_saved():
     process, lines = start("trains")
     assert lines[0] == f"{signal.SIGTERM} {-signal.SIGTERM}\n"
     # A stuck worker is asked for its stacks, which stops none.
-    assert "<module>" in asked_for(process.pid, lines[-1].split()[1])
+    assert "<module>" in request_stacks(process.pid, lines[-1].split()[1])
     for item in (*SIGNALS, signal.SIGTERM):
         process.send_signal(item)
     process.send_signal(STOPS_WORKER)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (0, "saved: its supervisor\n")
     # Python 3.12 warns of the fork of this test before that.
-    assert "\nits supervisor: ending when the running step is made and saved" in f"\n{err}"
+    assert "\nits supervisor: ending after the running step is saved" in f"\n{err}"
 
 
 def test_a_worker_that_has_nothing_to_save_ends_at_once():

@@ -127,7 +127,7 @@ def test_a_directory_that_is_no_job_or_not_empty_is_refused(tmp_path, capsys):
     assert not out.exists()
     job.mkdir()
     (job / "notes.txt").write_text("of somebody")
-    assert "has files already (notes.txt)" in refused(capsys, tmp_path, job, "--what=predict")
+    assert "already has files (notes.txt)" in refused(capsys, tmp_path, job, "--what=predict")
     assert "argument --what" in refused(capsys, tmp_path, out, "--what=train")
     assert [path.name for path in job.iterdir()] == ["notes.txt"]
 

@@ -44,7 +44,7 @@ class FakeLaunch:
             self.timeline.report({"made": step})
 
     def saves(self, step, seconds):
-        with self.events.told(self.timeline), self.events.phase(SAVE, step):
+        with self.events.listening(self.timeline), self.events.phase(SAVE, step):
             self.clocks.passes(seconds)
 
     def killed(self, unseen=0.0):

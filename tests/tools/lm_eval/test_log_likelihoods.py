@@ -133,7 +133,7 @@ def test_what_is_no_language_model_of_text_is_an_error(loaded):
     def experiment(name):
         return get_experiment(name)().config().task
 
-    with pytest.raises(ConfigError, match="SequenceToSequenceTask continues no texts"):
+    with pytest.raises(ConfigError, match="continues text, but SequenceToSequenceTask"):
         asked(experiment("seq2seq.Reverse"))
     with pytest.raises(ConfigError, match="has 101 ids, and its task no tokenizer.*tokenizer="):
         asked(fdl.copy_with(loaded.experiment.task, tokenizer=None))

@@ -82,7 +82,7 @@ def _umask():
     (["{jobs}/warm", "--html={jobs}"], "{jobs} is a directory"),
     (["{jobs}/warm", "--exp=lm.PyDocs"], "--exp"),
     (["{jobs}/warm", "--htlm=x"], "Did you mean --html?"),
-    (["gs://bucket/job"], "gs://bucket/job is an address"),
+    (["gs://bucket/job"], "gs://bucket/job is a URL"),
 ])
 def test_errors_say_what_to_change(jobs, argv, words):
     folder = jobs[0].parent

@@ -21,7 +21,7 @@ from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.workers import WithWorkers
 from praxis_lite.job.command import status_of
-from praxis_lite.trainer.checks.memory import check_batch_fits, check_fits, saying_what_is_large
+from praxis_lite.trainer.checks.memory import check_batch_fits, check_fits, explaining_out_of_memory
 from tests.support.job_runs import CHECKOUT, copy_of_trained, home, launch, loaded
 from tests.support.line_jobs import LINE
 
@@ -153,7 +153,7 @@ def test_a_container_may_have_less_than_the_container(tmp_path):
     ],
 )
 def test_an_out_of_memory_is_one_paragraph_with_the_largest_arrays(error):
-    with pytest.raises(OutOfMemory) as message, saying_what_is_large(layout_of({"data": 4})):
+    with pytest.raises(OutOfMemory) as message, explaining_out_of_memory(layout_of({"data": 4})):
         raise error
     words = str(message.value)
     assert "ran out of memory" in words and "77 bytes" in words and "More" not in words
@@ -163,7 +163,7 @@ def test_an_out_of_memory_is_one_paragraph_with_the_largest_arrays(error):
 
 def test_another_error_of_the_devices_stays_as_it_is():
     error = jax.errors.JaxRuntimeError("INTERNAL: a core melted")
-    message = saying_what_is_large(layout_of({"data": 4}))
+    message = explaining_out_of_memory(layout_of({"data": 4}))
     with pytest.raises(jax.errors.JaxRuntimeError, match="melted"), message:
         raise error
 
@@ -252,7 +252,7 @@ def test_a_step_that_the_host_cannot_hold_is_refused_before_it_runs(tmp_path, mo
 @pytest.mark.parametrize(
     ("argv", "number", "words"),
     [
-        (["--exp=jobzoo.experiments.Tiny"], 1, "Making a new state takes"),
+        (["--exp=jobzoo.experiments.Tiny"], 1, "Initializing the state takes"),
         (["--exp=jobzoo.experiments.Tiny"], 3, "An evaluation step on datasets.heldout takes"),
         (["--mode=eval"], 1, "An evaluation step on datasets.heldout takes"),
         (["--mode=decode"], 1, "A decoding step on decode_datasets.prompts takes"),

@@ -65,13 +65,13 @@ def test_decoded_samples_and_the_loss_curve_come_at_the_end(tmp_path):
     thread = TrackerThread("t", tracker, run_in(tmp_path), lambda step: True)
     with tracking.Trackers([thread], job, notes.append) as trackers:
         trackers.go_on_from(7)
-        trackers.ends(3, 7, stopped=True)
+        trackers.finish(3, 7, stopped=True)
     (decoded, curve), ending = tracker.calls, tracker.ending
     assert decoded[:2] == (7, "decode/prompts") and "| at 7" in decoded[2]
     assert curve == (7, "loss_curve", b"png") and ending == ["stopped"] and notes == []
     job.decode_jsonl("prompts", 7).write_text("no json")
     with tracking.Trackers([], job, notes.append) as trackers:
-        trackers.ends(3, 7, stopped=False)  # Nobody asks.
+        trackers.finish(3, 7, stopped=False)  # Nobody asks.
     assert notes == []
 
 
@@ -86,7 +86,7 @@ def test_trackers_get_no_step_again_that_an_earlier_launch_made(tmp_path):
         with tracking.Trackers([thread], job, notes.append) as trackers:
             trackers.go_on_from(3)
             for step in range(4, 10):
-                trackers.made(step, {"step": step, "loss": 2.0})
+                trackers.log_step(step, {"step": step, "loss": 2.0})
     assert [step for step, _ in tracker.points] == [8, 9] and notes == []
 
 
@@ -95,7 +95,7 @@ def test_the_id_of_a_run_is_made_once(tmp_path):
     assert len(first) == 32 and int(first, 16)
     assert tracking.run_id(tmp_path / "trackers") == first
     (tmp_path / "trackers" / "run_id.json").write_text("[]")
-    with pytest.raises(ConfigError, match="run_id.json has no run id"):
+    with pytest.raises(ConfigError, match="run_id.json contains no run id"):
         tracking.run_id(tmp_path / "trackers")
 
 
@@ -112,8 +112,8 @@ def test_a_job_trains_as_ever_though_one_tracker_hangs_and_one_fails(tmp_path, m
     assert done.code == 0 and done.err == ""
     lines = done.out.splitlines()
     (failed,) = (line for line in lines if "the tracker raises failed" in line)
-    assert "ConnectionError: no service at 127.0.0.1:9; training goes on without it" in failed
-    assert any("the tracker hangs was not done after 0.5 s, and is left" in line for line in lines)
+    assert "ConnectionError: no service at 127.0.0.1:9; training continues without it" in failed
+    assert any("the tracker hangs did not finish within 0.5 s" in line for line in lines)
     assert any(line.startswith("metrics for Prometheus: http://127.0.0.1:") for line in lines)
     job = JobDir(tmp_path / "job")
     assert [line["step"] for line in read_json_lines(job.metrics_jsonl)] == [1, 2, 3, 4]

@@ -149,7 +149,7 @@ def test_a_file_that_was_replaced_or_removed_is_read_anew(tmp_path):
 
 @pytest.mark.parametrize("size", [0, 1, 900])
 def test_lines_longer_than_a_block_are_read(size, tmp_path, monkeypatch):
-    monkeypatch.setattr(columns_module, "_BLOCK", 97)
+    monkeypatch.setattr(columns_module, "_BLOCK_BYTES", 97)
     file = tmp_path / "metrics.jsonl"
     long = json.dumps({"step": 2, "text": "x" * size, "loss": 0.5})
     file.write_text(f'{{"step": 1, "loss": 1.5}}\n{long}\n{{"step": 3, "loss": 2.5}}\n{long}')

@@ -91,4 +91,4 @@ def test_no_step_keeps_those_before_it():
             devices.ends(number + 0.5, step, output)
             step.seconds()
             steps.append(step)
-    assert all(step._before is None for step in steps)
+    assert all(step._previous is None for step in steps)

@@ -180,8 +180,8 @@ def test_the_lines_that_stay_are_not_read_however_many(tmp_path, monkeypatch, nu
     path, read = tmp_path / "m.jsonl", []
     text = "".join(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, num_lines + 1))
     path.write_text(text)
-    parsed = json_lines._parsed
-    monkeypatch.setattr(json_lines, "_parsed", lambda text: read.append(text) or parsed(text))
+    parsed = json_lines._parse_line
+    monkeypatch.setattr(json_lines, "_parse_line", lambda text: read.append(text) or parsed(text))
     number = path.stat().st_ino
     with JsonLinesWriter(path, num_lines - 3) as writer:
         assert writer.lost_steps == (num_lines - 2, num_lines)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from praxis_lite.trainer.metrics.packed import packed
+from praxis_lite.trainer.metrics.packed import pack_scalars
 
 SCALARS = {
     "float32": np.float32(1 / 3), "nan": np.float32("nan"), "-inf": np.float32("-inf"),
@@ -28,10 +28,10 @@ def test_each_scalar_comes_back_with_its_value_and_dtype_in_an_array_per_dtype(s
         "metrics": {name: (x, np.float32(i)) for i, (name, x) in enumerate(SCALARS.items())},
         "learner": {"num_skipped_steps": np.int32(2**31 - 1)},
     }
-    result = packed(on(replicated, tree))
+    result = pack_scalars(on(replicated, tree))
     assert len(result.arrays) == len({np.asarray(x).dtype for x in jax.tree.leaves(tree)})
     assert all(x.sharding == replicated for x in result.arrays)
-    actual = result.on_host()
+    actual = result.to_host()
     assert jax.tree.structure(actual) == jax.tree.structure(tree)
     for x, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(tree), strict=True):
         assert x.dtype == expected.dtype and np.shape(x) == ()
@@ -40,6 +40,6 @@ def test_each_scalar_comes_back_with_its_value_and_dtype_in_an_array_per_dtype(s
 
 @pytest.mark.parametrize("tree", [{}, {"a": np.float32(1)}, {"a": jnp.ones(3), "b": jnp.ones(())}])
 def test_a_tree_with_anything_but_scalars_on_devices_comes_back_as_it_is(tree):
-    actual = packed(tree).on_host()
+    actual = pack_scalars(tree).to_host()
     assert jax.tree.structure(actual) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, actual, tree)

@@ -193,7 +193,7 @@ def test_the_share_of_a_step_that_waits_for_input_is_of_the_steps_shown():
         # The last 50 steps wait a fifth of their time, those before half.
         showing.step(step, 0.25, input_time=0.05 if step > 70 else 0.125)
     assert re.findall(r"waits for input (\S+)", stream.getvalue()) == ["50%", "20%"]
-    assert showing.rates.words_on_input("rows").startswith("waiting for input took 37% of ")
+    assert showing.rates.input_summary("rows").startswith("waiting for input took 37% of ")
 
 
 def test_utilization_is_of_the_time_of_the_steps_and_of_all_devices_alike():
