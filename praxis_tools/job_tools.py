@@ -57,16 +57,16 @@ def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
     from praxis_tools.elastic.compiled_programs import keep_compiled
     from praxis_tools.elastic.mesh_of_devices import on_devices_of
 
-    job = on_devices_of(taken, job, launched, chosen_mesh)
+    job = on_devices_of(taken, job, launched, choose_mesh)
     keep_compiled(taken)
     return job
 
 
-def chosen_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
+def choose_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
     """Returns the mesh for devices of another number than a job's own mesh has."""
     from praxis_tools.plan.search import mesh_choice
 
-    return mesh_choice.chosen_mesh(job, devices)
+    return mesh_choice.choose_mesh(job, devices)
 
 
 def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
