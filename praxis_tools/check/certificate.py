@@ -210,7 +210,7 @@ def _number(x: float) -> str:
 
 
 def finite_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns fields for JSON, which has no infinity: it and NaN as text."""
+    """Converts infinities and NaNs, which JSON does not support, to text."""
     is_infinite = lambda x: isinstance(x, float) and not math.isfinite(x)  # noqa: E731
     return {key: str(x) if is_infinite(x) else x for key, x in fields.items()}
 

@@ -227,7 +227,8 @@ def physical_mesh(
 def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:
     if len(dims) != chip.torus_dims:
         raise _unknown(
-            name, f"the shape has {len(dims)} dims, the torus of {chip.name} {chip.torus_dims}"
+            name, f"the shape has {len(dims)} dims, but the torus of {chip.name} has "
+            f"{chip.torus_dims} dims"
         )
     require_package("libtpu", f"--topology={name}")
     check_environment()

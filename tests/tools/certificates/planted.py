@@ -28,7 +28,11 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.models import FunctionModel
 from praxis_lite.trainer.job_on_mesh import partitioner_on
 from praxis_tools.certificates.certifier import Certifier
-from praxis_tools.certificates.diagnosis import Search, of_copies, of_restored
+from praxis_tools.certificates.diagnosis import (
+    CauseSearch,
+    replica_differences,
+    restored_state_differences,
+)
 from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.check.parts.data import folded
 from praxis_tools.check.shrink import shrunk
@@ -230,7 +234,7 @@ def difference(job: Job):
     for _ in range(3):
         made = certifier.certify(job.state, job.batch, job.key, job.step)
         if made.failed:
-            found = Search(certifier, made).difference()
+            found = CauseSearch(certifier, made).find()
             break
         job.train()
     certifier.close()
@@ -265,7 +269,7 @@ def copies() -> list[Fault]:
         job = Job(tiny.Points, shape)
         state = changed(job.state, leaf, lambda x: with_copy(x, [place], one_bit))
         digests = StateDigests(job.own.layout, job.mesh)(state)
-        return next(iter(of_copies(job.own.layout, job.mesh, digests)), None)
+        return next(iter(replica_differences(job.own.layout, job.mesh, digests)), None)
 
     kinds = [
         ((4, 2), "mdl_vars/params/first/b", 3, "data"),
@@ -298,8 +302,9 @@ def restored() -> list[Fault]:
         else:
             state = changed(there.state, leaf, lambda x: with_copy(x, places, one_bit))
         digests = StateDigests(there.own.layout, there.mesh)(state)
-        result = of_restored(there.own.layout, there.mesh, saved, digests)
-        return next(iter([*of_copies(there.own.layout, there.mesh, digests), *result]), None)
+        result = restored_state_differences(there.own.layout, there.mesh, saved, digests)
+        copies = replica_differences(there.own.layout, there.mesh, digests)
+        return next(iter([*copies, *result]), None)
 
     kinds = [
         ((4, 2), "mdl_vars/params/first/w", (5,), (4, 2)),
@@ -327,14 +332,14 @@ def update_difference(job: Job, spoil=lambda state: state, num_steps: int = 1):
     """
     certifier, found = job.certifier(), None
     for _ in range(num_steps):
-        certifier.keep(job.state, job.step)
+        certifier.take_snapshot(job.state, job.step)
         job.train()
         job.state = spoil(job.state)
         digests = StateDigests(job.own.layout, job.mesh)(job.state)
-        found = next(iter(of_copies(job.own.layout, job.mesh, digests)), None)
+        found = next(iter(replica_differences(job.own.layout, job.mesh, digests)), None)
         made = certifier.certify(job.state, job.batch, job.key, job.step)
         if found is None and made.failed:
-            found = Search(certifier, made).difference()
+            found = CauseSearch(certifier, made).find()
         if found is not None:
             break
     certifier.close()

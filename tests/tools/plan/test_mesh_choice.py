@@ -75,10 +75,10 @@ def test_rows_that_the_devices_do_not_divide_cost_what_is_filled_up(monkeypatch)
                                  torus_dims=0, hbm_bandwidth=1e30, hbm_bytes=math.inf)
     ranked = {
         item.mesh.shape: item.seconds
-        for item in mesh_choice._ranked(job_of("lm.Synthetic"), jax.devices()[:5], free)
+        for item in mesh_choice._rank_candidates(job_of("lm.Synthetic"), jax.devices()[:5], free)
     }
     assert set(ranked) == {(1, 1, 5), (1, 5, 1), (5, 1, 1)}
-    whole = mesh_choice._ranked(job_of("lm.Synthetic"), jax.devices()[:1], free)[0].seconds
+    whole = mesh_choice._rank_candidates(job_of("lm.Synthetic"), jax.devices()[:1], free)[0].seconds
     assert ranked[5, 1, 1] / whole == pytest.approx(4 / 16, rel=1e-6)
     # 32 model dims over five devices are 35 on them.
     assert 4 / 16 < ranked[1, 5, 1] / whole < 4 / 16 * 35 / 32
