@@ -34,7 +34,7 @@ from praxis_tools.certificates.rerun import (
     scalars_of,
 )
 from praxis_tools.certificates.update import UpdateCheck, UpdateComparison
-from praxis_tools.check.bisect import REFUSALS
+from praxis_tools.check.bisect import MODEL_ERRORS
 from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.runs.batch_parts import devices_in_turn
 from praxis_tools.explain.compiler_warnings import explained_warnings
@@ -127,7 +127,7 @@ class Certifier:
         self.update: UpdateCheck | None = None
         try:
             self.update = UpdateCheck(partitioner, element_spec, self.notes.append)
-        except REFUSALS as error:  # For instance, an optimizer that does not support `jax.vmap`.
+        except MODEL_ERRORS as error:  # For example, from an optimizer that cannot be vmapped.
             self.notes.append(f"Updates are not recomputed: {error}")
         self._compilation: concurrent.futures.Future | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
@@ -148,7 +148,7 @@ class Certifier:
                     partitioner.train_step.check_batch(self.spec)
                     return [self.rerun_on(partitioner)]
                 meshes_with_other_parts.append(mesh)
-            except REFUSALS:
+            except MODEL_ERRORS:
                 continue
         if meshes_with_other_parts and num_parts is not None and num_parts <= _MAX_PARTS:
             # With manual collectives, each device's rows are a batch with its own key. So the batch

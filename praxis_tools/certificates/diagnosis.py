@@ -24,8 +24,8 @@ from praxis_tools.certificates.state_digests import Digests, changed_keys
 from praxis_tools.certificates.update import UpdateComparison
 from praxis_tools.check import tolerances
 from praxis_tools.check.bisect import (
-    REFUSALS,
-    first_of_layers,
+    MODEL_ERRORS,
+    first_differing_layer,
     layer_of,
     layer_of_key,
 )
@@ -35,7 +35,7 @@ from praxis_tools.check.certificate import (
     mesh_name,
     split_axes,
 )
-from praxis_tools.check.runs.float64 import Float64Run, widened
+from praxis_tools.check.runs.float64 import Float64Run, widen
 from praxis_tools.check.runs.layer_recorder import LayerRecorder
 from praxis_tools.check.runs.on_mesh import Leaves
 from praxis_tools.check.runs.states import NUDGE
@@ -208,13 +208,13 @@ class CauseSearch:
 
     def _device_difference(self, failed: Sequence[Comparison]) -> Difference:
         positions, layer = list(range(self._mesh.size)), ""
-        with contextlib.suppress(*REFUSALS):  # For instance, out of memory for another program.
+        with contextlib.suppress(*MODEL_ERRORS):  # For instance, out of memory for another program.
             positions = self._faulty_positions()
         if len(positions) == 1:
             (position,) = positions
             rotated = self._rerun_rotated([position, (position + 1) % self._mesh.size])
             if rows := self._differing_rows(rotated):
-                with contextlib.suppress(*REFUSALS):  # The layers cannot be recorded.
+                with contextlib.suppress(*MODEL_ERRORS):  # The layers cannot be recorded.
                     layer = _first_layer_with_other_bits(self._job_rerun, rotated, rows)
         return self._worst_difference(failed, layer, positions)
 
@@ -287,7 +287,7 @@ class CauseSearch:
 
     def _program_difference(self, failed: Sequence[Comparison]) -> Difference:
         axes, layer = self._faulty_axes(), ""
-        with contextlib.suppress(*REFUSALS):  # The layers cannot be recorded.
+        with contextlib.suppress(*MODEL_ERRORS):  # The layers cannot be recorded.
             other = self._certifier.reruns[-1]
             layer = _first_layer_with_other_values(other, self._job_rerun, self._rows)
         return self._worst_difference(failed, layer, (), "+".join(axes))
@@ -302,7 +302,7 @@ class CauseSearch:
             shape = [self._mesh.size if x == axis else 1 for x in self._mesh.axis_names]
             try:
                 actual = self._rerun_on(reshape_mesh(self._mesh, shape)).measure(self._rows)
-            except REFUSALS:
+            except MODEL_ERRORS:
                 continue
             if self._differs_from_other_mesh(actual):
                 faulty.append(axis)
@@ -343,7 +343,7 @@ def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -
         return ""
     has_manual_gradients = actual.partitioner.gradients.num_parts is not None
     with jax.enable_x64(True):
-        return first_of_layers(
+        return first_differing_layer(
             _layer_records(expected, rows, Float64Run()),
             _layer_records(expected, rows, Float64Run(), NUDGE),
             _layer_records(actual, rows, Float64Run()),
@@ -360,7 +360,7 @@ def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 
     def record(*args: Any) -> dict[str, jax.Array]:
         leaves = jax.tree.leaves(args)
         if isinstance(run, Float64Run):
-            leaves = list(map(widened, leaves))
+            leaves = list(map(widen, leaves))
         run.call(closed_jaxpr, leaves)
         return run.records
 

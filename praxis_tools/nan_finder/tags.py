@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core.collectives.varying import varying_over
 from praxis_lite.core.jaxprs import of_loop, widens
-from praxis_tools.interpreter import CALLS, Interpreter, bound, mapped
+from praxis_tools.interpreter import CALLS, Interpreter, bind, run_shard_map
 
 Pair = tuple[Any, Any]  # A value, and its tag.
 # A tag is an int32, operation * num_iterations + iteration, so that the smallest of several tags is
@@ -115,7 +115,7 @@ class TaggedRun(Interpreter):
 
     def operation(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         args, tags = _unzipped(operands)
-        name, results = eqn.primitive.name, bound(eqn, args)
+        name, results = eqn.primitive.name, bind(eqn, args)
         if name in _SAME_NUMBERS or widens(eqn):
             return [(results[0], tags[0])]
         if not any(map(_is_float, results)):
@@ -256,7 +256,7 @@ class TaggedRun(Interpreter):
             return tuple(outs), jax.tree.map(_with_leading_dim, (out_tags, self._last_check))
 
         replicated, per_device = PartitionSpec(), PartitionSpec(axes)
-        outs, (out_tags, checks) = mapped(
+        outs, (out_tags, checks) = run_shard_map(
             eqn, on_a_device, [replicated, replicated], [per_device]
         )(tuple(args), _arrays(tags), _arrays(outer))
         self._varying_axes = outer_axes

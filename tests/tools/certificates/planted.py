@@ -34,8 +34,8 @@ from praxis_tools.certificates.diagnosis import (
     restored_state_differences,
 )
 from praxis_tools.certificates.state_digests import StateDigests
-from praxis_tools.check.parts.data import folded
-from praxis_tools.check.shrink import shrunk
+from praxis_tools.check.parts.data import fold_ids
+from praxis_tools.check.shrink import shrink_config
 from tests.tools.certificates.faults import Fault
 from tests.tools.check import tiny
 from tests.tools.check.defects.defect import TRAINING
@@ -169,7 +169,7 @@ class Job:
         if isinstance(experiment, str):
             config = get_experiment(experiment)().config()
             if any(some in experiment for some in _LARGE):
-                config = shrunk(config)[0]
+                config = shrink_config(config)[0]
         else:
             config = experiment().config()
         self.job, self.seed = build(config), seed
@@ -191,7 +191,7 @@ class Job:
     def train(self) -> None:
         """Makes a step."""
         batch = {name: np.asarray(x) for name, x in next(self.batches).items()}
-        batch, _ = folded(batch, self.job.task.num_ids())  # A smaller model has fewer ids.
+        batch, _ = fold_ids(batch, self.job.task.num_ids())  # A smaller model has fewer ids.
         self.batch = self.own.global_batch(batch)
         self.state, _ = self.own.train_step(self.state, self.batch, self.key)
         self.step += 1
