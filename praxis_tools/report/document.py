@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.trainer.metrics.json_lines import strict_json
-from praxis_tools.elastic.generation_log import ChangeOfHands
+from praxis_tools.elastic.generation_log import GenerationRecord
 from praxis_tools.goodput.goodput import Goodput
 from praxis_tools.report.curves import (
     Buckets,
@@ -194,7 +194,7 @@ def _evaluation(
     }
 
 
-def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _change(change: GenerationRecord, axes: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Returns a change of hands; "axes" is None if it made no step."""
     at = None
     if change.from_step is not None and change.reached:

@@ -17,7 +17,7 @@ from praxis_lite.trainer.layout_table import LayoutArray, read_layout
 from praxis_lite.trainer.metrics.columns import MetricsColumns, columns_by_dataset
 from praxis_lite.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.trainer.metrics.records import decoded_files
-from praxis_tools.elastic.generation_log import START, ChangeOfHands, changes_of_hands
+from praxis_tools.elastic.generation_log import START, GenerationRecord, read_generation_records
 from praxis_tools.goodput.goodput import Goodput, goodput_of
 from praxis_tools.goodput.spans import THE_END
 from praxis_tools.report.step_certificates import StepCertificate, step_certificates
@@ -58,7 +58,7 @@ class JobState:
     config: Mapping[str, str]
     samples: Samples
     goodput: Goodput | None
-    changes: Sequence[ChangeOfHands]
+    changes: Sequence[GenerationRecord]
     certificates: Sequence[StepCertificate]
     layout: tuple[Sequence[LayoutArray], str]
     profiles: Mapping[int, str]
@@ -97,7 +97,7 @@ class JobState:
         return np.array([step for step in steps if step not in changed], float)
 
     @property
-    def hands(self) -> Sequence[ChangeOfHands]:
+    def hands(self) -> Sequence[GenerationRecord]:
         """The changes of hands that made steps, without the job's first start."""
         return [
             change for change in self.changes
@@ -157,7 +157,7 @@ class JobReader:
             evaluations=read_or_note(lambda: columns_by_dataset(lines_if_any(eval_file)), {}),
             config=config, samples=samples,
             goodput=read_or_note(lambda: goodput_of(files), None),
-            changes=read_or_note(lambda: changes_of_hands(elastic_file), []),
+            changes=read_or_note(lambda: read_generation_records(elastic_file), []),
             certificates=read_or_note(lambda: step_certificates(files.certificates_jsonl), []),
             layout=read_or_note(lambda: read_layout(files.layout_json), ([], "")),
             profiles=_profiles(files), notes=notes,

@@ -13,7 +13,7 @@ from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.experiment.launched_config import LaunchedConfig
 from praxis_lite.experiments import lm
 from praxis_lite.job.processes.membership import Membership
-from praxis_tools.elastic.mesh_of_devices import on_devices_of
+from praxis_tools.elastic.mesh_of_devices import fit_job_to_devices
 
 PART = Membership(
     generation=3, member=0, members=(0,), num_slots=1, coordinator="", key=b"", lost_status=75,
@@ -41,7 +41,7 @@ def meshes(answer, *settings, chosen=None):
     experiment = type("Asked", (Asked,), {"ANSWER": staticmethod(answer) if answer else None})
     made, config = experiment_and_config(experiment, settings)
     launched = LaunchedConfig(config, "zoo.Asked", mesh_for=made.mesh_for)
-    job = on_devices_of(PART, build(config), launched, choose)
+    job = fit_job_to_devices(PART, build(config), launched, choose)
     assert build(config).mesh == job.mesh
     return job.mesh, config
 

@@ -63,7 +63,8 @@ class Job:
 def test_they_are_known_by_their_names_wherever_they_stand():
     job = Job(more={"fused": True, "depth": 3})
     settings = {item.name: item for item in implementation_settings(job)}
-    assert {name: (one.value, one.others[0]) for name, one in settings.items() if one.others} == {
+    found = {name: (x.value, x.alternatives[0]) for name, x in settings.items() if x.alternatives}
+    assert found == {
         "use_remat": (True, False), "scan_layers": (False, True), "remat_policy": ("full", "none"),
         "policy_of_remat": (Policy.ALL, Policy.NONE), "attn_implementation": ("xla", "dot_product"),
         "scan_unroll": (4, 2), "gradient_checkpointing": (False, True),
@@ -140,8 +141,8 @@ def test_settings_of_remat_are_found_in_templates_of_every_kind(template):
     job.task = fdl.Config(model, use_remat=None, remat_policy=None, more=[template])
     found = {item.name: item for item in implementation_settings(job)}
     policies = jax.checkpoint_policies
-    of_remat = [one for one in found.values() if one.is_of_remat and one.others]
-    assert {one.name: one.others[0] for one in of_remat} == {
+    of_remat = [x for x in found.values() if x.is_remat and x.alternatives]
+    assert {x.name: x.alternatives[0] for x in of_remat} == {
         "activation_checkpointing": "none", "recompute": True, "remat_every": 0,
         "checkpoint_policy": policies.nothing_saveable, "remat_layer": "none",
         "remat_places": "save_everything", "remat_saves": None,

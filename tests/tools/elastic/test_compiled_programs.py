@@ -8,7 +8,7 @@ import pytest
 
 from praxis_lite.job.job_dir import JobDir
 from praxis_tools.elastic import compiled_programs
-from praxis_tools.elastic.worker_order import Order
+from praxis_tools.elastic.worker_assignment import Assignment
 from praxis_tools.elastic.worker_process import WorkerProcess
 from tests.support.job_runs import CHECKOUT, home, launch, lines_of
 from tests.support.process_pairs import free_port
@@ -33,7 +33,7 @@ def generation(job, members, *settings):
         workers = [WorkerProcess(argv) for _ in members]
         for worker, member in zip(workers, members, strict=True):
             held.callback(worker.kill)
-            worker.give(Order(
+            worker.assign(Assignment(
                 generation=1, member=member, members=members, stores=("",) * len(members),
                 key=b"key", coordinator=coordinator, num_slots=2, folder=str(job.elastic),
             ))
@@ -41,7 +41,7 @@ def generation(job, members, *settings):
         while any(worker.status() is None for worker in workers):
             assert time.monotonic() < until, "a worker does not end"
             for worker in workers:
-                worker.hear()
+                worker.read_reports()
             time.sleep(0.2)
         assert [worker.status() for worker in workers] == [0] * len(workers)
         return [worker.reports for worker in workers]
