@@ -48,7 +48,7 @@ def generation(job, members, *settings):
 
 
 def test_a_program_is_there_whole_or_not_at_all_and_the_first_one_stays(tmp_path):
-    files = compiled_programs._WholeFiles(tmp_path / "job/elastic/compiled")
+    files = compiled_programs._AtomicFileCache(tmp_path / "job/elastic/compiled")
     assert files.get("jit_step-7") is None
     files.put("jit_step-7", b"program")
     files.put("jit_step-7", b"the same of another process")

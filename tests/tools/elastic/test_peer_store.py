@@ -135,9 +135,9 @@ def test_clients_without_the_key_change_nothing_for_others(store, client):
 
 
 def test_silent_strangers_are_left_alone_and_keep_nobody_out(store, client, monkeypatch):
-    left_open = [connected(store) for _ in range(3 * peer_store._MOST_STRANGERS)]
+    left_open = [connected(store) for _ in range(3 * peer_store._MAX_UNAUTHENTICATED)]
     assert client.saves() == []
-    assert len(store._strangers) <= peer_store._MOST_STRANGERS
+    assert len(store._unauthenticated) <= peer_store._MAX_UNAUTHENTICATED
     for connection in left_open:
         connection.close()
 
