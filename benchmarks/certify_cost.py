@@ -70,10 +70,10 @@ def main() -> int:
         return outputs
 
     def keep():
-        certifier.keep(state, len(steps))
+        certifier.take_snapshot(state, len(steps))
 
     def certificate():
-        assert not list(digests(state).stale())
+        assert not list(digests(state).replica_mismatches())
         made = certifier.certify(state, batch, key, len(steps))
         assert made.update is not None and not made.failed
 

@@ -23,7 +23,7 @@ from praxis_lite.core import MeshConfig, StateLayout, TrainState, make_mesh
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, stores_of
 from praxis_tools.elastic.peer_store import PeerStore
-from praxis_tools.elastic.worker_order import Order
+from praxis_tools.elastic.worker_assignment import Assignment
 
 KEY, LAYERS, DIM = b"of a benchmark", 25, 2000
 
@@ -62,7 +62,7 @@ def main() -> None:
         pipe, child = spawn.Pipe()
         spawn.Process(target=host, args=(child,), daemon=True).start()
         hosts.append((pipe, pipe.recv()))
-    order = Order(
+    order = Assignment(
         generation=1, member=0, members=(0, 1), stores=tuple(address for _, address in hosts),
         key=KEY, coordinator="", num_slots=2,
     )

@@ -31,8 +31,8 @@ from scipy.optimize import least_squares
 from praxis_lite.trainer.layout_table import layout_warnings
 from praxis_tools.explain import hlo
 from praxis_tools.plan.costs import FITTED, Efficiencies
-from praxis_tools.plan.memory import out_of_memory
-from praxis_tools.plan.predict import compiled_readably, predicted_fields
+from praxis_tools.plan.memory import parse_out_of_memory
+from praxis_tools.plan.predict import compile_with_text, predicted_fields
 from praxis_tools.plan.topology import Topology, physical_mesh, topology_of
 
 # Families whose runs the efficiencies are fitted on; all others are held out.
@@ -88,9 +88,9 @@ def same_program(cache: Path, key: str) -> Path | None:
 def compile_into(lowered: Any, on: Topology, program: Path) -> dict[str, Any]:
     """Returns the record of a step compiled for `on`, and writes its text."""
     try:
-        step = compiled_readably(lowered, on)
+        step = compile_with_text(lowered, on)
     except jax.errors.JaxRuntimeError as error:
-        if (expected := out_of_memory(error)) is None:
+        if (expected := parse_out_of_memory(error)) is None:
             raise
         return {"too_large": expected[1]}
     program.write_bytes(gzip.compress(step.as_text().encode(), 3))

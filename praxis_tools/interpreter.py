@@ -1,4 +1,4 @@
-"""Evaluates a jaxpr operation by operation on custom values, with jax 0.10 to 0.12."""
+"""Evaluates jaxprs operation by operation on custom values. Supports jax 0.10 to 0.12."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,23 +15,23 @@ CALLS = {
 
 
 class Interpreter:
-    """Evaluates jaxprs. A subclass defines its values, and the results of an operation on them.
+    """Base class of interpreters. A subclass defines the values, and operations on them.
 
     Attributes:
-      name_stack: the scopes of the current operation, as JAX writes them.
-      tracebacks: those of the current operation and of the calls and loops around it, innermost
-        first. JAX cuts each traceback off at the enclosing call.
+      name_stack: Scopes of the current operation, as JAX formats them.
+      tracebacks: Tracebacks of the current operation and of the calls and loops around it,
+        innermost first. JAX truncates each traceback at the enclosing call.
     """
 
     def __init__(self):
         self.name_stack, self.tracebacks = "", ()
 
     def call(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-        """Returns the results of a jaxpr."""
+        """Evaluates a jaxpr and returns its results."""
         outer = self.name_stack, self.tracebacks
 
         def rule(eqn: Any, operands: list[Any]) -> list[Any]:
-            self.name_stack = _joined(outer[0], str(eqn.source_info.name_stack))
+            self.name_stack = _join_scopes(outer[0], str(eqn.source_info.name_stack))
             self.tracebacks = (eqn.source_info.traceback, *outer[1])
             with eqn.ctx.manager:
                 results = self.results(eqn, operands)
@@ -41,7 +41,7 @@ class Interpreter:
         return evaluate_jaxpr(jaxpr, values, rule, self.constant)
 
     def results(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """Returns the results of an operation of any kind."""
+        """Evaluates an equation of any kind and returns its results."""
         name = eqn.primitive.name
         if name in CALLS:
             return self.call(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"], operands)
@@ -52,43 +52,54 @@ class Interpreter:
         return rule(eqn, operands)
 
     def constant(self, value: Any, aval: Any) -> Any:
-        """Returns the value of a constant."""
+        """Converts a constant of a jaxpr to a value."""
         raise NotImplementedError
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """Returns the results of an operation that contains no other jaxpr, except for kernels."""
+        """Evaluates an equation without an inner jaxpr, or a kernel, and returns its results."""
         raise NotImplementedError
 
-    scan = while_loop = cond = shard_map = operation  # Override to evaluate their jaxprs by `call`.
+    # Override these to evaluate the inner jaxprs with `call`.
+    scan = while_loop = cond = shard_map = operation
 
 
-def _joined(outer: str, inner: str) -> str:
-    """Returns the scopes of a call followed by those of an operation inside it."""
-    # A jaxpr that a custom_jvp calls repeats the scopes around it.
+def _join_scopes(outer: str, inner: str) -> str:
+    """Joins the scopes of a call and those of an operation inside it."""
+    # The jaxpr of a custom_jvp repeats the scopes around the call.
     if inner and f"/{outer}".endswith(f"/{inner}"):
         return outer
     return "/".join(part for part in (outer, inner) if part)
 
 
-def mapped(
-    eqn: Any, body: Callable[..., Any], more_in: Sequence[Any] = (), more_out: Sequence[Any] = ()
+def run_shard_map(
+    eqn: Any, body: Callable[..., Any], extra_in_specs: Sequence[Any] = (),
+    extra_out_specs: Sequence[Any] = (),
 ) -> Callable[..., Any]:
-    """Returns a shard_map with the mesh and specs of `eqn`, and another body.
+    """Returns a shard_map with the mesh and specs of an equation, but another body.
 
     Args:
-      body: takes the operands as one tuple, and further arguments with the specs `more_in`. Returns
-        the results as one tuple, and further results with the specs `more_out`.
+      eqn: Equation of a shard_map.
+      body: Function of the operands as one tuple, followed by extra arguments. Returns the results
+        as one tuple, followed by extra results.
+      extra_in_specs: Specs of the extra arguments.
+      extra_out_specs: Specs of the extra results.
     """
     params = eqn.params
     return jax.shard_map(
-        body, mesh=params["mesh"], in_specs=(tuple(params["in_specs"]), *more_in),
-        out_specs=(tuple(params["out_specs"]), *more_out),
+        body, mesh=params["mesh"], in_specs=(tuple(params["in_specs"]), *extra_in_specs),
+        out_specs=(tuple(params["out_specs"]), *extra_out_specs),
         axis_names=set(params["newly_manual_axes"]), check_vma=params["check_vma"],
     )
 
 
-def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """Binds an operation to arrays and returns its results, with other parameters if given."""
+def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Runs the primitive of an equation on arrays and returns its results.
+
+    Args:
+      eqn: The equation.
+      operands: Arrays to run the primitive on.
+      params: Parameters of the primitive; None for those of the equation.
+    """
     params = eqn.params if params is None else params
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]

@@ -1,6 +1,6 @@
-"""The tools of a training job: hooks, listeners, peer saves, and the mesh of an elastic job.
+"""The tools that are plugged into a training job: hooks, listeners, peer saves, elastic meshes.
 
-setup.py names them in the entry point `praxis_lite.job_tools`.
+The trainer finds them through the entry point `praxis_lite.job_tools` in setup.py.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from praxis_lite.job.events import Listener, events
 from praxis_lite.trainer.job_tools import JobTools, OtherSaves
-from praxis_tools.elastic import worker_order
+from praxis_tools.elastic import worker_assignment
 from praxis_tools.goodput.goodput import note_goodput, num_lost_steps, time_section
 from praxis_tools.goodput.timeline import Timeline
 from praxis_tools.modes.elastic import begin_elastic
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
-    """Yields the writer of timeline.jsonl; reports the goodput if training ends well."""
+    """Yields a listener that writes timeline.jsonl; prints the goodput if training succeeds."""
     with Timeline(files.timeline_jsonl, events, note) as timeline:
         yield timeline
     if not timeline.is_taken_back:
@@ -37,40 +37,43 @@ def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
 
 
 def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
-    """Returns the saves of an elastic job in the memory of hosts, if `run` asks for them."""
+    """Returns the saves of an elastic job in the memory of hosts, if `run` enables them."""
     if job.run.peer_save_every_steps is None:
         return OtherSaves()
-    if (taken := worker_order.current()) is None:
+    if (assignment := worker_assignment.current()) is None:
         note("note: run.peer_save_every_steps has no effect without --elastic")
         return OtherSaves()
 
     from praxis_tools.elastic.job_saves import PeerSaves
 
-    return PeerSaves(job, taken, note)
+    return PeerSaves(job, assignment, note)
 
 
 def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
-    """Returns an elastic job on a mesh of all devices of its generation; any other unchanged."""
-    if (taken := worker_order.current()) is None:
+    """Returns an elastic job on a mesh of all devices of its generation.
+
+    Jobs that are not elastic are returned unchanged.
+    """
+    if (assignment := worker_assignment.current()) is None:
         return job
 
-    from praxis_tools.elastic.compiled_programs import keep_compiled
-    from praxis_tools.elastic.mesh_of_devices import on_devices_of
+    from praxis_tools.elastic.compiled_programs import use_shared_cache
+    from praxis_tools.elastic.mesh_of_devices import fit_job_to_devices
 
-    job = on_devices_of(taken, job, launched, chosen_mesh)
-    keep_compiled(taken)
+    job = fit_job_to_devices(assignment, job, launched, choose_mesh)
+    use_shared_cache(assignment)
     return job
 
 
-def chosen_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
-    """Returns the mesh for devices of another number than a job's own mesh has."""
+def choose_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
+    """Returns a mesh for a different number of devices than the job's own mesh has."""
     from praxis_tools.plan.search import mesh_choice
 
-    return mesh_choice.chosen_mesh(job, devices)
+    return mesh_choice.choose_mesh(job, devices)
 
 
 def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
-    """Returns the hooks that tools add to a job; they come before those of every job."""
+    """Returns the hooks that the tools add to a job. They run before the trainer's own hooks."""
     from praxis_tools.explain.compiler_warnings import CompilerWarnings
     from praxis_tools.explain.first_collectives import ReportFirstCollectives
     from praxis_tools.nan_finder.reports import NonFinite

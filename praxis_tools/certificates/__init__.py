@@ -1,4 +1,5 @@
-"""Is a job that trains still right? For `run.certify_every_steps`: a certificate in flight.
+"""Certifies steps of a running job (`run.certify_every_steps`).
 
-Makes a step again on other devices and on another mesh, and compares; never changes a state.
+A certificate re-runs a step on other devices and on another mesh, and compares the results. It
+never changes the training state.
 """

@@ -1,4 +1,7 @@
-"""When a job that trains is certified, and what follows a difference (run.certify_every_steps)."""
+"""The hook that certifies steps of a running job, and acts on differences.
+
+Enabled by `run.certify_every_steps`.
+"""
 
 import contextlib
 import json
@@ -15,46 +18,46 @@ from praxis_lite.trainer.hooks.hook import Hook, StepMade
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_on
 from praxis_lite.trainer.metrics.json_lines import append_lines
-from praxis_tools.certificates.certifier import CertifiedStep, Certifier, differ_anywhere
+from praxis_tools.certificates.certifier import CertifiedStep, Certifier, any_process_differs
 from praxis_tools.certificates.diagnosis import (
+    CauseSearch,
     Difference,
-    Search,
     as_json,
-    of_copies,
-    of_restored,
+    replica_differences,
+    restored_state_differences,
 )
 from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.check.certificate import Comparison
 
 
 class NotCertified(ConfigError):
-    """A certificate found a difference. The state is saved; hosts of an elastic job end, too."""
+    """A certificate found a difference. The state is saved, and all hosts of the job end."""
 
 
 class NotRestored(ConfigError):
-    """A state is not the saved state. An elastic job reads it once more."""
+    """A restored state differs from the saved state. An elastic job restores it again."""
 
     exit_status = 4
 
 
 class Certificates(Hook):
-    """Makes a step again every so many steps, and compares all copies of the state.
+    """Certifies every `certify_every_steps` steps, and compares the replicas of the train state.
 
-    Digests of the state are saved with each checkpoint, and compared when it is restored, on any
-    mesh.
+    Digests of the state are saved with each checkpoint and compared after restoring it, possibly on
+    another mesh.
     """
 
     def __init__(self, job: JobOnMesh):
         self._job, self.every = job, job.run.certify_every_steps
         partitioner = job.partitioner
         self._layout, self._mesh = partitioner.layout, partitioner.mesh
-        self._digests_of = StateDigests(self._layout, self._mesh)
+        self._compute_digests = StateDigests(self._layout, self._mesh)
         self._certifier: Certifier | None = None
         self._saved: Mapping[str, Any] | None = None
-        self._step, self._has_room, self._waited = 0, False, 0.0
+        self._step, self._is_memory_checked, self._compile_wait_seconds = 0, False, 0.0
         self._error: str | None = None
 
-    # At the start.
+    # Start of training.
 
     def restore(self, saved: Any) -> None:
         self._saved = saved
@@ -62,28 +65,33 @@ class Certificates(Hook):
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
         with events.phase(COMPILE):
-            self._digests_of.compile()
+            self._compute_digests.compile()
         began = time.perf_counter()
-        self._digests, self._step = self._digests_of(state), loop.first_step
-        # What was saved without a certificate has the digests of an earlier step.
+        self._digests, self._step = self._compute_digests(state), loop.first_step
+        # A checkpoint of a step that is not certified contains the digests of an earlier step.
         if self._saved and self._saved["step"] == loop.first_step:
-            found = self._agreed([
-                *of_copies(self._layout, self._mesh, self._digests),
-                *of_restored(self._layout, self._mesh, self._saved, self._digests),
+            differences = self._agree_on_first([
+                *replica_differences(self._layout, self._mesh, self._digests),
+                *restored_state_differences(
+                    self._layout, self._mesh, self._saved, self._digests
+                ),
             ])
-            self._record(loop.first_step, began, found, number=2 * len(self._digests.by_leaf))
-            if found:
-                # The state that was read is not the one that was saved: do not save it again.
+            self._record(
+                loop.first_step, began, differences,
+                num_digests=2 * len(self._digests.by_leaf),
+            )
+            if differences:
+                # Raise before the wrong state can be saved.
                 raise NotRestored(
-                    f"The state of step {loop.first_step} is not the one that was saved. "
-                    f"{found[0]}. Nothing was trained. Launch again, and the checkpoint is read "
-                    "anew; if it is the same device again, take that out."
+                    f"The restored state of step {loop.first_step} is not the one that was saved. "
+                    f"{differences[0]}. No step was trained. Launch the job again to read the "
+                    "checkpoint again. If the same device differs again, remove it from the job."
                 )
-        self._prepare(state)
-        if self._is_kept(loop.first_step):
-            self._certifier.keep(state, loop.first_step)
+        self._create_certifier(state)
+        if self._needs_snapshot_after(loop.first_step):
+            self._certifier.take_snapshot(state, loop.first_step)
 
-    def _prepare(self, state: TrainState) -> None:
+    def _create_certifier(self, state: TrainState) -> None:
         job = self._job
         spec = job.datasets[TRAIN].element_spec()
         with events.phase(COMPILE):
@@ -93,7 +101,7 @@ class Certificates(Hook):
                     job.run.seed, state,
                 )
             except ConfigError as error:
-                self._warn_of_no_reruns(error)
+                self._warn_without_reruns(error)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -103,19 +111,19 @@ class Certificates(Hook):
 
     # Between steps.
 
-    def _is_kept(self, step: int) -> bool:
-        """Returns True if the update after a step is recomputed, from the state of the step."""
+    def _needs_snapshot_after(self, step: int) -> bool:
+        """Returns whether the next step's update is recomputed, from the state after `step`."""
         return self._certifier is not None and (step + 1) % self.every == 0
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        return self._is_kept(step) or self._is_certified_or_saved(step, is_last)
+        return self._needs_snapshot_after(step) or self._is_certified_or_saved(step, is_last)
 
     def _is_certified_or_saved(self, step: int, is_last: bool) -> bool:
-        # What is saved has digests: `Saves` asks the same.
+        # Keep this in sync with `Saves`: digests are computed for every step that is saved.
         loop, run = self._loop, self._job.run
-        every = (self.every, run.checkpoints.every_steps, run.peer_save_every_steps)
+        intervals = (self.every, run.checkpoints.every_steps, run.peer_save_every_steps)
         return (
-            is_last or any(number is not None and step % number == 0 for number in every)
+            is_last or any(every is not None and step % every == 0 for every in intervals)
             or loop.consensus.save_is_due or loop.checkpoints.retry_is_due()
         )
 
@@ -123,77 +131,82 @@ class Certificates(Hook):
         reason = None
         if self._is_certified_or_saved(made.step, made.is_last):
             reason = self._certify(made)
-        if self._is_kept(made.step) and not made.is_last:
-            self._certifier.keep(made.state, made.step)
+        if self._needs_snapshot_after(made.step) and not made.is_last:
+            self._certifier.take_snapshot(made.state, made.step)
         return reason
 
     def _certify(self, made: StepMade) -> str | None:
+        """Compares replicas, and re-runs the step if due. Returns why training ends, or None."""
         began, loop = time.perf_counter(), self._loop
         with loop.watchdog.during(f"certifying step {made.step}"):
-            self._digests, self._step = self._digests_of(made.state), made.step
-            found = self._agreed(of_copies(self._layout, self._mesh, self._digests))
-            if made.step % self.every and not found:
+            self._digests, self._step = self._compute_digests(made.state), made.step
+            differences = self._agree_on_first(
+                replica_differences(self._layout, self._mesh, self._digests)
+            )
+            if made.step % self.every and not differences:
                 return None
-            certified = None if found else self._certified(made)
-            if certified is not None and differ_anywhere(certified.comparisons):
+            certified = None if differences else self._rerun_step(made)
+            if certified is not None and any_process_differs(certified.comparisons):
                 loop.note(f"step {made.step} is not certified; looking for the cause")
-                found = self._agreed([Search(self._certifier, certified).difference()])
-            self._record(made.step, began + self._waited, found, certified)
-            self._waited = 0.0
-        if not found:
+                difference = CauseSearch(self._certifier, certified).find()
+                differences = self._agree_on_first([difference])
+            self._record(made.step, began + self._compile_wait_seconds, differences, certified)
+            self._compile_wait_seconds = 0.0
+        if not differences:
             return None
-        return self._act(made.step, found[0])
+        return self._handle_difference(made.step, differences[0])
 
-    def _certified(self, made: StepMade) -> CertifiedStep | None:
+    def _rerun_step(self, made: StepMade) -> CertifiedStep | None:
         if self._certifier is None:
             return None
-        if not self._has_room:
-            self._has_room, began = True, time.perf_counter()
+        if not self._is_memory_checked:
+            self._is_memory_checked, began = True, time.perf_counter()
             try:
                 with events.phase(COMPILE):
                     self._certifier.check_memory()
             except OutOfMemory as error:
-                self._warn_of_no_reruns(error)
+                self._warn_without_reruns(error)
                 self._certifier.close()
                 self._certifier = None
                 return None
-            self._waited = time.perf_counter() - began
-        result = self._certifier.certify(made.state, made.batch, made.key, made.step)
+            self._compile_wait_seconds = time.perf_counter() - began
+        certified = self._certifier.certify(made.state, made.batch, made.key, made.step)
         for note in self._certifier.new_notes():
             self._loop.note(f"note: {note}")
-        return result
+        return certified
 
-    def _warn_of_no_reruns(self, error: ConfigError) -> None:
+    def _warn_without_reruns(self, error: ConfigError) -> None:
         self._loop.note(
-            f"WARNING: no step can be made again for run.certify_every_steps: {error} Copies of "
-            "the state are compared all the same."
+            f"WARNING: run.certify_every_steps cannot re-run steps: {error} Only the replicas of "
+            "the state are compared."
         )
 
-    def _agreed(self, found: Sequence[Difference]) -> list[Difference]:
-        """Returns the difference of the first process that found any, on all processes."""
-        own = json.dumps(as_json(found[0])) if found else ""
-        texts = processes.exchange("certificate", own)
+    def _agree_on_first(self, differences: Sequence[Difference]) -> list[Difference]:
+        """Returns, in every process, the first difference of the first process that has any."""
+        local = json.dumps(as_json(differences[0])) if differences else ""
+        texts = processes.exchange("certificate", local)
         first = next(filter(None, texts), "")
         return [Difference(**json.loads(first))] if first else []
 
-    def _act(self, step: int, difference: Difference) -> str | None:
+    def _handle_difference(self, step: int, difference: Difference) -> str | None:
         self._loop.note(f"WARNING: step {step} is NOT CERTIFIED: {difference}")
         if self._job.run.certify_action == "report":
-            # Keep the state for inspection.
+            # Save the state for inspection.
             self._loop.consensus.save_is_due = True
             return None
         self._error = f"Step {step} is not certified. {difference}."
         return "a certificate found a difference"
 
-    # What is kept.
+    # Records.
 
     def to_save(self) -> Mapping[str, Any]:
         return {"step": self._step, **self._digests.to_save()}
 
     def _record(
-        self, step: int, began: float, found: Sequence[Difference],
-        certified: CertifiedStep | None = None, number: int | None = None,
+        self, step: int, began: float, differences: Sequence[Difference],
+        certified: CertifiedStep | None = None, num_digests: int | None = None,
     ) -> None:
+        """Appends a line to certificates.jsonl, in the first process."""
         if not self._loop.is_first:
             return
         comparisons: Sequence[Comparison] = [] if certified is None else certified.comparisons
@@ -202,8 +215,8 @@ class Certificates(Hook):
             "step": step, "time": time.time(),
             "rows": 0 if certified is None else self._certifier.num_rows,
             "meshes": self._meshes(certified),
-            "certified": not found,
-            "num_comparisons": len(comparisons) + (number or len(self._digests.by_leaf)),
+            "certified": not differences,
+            "num_comparisons": len(comparisons) + (num_digests or len(self._digests.by_leaf)),
             "closest": None if closest is None else {
                 "leaf": closest.leaf, "share": closest.share, "mesh": closest.mesh,
             },
@@ -214,18 +227,18 @@ class Certificates(Hook):
             "repeated": certified is not None and certified.draw > 0,
             "seconds": time.perf_counter() - began,
             "state_digest": self._digests.of_state,
-            "difference": as_json(found[0] if found else None),
+            "difference": as_json(differences[0] if differences else None),
         }])
 
     def _meshes(self, certified: CertifiedStep | None) -> dict[str, Any]:
         meshes: dict[str, Any] = {"own": dict(self._mesh.shape)}
         if certified is not None:
             meshes["moved"] = {"order": self._certifier.order, "exact": self._certifier.is_exact}
-            for other in self._certifier.reruns[2:]:
-                meshes["other"] = dict(other.mesh.shape)
+            for rerun in self._certifier.reruns[2:]:
+                meshes["other"] = dict(rerun.mesh.shape)
         return meshes
 
-    # At the end.
+    # End of training.
 
     def after_training(self, step: int) -> None:
         if self._error is not None:
@@ -233,8 +246,9 @@ class Certificates(Hook):
                 self._loop.checkpoints.wait()
             raise NotCertified(
                 f"{self._error} The state is saved, and training has ended. See "
-                f"{self._job.files.certificates_jsonl}. Take the device out, or mend the program "
-                "(--mode=check says more); run.certify_action=report goes on in spite of it."
+                f"{self._job.files.certificates_jsonl}. Remove the device, or fix the program "
+                "(--mode=check shows details). To continue despite differences, set "
+                "run.certify_action=report."
             )
 
     def __exit__(self, *exc_info: object) -> None:

@@ -1,4 +1,4 @@
-"""Certificates of a job that trains: its steps re-run on other meshes, and compared."""
+"""Certifies steps of a running job: re-runs them on other meshes and compares the results."""
 
 import concurrent.futures
 import contextlib
@@ -17,57 +17,58 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.batch_sharding import GlobalBatch, num_rows_of
 from praxis_lite.job import processes
 from praxis_tools.certificates.placements import (
-    are_repeatable,
+    has_order_independent_sums,
     other_meshes,
-    reordered,
-    rolled,
-    take_rows,
+    reorder_devices,
+    rotated_order,
+    row_selector,
 )
 from praxis_tools.certificates.rerun import (
     MOVED,
     Measures,
     Rerun,
     Rows,
-    check_room,
-    compare_meshes,
-    compare_moved,
+    check_device_memory,
+    compare_bits,
+    compare_up_to_rounding,
     scalars_of,
 )
 from praxis_tools.certificates.update import UpdateCheck, UpdateComparison
-from praxis_tools.check.bisect import REFUSALS
+from praxis_tools.check.bisect import MODEL_ERRORS
 from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.runs.batch_parts import devices_in_turn
 from praxis_tools.explain.compiler_warnings import explained_warnings
 
 PyTree = Any
 Build = Callable[[Mesh], Partitioner]
-_MOST_DRAWS, _MORE_NUDGES = 4, 8
-_MOST_PARTS = 64  # Of a batch that other devices work on in turn: each is in the program.
+_MAX_DRAWS, _NUM_MORE_NUDGES = 4, 8
+_MAX_PARTS = 64  # The program of `devices_in_turn` contains a copy of the step for each part.
 
 
 @dataclasses.dataclass(frozen=True)
 class CertifiedStep:
-    """The comparisons of a certificate, and the measures that a search continues from.
+    """The comparisons of a certificate, with the measures that a search for the cause starts from.
 
     Attributes:
-      comparisons: in the order in which they were made.
-      own, nudged, other: measures on the job's mesh, there with weights moved by rounding (once for
-        each pattern), and on another mesh.
-      rows: the last rows that were compared.
-      is_of_device: whether bits differed after devices changed places.
-      draw: the number of draws of rows before these, all of which differed.
-      drawn: returns other rows of the same step, by the number of a draw.
-      update: the state after the step, compared with the recomputed one; None: it was not.
+      comparisons: All comparisons, in the order in which they were made.
+      baseline: Measures on the mesh of the job.
+      nudged: The same with weights perturbed by rounding errors, once for each pattern.
+      other: Measures on another mesh; None if there is none.
+      rows: The last rows that were compared.
+      is_device_fault: Whether bits differed after the devices were reordered.
+      draw: Number of earlier draws of rows, which all had differences.
+      draw_rows: Function that returns other rows of the same step, given the number of the draw.
+      update: Comparison of the state after the step; None if it was not compared.
     """
 
     comparisons: Sequence[Comparison]
-    own: Measures
+    baseline: Measures
     nudged: Sequence[Measures]
     other: Measures | None
     rows: Rows
-    is_of_device: bool
+    is_device_fault: bool
     draw: int
-    drawn: Callable[[int], Rows]
+    draw_rows: Callable[[int], Rows]
     update: UpdateComparison | None = None
 
     @property
@@ -77,223 +78,246 @@ class CertifiedStep:
 
 
 class Certifier:
-    """Certifies steps of a task that trains on a mesh of several devices.
+    """Certifies steps of a job on a mesh of several devices.
+
+    A certificate re-runs a few rows of the step with the devices in another order, which must give
+    the same bits, and on another mesh, which must give the same gradients up to rounding errors.
 
     Args:
-      own: the task on the job's mesh.
-      build: puts it on another mesh.
-      element_spec: the shapes of a batch's rows.
-      seed: of the run.
-      state: one that it trains from, for its shapes.
+      partitioner: Partitioner of the job.
+      build: Function that returns the partitioner of the same task on another mesh.
+      element_spec: Shapes and types of a batch.
+      seed: Seed of the run.
+      state: A train state of the job; only its shapes are used.
 
     Attributes:
-      spec, num_rows: the shapes of the rows that a certificate is made of, and how many.
-      reruns: on the job's mesh, with its devices moved, and, if there is a legal one, on another.
-      order: of the devices that are moved.
-      is_exact: True if sums between devices do not depend on the devices' places.
-      update: recomputes updates; None: it cannot be traced, or there is no memory for it.
-      notes: what cannot be compared, in sentences.
+      spec: Shapes and types of the rows that a certificate re-runs.
+      num_rows: Number of these rows.
+      reruns: Re-runs on the mesh of the job, on the same mesh with reordered devices, and, if there
+        is a valid one, on another mesh.
+      order: Order of the devices in the second re-run.
+      is_exact: Whether all-reduces give the same bits for any order of the devices.
+      update: Recomputes updates; None if they cannot be traced or do not fit in memory.
+      notes: Sentences about what is not compared.
 
     Raises:
-      ConfigError: the rows of a batch cannot be cut.
+      ConfigError: The rows of a batch cannot be selected.
     """
 
     def __init__(
-        self, own: Partitioner, build: Build, element_spec: PyTree, seed: int, state: TrainState
+        self, partitioner: Partitioner, build: Build, element_spec: PyTree, seed: int,
+        state: TrainState,
     ):
-        self.own, self.build, self.seed = own, build, seed
+        self.partitioner, self.build, self.seed = partitioner, build, seed
         self.notes: list[str] = []
         self._num_reported = 0
         self.scalars = jax.eval_shape(lambda: scalars_of(state))
-        size = own.mesh.size
-        # Neighbours stay neighbours, and no device keeps its place.
-        by = 1 + int(np.random.default_rng(seed).integers(size - 1))
-        self.order = rolled(range(size), size, by)
-        self.spec, self.num_rows = self._few_rows(element_spec)
-        moved = reordered(own.mesh, self.order)
-        self.reruns = [self.rerun_on(own), self.rerun_on(build(moved)), *self._on_another_mesh()]
-        self.is_exact = are_repeatable(own.mesh, moved)
-        self._take = take_rows(own.mesh, self.num_rows)
+        size = partitioner.mesh.size
+        # With a rotation, no device keeps its position, and neighbors stay neighbors.
+        shift = 1 + int(np.random.default_rng(seed).integers(size - 1))
+        self.order = rotated_order(range(size), size, shift)
+        self.spec, self.num_rows = self._smallest_batch(element_spec)
+        reordered = reorder_devices(partitioner.mesh, self.order)
+        self.reruns = [
+            self.rerun_on(partitioner), self.rerun_on(build(reordered)),
+            *self._reruns_on_another_mesh(),
+        ]
+        self.is_exact = has_order_independent_sums(partitioner.mesh, reordered)
+        self._select_rows = row_selector(partitioner.mesh, self.num_rows)
         self.update: UpdateCheck | None = None
         try:
-            self.update = UpdateCheck(own, element_spec, self.notes.append)
-        except REFUSALS as error:  # Such as an optimizer that `jax.vmap` refuses.
+            self.update = UpdateCheck(partitioner, element_spec, self.notes.append)
+        except MODEL_ERRORS as error:  # For example, from an optimizer that cannot be vmapped.
             self.notes.append(f"Updates are not recomputed: {error}")
-        self._ready: concurrent.futures.Future | None = None
+        self._compilation: concurrent.futures.Future | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
     def rerun_on(self, partitioner: Partitioner) -> Rerun:
-        """Returns the task on a mesh, traced for the rows; raises the model's refusals."""
-        rerun = Rerun(self.own, partitioner)
+        """Returns a lowered re-run on a partitioner's mesh. Raises the errors of the model."""
+        rerun = Rerun(self.partitioner, partitioner)
         rerun.lower(self.spec, self.scalars)
         return rerun
 
-    def _on_another_mesh(self) -> list[Rerun]:
-        """Returns the task on a legal mesh that splits other axes than the job's, if any is."""
-        parts, by_hand = self.own.gradients.num_parts, []
-        for mesh in other_meshes(self.own.mesh):
+    def _reruns_on_another_mesh(self) -> list[Rerun]:
+        """Returns one re-run on a valid mesh that splits other axes, or [] if there is none."""
+        num_parts, meshes_with_other_parts = self.partitioner.gradients.num_parts, []
+        for mesh in other_meshes(self.partitioner.mesh):
             try:
-                item = self.build(mesh)
-                if item.gradients.num_parts == parts:
-                    item.train_step.check_batch(self.spec)
-                    return [self.rerun_on(item)]
-                by_hand.append(mesh)
-            except REFUSALS:
+                partitioner = self.build(mesh)
+                if partitioner.gradients.num_parts == num_parts:
+                    partitioner.train_step.check_batch(self.spec)
+                    return [self.rerun_on(partitioner)]
+                meshes_with_other_parts.append(mesh)
+            except MODEL_ERRORS:
                 continue
-        if by_hand and parts is not None and parts <= _MOST_PARTS:
-            # Each device's rows are a batch with its own key, so their number must stay the same.
-            gradients = devices_in_turn(parts)
-            return [self.rerun_on(Partitioner(self.own.task, by_hand[0], gradients=gradients))]
+        if meshes_with_other_parts and num_parts is not None and num_parts <= _MAX_PARTS:
+            # With manual collectives, each device's rows are a batch with its own key. So the batch
+            # must be divided into the same parts on the other mesh.
+            gradients = devices_in_turn(num_parts)
+            mesh = meshes_with_other_parts[0]
+            return [self.rerun_on(Partitioner(self.partitioner.task, mesh, gradients=gradients))]
         self.notes.append(
-            "There is no other mesh that this job can be computed on, so certificates are of moved "
-            "devices alone."
+            "No other mesh is valid for this job, so certificates only compare reordered devices."
         )
         return []
 
-    def _few_rows(self, spec: PyTree) -> tuple[PyTree, int]:
-        """Returns the shapes of as few rows as give each device work, and how many there are."""
-        batch_size, in_turn = num_rows_of(spec), self.own.task.learner.gradient_accumulation_steps
-        fewest = -(-self.own.mesh.size // in_turn) * in_turn
-        for num_rows in range(fewest, batch_size, in_turn):
-            few = jax.tree.map(
+    def _smallest_batch(self, spec: PyTree) -> tuple[PyTree, int]:
+        """Returns the spec of the smallest valid batch with a row for each device, and its size."""
+        batch_size = num_rows_of(spec)
+        num_micro_batches = self.partitioner.task.learner.gradient_accumulation_steps
+        min_rows = -(-self.partitioner.mesh.size // num_micro_batches) * num_micro_batches
+        for num_rows in range(min_rows, batch_size, num_micro_batches):
+            smaller_spec = jax.tree.map(
                 lambda x, n=num_rows: jax.ShapeDtypeStruct(
                     (n, *x.shape[1:]) if x.shape else (), x.dtype
                 ), spec
             )
             with contextlib.suppress(ConfigError):
-                self.own.train_step.check_batch(few)
-                return few, num_rows
-        self.own.train_step.check_batch(spec)
+                self.partitioner.train_step.check_batch(smaller_spec)
+                return smaller_spec, num_rows
+        self.partitioner.train_step.check_batch(spec)
         return spec, batch_size
 
     def compile_in_thread(self) -> None:
-        """Starts to compile what was traced, in a separate thread."""
-        self._ready = self._thread.submit(self._compile)
+        """Starts to compile the lowered programs in a separate thread."""
+        self._compilation = self._thread.submit(self._compile)
 
     def _compile(self) -> None:
-        # Warnings of costly resharding are for the training step alone.
+        # Only the training step should warn about costly resharding.
         with explained_warnings(lambda warning: None):
-            for item in self.reruns:
-                item.compile()
+            for rerun in self.reruns:
+                rerun.compile()
             if self.update is not None:
                 self.update.compile()
 
     def check_memory(self) -> None:
-        """Waits for the programs, and drops another mesh that the devices have no memory for.
+        """Waits for the compilation, and drops the comparisons that do not fit in memory.
 
         Raises:
-          OutOfMemory: they have none for the job's own mesh.
+          OutOfMemory: The re-run on the mesh of the job does not fit.
         """
-        self._ready.result()
+        self._compilation.result()
         for rerun in list(self.reruns):
             weights = rerun.partitioner.layout.select("mdl_vars").leaves()
             check = functools.partial(
-                check_room, rerun.compile(), rerun.mesh.local_devices,
+                check_device_memory, rerun.compile(), rerun.mesh.local_devices,
                 f"A certificate on the mesh {rerun.name}",
-                # The weights once more, in the layout of another mesh.
-                0 if rerun.is_own else sum(leaf.bytes_per_device for leaf in weights),
+                # Another mesh needs a second copy of the weights, in its own layout.
+                0 if rerun.is_job_mesh else sum(leaf.bytes_per_device for leaf in weights),
             )
-            if lack := _lack_of_memory("room for certificates", check):
+            if message := _out_of_memory_message("room for certificates", check):
                 if rerun in self.reruns[:2]:
-                    raise OutOfMemory(lack)
+                    raise OutOfMemory(message)
                 self.reruns.remove(rerun)
-                self.notes.append(f"{lack} So certificates are of moved devices alone.")
-        self._recompute_if(UpdateCheck.check_memory)
+                self.notes.append(f"{message} So certificates only compare reordered devices.")
+        self._drop_update_unless(UpdateCheck.check_memory)
 
-    def keep(self, state: TrainState, step: int) -> None:
-        """Copies the part of the state from which the next step's update is recomputed."""
-        self._recompute_if(UpdateCheck.check_copy)
+    def take_snapshot(self, state: TrainState, step: int) -> None:
+        """Copies the arrays from which the update of the next step is recomputed."""
+        self._drop_update_unless(UpdateCheck.check_snapshot_memory)
         if self.update is not None:
-            self.update.keep(state, step)
+            self.update.take_snapshot(state, step)
 
-    def _recompute_if(self, check: Callable[[UpdateCheck], None]) -> None:
-        """Recomputes no update from here on if a check of the memory for it fails anywhere."""
+    def _drop_update_unless(self, check: Callable[[UpdateCheck], None]) -> None:
+        """Stops recomputing updates if a check raises OutOfMemory in any process."""
         if self.update is None:
             return
-        if lack := _lack_of_memory("room for updates", functools.partial(check, self.update)):
+        check_update = functools.partial(check, self.update)
+        if message := _out_of_memory_message("room for updates", check_update):
             self.update = None
-            self.notes.append(f"{lack} So updates are not recomputed.")
+            self.notes.append(f"{message} So updates are not recomputed.")
 
     def rows(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int,
              draw: int = 0) -> Rows:
-        """Returns rows of a batch, chosen by the seed, the step and the number of the draw."""
+        """Returns random rows of a batch, determined by the seed, the step and the draw."""
         seed = (self.seed, step, draw)
         chosen = np.random.default_rng(seed).choice(batch.num_rows, self.num_rows, replace=False)
         salt = int(np.random.default_rng(seed).integers(2**32))
-        return Rows(state, self._take(batch, np.sort(chosen).astype(np.int32)), key, salt)
+        return Rows(state, self._select_rows(batch, np.sort(chosen).astype(np.int32)), key, salt)
 
     def certify(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int
     ) -> CertifiedStep:
-        """Returns the comparisons of a step with its re-runs; waits for the devices.
+        """Compares a step with its re-runs. Blocks until the devices are done.
 
-        The update is compared if the state before the step was kept.
+        The update is compared if there is a snapshot of the state before the step.
+
+        Args:
+          state: State after the step.
+          batch: All rows of the step.
+          key: Random key of the run.
+          step: Number of steps made, including this one.
         """
-        drawn = functools.partial(self.rows, state, batch, key, step)
-        for draw in range(_MOST_DRAWS):
-            certified = self._compared(drawn(draw), draw, drawn)
-            # Where rounding decides between two ways, such as between two experts, a mesh may
-            # take the other one; that it does on other rows too has another cause.
-            if certified.is_of_device or not differ_anywhere(certified.comparisons):
+        draw_rows = functools.partial(self.rows, state, batch, key, step)
+        for draw in range(_MAX_DRAWS):
+            certified = self._compare_rows(draw_rows(draw), draw, draw_rows)
+            # Rounding may flip a discrete decision, such as the choice of an expert. It is unlikely
+            # to do so for several draws of rows.
+            if certified.is_device_fault or not any_process_differs(certified.comparisons):
                 break
-        if self.update is None or not self.update.has(step):
+        if self.update is None or not self.update.has_snapshot_before(step):
             return certified
-        if certified.is_of_device or differ_anywhere(certified.comparisons):
-            self.update.drop()
+        if certified.is_device_fault or any_process_differs(certified.comparisons):
+            self.update.drop_snapshot()
             return certified
-        self._ready.result()
+        self._compilation.result()
         update = self.update.compare(
-            state, batch, key, certified.own, certified.nudged[0], certified.rows.salt,
-            self.reruns[0].rounding, in_any_process,
+            state, batch, key, certified.baseline, certified.nudged[0], certified.rows.salt,
+            self.reruns[0].rounding, any_process,
         )
         self.update.lower()
-        self._ready = self._thread.submit(self._compile)
+        self._compilation = self._thread.submit(self._compile)
         return dataclasses.replace(
             certified, comparisons=[*certified.comparisons, *update.comparisons], update=update
         )
 
-    def _compared(self, rows: Rows, draw: int, drawn: Callable[[int], Rows]) -> CertifiedStep:
-        own, moved, *others = self.reruns
-        first, second = own.measure(rows), moved.measure(rows)
-        third = [other.measure(rows) for other in others]
-        nudged = [own.measure(rows, own.rounding)]
+    def _compare_rows(
+        self, rows: Rows, draw: int, draw_rows: Callable[[int], Rows]
+    ) -> CertifiedStep:
+        job_rerun, reordered_rerun, *other_reruns = self.reruns
+        baseline, reordered = job_rerun.measure(rows), reordered_rerun.measure(rows)
+        others = [rerun.measure(rows) for rerun in other_reruns]
+        nudged = [job_rerun.measure(rows, job_rerun.rounding)]
 
-        def compared() -> list[Comparison]:
-            result = self.compare_order(first, nudged, second)
-            for other, actual in zip(others, third, strict=True):
-                result += compare_meshes(other.name, first, nudged, actual)
-            return result
+        def compare() -> list[Comparison]:
+            comparisons = self.compare_reordered(baseline, nudged, reordered)
+            for rerun, actual in zip(other_reruns, others, strict=True):
+                comparisons += compare_up_to_rounding(rerun.name, baseline, nudged, actual)
+            return comparisons
 
-        result = compared()
-        is_of_device = self.is_exact and differ_anywhere(x for x in result if x.mesh == MOVED)
-        if not is_of_device and differ_anywhere(result):
-            # Perhaps rounding was at its work where it seldom is.
-            patterns = range(1, 1 + _MORE_NUDGES)
-            nudged += [own.measure(rows, own.rounding, pattern) for pattern in patterns]
-            result = compared()
+        comparisons = compare()
+        is_device_fault = self.is_exact and any_process_differs(
+            x for x in comparisons if x.mesh == MOVED
+        )
+        if not is_device_fault and any_process_differs(comparisons):
+            # Rounding errors may be larger than with the first perturbation. Measure more of them.
+            patterns = range(1, 1 + _NUM_MORE_NUDGES)
+            nudged += [job_rerun.measure(rows, job_rerun.rounding, pattern) for pattern in patterns]
+            comparisons = compare()
         return CertifiedStep(
-            result, first, nudged, third[0] if third else None, rows, is_of_device, draw, drawn
+            comparisons, baseline, nudged, others[0] if others else None, rows, is_device_fault,
+            draw, draw_rows,
         )
 
-    def compare_order(
+    def compare_reordered(
         self, expected: Measures, nudged: Sequence[Measures], actual: Measures
     ) -> list[Comparison]:
-        """Returns comparisons of the step with the devices in another order."""
+        """Compares measures on the mesh of the job with those on reordered devices."""
         if self.is_exact:
-            return compare_moved(expected, actual)
-        return compare_meshes(MOVED, expected, nudged, actual)
+            return compare_bits(expected, actual)
+        return compare_up_to_rounding(MOVED, expected, nudged, actual)
 
     def new_notes(self) -> list[str]:
-        """Returns the notes that were added since the last call."""
+        """Returns the notes added since the last call."""
         new, self._num_reported = self.notes[self._num_reported :], len(self.notes)
         return new
 
     def close(self) -> None:
-        """Frees the thread; waits for the program that it compiles."""
+        """Waits for the running compilation and stops the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def _lack_of_memory(topic: str, check: Callable[[], None]) -> str:
+def _out_of_memory_message(topic: str, check: Callable[[], None]) -> str:
     """Returns the message of the OutOfMemory that a check raises in any process, or ""."""
     message = ""
     try:
@@ -303,14 +327,15 @@ def _lack_of_memory(topic: str, check: Callable[[], None]) -> str:
     return next(filter(None, processes.exchange(topic, message)), "")
 
 
-def differ_anywhere(comparisons: Iterable[Comparison]) -> bool:
-    """Returns True, on all processes alike, if a comparison failed in any."""
-    return in_any_process(any(not x.is_equal for x in comparisons))
+def any_process_differs(comparisons: Iterable[Comparison]) -> bool:
+    """Returns whether a comparison failed in any process; all processes get the same answer."""
+    return any_process(any(not x.is_equal for x in comparisons))
 
 
-def in_any_process(is_so: bool) -> bool:
-    """Returns True, on all processes alike, if it is so in any.
+def any_process(condition: bool) -> bool:
+    """Returns whether a condition is true in any process; all processes get the same answer.
 
-    A device that computes wrongly may tell its own process something else than the others hear.
+    Processes exchange the condition because they can see different results: a faulty device may
+    return wrong values to its own process only.
     """
-    return any(processes.exchange("certificate", "yes" if is_so else ""))
+    return any(processes.exchange("certificate", "yes" if condition else ""))

@@ -1,4 +1,4 @@
-"""Where a difference has its cause: the device, or the axis and the layer of the program."""
+"""Searches for the cause of a difference: a faulty device, or the program (mesh axis and layer)."""
 
 import contextlib
 import dataclasses
@@ -16,16 +16,16 @@ from praxis_tools.certificates import element_hash
 from praxis_tools.certificates.certifier import (
     CertifiedStep,
     Certifier,
-    differ_anywhere,
+    any_process_differs,
 )
-from praxis_tools.certificates.placements import reordered, reshaped, rolled
+from praxis_tools.certificates.placements import reorder_devices, reshape_mesh, rotated_order
 from praxis_tools.certificates.rerun import MOVED, Measures, Rerun, Rows
-from praxis_tools.certificates.state_digests import Digests, differing
+from praxis_tools.certificates.state_digests import Digests, changed_keys
 from praxis_tools.certificates.update import UpdateComparison
 from praxis_tools.check import tolerances
 from praxis_tools.check.bisect import (
-    REFUSALS,
-    first_of_layers,
+    MODEL_ERRORS,
+    first_differing_layer,
     layer_of,
     layer_of_key,
 )
@@ -35,7 +35,7 @@ from praxis_tools.check.certificate import (
     mesh_name,
     split_axes,
 )
-from praxis_tools.check.runs.float64 import Float64Run, widened
+from praxis_tools.check.runs.float64 import Float64Run, widen
 from praxis_tools.check.runs.layer_recorder import LayerRecorder
 from praxis_tools.check.runs.on_mesh import Leaves
 from praxis_tools.check.runs.states import NUDGE
@@ -51,15 +51,18 @@ class Difference:
 
     Attributes:
       cause: "device" or "program".
-      what: the kind of thing that differs: "replicas", "restored state", "gradients", "loss",
-        "update of weights", "update of slots".
-      device: as text, with its process; "" if the cause is the program, or unknown.
-      axis: of the mesh, joined by "+": those along which copies differ, or that must be split for
-        it to be seen; of a device that computes wrongly its place along each. "" if none is.
-      layer: the path of the first layer that differs; "" if unknown.
-      leaf: the path of the array that differs most there.
-      mesh: the name of the mesh on which it differs.
-      difference, tolerance: of that leaf.
+      what: The kind of values that differ: "replicas", "restored state", "gradients", "loss",
+        "update of weights" or "update of slots".
+      device: Description of the faulty device and its process; "" if the cause is the program or
+        unknown.
+      axis: For a single faulty device, its position along each mesh axis. Otherwise, mesh axes
+        joined by "+": those over which replicas differ, or those that must be split for the
+        difference to appear. "" if there are none.
+      layer: Path of the first layer that differs; "" if unknown.
+      leaf: Path of the array with the largest difference in this layer.
+      mesh: Name of the mesh of the job.
+      difference: The difference of this array.
+      tolerance: The allowed difference.
     """
 
     cause: str
@@ -73,239 +76,257 @@ class Difference:
     tolerance: float = 0.0
 
     def __str__(self) -> str:
-        where = f"layer {self.layer or 'unknown'}, leaf {self.leaf}"
-        place = self.device or ("a device" if self.cause == DEVICE else "the program")
+        location = f"layer {self.layer or 'unknown'}, leaf {self.leaf}"
+        cause = self.device or ("a device" if self.cause == DEVICE else "the program")
         axis = f", axis {self.axis}" if self.axis else ""
         return (
-            f"{self.what}: {place}{axis}, {where}; mesh {self.mesh}; differs by "
+            f"{self.what}: {cause}{axis}, {location}; mesh {self.mesh}; differs by "
             f"{self.difference:.3g}, tolerance {self.tolerance:.3g}"
         )
 
 
-def device_text(mesh: Mesh, places: Iterable[int]) -> str:
-    """Returns the names of devices, from their positions in the mesh's order."""
+def device_text(mesh: Mesh, positions: Iterable[int]) -> str:
+    """Describes the devices at some positions of a mesh."""
     devices = mesh.devices.reshape(-1)
     return " and ".join(
         f"device {devices[i].id} ({devices[i].device_kind}) of process {devices[i].process_index}"
-        for i in places
+        for i in positions
     )
 
 
-def place_text(mesh: Mesh, place: int) -> str:
-    """Returns the place of a device along each axis with several, "data 3, mdl 1"."""
-    where = np.unravel_index(place, mesh.devices.shape)
+def position_text(mesh: Mesh, position: int) -> str:
+    """Returns the position of a device along each axis of size above 1, such as "data 3, mdl 1"."""
+    coordinates = np.unravel_index(position, mesh.devices.shape)
     return ", ".join(
-        f"{axis} {int(i)}" for axis, i in zip(mesh.axis_names, where, strict=True)
+        f"{axis} {int(i)}" for axis, i in zip(mesh.axis_names, coordinates, strict=True)
         if mesh.shape[axis] > 1
     )
 
 
-def of_copies(layout: StateLayout, mesh: Mesh, digests: Digests) -> list[Difference]:
-    """Returns the differences between copies of an array on several devices."""
+def replica_differences(layout: StateLayout, mesh: Mesh, digests: Digests) -> list[Difference]:
+    """Returns a difference for each array whose replicas are not equal."""
     return [
         Difference(
-            DEVICE, "replicas", device_text(mesh, x.places), "+".join(x.axes),
+            DEVICE, "replicas", device_text(mesh, x.positions), "+".join(x.axes),
             layer_of_leaf(layout, x.leaf), x.leaf, mesh_name(mesh.shape),
         )
-        for x in digests.stale()
+        for x in digests.replica_mismatches()
     ]
 
 
-def of_restored(
+def restored_state_differences(
     layout: StateLayout, mesh: Mesh, saved: Mapping[str, Any], digests: Digests
 ) -> list[Difference]:
-    """Returns the differences of a state from the state that was saved.
+    """Returns a difference for each array that is not equal to the saved one.
 
-    The devices are known if the mesh is the one that it was saved on, or if copies differ.
+    The devices can only be identified if the state was saved on a mesh of the same shape.
 
     Args:
-      saved: what `Digests.to_save` returned of it.
+      layout: Layout of the state.
+      mesh: Mesh that the state was restored on.
+      saved: Digests that were saved with the state, from `Digests.to_save`.
+      digests: Digests of the restored state.
     """
-    places = []
+    positions = []
     if saved["mesh"] == dict(mesh.shape):
-        before, now = (dict(enumerate(x)) for x in (saved["places"], digests.by_place()))
-        places = differing(before, now)
+        expected, actual = (dict(enumerate(x)) for x in (saved["places"], digests.by_position()))
+        positions = changed_keys(expected, actual)
     axes = "+".join(split_axes(mesh.shape))
     return [
         Difference(
-            DEVICE, "restored state", device_text(mesh, places), axes, layer_of_leaf(layout, leaf),
-            leaf, mesh_name(mesh.shape),
+            DEVICE, "restored state", device_text(mesh, positions), axes,
+            layer_of_leaf(layout, leaf), leaf, mesh_name(mesh.shape),
         )
-        for leaf in differing(saved["leaves"], digests.by_leaf)
+        for leaf in changed_keys(saved["leaves"], digests.by_leaf)
     ]
 
 
 def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
     """Returns the layer of an array of a state, or of a gradient."""
-    start = "mdl_vars/params/"
-    paths = [x.path.removeprefix(start) for x in layout.leaves() if x.path.startswith(start)]
+    prefix = "mdl_vars/params/"
+    paths = [x.path.removeprefix(prefix) for x in layout.leaves() if x.path.startswith(prefix)]
     return layer_of(leaf, paths)
 
 
-class Search:
-    """Looks for the cause of a difference, by re-running the step elsewhere.
+class CauseSearch:
+    """Searches for the cause of a difference by re-running the step on other meshes.
 
     Args:
-      certifier: of the job.
-      certified: the certificate.
+      certifier: Certifier of the job.
+      certified: A certificate with differences.
     """
 
     def __init__(self, certifier: Certifier, certified: CertifiedStep):
         self._certifier, self._certified, self._rows = certifier, certified, certified.rows
-        self._own, self._mesh = certifier.reruns[0], certifier.own.mesh
-        self._layout = certifier.own.layout
+        self._job_rerun, self._mesh = certifier.reruns[0], certifier.partitioner.mesh
+        self._layout = certifier.partitioner.layout
 
-    def difference(self) -> Difference:
+    def find(self) -> Difference:
         """Returns the first difference of the certificate, with its cause.
 
-        A process that found no difference joins the search and returns its first comparison.
+        All processes must call this, because the search runs programs on all devices. A process
+        without a difference returns its first comparison.
         """
         certified = self._certified
         if certified.update is not None:
-            return self._of_update(certified.update)
-        moved = [x for x in certified.failed if x.mesh == MOVED]
-        if certified.is_of_device or differ_anywhere(moved):
-            return self._of_device(moved or certified.comparisons[:1])
-        return self._of_program(certified.failed or certified.comparisons[-1:])
+            return self._update_difference(certified.update)
+        reordered = [x for x in certified.failed if x.mesh == MOVED]
+        if certified.is_device_fault or any_process_differs(reordered):
+            return self._device_difference(reordered or certified.comparisons[:1])
+        return self._program_difference(certified.failed or certified.comparisons[-1:])
 
-    def _of_update(self, update: UpdateComparison) -> Difference:
-        """Returns the difference of a wrong update; of one device if the others are right."""
+    def _update_difference(self, update: UpdateComparison) -> Difference:
+        """Returns the difference of an update. A minority of devices that differ is the cause."""
         worst = next(iter(update.failed), update.comparisons[-1])
-        places = update.places.get(worst.leaf, ())
-        is_of_device = 0 < 2 * len(places) <= self._mesh.size
-        found = self._located([worst], "", places if is_of_device else ())
-        return dataclasses.replace(found, what=f"update of {worst.what}")
+        positions = update.positions.get(worst.leaf, ())
+        is_device_fault = 0 < 2 * len(positions) <= self._mesh.size
+        difference = self._worst_difference([worst], "", positions if is_device_fault else ())
+        return dataclasses.replace(difference, what=f"update of {worst.what}")
 
-    def _located(
-        self, failed: Sequence[Comparison], layer: str, places: Sequence[int], axes: str = ""
+    def _worst_difference(
+        self, failed: Sequence[Comparison], layer: str, positions: Sequence[int], axes: str = ""
     ) -> Difference:
-        """Returns the difference of the leaf that differs most, in the layer if one is known.
+        """Returns the largest difference, within a layer if one is given.
 
         Args:
-          places: of the devices that are its cause; (): the program is.
+          failed: Comparisons that failed.
+          layer: Path of the first layer that differs; "" if unknown.
+          positions: Positions of the faulty devices; () if the program is the cause.
+          axes: Mesh axes that must be split for the difference to appear.
         """
-        here = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]
-        first = [x for x in failed if x.what == failed[0].what]
-        leaf = max(here or first, key=lambda item: (item.share, item.difference))
+        in_layer = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]
+        same_kind = [x for x in failed if x.what == failed[0].what]
+        worst = max(in_layer or same_kind, key=lambda x: (x.share, x.difference))
         return Difference(
-            DEVICE if places else PROGRAM, leaf.what, device_text(self._mesh, places),
-            place_text(self._mesh, places[0]) if len(places) == 1 else axes,
-            layer or layer_of_leaf(self._layout, leaf.leaf), leaf.leaf,
-            mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
+            DEVICE if positions else PROGRAM, worst.what, device_text(self._mesh, positions),
+            position_text(self._mesh, positions[0]) if len(positions) == 1 else axes,
+            layer or layer_of_leaf(self._layout, worst.leaf), worst.leaf,
+            mesh_name(self._mesh.shape), worst.difference, worst.tolerance,
         )
 
-    # A device: its errors move with it.
+    # Device faults: the errors of a device move with it to other positions of the mesh.
 
-    def _of_device(self, failed: Sequence[Comparison]) -> Difference:
-        places, layer = list(range(self._mesh.size)), ""
-        with contextlib.suppress(*REFUSALS):  # Such as a lack of memory for one more program.
-            places = self._wrong_places()
-        if len(places) == 1:
-            (place,) = places
-            moved = self._with_rolled([place, (place + 1) % self._mesh.size])
-            if rows := self._differing_rows(moved):
-                with contextlib.suppress(*REFUSALS):  # Its layers cannot be looked at.
-                    layer = _first_layer_moved(self._own, moved, rows)
-        return self._located(failed, layer, places)
+    def _device_difference(self, failed: Sequence[Comparison]) -> Difference:
+        positions, layer = list(range(self._mesh.size)), ""
+        with contextlib.suppress(*MODEL_ERRORS):  # For instance, out of memory for another program.
+            positions = self._faulty_positions()
+        if len(positions) == 1:
+            (position,) = positions
+            rotated = self._rerun_rotated([position, (position + 1) % self._mesh.size])
+            if rows := self._differing_rows(rotated):
+                with contextlib.suppress(*MODEL_ERRORS):  # The layers cannot be recorded.
+                    layer = _first_layer_with_other_bits(self._job_rerun, rotated, rows)
+        return self._worst_difference(failed, layer, positions)
 
-    def _wrong_places(self) -> list[int]:
-        """Returns the places of the devices that compute something else than the others.
+    def _faulty_positions(self) -> list[int]:
+        """Returns the positions of the devices that compute other results than the rest.
 
-        The errors of a device move with it: exchanging devices changes the result if one of them is
-        wrong. Returns all places if the same devices in the same places do not repeat a result.
+        Rotating a set of devices changes the result if one of them is faulty, so a binary search
+        over sets of devices finds the faulty ones. Returns all positions if results are not
+        reproducible on the unchanged mesh.
         """
-        every = list(range(self._mesh.size))
-        if self._differing_rows(self._own) is not None:
-            return every
-        right: list[int] = []
+        all_positions = list(range(self._mesh.size))
+        if self._differing_rows(self._job_rerun) is not None:
+            return all_positions
+        correct: list[int] = []
 
-        def suspects(places: list[int]) -> list[int]:
-            if len(places) <= 1:
-                return places
-            if len(places) < len(every) and not self._differs(places):
-                right.extend(places)
+        def suspects(positions: list[int]) -> list[int]:
+            if len(positions) <= 1:
+                return positions
+            if len(positions) < len(all_positions) and not self._differs_if_rotated(positions):
+                correct.extend(positions)
                 return []
-            middle = len(places) // 2
-            return suspects(places[:middle]) + suspects(places[middle:])
+            middle = len(positions) // 2
+            return suspects(positions[:middle]) + suspects(positions[middle:])
 
-        alone = suspects(every)
-        if not right:
-            pairs = itertools.combinations(alone, 2)
-            right = next((list(pair) for pair in pairs if not self._differs(list(pair))), [])
-        wrong = [x for x in alone if x not in right and right and self._differs([x, right[0]])]
-        return wrong or alone or every
+        # A single device cannot be rotated. Swap each remaining suspect with a correct device.
+        candidates = suspects(all_positions)
+        if not correct:
+            pairs = itertools.combinations(candidates, 2)
+            correct = next(
+                (list(pair) for pair in pairs if not self._differs_if_rotated(list(pair))), []
+            )
+        faulty = [
+            x for x in candidates
+            if x not in correct and correct and self._differs_if_rotated([x, correct[0]])
+        ]
+        return faulty or candidates or all_positions
 
-    def _differs(self, places: Sequence[int]) -> bool:
-        """Returns True if the result changes with the devices at these places moved round."""
-        return self._differing_rows(self._with_rolled(places)) is not None
+    def _differs_if_rotated(self, positions: Sequence[int]) -> bool:
+        """Returns whether rotating the devices at these positions changes the result."""
+        return self._differing_rows(self._rerun_rotated(positions)) is not None
 
-    def _with_rolled(self, places: Sequence[int]) -> Rerun:
-        return self._on(reordered(self._mesh, rolled(places, self._mesh.size)))
+    def _rerun_rotated(self, positions: Sequence[int]) -> Rerun:
+        order = rotated_order(positions, self._mesh.size)
+        return self._rerun_on(reorder_devices(self._mesh, order))
 
     def _differing_rows(self, rerun: Rerun) -> Rows | None:
-        """Returns rows whose results differ between a re-run and that on the job's mesh, or None.
+        """Returns rows with different results in a re-run and on the job's mesh, or None.
 
-        Of several draws, because the rows of a device may have no weight.
+        Several draws of rows are compared, because all rows on a device may have weight 0.
         """
         for rows, expected, nudged in self._draws:
             actual = rerun.measure(rows)
-            if differ_anywhere(self._certifier.compare_order(expected, nudged, actual)):
+            if any_process_differs(self._certifier.compare_reordered(expected, nudged, actual)):
                 return rows
         return None
 
     @functools.cached_property
     def _draws(self) -> list[tuple[Rows, Measures, list[Measures]]]:
-        """Rows of several draws, their measures, and those with weights moved by rounding."""
-        own, drawn = self._own, self._certified.drawn
-        rows = [self._rows, *(drawn(draw) for draw in range(10, 10 + _NUM_DRAWS))]
-        return [(item, own.measure(item), [own.measure(item, own.rounding)]) for item in rows]
+        """Several draws of rows, each with its measures for exact and for perturbed weights."""
+        rerun, draw_rows = self._job_rerun, self._certified.draw_rows
+        draws = [self._rows, *(draw_rows(draw) for draw in range(10, 10 + _NUM_DRAWS))]
+        return [
+            (rows, rerun.measure(rows), [rerun.measure(rows, rerun.rounding)]) for rows in draws
+        ]
 
-    def _on(self, mesh: Mesh) -> Rerun:
+    def _rerun_on(self, mesh: Mesh) -> Rerun:
         return self._certifier.rerun_on(self._certifier.build(mesh))
 
-    # The program: meshes that split a single axis show the axis.
+    # Program faults: meshes that split a single axis show which axis is the cause.
 
-    def _of_program(self, failed: Sequence[Comparison]) -> Difference:
-        axes, layer = self._axes(), ""
-        with contextlib.suppress(*REFUSALS):  # Its layers cannot be looked at.
+    def _program_difference(self, failed: Sequence[Comparison]) -> Difference:
+        axes, layer = self._faulty_axes(), ""
+        with contextlib.suppress(*MODEL_ERRORS):  # The layers cannot be recorded.
             other = self._certifier.reruns[-1]
-            layer = _first_layer_of_mesh(other, self._own, self._rows)
-        return self._located(failed, layer, (), "+".join(axes))
+            layer = _first_layer_with_other_values(other, self._job_rerun, self._rows)
+        return self._worst_difference(failed, layer, (), "+".join(axes))
 
-    def _axes(self) -> list[str]:
-        """Returns the axes of the job's mesh that alone, with all devices along them, differ."""
-        own = split_axes(self._mesh.shape)
-        if len(own) == 1:
-            return list(own)
-        wrong = []
-        for axis in own:
+    def _faulty_axes(self) -> list[str]:
+        """Returns the axes for which a mesh that only splits this axis shows the difference."""
+        axes = split_axes(self._mesh.shape)
+        if len(axes) == 1:
+            return list(axes)
+        faulty = []
+        for axis in axes:
             shape = [self._mesh.size if x == axis else 1 for x in self._mesh.axis_names]
             try:
-                actual = self._on(reshaped(self._mesh, shape)).measure(self._rows)
-            except REFUSALS:
+                actual = self._rerun_on(reshape_mesh(self._mesh, shape)).measure(self._rows)
+            except MODEL_ERRORS:
                 continue
-            if self._is_wrong(actual):
-                wrong.append(axis)
-        return wrong or list(own)
+            if self._differs_from_other_mesh(actual):
+                faulty.append(axis)
+        return faulty or list(axes)
 
-    def _is_wrong(self, actual: Measures) -> bool:
-        """Returns True if measures are not those of the other mesh."""
-        own, other = self._certified.own, self._certified.other
-        # How much rounding moves is known of the job's own mesh.
+    def _differs_from_other_mesh(self, actual: Measures) -> bool:
+        baseline, other = self._certified.baseline, self._certified.other
+        # The effect of rounding was measured on the job's mesh. Apply it to the other mesh.
         nudged = [
-            {k: x + item.leaves[k] - own.leaves[k] for k, x in other.leaves.items()}
-            for item in self._certified.nudged
+            {k: x + measures.leaves[k] - baseline.leaves[k] for k, x in other.leaves.items()}
+            for measures in self._certified.nudged
         ]
-        return differ_anywhere(tolerances.by_rounding("", other.leaves, nudged, actual.leaves))
+        return any_process_differs(
+            tolerances.by_rounding("", other.leaves, nudged, actual.leaves)
+        )
 
 
-def _first_layer_moved(one: Rerun, other: Rerun, rows: Rows) -> str:
-    """Returns the layer whose bits differ first between two orders of the devices, or ""."""
+def _first_layer_with_other_bits(rerun: Rerun, other: Rerun, rows: Rows) -> str:
+    """Returns the first layer whose bits differ between two orders of the devices, or ""."""
 
     def digest(x: jax.Array) -> jax.Array:
         return element_hash.digest(x, element_hash.indices(x.shape, x.shape))
 
-    expected, actual = (_records(item, rows, LayerRecorder(digest)) for item in (one, other))
+    expected, actual = (_layer_records(x, rows, LayerRecorder(digest)) for x in (rerun, other))
     for key in sorted(expected):
         layer = layer_of_key(key).removeprefix(GRADIENT_OF)
         if layer and key in actual and not np.array_equal(expected[key], actual[key]):
@@ -313,35 +334,40 @@ def _first_layer_moved(one: Rerun, other: Rerun, rows: Rows) -> str:
     return ""
 
 
-def _first_layer_of_mesh(expected: Rerun, actual: Rerun, rows: Rows) -> str:
-    """Returns the layer that differs first between two meshes in float64, or "".
+def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -> str:
+    """Returns the first layer whose float64 values differ between two meshes.
 
-    It is "" too on devices that have no float64.
+    Returns "" if there is none, and on devices that do not support float64.
     """
     if expected.mesh.devices.flat[0].platform == "tpu":
         return ""
-    by_hand = actual.partitioner.gradients.num_parts is not None
+    has_manual_gradients = actual.partitioner.gradients.num_parts is not None
     with jax.enable_x64(True):
-        return first_of_layers(
-            _records(expected, rows, Float64Run()), _records(expected, rows, Float64Run(), NUDGE),
-            _records(actual, rows, Float64Run()), (GRADIENT_OF,) if by_hand else (),
+        return first_differing_layer(
+            _layer_records(expected, rows, Float64Run()),
+            _layer_records(expected, rows, Float64Run(), NUDGE),
+            _layer_records(actual, rows, Float64Run()),
+            (GRADIENT_OF,) if has_manual_gradients else (),
         )
 
 
-def _records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 0.0) -> Leaves:
-    """Returns the records of a step's layers, by "NUMBER|LAYER"."""
+def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 0.0) -> Leaves:
+    """Returns what a recorder computes for each layer of a step, by "NUMBER|LAYER"."""
     with jax.enable_x64(False):
-        given = rerun.arguments(rows, nudge)
-        closed = jax.make_jaxpr(rerun.function)(*given)
+        arguments = rerun.arguments(rows, nudge)
+        closed_jaxpr = jax.make_jaxpr(rerun.function)(*arguments)
 
-    def recorded(*args: Any) -> dict[str, jax.Array]:
+    def record(*args: Any) -> dict[str, jax.Array]:
         leaves = jax.tree.leaves(args)
-        run.call(closed, list(map(widened, leaves)) if isinstance(run, Float64Run) else leaves)
+        if isinstance(run, Float64Run):
+            leaves = list(map(widen, leaves))
+        run.call(closed_jaxpr, leaves)
         return run.records
 
-    return jax.device_get(jax.jit(recorded, out_shardings=rerun.partitioner.replicated)(*given))
+    jitted = jax.jit(record, out_shardings=rerun.partitioner.replicated)
+    return jax.device_get(jitted(*arguments))
 
 
 def as_json(difference: Difference | None) -> Mapping[str, Any] | None:
-    """Returns a difference as values for JSON."""
+    """Converts a difference to JSON values. Infinities and NaNs become text."""
     return None if difference is None else finite_fields(dataclasses.asdict(difference))

@@ -1,4 +1,4 @@
-"""A training step re-run on a few of its rows, on any mesh, with its gradients measured."""
+"""Re-runs a training step on a few of its rows, on any mesh, and measures its gradients."""
 
 import dataclasses
 import math
@@ -26,8 +26,8 @@ from praxis_lite.core.xla_workarounds.narrow_scans import narrow_scans
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.host.host_memory import check_program_fits
 from praxis_tools.certificates import element_hash
-from praxis_tools.certificates.placements import mover_of_batches, mover_of_weights
-from praxis_tools.certificates.recomputed_update import nudged
+from praxis_tools.certificates.placements import batch_transfer, weight_transfer
+from praxis_tools.certificates.recomputed_update import nudge_weights
 from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison, mesh_name
 from praxis_tools.check.runs.on_mesh import Leaves
@@ -40,13 +40,13 @@ _ADVICE = "Without run.certify_every_steps nothing is recomputed."
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A few rows of a step that was made, and all else that their gradients depend on.
+    """A few rows of a step, with everything else that determines their gradients.
 
     Attributes:
-      state: from which the gradients are taken; it is read alone.
-      batch: the rows, on the job's mesh.
-      key: of the run.
-      salt: a seed of the projections.
+      state: State at which the gradients are computed; it is not modified.
+      batch: The rows, on the mesh of the job.
+      key: Random key of the run.
+      salt: Seed of the projections.
     """
 
     state: TrainState
@@ -57,12 +57,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """The measures of a step's gradients.
+    """Measures of the loss and gradients of a step.
 
     Attributes:
-      leaves: "metrics/loss/value", "metrics/loss/weight", and of each "gradients/PATH" its norm and
-        projections.
-      digests: of each gradient's bits.
+      leaves: "metrics/loss/value", "metrics/loss/weight", and for each "gradients/PATH" the norm of
+        the gradient and its projections on random signs.
+      digests: For each "gradients/PATH", a digest of the bits of the gradient.
     """
 
     leaves: Leaves
@@ -70,8 +70,8 @@ class Measures:
 
 
 @dataclasses.dataclass
-class _Measuring(BoundLearner):
-    """A learner that measures gradients, and changes no weight."""
+class _MeasuringLearner(BoundLearner):
+    """A learner that measures gradients instead of updating weights."""
 
     salt: Any = dataclasses.field(kw_only=True)
 
@@ -79,190 +79,206 @@ class _Measuring(BoundLearner):
         measured, digests = {}, {}
         for number, (path, g) in enumerate(leaves_with_path(self.groups.lay_out(grads))):
             index = element_hash.indices(g.shape, g.shape)
-            salt = element_hash.salted(self.salt, number)
+            salt = element_hash.leaf_salt(self.salt, number)
             signs = element_hash.signs(index, salt, NUM_PROJECTIONS)
-            norm = jnp.sqrt(_summed(g * g))
-            projections = [_summed(g * signs[k]) for k in range(NUM_PROJECTIONS)]
+            norm = jnp.sqrt(_sum(g * g))
+            projections = [_sum(g * signs[k]) for k in range(NUM_PROJECTIONS)]
             measured[path] = jnp.stack([norm, *projections])
             digests[path] = element_hash.digest(g, index)
         return params, opt_states, {"measured": measured, "digests": digests}, jnp.zeros((), bool)
 
 
-def _summed(x: jax.Array) -> jax.Array:
-    # Along the last dim first: the sum of all elements one after the other rounds more.
+def _sum(x: jax.Array) -> jax.Array:
+    # Summing the last dim first loses less precision than one long sum over all elements.
     if x.ndim > 1:
         x = jax.lax.optimization_barrier(jnp.sum(x, axis=-1))
     return jnp.sum(x)
 
 
 class Rerun:
-    """A task on a mesh, ready to re-run a step with weights of the job's own mesh.
+    """Re-runs steps of a job on one mesh, with weights that come from the mesh of the job.
 
     Args:
-      own: the task on the job's mesh, whose weights come.
-      partitioner: the task on a mesh of the same devices; `own` itself for the job's.
+      job_partitioner: Partitioner on the mesh of the job, where the weights are.
+      partitioner: Partitioner on the mesh of the re-run; may be `job_partitioner` itself.
 
     Attributes:
-      name: of the mesh, such as "data 4, mdl 2".
-      is_own: True for the job's mesh.
-      rounding: the unit of rounding of what the program computes in; known once it is lowered.
+      name: Name of the mesh, such as "data 4, mdl 2".
+      is_job_mesh: Whether the step is re-run on the mesh of the job.
+      rounding: Machine epsilon of the narrowest float type in the program's products; set by
+        `lower`.
     """
 
-    def __init__(self, own: Partitioner, partitioner: Partitioner):
+    def __init__(self, job_partitioner: Partitioner, partitioner: Partitioner):
         self.partitioner, self.mesh = partitioner, partitioner.mesh
         self.name = mesh_name(self.mesh.shape)
-        self.is_own, self._own_mesh = partitioner is own, own.mesh
+        self.is_job_mesh, self._job_mesh = partitioner is job_partitioner, job_partitioner.mesh
         self._mdl_layout = partitioner.layout.select("mdl_vars")
-        self._move_weights = None if self.is_own else mover_of_weights(own, partitioner)
-        self._move_batch: Any = None
-        self._run: Any = None
+        self._transfer_weights = (
+            None if self.is_job_mesh else weight_transfer(job_partitioner, partitioner)
+        )
+        self._transfer_batch: Any = None
+        self._program: Any = None
         self.rounding = 0.0
 
     def function(
         self, mdl_vars: PyTree, scalars: Mapping[str, Any], batch: GlobalBatch, key: jax.Array,
         salts: jax.Array, nudge: jax.Array,
     ) -> dict[str, Any]:
-        """Returns the loss [2] (value, weight), and by path measures and digests of gradients.
+        """Computes the loss, and measures and digests of the gradients.
 
         Args:
-          mdl_vars: padded.
-          scalars: as `scalars_of` returns them.
-          batch: a few rows.
-          key: of the run.
-          salts: uint32 [2], seeds of the projections and of the signs of nudges.
-          nudge: the relative amount by which each weight is moved, up or down.
+          mdl_vars: Padded model variables.
+          scalars: Other values of the state, from `scalars_of`.
+          batch: A few rows.
+          key: Random key of the run.
+          salts: Seeds of the projections and of the signs of nudges, uint32 [2].
+          nudge: Relative amount by which each weight is perturbed, up or down.
+
+        Returns:
+          "loss", [2] with value and weight; "measured" and "digests", by path of the weight.
         """
         partitioner, bound = self.partitioner, self.partitioner.learner
         with partitioner.where.tracing():
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
-            params = nudged(mdl_vars["params"], nudge, salts[1])
+            params = nudge_weights(mdl_vars["params"], nudge, salts[1])
             state = TrainState(
                 scalars["step"], {**mdl_vars, "params": params}, dict(scalars["opt_states"])
             )
             _, outputs = steps.train_step(
                 partitioner.task, state, partitioner.where.inputs(batch), key,
-                learner=_Measuring(bound.learner, bound.groups, salt=salts[0]),
+                learner=_MeasuringLearner(bound.learner, bound.groups, salt=salts[0]),
                 value_and_grad=partitioner.gradients.value_and_grad,
             )
         loss = jnp.stack([jnp.asarray(x, jnp.float32) for x in outputs["metrics"]["loss"]])
         return {"loss": loss, **outputs["learner"]}
 
     def lower(self, element_spec: PyTree, scalars: Mapping[str, Any]) -> None:
-        """Traces the program for rows of these shapes; raises the model's refusals."""
+        """Traces and lowers the program. Raises the errors of the model.
+
+        Args:
+          element_spec: Shapes and types of the rows.
+          scalars: Shapes and types of the values from `scalars_of`.
+        """
         replicated = self.partitioner.replicated
-        weights = self._mdl_layout.shardings(self.mesh)
+        weight_shardings = self._mdl_layout.shardings(self.mesh)
         jitted = jax.jit(
             without_xla_errors(self.function, also=narrow_scans),
-            in_shardings=(weights, replicated, None, *(replicated,) * 3),
+            in_shardings=(weight_shardings, replicated, None, *(replicated,) * 3),
             out_shardings=replicated, compiler_options=self.partitioner.compiler_options,
         )
         batch = abstract_global_batch(element_spec, self.mesh)
-        numbers = (
+        replicated_args = (
             dict(scalars), jax.eval_shape(lambda: jax.random.key(0)),
             jax.ShapeDtypeStruct((2,), jnp.uint32), jax.ShapeDtypeStruct((), jnp.float32),
         )
         scalars, *others = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), numbers
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), replicated_args
         )
         traced = jitted.trace(self._mdl_layout.abstract(self.mesh), scalars, batch, *others)
-        self.rounding = _rounding_of(traced.jaxpr, self.mesh.devices.flat[0].platform)
-        self._run = mended(traced.lower(), self.mesh)
-        if not self.is_own:
-            self._move_batch = mover_of_batches(batch, self._own_mesh, self.mesh)
+        self.rounding = _product_epsilon(traced.jaxpr, self.mesh.devices.flat[0].platform)
+        self._program = mended(traced.lower(), self.mesh)
+        if not self.is_job_mesh:
+            self._transfer_batch = batch_transfer(batch, self._job_mesh, self.mesh)
 
     def compile(self) -> jax.stages.Compiled:
-        """Returns the program, compiled; it may be called in another thread."""
-        if isinstance(self._run, jax.stages.Lowered):
-            self._run = self._run.compile()
-            if not self.is_own:
-                self._move_weights.compile()
-                self._move_batch.compile()
-        return self._run
+        """Compiles the program on the first call and returns it. May run in another thread."""
+        if isinstance(self._program, jax.stages.Lowered):
+            self._program = self._program.compile()
+            if not self.is_job_mesh:
+                self._transfer_weights.compile()
+                self._transfer_batch.compile()
+        return self._program
 
     def arguments(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> tuple:
-        """Returns the arguments of `function`: the rows and the weights, on this mesh."""
+        """Returns the arguments of `function`, transferred to this mesh."""
         mdl_vars, batch = rows.state.mdl_vars, rows.batch
-        if not self.is_own:
-            mdl_vars, batch = self._move_weights(mdl_vars), self._move_batch(batch)
-        # Devices of other processes take arrays of NumPy alone.
+        if not self.is_job_mesh:
+            mdl_vars, batch = self._transfer_weights(mdl_vars), self._transfer_batch(batch)
+        # `jax.device_put` to devices of other processes requires NumPy arrays.
         salts = np.array((rows.salt, (rows.salt + 1 + pattern) % 2**32), np.uint32)
-        numbers = scalars_of(rows.state), salts, np.float32(nudge)
-        numbers = jax.tree.map(np.asarray, numbers)
-        scalars, salts, nudge = jax.device_put(numbers, self.partitioner.replicated)
+        replicated_args = scalars_of(rows.state), salts, np.float32(nudge)
+        replicated_args = jax.tree.map(np.asarray, replicated_args)
+        scalars, salts, nudge = jax.device_put(replicated_args, self.partitioner.replicated)
         return mdl_vars, scalars, batch, replicated_key(rows.key, self.mesh), salts, nudge
 
     def measure(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> Measures:
-        """Returns the measures of the rows' gradients on this mesh; waits for the devices.
+        """Measures the gradients of the rows on this mesh. Blocks until the devices are done.
 
         Args:
-          nudge: the relative amount by which each weight is moved, up or down.
-          pattern: a seed that decides which elements move up.
+          rows: Rows on the mesh of the job.
+          nudge: Relative amount by which each weight is perturbed, up or down.
+          pattern: Seed that decides which elements are perturbed up.
         """
-        result = jax.device_get(self.compile()(*self.arguments(rows, nudge, pattern)))
-        value, weight = result["loss"]
+        outputs = jax.device_get(self.compile()(*self.arguments(rows, nudge, pattern)))
+        value, weight = outputs["loss"]
         leaves = {"metrics/loss/value": value, "metrics/loss/weight": weight}
-        leaves |= {f"gradients/{path}": x for path, x in result["measured"].items()}
-        return Measures(leaves, {f"gradients/{path}": x for path, x in result["digests"].items()})
+        leaves |= {f"gradients/{path}": x for path, x in outputs["measured"].items()}
+        return Measures(leaves, {f"gradients/{path}": x for path, x in outputs["digests"].items()})
 
 
 def scalars_of(state: TrainState) -> dict[str, Any]:
-    """Returns the values of a state, other than weights, that a step's gradients depend on."""
+    """Returns the values of a state, apart from weights, that gradients depend on."""
     opt_states = {k: x for k, x in state.opt_states.items() if k == "loss_scale"}
     return {"step": state.step, "opt_states": opt_states}
 
 
-def _rounding_of(jaxpr: Any, platform: str) -> float:
-    """Returns the unit of rounding of the narrowest float that a program computes products in."""
-    narrowest = float(jnp.finfo(jnp.float32).eps)
+def _product_epsilon(jaxpr: Any, platform: str) -> float:
+    """Returns the machine epsilon of the narrowest float type in which products are computed."""
+    epsilon = float(jnp.finfo(jnp.float32).eps)
     for eqn in all_eqns(open_jaxpr(jaxpr).eqns):
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             continue
         for x in eqn.invars:
             if jnp.issubdtype(x.aval.dtype, jnp.floating):
-                narrowest = max(narrowest, float(jnp.finfo(x.aval.dtype).eps))
-    # A TPU multiplies float32 as bfloat16, unless it is asked for more.
-    return max(narrowest, float(jnp.finfo(jnp.bfloat16).eps)) if platform == "tpu" else narrowest
+                epsilon = max(epsilon, float(jnp.finfo(x.aval.dtype).eps))
+    # By default, TPUs multiply float32 in bfloat16.
+    return max(epsilon, float(jnp.finfo(jnp.bfloat16).eps)) if platform == "tpu" else epsilon
 
 
-def compare_moved(expected: Measures, actual: Measures) -> list[Comparison]:
-    """Returns comparisons of the same program on the same devices in another order, bit by bit."""
-    compared = tolerances.exact(MOVED, "gradients", expected.leaves, actual.leaves)
-    result = []
-    for item in compared:
-        apart = item.difference
-        if item.leaf in expected.digests and not apart:
-            is_same = np.array_equal(expected.digests[item.leaf], actual.digests[item.leaf])
-            # Bits differ whose sums, as floats, do not.
-            unit = float(np.spacing(np.max(np.abs(expected.leaves[item.leaf]))))
-            apart = 0.0 if is_same else unit
-        what = tolerances.kind_of(item.leaf)
-        result.append(dataclasses.replace(item, what=what, difference=apart))
-    return result
+def compare_bits(expected: Measures, actual: Measures) -> list[Comparison]:
+    """Compares two runs of a program whose results must be equal in every bit."""
+    comparisons = []
+    for comparison in tolerances.exact(MOVED, "gradients", expected.leaves, actual.leaves):
+        leaf, difference = comparison.leaf, comparison.difference
+        # Gradients can differ in some bits although their norms and projections are equal.
+        if leaf in expected.digests and not difference and not np.array_equal(
+            expected.digests[leaf], actual.digests[leaf]
+        ):
+            difference = float(np.spacing(np.max(np.abs(expected.leaves[leaf]))))
+        comparisons.append(dataclasses.replace(
+            comparison, what=tolerances.kind_of(leaf), difference=difference
+        ))
+    return comparisons
 
 
-def compare_meshes(
-    mesh: str, expected: Measures, moved: Sequence[Measures], actual: Measures
+def compare_up_to_rounding(
+    mesh: str, expected: Measures, nudged: Sequence[Measures], actual: Measures
 ) -> list[Comparison]:
-    """Returns comparisons of two programs, which round differently.
+    """Compares two programs that round differently.
 
     Args:
-      moved: as `expected`, each time with weights moved by rounding.
+      mesh: Name of the mesh that `actual` was measured on.
+      expected: Measures on the mesh of the job.
+      nudged: Measures on the mesh of the job with perturbed weights, one for each pattern. They
+        determine the tolerance.
+      actual: Measures on the other mesh.
     """
-    by_nudges = [item.leaves for item in moved]
-    return tolerances.by_rounding(mesh, expected.leaves, by_nudges, actual.leaves)
+    return tolerances.by_rounding(mesh, expected.leaves, [x.leaves for x in nudged], actual.leaves)
 
 
-def check_room(
+def check_device_memory(
     compiled: jax.stages.Compiled, devices: Sequence[jax.Device], program: str, copies: int = 0
 ) -> None:
-    """Raises OutOfMemory if devices of this process cannot hold a certificate's arrays.
+    """Raises OutOfMemory if a program of a certificate does not fit next to the training state.
 
-    These are the program's temporaries and outputs, and `copies`, next to the training state. Call
-    it between steps, when nothing else is on the devices.
+    Call it between steps, when only the training state is on the devices.
 
     Args:
-      program: as the subject of a sentence.
-      copies: bytes on each device of arrays that are made for it.
+      compiled: The program.
+      devices: Devices of this process.
+      program: Name of the program, the subject of a sentence in the message.
+      copies: Bytes per device of arrays that are copied for the program.
     """
     check_program_fits(compiled, devices, program, _ADVICE)
     stats = compiled.memory_analysis()
@@ -271,9 +287,9 @@ def check_room(
     needed = stats.temp_size_in_bytes + stats.output_size_in_bytes + copies
     for device in devices:
         memory = device.memory_stats() or {}
-        left = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
-        if needed > left:
+        free = memory.get("bytes_limit", math.inf) - memory.get("bytes_in_use", 0)
+        if needed > free:
             raise OutOfMemory(
-                f"{program} takes {format_bytes(needed)} on each device beside the state of "
-                f"training, and {format_bytes(int(left))} are free on {device}. {_ADVICE}"
+                f"{program} needs {format_bytes(needed)} on each device in addition to the train "
+                f"state, but {device} only has {format_bytes(int(free))} free. {_ADVICE}"
             )

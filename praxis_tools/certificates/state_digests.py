@@ -1,4 +1,7 @@
-"""Digests of a state by device: equal where replicas are equal, and on every mesh the same sum."""
+"""Digests of a train state by device.
+
+Replicas have equal digests, and the sum over the blocks of an array is the same on every mesh.
+"""
 
 import dataclasses
 import functools
@@ -22,83 +25,88 @@ PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Stale:
-    """An array whose copies differ.
+class ReplicaMismatch:
+    """An array whose replicas differ.
 
     Attributes:
-      leaf: the path of the array.
-      places: of the devices that differ from the majority, in the mesh's order.
-      axes: along which the array has copies, and the copies differ.
+      leaf: Path of the array.
+      positions: Devices whose replica differs from the majority, as positions in the mesh.
+      axes: Mesh axes over which the array is replicated.
     """
 
     leaf: str
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     axes: tuple[str, ...]
 
 
 class StateDigests:
-    """Digests of states that share a layout and a mesh, compiled once."""
+    """Computes the digests of states that share a layout and a mesh.
+
+    Args:
+      layout: Layout of the states.
+      mesh: Mesh that the states are on.
+    """
 
     def __init__(self, layout: StateLayout, mesh: Mesh):
         self._mesh, self._leaves = mesh, list(layout.leaves())
-        axes = mesh.axis_names
-        one = jax.shard_map(
-            self._of_device, mesh=mesh, in_specs=(jax.tree.leaves(layout.specs),),
-            out_specs=PartitionSpec(axes), check_vma=False,
+        digest_on_each_device = jax.shard_map(
+            self._digest_blocks, mesh=mesh, in_specs=(jax.tree.leaves(layout.specs),),
+            out_specs=PartitionSpec(mesh.axis_names), check_vma=False,
         )
         self._run = jax.jit(
-            lambda state: one(jax.tree.leaves(to_device(state))),
+            lambda state: digest_on_each_device(jax.tree.leaves(to_device(state))),
             in_shardings=(layout.shardings(mesh),),
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )
         self._abstract = layout.abstract(mesh)
 
     def compile(self) -> None:
-        """Compiles the program, before it is called."""
+        """Compiles the program ahead of the first call."""
         self._run = self._run.lower(self._abstract).compile()
 
     def __call__(self, state: PyTree) -> "Digests":
-        """Returns the digests of a state; waits for the devices."""
+        """Returns the digests of a state. Blocks until the devices have computed them."""
         return Digests(self._mesh, self._leaves, np.asarray(self._run(state)))
 
-    def _of_device(self, blocks: list[jax.Array]) -> jax.Array:
+    def _digest_blocks(self, blocks: list[jax.Array]) -> jax.Array:
+        """Returns the digests of one device's blocks, uint32 [1, leaves, 2]."""
         digests = []
         for leaf, x in zip(self._leaves, blocks, strict=True):
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 x = jax.random.key_data(x)
                 digests.append(element_hash.digest(x, element_hash.indices(x.shape, x.shape)))
                 continue
-            along = zip(leaf.spec, x.shape, strict=True)
-            starts = [self._start(entry, size) for entry, size in along]
+            entries_and_sizes = zip(leaf.spec, x.shape, strict=True)
+            starts = [self._block_start(entry, size) for entry, size in entries_and_sizes]
             index = element_hash.indices(x.shape, leaf.shape, starts)
-            digests.append(element_hash.digest(x, index, _is_true(leaf, x, starts)))
+            digests.append(element_hash.digest(x, index, _logical_mask(leaf, x, starts)))
         return jnp.stack(digests)[None]
 
-    def _start(self, entry: Any, size: int) -> jax.Array:
-        """Returns where a device's block begins along a dim."""
-        place = jnp.zeros((), jnp.int32)
+    def _block_start(self, entry: Any, size: int) -> jax.Array:
+        """Returns the start of this device's block along a dim with the given spec entry."""
+        block = jnp.zeros((), jnp.int32)
         for axis in axes_of(entry):
-            place = place * self._mesh.shape[axis] + jax.lax.axis_index(axis)
-        return place * size
+            block = block * self._mesh.shape[axis] + jax.lax.axis_index(axis)
+        return block * size
 
 
-def _is_true(leaf: LeafLayout, x: jax.Array, starts: list[jax.Array]) -> jax.Array | None:
-    """Returns where a block has no padding; None: nowhere has it any."""
-    counts = None
-    for dim, (true, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
-        if true != padded:
-            along = starts[dim] + jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
-            counts = along < true if counts is None else counts & (along < true)
-    return counts
+def _logical_mask(leaf: LeafLayout, x: jax.Array, starts: list[jax.Array]) -> jax.Array | None:
+    """Returns a mask of the elements that are not padding, or None if the leaf has no padding."""
+    mask = None
+    for dim, (size, padded_size) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
+        if size != padded_size:
+            position = starts[dim] + jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
+            mask = position < size if mask is None else mask & (position < size)
+    return mask
 
 
 class Digests:
-    """The digests of a state.
+    """The digests of one state.
 
     Args:
-      mesh: on which it is placed.
-      leaves: its arrays.
-      by_device: uint32 [devices, leaves, 2], in the mesh's order.
+      mesh: Mesh that the state is on.
+      leaves: Layout of each array of the state.
+      by_device: Digests, uint32 [devices, leaves, 2], with the devices in the mesh's order.
     """
 
     def __init__(self, mesh: Mesh, leaves: list[LeafLayout], by_device: np.ndarray):
@@ -106,73 +114,75 @@ class Digests:
 
     @functools.cached_property
     def by_leaf(self) -> dict[str, str]:
-        """The digest of each array, by its path: the same on every mesh."""
-        result = {}
+        """The digest of each array by its path, which does not depend on the mesh."""
+        digests = {}
         for number, leaf in enumerate(self._leaves):
-            first = [places[0] for places in self._copies(leaf)]
-            total = self._by_device[first, number].astype(np.uint64).sum(0) % 2**32
-            result[leaf.path] = "".join(f"{x:08x}" for x in total.tolist())
-        return result
+            first_replicas = [positions[0] for positions in self._replica_groups(leaf)]
+            total = self._by_device[first_replicas, number].astype(np.uint64).sum(0) % 2**32
+            digests[leaf.path] = "".join(f"{x:08x}" for x in total.tolist())
+        return digests
 
     @functools.cached_property
     def of_state(self) -> str:
-        """The digest of the complete state, the same on every mesh."""
+        """The digest of the entire state, which does not depend on the mesh."""
         return _hash(json.dumps(self.by_leaf, sort_keys=True).encode())
 
-    def by_place(self) -> list[str]:
-        """Returns a digest of what each device holds, in the mesh's order."""
+    def by_position(self) -> list[str]:
+        """Returns the digest of each device's blocks, in the mesh's order."""
         return [_hash(np.ascontiguousarray(of_device)) for of_device in self._by_device]
 
     def to_save(self) -> dict[str, Any]:
-        """Returns the digests as values for JSON, to be saved next to the state."""
+        """Returns the digests as JSON values, to be saved with the state."""
         return {
-            "state": self.of_state, "leaves": self.by_leaf, "places": self.by_place(),
+            "state": self.of_state, "leaves": self.by_leaf, "places": self.by_position(),
             "mesh": dict(self._mesh.shape),
         }
 
-    def stale(self) -> Iterator[Stale]:
-        """Yields the arrays whose copies differ, with the devices that differ from most."""
+    def replica_mismatches(self) -> Iterator[ReplicaMismatch]:
+        """Yields the arrays whose replicas differ, with the devices outside of the majority."""
         for number, leaf in enumerate(self._leaves):
             wrong: list[int] = []
-            for places in self._copies(leaf):
-                seen = self._by_device[places, number]
-                kinds, which, counts = np.unique(
-                    seen, axis=0, return_inverse=True, return_counts=True
+            for positions in self._replica_groups(leaf):
+                values, value_of_position, counts = np.unique(
+                    self._by_device[positions, number], axis=0, return_inverse=True,
+                    return_counts=True,
                 )
-                if len(kinds) > 1:
-                    # Of two that differ nobody can say which is wrong.
-                    usual = np.argmax(counts) if np.sum(counts == counts.max()) == 1 else -1
+                if len(values) > 1:
+                    # Without a majority, every replica may be the wrong one.
+                    has_majority = np.sum(counts == counts.max()) == 1
+                    majority = np.argmax(counts) if has_majority else -1
                     wrong += [
-                        x for x, kind in zip(places, which.reshape(-1), strict=True)
-                        if kind != usual
+                        position for position, value
+                        in zip(positions, value_of_position.reshape(-1), strict=True)
+                        if value != majority
                     ]
             if wrong:
-                yield Stale(leaf.path, tuple(sorted(wrong)), self._axes_of_copies(leaf))
+                yield ReplicaMismatch(leaf.path, tuple(sorted(wrong)), self._replicated_axes(leaf))
 
-    def apart(self, other: "Digests") -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields the arrays that differ from another state's, with the devices that differ."""
+    def differences_from(self, other: "Digests") -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields (path, device positions) of the arrays that differ from those of another state."""
         for number, leaf in enumerate(self._leaves):
             differs = (self._by_device[:, number] != other._by_device[:, number]).any(-1)
             if differs.any():
                 yield leaf.path, tuple(np.flatnonzero(differs).tolist())
 
-    def _axes_of_copies(self, leaf: LeafLayout) -> tuple[str, ...]:
+    def _replicated_axes(self, leaf: LeafLayout) -> tuple[str, ...]:
         split = {axis for entry in leaf.spec for axis in axes_of(entry)}
         return tuple(a for a, size in self._mesh.shape.items() if size > 1 and a not in split)
 
-    def _copies(self, leaf: LeafLayout) -> list[list[int]]:
-        """Returns the places of the devices that hold the same block, for each block."""
+    def _replica_groups(self, leaf: LeafLayout) -> list[list[int]]:
+        """Returns, for each block of an array, the positions of the devices that store it."""
         devices, names = self._mesh.devices, self._mesh.axis_names
         split = {axis for entry in leaf.spec for axis in axes_of(entry)}
-        along_split_axes_first = sorted(range(len(names)), key=lambda i: names[i] not in split)
-        places = np.arange(devices.size).reshape(devices.shape).transpose(along_split_axes_first)
+        split_axes_first = sorted(range(len(names)), key=lambda i: names[i] not in split)
+        positions = np.arange(devices.size).reshape(devices.shape).transpose(split_axes_first)
         num_blocks = math.prod(self._mesh.shape[axis] for axis in split)
-        return places.reshape(num_blocks, -1).tolist()
+        return positions.reshape(num_blocks, -1).tolist()
 
 
-def differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Returns the keys under which two sets of digests differ, of those that both have."""
-    return [key for key, text in saved.items() if key in now and now[key] != text]
+def changed_keys(saved: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
+    """Returns the keys that are in both sets of digests but have different values."""
+    return [key for key, text in saved.items() if key in actual and actual[key] != text]
 
 
 def _hash(data: bytes | np.ndarray) -> str:

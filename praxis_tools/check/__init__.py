@@ -1,6 +1,7 @@
-"""Does a mesh compute the same as a single device? For `--mode=check`, and for your own tests.
+"""Checks that a job computes the same on a mesh as on a single device.
 
-Runs a job's steps, in float64 and as they are trained. Never sees a job's directory.
+Used by `--mode=check` and by tests of your models. It runs the steps of a job both in float64 and
+in the job's own types, and never touches a job's directory.
 """
 
 from praxis_lite.public_names import public_names

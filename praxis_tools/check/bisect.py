@@ -1,4 +1,4 @@
-"""Where two runs differ first: the axes that must be split, the layer, the leaf, the step."""
+"""Locates the first difference between two runs: the mesh axes, the layer, the leaf, the step."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -10,25 +10,28 @@ from praxis_lite.core.errors import ConfigError
 from praxis_tools.check.certificate import Comparison, FirstDifference, split_axes
 from praxis_tools.check.check import Check
 from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, names_of
-from praxis_tools.check.runs.states import nudged
+from praxis_tools.check.runs.states import nudge_state
 from praxis_tools.explain.hlo_layers import GRADIENT_OF
 
 OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
                "variables", "counts", "padding", "initial state")
-# Errors of a model, or of XLA, on a mesh that it does not support.
-REFUSALS = (ConfigError, jax.errors.JaxRuntimeError, TypeError, ValueError, NotImplementedError)
-# Scopes of the partitioner outside of the layers.
-_NO_LAYERS = ("inputs", "unpad", "pad")
+# Errors that a model or XLA raises on a mesh that it does not support.
+MODEL_ERRORS = (
+    ConfigError, jax.errors.JaxRuntimeError, TypeError, ValueError, NotImplementedError,
+)
+# Scopes of the partitioner that are not layers.
+_PARTITIONER_SCOPES = ("inputs", "unpad", "pad")
 
 
 def first_difference(
     check: Check, runner: TaskRunner | None, failed: Sequence[Comparison]
 ) -> FirstDifference:
-    """Returns where the first of the failed comparisons has its cause.
+    """Locates the cause of the first failed comparison.
 
     Args:
-      runner: on the mesh on which they failed; None: no mesh was in use.
-      failed: in the order in which they were made.
+      check: The check.
+      runner: Runner on the mesh where comparisons failed; None if no mesh was involved.
+      failed: The comparisons that failed, in the order in which they were made.
     """
     first = failed[0]
     axis, layer = None, ""
@@ -40,24 +43,26 @@ def first_difference(
         axis = "+".join(axes)
     if is_of_training and first.what != "initial state" and first.step is not None:
         layer = _first_layer(check, runner, first.step)
-    same = [x for x in failed if x.what == first.what and x.step == first.step]
-    here = [x for x in same if layer and f"{layer}/" in f"{x.leaf}/"]
-    leaf = max(here or same, key=lambda item: item.share)
+    same_kind = [x for x in failed if x.what == first.what and x.step == first.step]
+    in_layer = [x for x in same_kind if layer and f"{layer}/" in f"{x.leaf}/"]
+    worst = max(in_layer or same_kind, key=lambda x: x.share)
     if not layer:
-        layer = layer_of(leaf.leaf, names_of(check.one_device.layout.shapes.mdl_vars["params"]))
+        layer = layer_of(worst.leaf, names_of(check.one_device.layout.shapes.mdl_vars["params"]))
     return FirstDifference(
-        leaf.what, layer, leaf.leaf, leaf.step, axis, leaf.mesh, leaf.difference, leaf.tolerance
+        worst.what, layer, worst.leaf, worst.step, axis, worst.mesh, worst.difference,
+        worst.tolerance,
     )
 
 
 def layer_of(leaf: str, weights: Iterable[str]) -> str:
-    """Returns the layer that a leaf of a report or a state belongs to; "" without a layer.
+    """Returns the layer that a leaf of a report or a state belongs to, or "" if there is none.
 
-    A weight without a layer around it is its own.
+    For a weight that is not in a layer, the name of the weight is returned.
 
     Args:
-      weights: the paths of all weights. The path of a gradient, a slot or an average ends in that
+      leaf: Path of the leaf. The path of a gradient, a slot or a moving average ends with the path
         of its weight.
+      weights: Paths of all weights.
     """
     name = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
     if not name and leaf.startswith("mdl_vars/non_trainable/"):
@@ -68,69 +73,72 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
 def _fewest_axes(
     check: Check, runner: TaskRunner, first: Comparison, axes: Sequence[str]
 ) -> list[str]:
-    """Returns the fewest axes that differ too if the mesh splits these alone."""
-    for number in range(1, len(axes)):
-        for some in itertools.combinations(axes, number):
+    """Returns the smallest set of axes for which a mesh that splits only them also differs."""
+    for num_axes in range(1, len(axes)):
+        for subset in itertools.combinations(axes, num_axes):
             shape = tuple(
-                size if axis in some else 1 for axis, size in runner.mesh.shape.items()
+                size if axis in subset else 1 for axis, size in runner.mesh.shape.items()
             )
             try:
-                item = check.on_mesh(shape)
-                result = (
-                    check.compare_initial(item) if first.what == "initial state"
-                    else check.compare_training(item, (first.step or 0) + 1)
+                smaller = check.on_mesh(shape)
+                comparisons = (
+                    check.compare_initial(smaller) if first.what == "initial state"
+                    else check.compare_training(smaller, (first.step or 0) + 1)
                 )
-            except REFUSALS:
+            except MODEL_ERRORS:
                 continue
-            if any(not x.is_equal and x.what == first.what for x in result):
-                return list(some)
+            if any(not x.is_equal and x.what == first.what for x in comparisons):
+                return list(subset)
     return list(axes)
 
 
 def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
-    """Returns the layer whose values differ first in a training step, or "" if none does."""
+    """Returns the first layer whose values differ in a training step, or "" if none does."""
     reference, state = check.reference_of(runner), check.state
     if step:
         _, state, _ = reference.train(state, check.batches[:step], check.seed)
+    runs = ((reference, state), (reference, nudge_state(state)), (runner, state))
     try:
-        expected, moved, actual = (
-            item.by_layer(given, check.batches[step], check.seed)
-            for item, given in ((reference, state), (reference, nudged(state)), (runner, state))
+        expected, nudged, actual = (
+            runner.by_layer(state, check.batches[step], check.seed) for runner, state in runs
         )
-    except REFUSALS as error:
-        check.remark(f"The program's layers were not compared: {str(error).splitlines()[0]}")
+    except MODEL_ERRORS as error:
+        check.add_note(f"The program's layers were not compared: {str(error).splitlines()[0]}")
         return ""
-    # What is differentiated by hand is a device's share of the loss, with gradients of other sizes.
-    by_hand = runner.partitioner.gradients.num_parts is not None
-    layer = first_of_layers(expected, moved, actual, (GRADIENT_OF,) if by_hand else ())
+    # With manual collectives, each device differentiates its share of the loss, so the gradients of
+    # layers are scaled differently.
+    is_manual = runner.partitioner.gradients.num_parts is not None
+    layer = first_differing_layer(expected, nudged, actual, (GRADIENT_OF,) if is_manual else ())
     return "" if layer.startswith("learner") else layer
 
 
-def first_of_layers(
-    expected: Leaves, moved: Leaves, actual: Leaves, skipped: Sequence[str] = ()
+def first_differing_layer(
+    expected: Leaves, nudged: Leaves, actual: Leaves, skipped: Sequence[str] = ()
 ) -> str:
-    """Returns the first layer in the program whose values differ, or "" if none do.
+    """Returns the first layer of a program whose values differ, or "" if none does.
 
     Args:
-      expected, actual: of two runs, as `in_float64(by_layer=True)` records them.
-      moved: as `expected`, of weights that are moved by rounding.
-      skipped: layers whose names begin so are passed over.
+      expected: Records of the expected run, from `in_float64(by_layer=True)`.
+      nudged: Records of the same run with perturbed weights.
+      actual: Records of the actual run.
+      skipped: Prefixes of layers to leave out.
     """
-    there: dict[str, list[np.ndarray]] = {}
+    actual_by_layer: dict[str, list[np.ndarray]] = {}
     for key, x in actual.items():
-        there.setdefault(layer_of_key(key), []).append(x)
+        actual_by_layer.setdefault(layer_of_key(key), []).append(x)
     for key in sorted(expected):
         layer, x = layer_of_key(key), expected[key]
-        if not layer or layer.startswith((*_NO_LAYERS, *skipped)):
+        if not layer or layer.startswith((*_PARTITIONER_SCOPES, *skipped)):
             continue
-        moved_by = np.max(np.abs(moved[key] - x), initial=0.0)
-        atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * moved_by
-        candidates = [element for element in there.get(layer, []) if element.shape == x.shape]
-        if candidates and not any(np.max(np.abs(one - x)) <= atol for one in candidates):
+        rounding = np.max(np.abs(nudged[key] - x), initial=0.0)
+        atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * rounding
+        # A mesh may record more arrays of a layer, in another order. One of them must match.
+        candidates = [y for y in actual_by_layer.get(layer, []) if y.shape == x.shape]
+        if candidates and not any(np.max(np.abs(y - x)) <= atol for y in candidates):
             return layer.removeprefix(GRADIENT_OF)
     return ""
 
 
 def layer_of_key(key: str) -> str:
-    """Returns the layer of a key of `in_float64(by_layer=True)`."""
+    """Returns the layer in a key of the records of `in_float64(by_layer=True)`."""
     return key.split("|", 1)[1]

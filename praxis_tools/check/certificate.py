@@ -1,4 +1,4 @@
-"""Comparisons with their differences and tolerances, as a table, a summary line and JSON."""
+"""The result of a check: comparisons with tolerances, as a table, a summary line or JSON."""
 
 import dataclasses
 import html
@@ -14,17 +14,17 @@ from praxis_lite.host.text_table import table_lines
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A comparison of an array, or of a number.
+    """A comparison of an actual array or number with the expected one.
 
     Attributes:
-      mesh: its name, such as "data 4, mdl 2".
-      what: the kind of thing, such as "gradients".
-      leaf: which of them: a weight's path, a metric's name.
-      step: the training step, from 0, or None.
-      difference: the largest absolute difference of an element; inf where shapes differ or only
-        one of the two is a NaN.
-      tolerance: the most that it may be.
-      why: the reason of the tolerance.
+      mesh: Name of the mesh, such as "data 4, mdl 2".
+      what: The kind of value, such as "gradients".
+      leaf: Path of the weight, name of the metric, or similar.
+      step: Training step, counted from 0; None if the value does not belong to a step.
+      difference: Largest absolute difference of an element; infinity if the shapes differ or only
+        one of the elements is NaN.
+      tolerance: Largest difference that is allowed.
+      why: How the tolerance was chosen.
     """
 
     mesh: str
@@ -41,7 +41,7 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """The difference as a share of the tolerance."""
+        """The difference divided by the tolerance."""
         if self.tolerance == 0:
             return math.inf if self.difference else 0.0
         return self.difference / self.tolerance
@@ -49,13 +49,18 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class FirstDifference:
-    """The first comparison that failed, and where its cause was found.
+    """The first comparison that failed, and the location of its cause.
 
     Attributes:
-      axis: the mesh axes that must be split for it to be seen, joined by "+"; None if it is seen
-        on one device.
-      layer: the path of the layer in which values differ first; "" if unknown.
-      others: see `Comparison`.
+      what: The kind of value; see `Comparison`.
+      layer: Path of the first layer whose values differ; "" if unknown.
+      leaf: Leaf with the largest difference.
+      step: Training step, counted from 0.
+      axis: Mesh axes, joined by "+", that must be split for the difference to appear; None if it
+        appears on one device.
+      mesh: Name of the mesh.
+      difference: Largest absolute difference of an element.
+      tolerance: Largest difference that is allowed.
     """
 
     what: str
@@ -79,16 +84,16 @@ class FirstDifference:
 
 @dataclasses.dataclass
 class Certificate:
-    """What `check_on_meshes` returns: it prints as a table, and a notebook shows it as such.
+    """The result of `check_on_meshes`. Prints as a table, also in notebooks.
 
     Attributes:
-      experiment: its full name.
-      meshes: by name, the number of devices along each axis.
-      comparisons: in the order in which they were made.
-      notes: what was left out or is not exact by nature, in sentences.
-      not_certified: the experiment's own sizes in whose place smaller ones were checked, such as
+      experiment: Full name of the experiment.
+      meshes: Number of devices along each axis of every mesh, by name of the mesh.
+      comparisons: All comparisons, in the order in which they were made.
+      notes: Sentences about what was not checked or cannot be exact.
+      not_certified: Sizes of the experiment that --shrink replaced by smaller ones, such as
         "model_dims 4096 (32 was checked)".
-      first_difference: None if all are equal.
+      first_difference: The first difference; None if all comparisons are equal.
     """
 
     experiment: str
@@ -112,50 +117,51 @@ class Certificate:
 
     @property
     def certified(self) -> bool:
-        return self.first_difference is None and all(item.is_equal for item in self.comparisons)
+        """Whether all comparisons are within their tolerance."""
+        return self.first_difference is None and all(x.is_equal for x in self.comparisons)
 
     def rows(self) -> list[tuple[Comparison, int]]:
-        """Returns for each mesh and kind the comparison nearest to its tolerance, and how many."""
+        """Returns (comparison closest to its tolerance, count) for each mesh and kind."""
         groups: dict[tuple[str, str], list[Comparison]] = {}
         for comparison in self.comparisons:
             groups.setdefault((comparison.mesh, comparison.what), []).append(comparison)
-        return [(max(same, key=lambda item: item.share), len(same)) for same in groups.values()]
+        return [(max(group, key=lambda x: x.share), len(group)) for group in groups.values()]
 
     def table(self) -> str:
-        """Returns a line of text for each mesh and kind."""
+        """Returns a text table with one line for each mesh and kind."""
         return "\n".join(table_lines(self._cells(), right=(2, 3, 4)))
 
     def _cells(self) -> list[tuple[str, ...]]:
-        lines = [("mesh", "what", "number", "difference", "tolerance", "why")]
-        lines += [
-            (item.mesh, item.what, f"{number:,}", _number(item.difference), _number(item.tolerance),
-             item.why if item.is_equal else f"DIFFERS at {_place(item)}")
-            for item, number in self.rows()
+        header = ("mesh", "what", "number", "difference", "tolerance", "why")
+        return [header] + [
+            (worst.mesh, worst.what, f"{count:,}", _number(worst.difference),
+             _number(worst.tolerance),
+             worst.why if worst.is_equal else f"DIFFERS at {_leaf_and_step(worst)}")
+            for worst, count in self.rows()
         ]
-        return lines
 
     def summary(self) -> str:
-        """Returns the last line: what was certified, or what differs first."""
+        """Returns one line of text: "certified: ..." with counts, or the first difference."""
         if self.certified:
-            done = f"{len(self.comparisons):,} comparisons on {len(self.meshes)} meshes"
+            counts = f"{len(self.comparisons):,} comparisons on {len(self.meshes)} meshes"
             sizes = ", ".join(self.not_certified)
-            return f"certified: {done}" + (f"; not certified: {sizes}" if sizes else "")
+            return f"certified: {counts}" + (f"; not certified: {sizes}" if sizes else "")
         return f"not certified: {self.first_difference}"
 
     def json_text(self) -> str:
-        """Returns the file that `--json` writes."""
+        """Returns the contents of the file that `--json` writes."""
         return json.dumps(self.to_json(), indent=1) + "\n"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the certificate as values for JSON."""
+        """Returns the certificate as JSON values."""
         first = self.first_difference
         return {
             "experiment": self.experiment,
             "certified": self.certified,
             "num_comparisons": len(self.comparisons),
             "comparisons": [
-                {**finite_fields(dataclasses.asdict(item)), "number": number}
-                for item, number in self.rows()
+                {**finite_fields(dataclasses.asdict(worst)), "number": count}
+                for worst, count in self.rows()
             ],
             "meshes": [{"name": name, "shape": shape} for name, shape in self.meshes.items()],
             "notes": self.notes,
@@ -172,7 +178,7 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 def differences(
     expected: Mapping[str, Any], actual: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Returns by leaf the largest absolute difference; inf for a leaf of only either of them."""
+    """Returns the largest absolute difference of each leaf; infinity for leaves without a match."""
     names = [*expected, *(name for name in actual if name not in expected)]
     return {
         name: _difference(expected[name], actual[name])
@@ -189,10 +195,10 @@ def _difference(expected: Any, actual: Any) -> float:
         return 0.0
     if not np.issubdtype(expected.dtype, np.inexact):
         return float(np.max(np.abs(expected.astype(np.float64) - actual.astype(np.float64))))
-    same = (expected == actual) | (np.isnan(expected) & np.isnan(actual))
+    is_same = (expected == actual) | (np.isnan(expected) & np.isnan(actual))
     with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(expected - actual))
-    return math.inf if np.isnan(apart).any() else float(apart.max())
+        difference = np.where(is_same, 0.0, np.abs(expected - actual))
+    return math.inf if np.isnan(difference).any() else float(difference.max())
 
 
 def largest(x: Any) -> float:
@@ -201,7 +207,7 @@ def largest(x: Any) -> float:
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
 
 
-def _place(comparison: Comparison) -> str:
+def _leaf_and_step(comparison: Comparison) -> str:
     return comparison.leaf + ("" if comparison.step is None else f", step {comparison.step}")
 
 
@@ -210,17 +216,17 @@ def _number(x: float) -> str:
 
 
 def finite_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns fields for JSON, which has no infinity: it and NaN as text."""
+    """Converts infinities and NaNs, which JSON does not support, to text."""
     is_infinite = lambda x: isinstance(x, float) and not math.isfinite(x)  # noqa: E731
     return {key: str(x) if is_infinite(x) else x for key, x in fields.items()}
 
 
 def mesh_name(shape: Mapping[str, int]) -> str:
-    """Returns the name of a mesh, "data 4, mdl 2", or "one device" if it splits nothing."""
+    """Returns the name of a mesh, such as "data 4, mdl 2", or "one device" for a single device."""
     split = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
     return ", ".join(split) or "one device"
 
 
 def split_axes(shape: Mapping[str, int]) -> Sequence[str]:
-    """Returns the axes of a mesh along which there are several devices."""
+    """Returns the axes of a mesh with more than one device."""
     return [axis for axis, size in shape.items() if size > 1]

@@ -1,4 +1,4 @@
-"""The state of a check: its references, its computed runs, its comparisons."""
+"""The state of a check: the tasks on each mesh, the results of runs, and the comparisons."""
 
 import functools
 import time
@@ -26,23 +26,23 @@ from praxis_tools.check.runs.on_mesh import (
     Batch,
     Leaves,
     TaskRunner,
-    cut,
     leaves_of,
     on_mesh,
-    reporting,
     structs,
+    unpad,
+    with_reported_gradients,
 )
-from praxis_tools.check.runs.states import first_state, nudged
+from praxis_tools.check.runs.states import first_state, nudge_state
 
 T = TypeVar("T")
 
 
 class CheckFailed(Exception):
-    """Ends a check: comparisons failed.
+    """Raised to end a check when comparisons failed.
 
     Attributes:
-      runner: on the mesh on which they failed; None: no mesh was in use.
-      failed: in the order in which they were made.
+      runner: Runner on the mesh where they failed; None if no mesh was involved.
+      failed: The comparisons that failed, in the order in which they were made.
     """
 
     def __init__(self, runner: TaskRunner | None, failed: Sequence[Comparison]):
@@ -51,28 +51,29 @@ class CheckFailed(Exception):
 
 
 class Check:
-    """A check of an experiment: its references, and its comparisons.
+    """A running check of an experiment.
 
     Args:
-      config: of the job.
-      experiment: its full name.
-      num_steps: of training on the experiment's own mesh.
-      parts: names of `on_meshes.PARTS`, which alone are made; None: all.
-      packages: whose functions and classes the config may name, besides the library's.
-      print_text: called with a line of text for each part of the work.
+      config: Config of the job.
+      experiment: Full name of the experiment.
+      num_steps: Number of training steps on the experiment's own mesh.
+      parts: Names of the parts to run, from `on_meshes.PARTS`; None for all.
+      packages: Packages whose functions and classes the config may reference, in addition to the
+        library.
+      print_text: Function called with a line of text for each part of the check.
 
     Attributes:
-      certificate: of what was compared so far.
-      batches: the first of the training data, cut to few rows.
-      full_batch: the first of them with all of its rows; None if none was cut off.
-      evaluated: the first of `batches`, and by description each batch of other shapes that the job
-        evaluates or trains on, with all of its rows.
-      state: to train from, NumPy arrays of true shapes in float64.
-      nudged: the same, its weights moved by rounding.
-      own_shape: of the experiment's own mesh, or of the mesh checked in its place.
-      num_rows: of a batch.
-      meshes: those that were checked, by their shapes.
-      couplings: descriptions of what makes a row's results depend on other rows; usually none.
+      certificate: The comparisons made so far.
+      batches: The first training batches, reduced to `num_rows` rows.
+      full_batch: The first training batch with all rows; None if batches were not reduced.
+      evaluated: Batches for evaluation by description: the first of `batches` (""), and one batch,
+        with all rows, for each other shape that the job evaluates or trains on.
+      state: State to train from, as unpadded NumPy arrays in float64.
+      nudged: The same state with weights perturbed by rounding errors.
+      own_shape: Shape of the experiment's own mesh, or of the mesh checked in its place.
+      num_rows: Number of rows in each of `batches`.
+      meshes: Runners on the meshes that were checked, by shape of the mesh.
+      couplings: Reasons why the results of a row depend on other rows; usually empty.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Check:
         self.certificate, self.meshes = Certificate(experiment), {}
         self.num_steps, self._parts, self._print = num_steps, parts, print_text
         self._start = time.monotonic()
-        self.seed, self.task = self.job.run.seed, reporting(self.job.task)
+        self.seed, self.task = self.job.run.seed, with_reported_gradients(self.job.task)
         self.couplings = properties.couplings(self.task)
         self._references: dict[int | str, TaskRunner] = {}
         self._on_meshes: dict[Shape, TaskRunner] = {}
@@ -99,35 +100,36 @@ class Check:
         self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
         if self.num_rows != pipeline.batch_size:
             self.full_batch = self.with_known_ids(batches[0])
-            self.remark(
-                f"A step and an evaluation are of all {pipeline.batch_size} rows of a batch, all "
-                f"else of {self.num_rows}."
+            self.add_note(
+                f"One step and one evaluation use all {pipeline.batch_size} rows of a batch, "
+                f"everything else {self.num_rows}."
             )
         self.batches = [
-            self.with_known_ids(data.with_rows(item, slice(self.num_rows))) for item in batches
+            self.with_known_ids(data.with_rows(batch, slice(self.num_rows))) for batch in batches
         ]
-        self.evaluated = {"": self.batches[0], **self._own_sizes()}
+        self.evaluated = {"": self.batches[0], **self._full_size_batches()}
         if self.couplings:
-            self.remark(
-                f"{', '.join(self.couplings)}: no sums over rows. A batch in parts is held against "
-                "one device that works on the same parts in turn."
+            self.add_note(
+                f"{', '.join(self.couplings)}: rows depend on each other, so sums over rows are "
+                "not compared. A batch in parts is compared with one device that processes the "
+                "same parts in turn."
             )
-        self.note("one device: initial weights")
+        self.print_progress("one device: initial weights")
         self.initial = jax.device_get(self.one_device.init(self.seed))
         self.state = first_state(self.initial, self.one_device)
-        self.nudged = nudged(self.state)
+        self.nudged = nudge_state(self.state)
 
-    def _own_sizes(self) -> dict[str, Batch]:
-        """Returns the first batch of each form that the job evaluates, and the training batch."""
+    def _full_size_batches(self) -> dict[str, Batch]:
+        """Returns the full training batch, and a batch of each other shape that is evaluated."""
         found: dict[str, Batch] = {}
         if self.full_batch is not None:
             found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
-        seen = [structs(item) for item in (self.batches[0], *found.values())]
+        seen_specs = [structs(batch) for batch in (self.batches[0], *found.values())]
         for name, pipeline in self.job.datasets.items():
-            if name != TRAIN and pipeline.element_spec() not in seen:
+            if name != TRAIN and pipeline.element_spec() not in seen_specs:
                 (batch,) = data.first_batches(pipeline, 1)
                 found[f" of {name}"] = self.with_known_ids(batch)
-                seen.append(structs(batch))
+                seen_specs.append(structs(batch))
         return found
 
     def includes(self, part: str) -> bool:
@@ -135,33 +137,38 @@ class Check:
         return self._parts is None or part in self._parts
 
     def with_known_ids(self, batch: Batch) -> Batch:
-        """Returns a batch with ids that the model has: of a smaller model, modulo its number."""
-        folded, names = data.folded(batch, self.task.num_ids())
+        """Returns a batch with all ids in the range of the model, which --shrink may reduce."""
+        folded, names = data.fold_ids(batch, self.task.num_ids())
         if names:
-            self.remark(f"Ids beyond the model's are folded into those there are: {names}.")
+            self.add_note(f"Ids outside of the model's range are taken modulo its size: {names}.")
         return folded
 
     # Runs.
 
     @functools.cached_property
     def one_device(self) -> TaskRunner:
-        """The task on a single device."""
+        """Runner of the task on a single device."""
         return self.on_one_device()
 
     def on_one_device(
         self, gradients: Gradients | None = None, task: Task | None = None
     ) -> TaskRunner:
-        """Returns the task, or another task, on a single device, with a strategy of gradients."""
-        shape, build_one = (1,) * len(self.job.mesh.axis_names), Partitioner
+        """Returns a runner on a single device.
+
+        Args:
+          gradients: Strategy that computes the gradients; None for the default.
+          task: Task to run; None for the task of the check.
+        """
+        shape, build = (1,) * len(self.job.mesh.axis_names), Partitioner
         if gradients is not None:
-            build_one = functools.partial(Partitioner, gradients=gradients)
-        return on_mesh(self.job, task or self.task, shape, build_one)
+            build = functools.partial(Partitioner, gradients=gradients)
+        return on_mesh(self.job, task or self.task, shape, build)
 
     def reference_of(self, runner: TaskRunner) -> TaskRunner:
-        """Returns the single-device runner that a mesh is compared with.
+        """Returns the single-device runner to compare a mesh with.
 
-        For ExplicitCollectives it processes the rows of each device in turn, for 1F1B those of
-        each micro-batch.
+        With ExplicitCollectives, the single device processes the rows of each device of the mesh in
+        turn; with 1F1B, the rows of each micro-batch.
         """
         gradients = runner.partitioner.gradients
         if gradients.num_micro_batches is not None:
@@ -175,7 +182,10 @@ class Check:
         return self._references[parts]
 
     def on_mesh(self, shape: Shape, task: Task | None = None) -> TaskRunner:
-        """Returns the task, or another task, on a mesh; the task itself is put on a mesh once."""
+        """Returns a runner of the task, or of another task, on a mesh.
+
+        Runners of the task itself are cached.
+        """
         if task is not None:
             return on_mesh(self.job, task, shape)
         if shape not in self._on_meshes:
@@ -184,15 +194,27 @@ class Check:
 
     @functools.cached_property
     def is_random(self) -> bool:
-        """True if a training step draws random numbers."""
+        """Whether a training step draws random numbers."""
         return self.one_device.traced(
             self.one_device.partitioner.train_step, self.batches[0]
         ).draws
 
-    def trained_on_one(
+    def train_reference(
         self, runner: TaskRunner, num_steps: int, *, nudged: bool = False
     ) -> tuple[list[Leaves], Leaves]:
-        """Returns the reports of each step, and the leaves of the last state; computed once."""
+        """Trains on a single device. Results are cached.
+
+        Args:
+          runner: Runner on a single device.
+          num_steps: Number of steps.
+          nudged: Whether to start from perturbed weights.
+
+        Returns:
+          The report of each step, and the leaves of the last state.
+
+        Raises:
+          ConfigError: The loss is not finite.
+        """
         key = id(runner), num_steps, nudged
         if key not in self._trained:
             state = self.nudged if nudged else self.state
@@ -200,33 +222,33 @@ class Check:
             losses = [report["metrics/loss/value"] for report in reports]
             require(
                 np.isfinite(losses).all(), "The loss on one device", losses, "finite numbers",
-                "Nothing can be compared with others: mend the experiment first.",
+                "Fix the experiment first: infinities and NaNs cannot be compared.",
             )
             infinite = [
                 name for report in reports for name, x in report.items()
                 if name.startswith("gradients/") and not np.isfinite(x).all()
             ]
             if infinite:
-                self.remark(f"On one device {infinite[0]} is not finite, and compared as it is.")
+                self.add_note(f"On one device, {infinite[0]} is not finite; it is compared anyway.")
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
 
-    def compare_whole_batch(self, runner: TaskRunner) -> list[Comparison]:
-        """Returns comparisons of a step of all rows of a batch, if batches were cut to fewer."""
+    def compare_full_batch(self, runner: TaskRunner) -> list[Comparison]:
+        """Compares a step with all rows of a batch; [] if `batches` already have all rows."""
         if self.full_batch is None:
             return []
         reference = self.reference_of(runner)
         runs = ((reference, self.state), (runner, self.state), (reference, self.nudged))
-        expected, actual, moved = (
-            on.train(state, [self.full_batch], self.seed)[0][0] for on, state in runs
+        expected, actual, nudged = (
+            runner.train(state, [self.full_batch], self.seed)[0][0] for runner, state in runs
         )
-        compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
-        return tolerances.with_what(f"all {num_rows_of(self.full_batch)} rows", compared)
+        comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
+        return tolerances.with_suffix(f"all {num_rows_of(self.full_batch)} rows", comparisons)
 
     def train_once(
         self, runner: TaskRunner, batch: Batch, *, nudged: bool = False
     ) -> tuple[Leaves, Leaves]:
-        """Returns the report and the leaves of the state after a step that draws nothing."""
+        """Trains one step without randomness; returns its report and the leaves of the state."""
         state = self.nudged if nudged else self.state
         (report,), last, _ = runner.train(
             state, [batch], self.seed, without_randomness=self.is_random
@@ -234,56 +256,56 @@ class Check:
         return report, leaves_of(last)
 
     def compare_initial(self, runner: TaskRunner) -> list[Comparison]:
-        """Returns comparisons of the initial state on a mesh with that of a single device."""
-        result, padding = cut(runner.layout, jax.device_get(runner.init(self.seed)))
+        """Compares the initial state on a mesh with that on a single device."""
+        actual, padding = unpad(runner.layout, jax.device_get(runner.init(self.seed)))
         return tolerances.exact(
-            runner.name, "initial state", leaves_of(self.initial), leaves_of(result)
+            runner.name, "initial state", leaves_of(self.initial), leaves_of(actual)
         ) + tolerances.padding(runner.name, padding)
 
     def compare_training(self, runner: TaskRunner, num_steps: int) -> list[Comparison]:
-        """Returns comparisons of training on a mesh with a single device.
+        """Compares training on a mesh with training on a single device.
 
-        Of the reports of the first and the last step, then of the last state.
+        The comparisons are of the reports of the first and the last step, and of the last state.
         """
         reference = self.reference_of(runner)
-        expected, expected_state = self.trained_on_one(reference, num_steps)
-        moved, moved_state = self.trained_on_one(reference, num_steps, nudged=True)
+        expected, expected_state = self.train_reference(reference, num_steps)
+        nudged, nudged_state = self.train_reference(reference, num_steps, nudged=True)
         reports, last, padding = runner.train(self.state, self.batches[:num_steps], self.seed)
-        actual = []
+        comparisons = []
         for step in dict.fromkeys((0, num_steps - 1)):
-            actual += tolerances.by_kind(
-                runner.name, expected[step], reports[step], moved[step], step
+            comparisons += tolerances.by_kind(
+                runner.name, expected[step], reports[step], nudged[step], step
             )
-        actual += tolerances.by_kind(
-            runner.name, expected_state, leaves_of(last), moved_state, num_steps - 1
+        comparisons += tolerances.by_kind(
+            runner.name, expected_state, leaves_of(last), nudged_state, num_steps - 1
         )
-        return actual + tolerances.padding(runner.name, padding, num_steps - 1)
+        return comparisons + tolerances.padding(runner.name, padding, num_steps - 1)
 
-    # Notes, remarks and comparisons.
+    # Progress, notes and comparisons.
 
-    def note(self, text: str) -> None:
-        """Prints the current work, and the seconds since the check began."""
+    def print_progress(self, text: str) -> None:
+        """Prints what is being checked, and the seconds since the check began."""
         self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
 
-    def remark(self, text: str) -> None:
-        """Adds a sentence to the notes of the certificate, once."""
+    def add_note(self, text: str) -> None:
+        """Adds a sentence to the notes of the certificate, unless it is already there."""
         if text not in self.certificate.notes:
             self.certificate.notes.append(text)
             self._print(f"note: {text}")
 
-    def tried(self, what: str, make: Callable[[], T]) -> T | None:
-        """Returns `make()`; None, with a remark, if the experiment does not take its arguments."""
+    def run_or_skip(self, what: str, run: Callable[[], T]) -> T | None:
+        """Returns `run()`; adds a note and returns None if the experiment does not support it."""
         try:
-            return make()
+            return run()
         except (ConfigError, TypeError, ValueError) as error:
-            self.remark(f"{what}: not checked. {str(error).splitlines()[0]}")
+            self.add_note(f"{what}: not checked. {str(error).splitlines()[0]}")
             return None
 
     def add(self, runner: TaskRunner | None, comparisons: Iterable[Comparison]) -> None:
         """Adds comparisons to the certificate.
 
         Raises:
-          CheckFailed: one of them failed.
+          CheckFailed: One of the comparisons failed.
         """
         comparisons = list(comparisons)
         self.certificate.comparisons += comparisons

@@ -1,4 +1,4 @@
-"""On which meshes an experiment is checked."""
+"""Chooses the meshes on which an experiment is checked."""
 
 import itertools
 import math
@@ -10,36 +10,35 @@ from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 
-NUM_DEVICES = 8  # Simulated, or as many as the experiment's own mesh has, if that is fewer.
+NUM_DEVICES = 8  # Number of simulated devices.
 Shape = tuple[int, ...]
 
 
 def parse_meshes(text: str, axis_names: Sequence[str]) -> list[Shape]:
-    """Returns the shapes that `--meshes` names, such as "1x4x2,2x2x2".
+    """Parses the value of `--meshes`, such as "1x4x2,2x2x2".
 
     Raises:
-      ConfigError: a word is no shape, or has not a size for each axis.
+      ConfigError: A shape is invalid or does not have a size for each axis.
     """
     shapes = []
     for word in filter(None, re.split(r"[;,\s]+", text.strip())):
         sizes = word.split("x")
-        is_right = len(sizes) == len(axis_names) and all(
+        is_valid = len(sizes) == len(axis_names) and all(
             size.isdecimal() and int(size) > 0 for size in sizes
         )
         example = "x".join("2" for _ in axis_names)
         require(
-            is_right, "A mesh of --meshes", word,
-            f"devices along each of the axes {tuple(axis_names)} with an x between them, such as "
-            f"{example}",
-            "Several meshes have commas between them.",
+            is_valid, "A mesh of --meshes", word,
+            f"one size for each of the axes {tuple(axis_names)}, separated by x, such as {example}",
+            "Separate meshes by commas.",
         )
         shapes.append(tuple(map(int, sizes)))
     require(shapes, "--meshes", text, "at least one mesh")
     return shapes
 
 
-def reduced(config: MeshConfig, num_devices: int) -> Shape:
-    """Returns the experiment's own mesh, its longest axes halved until there are devices for it."""
+def reduced_shape(config: MeshConfig, num_devices: int) -> Shape:
+    """Returns the shape of a mesh, with the longest axes halved until it has enough devices."""
     shape = list(config.shape)
     while math.prod(shape) > num_devices:
         longest = shape.index(max(shape))
@@ -47,32 +46,34 @@ def reduced(config: MeshConfig, num_devices: int) -> Shape:
     return tuple(shape)
 
 
-def chosen_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Shape]:
-    """Returns each axis alone, all axes, a mesh that divides as little as possible, and `own`.
+def choose_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Shape]:
+    """Returns the shapes of the meshes to check, without duplicates.
 
-    In that order, so that what an axis alone shows is found there. A mesh of one device is no
-    mesh, and none comes twice.
+    These are: each axis alone, all axes, the mesh that divides the fewest dims evenly, and `own`.
+    Meshes that split a single axis come first, so that a difference is found on the simplest mesh.
 
     Args:
-      layout: of the task's state on any mesh with these axes; its specs and shapes are read.
-      num_devices: the most that a mesh may have.
+      own: Shape of the experiment's own mesh.
+      layout: Layout of the task's state on any mesh with these axes; its specs and shapes are used.
+      num_devices: Maximum number of devices in a mesh.
     """
     num_axes = len(own)
-    alone = [
-        tuple(max(own[axis], 2) if axis == item else 1 for item in range(num_axes))
+    single_axis = [
+        tuple(max(own[axis], 2) if axis == other else 1 for other in range(num_axes))
         for axis in range(num_axes)
     ]
-    pairs = [(2,) * num_axes]
+    all_axes = [(2,) * num_axes]
     fitting = [
         shape for shape in itertools.product((1, 2, 3, 5, 7), repeat=num_axes)
         if 1 < math.prod(shape) <= num_devices
     ]
     uneven = max(fitting, key=lambda shape: (_num_uneven(shape, layout), math.prod(shape)))
-    result = dict.fromkeys([*alone, *pairs, uneven, own])
-    return [shape for shape in result if 1 < math.prod(shape) <= num_devices]
+    shapes = dict.fromkeys([*single_axis, *all_axes, uneven, own])
+    return [shape for shape in shapes if 1 < math.prod(shape) <= num_devices]
 
 
 def _num_uneven(shape: Shape, layout: StateLayout) -> int:
+    """Returns how many dims of weights and slots do not divide evenly on a mesh."""
     sizes = dict(zip(layout.axis_sizes, shape, strict=True))
     num = 0
     for leaf in layout.leaves():

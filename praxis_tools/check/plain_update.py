@@ -1,6 +1,6 @@
-"""An update in plain optax: clipping, skipped steps, averages and counts written out.
+"""An independent implementation of the weight update: clipping, skipped steps, averages, counts.
 
-Shares no code with `BoundLearner.update` but the optimizers, so that a fault there is found.
+It shares only the optimizers with `BoundLearner.update`, so that it finds bugs there.
 """
 
 import functools
@@ -23,32 +23,38 @@ PerLayer = Callable[[Group, Callable[..., Any]], Callable[..., Any]]
 def grad_norms(
     bound: BoundLearner, squares: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the norm of all gradients, and by name of an optimizer the norm that it clips by.
+    """Returns the global gradient norm, and the norm by which each optimizer clips.
 
     Args:
-      squares: by path of each trained weight, the sum of the squares of its gradient.
+      bound: The learner.
+      squares: For each trained weight, the sum of squares of its gradient, by path.
+
+    Returns:
+      (global norm, norms by name of the optimizer).
     """
     norm = jnp.sqrt(sum(squares.values(), start=jnp.zeros((), jnp.float32)))
-    by_optimizer: dict[str, list[jax.Array]] = {}
+    squares_by_optimizer: dict[str, list[jax.Array]] = {}
     for group in bound.groups.by_name.values():
-        local = by_optimizer.setdefault(group.optimizer_name, [])
-        local += [squares["/".join(path)] for path in group.paths]
+        group_squares = squares_by_optimizer.setdefault(group.optimizer_name, [])
+        group_squares += [squares["/".join(path)] for path in group.paths]
     if not bound.learner.apply_separate_scaling:
-        return norm, dict.fromkeys(by_optimizer, norm)
-    return norm, {name: jnp.sqrt(sum(local)) for name, local in by_optimizer.items()}
+        return norm, dict.fromkeys(squares_by_optimizer, norm)
+    return norm, {name: jnp.sqrt(sum(xs)) for name, xs in squares_by_optimizer.items()}
 
 
 def is_step_kept(
     bound: BoundLearner, opt_states: Mapping[str, Any], norms: Mapping[str, jax.Array],
     is_finite: jax.Array, margin: jax.Array | float = 0.0, was_kept: jax.Array | bool = False,
 ) -> jax.Array:
-    """Returns whether a step is made, and not skipped.
+    """Returns whether the step updates the weights, rather than being skipped.
 
     Args:
-      opt_states: before the step.
-      is_finite: whether the loss and the norm of all gradients are.
-      margin: a norm that is as near to the limit as this share of it counts as on the limit.
-      was_kept: the answer for a norm on the limit.
+      bound: The learner.
+      opt_states: Optimizer states before the step.
+      norms: Gradient norms by name of the optimizer.
+      is_finite: Whether the loss and the global gradient norm are finite.
+      margin: Relative distance within which a norm counts as equal to the limit.
+      was_kept: The result if the norm counts as equal to the limit.
     """
     learner, number = bound.learner, opt_states["num_updates"]
     rates = [learner.learning_rate, *(aux.learning_rate for aux in learner.auxiliary_optimizers)]
@@ -66,71 +72,73 @@ def updated_weights(
     bound: BoundLearner, old: TrainState, grads: Mapping[str, jax.Array],
     norms: Mapping[str, jax.Array], loss: jax.Array, per_layer: PerLayer = Group.per_layer,
 ) -> dict[str, jax.Array]:
-    """Returns the trained weights, their slots and averages after an update, by path.
+    """Returns the trained weights, their slots and moving averages after an update, by path.
 
     Args:
-      old: the state before the step, on the device and without padding.
-      grads: by path of a weight; zeros for weights that have none here.
-      norms: as `grad_norms` returns them.
-      per_layer: maps a function over the layers of a group's stacked weights.
+      bound: The learner.
+      old: State before the step, without padding and in device memory.
+      grads: Gradients by path of the weight; missing gradients count as zeros.
+      norms: Gradient norms by name of the optimizer, from `grad_norms`.
+      loss: Loss of the step, which some optimizers read.
+      per_layer: Function that maps a function over the layers of a group's stacked weights.
     """
     learner, params = bound.learner, old.mdl_vars["params"]
-    result: dict[str, jax.Array] = {}
+    updated: dict[str, jax.Array] = {}
     for name, group in bound.groups.by_name.items():
         weights, slots = group.select(params), old.opt_states["slots"][name]
         limits = learner.limits_by_optimizer[group.optimizer_name]
         norm = norms[group.optimizer_name]
-        local = jax.tree.map_with_path(
+        group_grads = jax.tree.map_with_path(
             lambda keys, w: grads.get(path_of(keys), jnp.zeros(w.shape, jnp.float32)), weights
         )
 
         def clip(tree: Any, limits: GradientLimits = limits, norm: jax.Array = norm) -> Any:
-            return jax.tree.map(lambda g: _clipped(limits, norm, g), tree)
+            return jax.tree.map(lambda g: _clip(limits, norm, g), tree)
 
-        local = (
-            per_layer(group, clip)(local) if group.stack_ranks is None
-            else group.per_weight(clip, local)
+        group_grads = (
+            per_layer(group, clip)(group_grads) if group.stack_ranks is None
+            else group.per_weight(clip, group_grads)
         )
         update = functools.partial(updates_of, group.optimizer, loss=loss)
-        updates, slots = per_layer(group, update)(local, slots, weights)
-        changed = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
-        result |= {f"mdl_vars/params/{path}": x for path, x in leaves_with_path(changed)}
-        result |= {f"opt_states/slots/{name}/{path}": x for path, x in leaves_with_path(slots)}
+        updates, slots = per_layer(group, update)(group_grads, slots, weights)
+        new_weights = jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates)
+        updated |= {f"mdl_vars/params/{path}": x for path, x in leaves_with_path(new_weights)}
+        updated |= {f"opt_states/slots/{name}/{path}": x for path, x in leaves_with_path(slots)}
     if decay := learner.ema_decay:
-        number = old.opt_states["num_updates"]
-        decay = jnp.minimum(decay, (1.0 + number) / (10.0 + number))
+        num_updates = old.opt_states["num_updates"]
+        decay = jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
         before = dict(leaves_with_path(params))
         for path, x in leaves_with_path(old.opt_states["ema"]):
-            result[f"opt_states/ema/{path}"] = decay * x + (1.0 - decay) * before[path]
-    # As they are stored: some optimizers return slots of another dtype than their init made.
+            updated[f"opt_states/ema/{path}"] = decay * x + (1.0 - decay) * before[path]
+    # Some optimizers return slots with another dtype than their init function.
     stored = dict(leaves_with_path(old))
-    return {path: x.astype(stored[path].dtype) for path, x in result.items()}
+    return {path: x.astype(stored[path].dtype) for path, x in updated.items()}
 
 
-def _clipped(limits: GradientLimits, norm: jax.Array, g: jax.Array) -> jax.Array:
-    """Returns a layer's gradient within the limits; `norm` is that of all gradients."""
-    if most := limits.clip_gradient_norm_to_value:
-        return g * jnp.minimum(1.0, most / norm)
-    if most := limits.clip_gradient_single_norm_to_value:
-        return g * jnp.minimum(1.0, most / jnp.sqrt(jnp.sum(g * g)))
-    if most := limits.clip_gradient_to_value:
-        return jnp.clip(g, -most, most)
+def _clip(limits: GradientLimits, norm: jax.Array, g: jax.Array) -> jax.Array:
+    """Clips the gradient of one weight in one layer; `norm` is the norm over all gradients."""
+    if limit := limits.clip_gradient_norm_to_value:
+        return g * jnp.minimum(1.0, limit / norm)
+    if limit := limits.clip_gradient_single_norm_to_value:
+        return g * jnp.minimum(1.0, limit / jnp.sqrt(jnp.sum(g * g)))
+    if limit := limits.clip_gradient_to_value:
+        return jnp.clip(g, -limit, limit)
     return g
 
 
 def updated_counts(
     bound: BoundLearner, old: TrainState, is_kept: jax.Array, is_finite: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the numbers of steps, updates and skipped steps, and the loss scale, by path."""
-    opt_states, kept = old.opt_states, jnp.where(is_kept, 1, 0)
-    result = {
+    """Returns the counts of steps, updates and skipped steps, and the loss scale, by path."""
+    opt_states, num_kept = old.opt_states, jnp.where(is_kept, 1, 0)
+    counts = {
         "step": old.step + 1,
-        "opt_states/num_updates": opt_states["num_updates"] + kept,
-        "opt_states/num_skipped_steps": opt_states["num_skipped_steps"] + 1 - kept,
+        "opt_states/num_updates": opt_states["num_updates"] + num_kept,
+        "opt_states/num_skipped_steps": opt_states["num_skipped_steps"] + 1 - num_kept,
         "opt_states/num_skipped_in_a_row":
             jnp.where(is_kept, 0, opt_states["num_skipped_in_a_row"] + 1),
     }
     if bound.learner.loss_scale is not None:
         scale = bound.learner.loss_scale.update(opt_states["loss_scale"], is_finite)
-        result |= {f"opt_states/loss_scale/{path}": x for path, x in leaves_with_path(scale)}
-    return result
+        counts |= {f"opt_states/loss_scale/{path}": x for path, x in leaves_with_path(scale)}
+    return counts

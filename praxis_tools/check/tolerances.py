@@ -1,4 +1,8 @@
-"""How far two runs may differ: measured from what rounding alone does, never guessed."""
+"""Tolerances of comparisons, derived from measured rounding errors.
+
+Rounding errors are measured by perturbing ("nudging") the weights by about one rounding error and
+observing how far each result moves.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -16,106 +20,121 @@ TIMES_NUDGED = 16.0
 
 
 def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Comparison]:
-    """Returns comparisons that allow no difference."""
+    """Compares leaves that must be equal in every bit."""
     return [
-        Comparison(mesh, what, leaf, None, apart, 0.0, EXACT)
-        for leaf, apart in differences(expected, actual).items()
+        Comparison(mesh, what, leaf, None, difference, 0.0, EXACT)
+        for leaf, difference in differences(expected, actual).items()
     ]
 
 
-def with_epsilon(comparison: Comparison) -> Comparison:
-    """Returns a comparison of `in_float64` with a tolerance for a sum in parts.
+def with_loss_epsilon(comparison: Comparison) -> Comparison:
+    """Returns an `in_float64` comparison with the larger tolerance of a sum in parts.
 
-    Losses, Pax's too, add 1e-6 to the sum of weights that they divide by: parts differ by it.
+    Losses, including Pax's, add 1e-6 to the sum of weights that they divide by. A sum in parts adds
+    it more than once.
     """
     why = "float64: 1e-6 of the leaf, which losses add to a sum of weights"
-    times = 1e-6 / RELATIVE
-    return dataclasses.replace(comparison, tolerance=times * comparison.tolerance, why=why)
+    factor = 1e-6 / RELATIVE
+    return dataclasses.replace(comparison, tolerance=factor * comparison.tolerance, why=why)
 
 
-def with_what(what: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """Returns comparisons whose kinds are called "KIND, WHAT"."""
-    return [dataclasses.replace(x, what=f"{x.what}, {what}") for x in comparisons]
+def with_suffix(suffix: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """Returns comparisons whose kind is "KIND, SUFFIX"."""
+    return [dataclasses.replace(x, what=f"{x.what}, {suffix}") for x in comparisons]
 
 
 def in_float64(
     mesh: str, what: str, expected: Leaves, actual: Leaves, nudged: Leaves | None = None,
     step: int | None = None,
 ) -> list[Comparison]:
-    """Returns comparisons of runs in float64, which differ by the order of sums alone.
+    """Compares two runs in float64, which only differ by the order of sums.
 
     Args:
-      nudged: what one device gives for weights moved by rounding. A gradient that is zero but for
-        rounding, and what an optimizer makes of it, is known by it.
+      mesh: Name of the mesh of the actual run.
+      what: Kind of the leaves.
+      expected: Results of the expected run.
+      actual: Results of the actual run.
+      nudged: Results of the expected run with perturbed weights. They reveal gradients that would
+        be zero without rounding, and what the optimizer makes of them.
+      step: Training step, counted from 0.
     """
-    moved = {} if nudged is None else differences(expected, nudged)
+    rounding = {} if nudged is None else differences(expected, nudged)
     of_all = OF_ALL * max((largest(x) for x in expected.values() if _is_float(x)), default=0.0)
 
     def tolerance(leaf: str) -> float:
         if leaf not in expected or not _is_float(expected[leaf]):
             # A count or a token that rounding changes cannot be compared.
-            return np.inf if moved.get(leaf, 0.0) else 0.0
-        return RELATIVE * largest(expected[leaf]) + of_all + TIMES_ROUNDING * moved.get(leaf, 0.0)
+            return np.inf if rounding.get(leaf, 0.0) else 0.0
+        from_rounding = TIMES_ROUNDING * rounding.get(leaf, 0.0)
+        return RELATIVE * largest(expected[leaf]) + of_all + from_rounding
 
     return [
-        Comparison(mesh, what, leaf, step, apart, tolerance(leaf), FLOAT64)
-        for leaf, apart in differences(expected, actual).items()
+        Comparison(mesh, what, leaf, step, difference, tolerance(leaf), FLOAT64)
+        for leaf, difference in differences(expected, actual).items()
     ]
 
 
 def in_own_types(
-    mesh: str, expected: Leaves, one_device: Leaves, actual: Leaves, moved: Mapping[str, float]
+    mesh: str, expected: Leaves, one_device: Leaves, actual: Leaves, rounding: Mapping[str, float]
 ) -> list[Comparison]:
-    """Returns comparisons of a step as trained with the same in float64 on a single device.
+    """Compares a step in the experiment's own types with the same step in float64 on one device.
 
     Args:
-      expected: in float64.
-      one_device: in the experiment's own types; how far it is off is the measure.
-      moved: how far rounding may move each leaf besides: where a ReLU's input is 0 but for
-        rounding, it may be one device, the mesh or neither that is off by much.
+      mesh: Name of the mesh of the actual run.
+      expected: Results on one device in float64.
+      one_device: Results on one device in the experiment's own types. Their errors determine the
+        tolerance.
+      actual: Results on the mesh in the experiment's own types.
+      rounding: Largest known rounding error of each leaf. If the input of a ReLU is close to 0,
+        either of the two runs may have a large error and the other none.
     """
-    off, scales = differences(expected, one_device), _scales(expected)
-    shares: dict[str, float] = {}
-    for leaf, share in _shares(off, scales).items():
-        shares[kind_of(leaf)] = max(shares.get(kind_of(leaf), 0.0), share)
+    errors, scales = differences(expected, one_device), _scales(expected)
+    share_of_kind: dict[str, float] = {}
+    for leaf, share in _relative(errors, scales).items():
+        share_of_kind[kind_of(leaf)] = max(share_of_kind.get(kind_of(leaf), 0.0), share)
     of_all = 1e-6 * max(scales.values(), default=0.0)
     why = "own types: 1e-5 of the leaf, 16 x what one device is off"
 
     def tolerance(leaf: str) -> float:
-        share = 1e-5 + 2.0 * shares.get(kind_of(leaf), 0.0)
-        apart = max(16.0 * off.get(leaf, 0.0), 4.0 * moved.get(leaf, 0.0))
-        return share * scales.get(leaf, 0.0) + of_all + apart
+        share = 1e-5 + 2.0 * share_of_kind.get(kind_of(leaf), 0.0)
+        from_errors = max(16.0 * errors.get(leaf, 0.0), 4.0 * rounding.get(leaf, 0.0))
+        return share * scales.get(leaf, 0.0) + of_all + from_errors
 
     return [
-        Comparison(mesh, f"{kind_of(leaf)} as trained", leaf, 0, apart, tolerance(leaf), why)
-        for leaf, apart in differences(expected, actual).items()
+        Comparison(
+            mesh, f"{kind_of(leaf)} as trained", leaf, 0, difference, tolerance(leaf), why
+        )
+        for leaf, difference in differences(expected, actual).items()
     ]
 
 
 def by_rounding(
     mesh: str, expected: Leaves, nudged: Iterable[Leaves], actual: Leaves
 ) -> list[Comparison]:
-    """Returns comparisons of a step in its own types with a re-run on another mesh.
+    """Compares a step in its own types with a re-run on another mesh.
 
-    Rounding is measured by moving the weights by a unit of it. A single number may not move by
-    chance, so the largest relative change of any leaf is used for all.
+    The tolerance follows from runs with perturbed weights. By chance, a single number may be
+    unchanged in these runs, so the largest relative change of any leaf applies to all leaves.
 
     Args:
-      expected: of the job's own mesh.
-      nudged: the same, each time with weights moved by a unit of rounding.
+      mesh: Name of the mesh of the re-run.
+      expected: Results on the mesh of the job.
+      nudged: Results on the mesh of the job with perturbed weights, one entry per perturbation.
+      actual: Results of the re-run.
     """
-    each = [differences(expected, item) for item in nudged]
-    moved, scales = {leaf: max(item[leaf] for item in each) for leaf in expected}, _scales(expected)
-    largest_of = _largest_by_kind(scales)
-    share = 1e-5 + TIMES_NUDGED * max(_shares(moved, scales).values(), default=0.0)
+    changes = [differences(expected, leaves) for leaves in nudged]
+    rounding = {leaf: max(change[leaf] for change in changes) for leaf in expected}
+    scales = _scales(expected)
+    scale_of_kind = _largest_by_kind(scales)
+    share = 1e-5 + TIMES_NUDGED * max(_relative(rounding, scales).values(), default=0.0)
 
     def tolerance(leaf: str) -> float:
-        of_all = 1e-6 * largest_of.get(kind_of(leaf), 0.0)
-        return share * scales.get(leaf, 0.0) + of_all + TIMES_NUDGED * moved.get(leaf, 0.0)
+        of_all = 1e-6 * scale_of_kind.get(kind_of(leaf), 0.0)
+        return share * scales.get(leaf, 0.0) + of_all + TIMES_NUDGED * rounding.get(leaf, 0.0)
 
     return [
-        Comparison(mesh, kind_of(leaf), leaf, None, apart, tolerance(leaf), OWN_TYPES)
-        for leaf, apart in differences(expected, actual).items()
+        Comparison(mesh, kind_of(leaf), leaf, None, difference, tolerance(leaf), OWN_TYPES)
+        for leaf, difference in differences(expected, actual).items()
     ]
 
 
@@ -124,18 +143,22 @@ def _scales(leaves: Leaves) -> dict[str, float]:
 
 
 def _largest_by_kind(scales: Mapping[str, float]) -> dict[str, float]:
-    result: dict[str, float] = {}
+    largest_scales: dict[str, float] = {}
     for leaf, scale in scales.items():
-        result[kind_of(leaf)] = max(result.get(kind_of(leaf), 0.0), scale)
-    return result
+        largest_scales[kind_of(leaf)] = max(largest_scales.get(kind_of(leaf), 0.0), scale)
+    return largest_scales
 
 
-def _shares(apart: Mapping[str, float], scales: Mapping[str, float]) -> dict[str, float]:
-    """Returns differences as shares of the leaves, but for leaves that are rounding alone."""
-    largest_of = _largest_by_kind(scales)
+def _relative(errors: Mapping[str, float], scales: Mapping[str, float]) -> dict[str, float]:
+    """Returns errors relative to the size of their leaf.
+
+    Leaves that are tiny compared to others of their kind consist of rounding errors and are left
+    out.
+    """
+    scale_of_kind = _largest_by_kind(scales)
     return {
-        leaf: x / scales[leaf] for leaf, x in apart.items()
-        if scales.get(leaf, 0.0) > 1e-4 * largest_of.get(kind_of(leaf), 0.0) and np.isfinite(x)
+        leaf: x / scales[leaf] for leaf, x in errors.items()
+        if scales.get(leaf, 0.0) > 1e-4 * scale_of_kind.get(kind_of(leaf), 0.0) and np.isfinite(x)
     }
 
 
@@ -146,15 +169,15 @@ def _is_float(x: np.ndarray) -> bool:
 def by_kind(
     mesh: str, expected: Leaves, actual: Leaves, nudged: Leaves, step: int
 ) -> list[Comparison]:
-    """Returns `in_float64` of reports or states, the leaves of each kind apart."""
+    """Compares reports or states with `in_float64`, separately for each kind of leaf."""
     kinds: dict[str, list[str]] = {}
     for leaf in dict.fromkeys([*expected, *actual]):
         kinds.setdefault(kind_of(leaf), []).append(leaf)
     comparisons = []
     for what in sorted(kinds, key=ORDER.index):
         leaves = kinds[what]
-        some = [{k: x[k] for k in leaves if k in x} for x in (expected, actual, nudged)]
-        comparisons += in_float64(mesh, what, *some, step=step)
+        of_kind = [{k: x[k] for k in leaves if k in x} for x in (expected, actual, nudged)]
+        comparisons += in_float64(mesh, what, *of_kind, step=step)
     return comparisons
 
 
@@ -173,17 +196,17 @@ ORDER = (
 
 
 def kind_of(leaf: str) -> str:
-    """Returns the kind of a leaf of a report or of a state, such as "gradients"."""
+    """Returns the kind of a leaf of a report or a state, such as "gradients"."""
     if leaf.startswith("metrics/loss/"):
         return "loss"
-    return next((kind for start, kind in KINDS.items() if leaf.startswith(start)), "counts")
+    return next((kind for prefix, kind in KINDS.items() if leaf.startswith(prefix)), "counts")
 
 
 def padding(
     mesh: str, largest_by_leaf: Mapping[str, float], step: int | None = None
 ) -> list[Comparison]:
-    """Returns comparisons of what was cut off as padding with zeros."""
+    """Compares the padding of each leaf, given as its largest absolute value, with zeros."""
     return [
-        Comparison(mesh, "padding", leaf, step, apart, 0.0, "padding is zeros")
-        for leaf, apart in largest_by_leaf.items()
+        Comparison(mesh, "padding", leaf, step, difference, 0.0, "padding is zeros")
+        for leaf, difference in largest_by_leaf.items()
     ]

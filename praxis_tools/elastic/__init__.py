@@ -1,5 +1,6 @@
-"""Elastic jobs, which continue when their processes die, hang, leave and come back.
+"""Elastic jobs, which continue when processes die, hang, leave or come back.
 
-A supervisor on each host runs a worker, which trains; the supervisors agree, through files in the
-job's directory, on generations: who takes part, from where. Never sees a model or an array.
+A supervisor on each host runs a worker process, which trains. Through files in the job's directory,
+the supervisors agree on generations: sets of members that train together. Supervisors never touch a
+model or an array.
 """

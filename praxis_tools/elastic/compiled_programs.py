@@ -1,7 +1,7 @@
-"""The compiled programs of an elastic job, kept for all generations on the same mesh.
+"""Caches the compiled programs of an elastic job for later generations on the same mesh.
 
-They are stored in the job's directory, which all hosts share, because JAX lets only the first
-process of a generation write them, and after a death that is a process on another host.
+The cache is in the job's directory, which all hosts share: JAX only lets the first process of a
+generation write to it, and in the next generation that may be a process on another host.
 """
 
 import hashlib
@@ -18,42 +18,46 @@ from praxis_lite.core.sharding.mesh import attached_devices
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job import processes
 from praxis_lite.job.jax_internals import compilation_cache_modules
-from praxis_tools.elastic.worker_order import Order, report
+from praxis_tools.elastic.worker_assignment import Assignment, report
 
 FOLDER = "compiled"
 compilation_cache, cache_key, compiler = compilation_cache_modules()
 
 
-def keep_compiled(order: Order) -> None:
-    """Lets JAX keep every program that this process compiles, and take those of other processes.
+def use_shared_cache(assignment: Assignment) -> None:
+    """Configures JAX's compilation cache so that all processes of the job share programs.
 
-    Who may write into the folder can run code in the job, as with any compilation cache of JAX. A
-    folder that the user has set (JAX_COMPILATION_CACHE_DIR) is kept. It must come before JAX
-    compiles, but its devices are known.
+    Call this after the devices are known and before anything compiles. A folder that the user has
+    set (JAX_COMPILATION_CACHE_DIR) is used unchanged. As with any compilation cache of JAX, whoever
+    can write to the folder can run code in the job.
 
-    On simulated devices JAX's key of a program differs between processes, because XLA's topology
-    of a CPU lists the process's own devices. So all but the first, which alone writes, would
-    compile everything in each generation. Here the key has the processor's features in its place,
-    and each process writes what is its own. On one host a program is compiled once for all.
+    For simulated devices, JAX's cache keys differ between processes, because XLA's CPU topology
+    lists the devices of the process. As only the first process writes, all others would compile
+    everything in each generation. Therefore the keys are changed to contain the features of the
+    processor instead, and every process writes its programs. On a single host, each program is
+    compiled once for all processes.
+
+    Args:
+      assignment: Assignment of this worker.
     """
     if jax.config.jax_compilation_cache_dir is None:
-        folder = str(Path(order.folder, FOLDER))
+        folder = str(Path(assignment.folder, FOLDER))
         jax.config.update("jax_compilation_cache_dir", folder)
-        compilation_cache.get_file_cache = lambda path: (_WholeFiles(Path(path)), path)
+        compilation_cache.get_file_cache = lambda path: (_AtomicFileCache(Path(path)), path)
     _report_programs()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if attached_devices()[1] == "cpu" and processes.count() > 1:
         cache_key._hash_accelerator_config = _hash_processor
-        # Caches of XLA for GPUs, whose folder would be part of the keys.
+        # Disable XLA's caches for GPUs, whose folder would become part of the keys.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         is_one_host = processes.count_on_this_host() == processes.count()
         jax.config.update("jax_share_binary_between_hosts", is_one_host)
-        _let_all_write()
+        _enable_writes_in_all_processes()
 
 
 def _report_programs() -> None:
-    """Reports how many programs this process needed, and how many were not in the cache."""
+    """Reports to the supervisor how many programs were needed, and how many were compiled."""
     needed = cached = 0
 
     def count(name: str) -> None:
@@ -66,8 +70,8 @@ def _report_programs() -> None:
     jax.monitoring.register_event_listener(lambda name, **more: count(name))
 
 
-def _let_all_write() -> None:
-    """Lets each process write programs; JAX lets only the process with the index 0."""
+def _enable_writes_in_all_processes() -> None:
+    """Makes JAX write programs to the cache in every process, not only in process 0."""
     writing, write = threading.local(), compiler._cache_write
 
     class State:
@@ -88,10 +92,11 @@ def _let_all_write() -> None:
     compiler._cache_write = write_as_first
 
 
-class _WholeFiles(compilation_cache.CacheInterface):
-    """Programs by their keys; a process that is killed while it writes leaves no part of a program.
+class _AtomicFileCache(compilation_cache.CacheInterface):
+    """A compilation cache that writes files atomically.
 
-    JAX's own cache would: a file that is there already is never written again.
+    If a process is killed while it writes, JAX's own cache keeps the truncated file, because it
+    never overwrites an existing one.
     """
 
     def __init__(self, folder: Path):
@@ -99,20 +104,20 @@ class _WholeFiles(compilation_cache.CacheInterface):
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, key: str) -> bytes | None:
-        """Returns a program, or None if it is not there."""
+        """Returns a program, or None if it is not in the cache."""
         try:
             return (self._path / key).read_bytes()
         except FileNotFoundError:
             return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores a program, unless another process has."""
+        """Stores a program, unless it is already in the cache."""
         if not (self._path / key).exists():
             write_whole(self._path / key, value)
 
 
 def _hash_processor(hashed: "hashlib._Hash", devices: Any) -> None:
-    """Hashes the features of this host's processor, and how many devices there are."""
+    """Hashes the features of this host's processor and the number of devices."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The record of a job's changes of hands: `elastic.jsonl`, a line per generation."""
+"""The log of an elastic job's generations: `elastic.jsonl`, one line per generation."""
 
 import dataclasses
 import itertools
@@ -9,34 +9,34 @@ from pathlib import Path
 from praxis_lite.host.file_reading import lines_of, opened_to_append
 from praxis_tools.elastic.members import Generation, Member
 
-START = "start"  # The kind of the generation that a job begins with.
-# Parts of the seconds from an event to the next step whose names are not the phase's.
+START = "start"  # The kind of a job's first generation.
+# Names of phases in `GenerationRecord.seconds`, where they differ from the phase.
 _PARTS = {"import": "start", "step": "first_step"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChangeOfHands:
-    """A generation of an elastic job begins.
+class GenerationRecord:
+    """The start of a generation: a line of elastic.jsonl.
 
     An attribute is None if the generation ended before its value was known.
 
     Attributes:
-      generation: its number.
-      time: of the event that ended the generation before, in Unix seconds.
-      kind: of that event: "died", "stuck", "left", "came", "failed", or "start".
-      who: the numbers of the processes that it happened to.
-      why: as text.
-      members: the numbers of the processes that continue.
-      hosts: their names.
-      num_devices: of all of them.
-      mesh: devices along each axis.
-      from_step: the step of the state that they continue from.
-      source: of that state: "new", "disk" or "peers".
-      lost_steps: how many steps were made before and are repeated.
-      reached: True if it made a step.
-      programs, compiled: how many programs its first process needed until then, and how many of
-        them were not in the cache.
-      seconds: from `time` to its first step, or to its end, by part.
+      generation: Number of the generation.
+      time: Time of the event that ended the previous generation, in Unix seconds.
+      kind: Kind of that event: "died", "stuck", "left", "came", "failed", or "start".
+      who: Numbers of the processes that caused the event.
+      why: The event as text.
+      members: Numbers of the processes of the generation.
+      hosts: Names of their hosts.
+      num_devices: Number of devices of all processes.
+      mesh: Number of devices along each mesh axis.
+      from_step: Step of the state that training resumes from.
+      source: Source of that state: "new", "disk" or "peers".
+      lost_steps: Number of steps that are repeated.
+      reached: Whether the generation made a step.
+      programs: Number of programs that its first process needed up to the first step.
+      compiled: Number of these programs that were not in the compilation cache.
+      seconds: Time from `time` to the first step, or to the end of the generation, by phase.
     """
 
     generation: int
@@ -58,19 +58,19 @@ class ChangeOfHands:
 
     @property
     def total(self) -> float:
-        """The seconds from `time` to the first step, or to the generation's end."""
+        """Time from `time` to the first step, or to the end of the generation, in seconds."""
         return sum(self.seconds.values())
 
     def line(self) -> str:
-        """Returns the change as a line of the file."""
+        """Returns the record as a line of JSON."""
         seconds = {**self.seconds, "total": round(self.total, 3)}
         return json.dumps({**dataclasses.asdict(self), "seconds": seconds}) + "\n"
 
 
-def change_of_hands(generation: Generation, members: Mapping[int, Member]) -> ChangeOfHands:
-    """Returns the change to a generation, once its first step was made, or it ended before.
+def generation_record(generation: Generation, members: Mapping[int, Member]) -> GenerationRecord:
+    """Returns the record of a generation, after its first step or early end.
 
-    Each of its seconds is a difference of two times of one host.
+    Each duration is the difference of two times by the clock of the same host.
     """
     worker = next(
         (members[k] for k in generation.members
@@ -78,7 +78,7 @@ def change_of_hands(generation: Generation, members: Mapping[int, Member]) -> Ch
     )
     reports = worker.worker if worker else {}
     from_step = reports.get("from_step")
-    return ChangeOfHands(
+    return GenerationRecord(
         generation=generation.number, time=generation.event, kind=generation.kind,
         who=generation.who, why=generation.why, members=generation.members,
         hosts=tuple(members[k].host if k in members else "" for k in generation.members),
@@ -106,10 +106,10 @@ def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
 
 
 def last_step_made(generation: Generation | None, members: Mapping[int, Member]) -> int:
-    """Returns the last step that a generation made, as far as is known; 0: none is known.
+    """Returns the last step of a generation as far as is known, or 0.
 
-    If it made none, it is the last step before it. Steps that it lost, and did not make again, are
-    not lost once more.
+    If the generation made no step, returns the last step before it, so that steps which it did not
+    repeat are not counted as lost again.
     """
     if generation is None:
         return max((member.worker.get("made", 0) for member in members.values()), default=0)
@@ -120,27 +120,28 @@ def last_step_made(generation: Generation | None, members: Mapping[int, Member])
     return max(made, default=0) or generation.last_step
 
 
-def record(path: Path, change: ChangeOfHands) -> None:
-    """Appends a line, in a single write."""
+def append_record(path: Path, record: GenerationRecord) -> None:
+    """Appends a record to a file, in a single write."""
     with opened_to_append(path) as file:
-        file.write(change.line())
+        file.write(record.line())
 
 
-def changes_of_hands(path: Path) -> list[ChangeOfHands]:
-    """Returns the changes of a file in the order of generations, without damaged lines.
+def read_generation_records(path: Path) -> list[GenerationRecord]:
+    """Reads the records in a file, in the order of generations. Damaged lines are skipped.
 
-    There are none if there is no file. Raises ConfigError if it cannot be read.
+    Returns an empty list if the file does not exist. Raises ConfigError if it cannot be read.
     """
-    read = filter(None, map(_change, lines_of(path)))
-    changes = {change.generation: change for change in read}
-    return [changes[number] for number in sorted(changes)]
+    records = {
+        record.generation: record for record in filter(None, map(_parse, lines_of(path)))
+    }
+    return [records[number] for number in sorted(records)]
 
 
-def _change(text: str) -> ChangeOfHands | None:
+def _parse(text: str) -> GenerationRecord | None:
     try:
         line = json.loads(text)
         line["seconds"].pop("total", None)
         lists = {name: tuple(line.get(name, ())) for name in ("who", "members", "hosts")}
-        return ChangeOfHands(**line | lists)
-    except (ValueError, KeyError, TypeError, AttributeError):  # Cut short by a kill.
+        return GenerationRecord(**line | lists)
+    except (ValueError, KeyError, TypeError, AttributeError):  # Truncated when a host was killed.
         return None

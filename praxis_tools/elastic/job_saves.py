@@ -1,4 +1,4 @@
-"""Saves of an elastic job in the memory of its hosts: when, and which state is the newest."""
+"""Connects peer saves to the trainer: when they happen, and from which state a job resumes."""
 
 import contextlib
 
@@ -14,46 +14,49 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import OtherSaves, SavedState
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, stores_of
-from praxis_tools.elastic.worker_order import Order
+from praxis_tools.elastic.worker_assignment import Assignment
 
 
 class PeerSaves(OtherSaves):
-    """Saves a job's states in the memory of hosts while it is entered.
+    """Saves the states of a job in the memory of its hosts; a context manager.
 
     Args:
-      order: of this process.
-      note: prints a line.
+      job: The job.
+      assignment: Assignment of this worker.
+      note: Prints a line.
     """
 
-    def __init__(self, job: JobOnMesh, order: Order, note: Note):
-        self._job, self._order, self._note = job, order, note
-        self._held = contextlib.ExitStack()
+    def __init__(self, job: JobOnMesh, assignment: Assignment, note: Note):
+        self._job, self._assignment, self._note = job, assignment, note
+        self._exit_stack = contextlib.ExitStack()
 
     def __enter__(self) -> "PeerSaves":
-        self._stores = [self._held.enter_context(store) for store in stores_of(self._order)]
+        self._stores = [
+            self._exit_stack.enter_context(store) for store in stores_of(self._assignment)
+        ]
         partitioner = self._job.partitioner
-        self._saver = self._held.enter_context(PeerSaver(
-            self._order, self._stores, partitioner.layout, partitioner.mesh, self._note
+        self._saver = self._exit_stack.enter_context(PeerSaver(
+            self._assignment, self._stores, partitioner.layout, partitioner.mesh, self._note
         ))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._held.__exit__(*exc_info)
+        self._exit_stack.__exit__(*exc_info)
 
     def newest(self, checkpoints: Checkpoints) -> SavedState:
         return NewestState(checkpoints, self._stores, self._note)
 
     def hooks(self, job: JobOnMesh) -> list[Hook]:
-        # Faster than a save on disk: at a stop it is complete even if time runs out.
+        # A peer save is faster than one on disk, so at a stop it completes even if time runs out.
         return [PeerSaveHook(job, self._saver)]
 
 
 class PeerSaveHook(Hook):
-    """Saves in the memory of hosts: at the start, every `every` steps, and at a stop.
+    """Saves in the memory of hosts at the start, every `every` steps, and at a stop.
 
-    A save at the start replaces that of the previous generation, which lacks the part of a host
-    that died: another death would make it incomplete. There is none after the very last step,
-    which is saved on disk.
+    The save at the start replaces that of the previous generation. If a host died, each of its
+    parts only has one copy left there, so another death could make it incomplete. The last step of
+    training is only saved on disk.
     """
 
     def __init__(self, job: JobOnMesh, saver: PeerSaver):
@@ -61,7 +64,7 @@ class PeerSaveHook(Hook):
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
-        if self._saver.step > loop.first_step:  # The run was rolled back from a loss spike.
+        if self._saver.step > loop.first_step:  # Training was rolled back after a loss spike.
             self._saver.abandon_after(loop.first_step)
         if not self._is_end(loop.first_step):
             self._save(loop.first_step, state)

@@ -1,4 +1,4 @@
-"""Which members are alive, as a supervisor sees it: by their beats, and by connecting to them."""
+"""Tracks which members of an elastic job are alive, by heartbeats and by connecting to them."""
 
 import contextlib
 import dataclasses
@@ -9,91 +9,96 @@ from collections.abc import Mapping
 from praxis_lite.job.processes import addresses
 from praxis_tools.elastic.members import Member, WorkerEnd
 
-# A member whose file stays as it is for so long is gone.
+# A member without a new heartbeat for this long counts as dead.
 SILENT_SECONDS = 12.0
-# After so long it is asked whether its host knows its port: a process that was killed is known
-# to be gone at once.
-_DOUBT_SECONDS = 1.0
+# After this long without a heartbeat, the member's port is probed. If its process was killed but
+# the host is up, the connection is refused at once.
+_PROBE_SECONDS = 1.0
 
 
 @dataclasses.dataclass
-class _Seen:
+class _MemberState:
     incarnation: str
     beat: int
-    at: float  # When the beat grew, in seconds of time.monotonic.
-    end: tuple[int, WorkerEnd | None]  # With the generation.
-    end_at: float  # When that end was first seen.
-    has_grown: bool = False
-    is_refused: bool = False
-    asked_at: float = 0.0
+    beat_time: float  # Time of the last new heartbeat, in seconds of time.monotonic.
+    end: tuple[int, WorkerEnd | None]  # Generation and end of the last worker.
+    end_time: float  # Time at which this end was first observed.
+    has_new_beats: bool = False
+    is_refused: bool = False  # Whether the last connection was refused.
+    probe_time: float = 0.0
 
 
-class Sight:
-    """Tells which members live. Only this host's clock counts, for clocks of hosts differ.
+class Liveness:
+    """Tracks which members are alive.
+
+    All times are by this host's clock, since the clocks of hosts differ.
 
     Args:
-      own: the number of the member that looks.
+      own: Number of the member on this host.
     """
 
     def __init__(self, own: int):
         self._own = own
-        self._members: dict[int, _Seen] = {}
+        self._members: dict[int, _MemberState] = {}
 
-    def look(self, members: Mapping[int, Member | None]) -> None:
-        """Takes the files of members as they are now; None: there is none.
+    def update(self, members: Mapping[int, Member | None]) -> None:
+        """Updates the state of some members from their current files.
 
-        What is known of other members stays, and grows old.
+        Args:
+          members: Members by number; None if there is no file. Other members are unchanged.
         """
         now = time.monotonic()
         for k, member in members.items():
-            seen = self._members.get(k)
+            state = self._members.get(k)
             if member is None:
                 self._members.pop(k, None)
-            elif seen is None or seen.incarnation != member.incarnation:
+            elif state is None or state.incarnation != member.incarnation:
                 end = member.generation, member.end
-                self._members[k] = _Seen(member.incarnation, member.beat, now, end, now)
-            elif member.beat != seen.beat:
-                if seen.end != (end := (member.generation, member.end)):
-                    seen.end, seen.end_at = end, now
-                seen.beat, seen.at = member.beat, now
-                seen.has_grown, seen.is_refused = True, False
-            elif now - max(seen.at, seen.asked_at) > _DOUBT_SECONDS and member.store:
-                seen.asked_at = now
-                seen.is_refused = k != self._own and _refuses(member.store)
+                self._members[k] = _MemberState(member.incarnation, member.beat, now, end, now)
+            elif member.beat != state.beat:
+                if state.end != (end := (member.generation, member.end)):
+                    state.end, state.end_time = end, now
+                state.beat, state.beat_time = member.beat, now
+                state.has_new_beats, state.is_refused = True, False
+            elif now - max(state.beat_time, state.probe_time) > _PROBE_SECONDS and member.store:
+                state.probe_time = now
+                state.is_refused = k != self._own and _refuses(member.store)
 
-    def ask(self, members: Mapping[int, Member]) -> None:
-        """Asks now whether hosts know the ports of these members, before they are relied on."""
+    def probe(self, members: Mapping[int, Member]) -> None:
+        """Connects to members now, to find out whether their processes are still running."""
         for k, member in members.items():
             if k in self._members and k != self._own and member.store:
                 self._members[k].is_refused = _refuses(member.store)
 
-    def alive(self, taking_part: frozenset[int] = frozenset()) -> set[int]:
-        """Returns the members that live.
+    def alive(self, participants: frozenset[int] = frozenset()) -> set[int]:
+        """Returns the numbers of the members that are alive.
 
         Args:
-          taking_part: members that count as alive until they have been silent. Others count only
-            once their beats have grown, because files of previous launches remain.
+          participants: Members that count as alive until they are silent for too long. Other
+            members only count after a new heartbeat, because files of earlier launches remain.
         """
         now = time.monotonic()
         return {
-            k for k, seen in self._members.items()
+            k for k, state in self._members.items()
             if k == self._own or (
-                (seen.has_grown or k in taking_part) and not seen.is_refused
-                and now - seen.at < SILENT_SECONDS
+                (state.has_new_beats or k in participants) and not state.is_refused
+                and now - state.beat_time < SILENT_SECONDS
             )
         }
 
     def times(self) -> dict[int, float]:
-        """Returns when each member was last heard of, in seconds of time.monotonic."""
-        return {k: seen.at for k, seen in self._members.items()}
+        """Returns the time of each member's last heartbeat, in seconds of time.monotonic."""
+        return {k: state.beat_time for k, state in self._members.items()}
 
     def end_times(self) -> dict[int, float]:
-        """Returns when each worker's end was first seen, in seconds of time.monotonic."""
-        return {k: seen.end_at for k, seen in self._members.items() if seen.end[1] is not None}
+        """Returns when each worker's end was first observed, in seconds of time.monotonic."""
+        return {
+            k: state.end_time for k, state in self._members.items() if state.end[1] is not None
+        }
 
 
 def _refuses(address: str) -> bool:
-    """Returns True if a host answers that nothing listens at its "host:port"."""
+    """Returns whether a host refuses connections at "host:port", that is, nothing listens there."""
     with contextlib.suppress(OSError):
         try:
             socket.create_connection(addresses.split(address), timeout=0.3).close()

@@ -1,8 +1,8 @@
-"""The files by which supervisors see each other: members, generations, the end of the job.
+"""The files through which supervisors coordinate: members, generations and the end of the job.
 
-They are stored in the job's directory, which all hosts share. A member writes only its own file; a
-generation's file is made once, by the member that comes first. So no supervisor waits for another,
-and any of them may be gone at any time.
+They are in the job's directory, which all hosts share. A member only writes its own file. The file
+of a generation is created atomically, by whichever member is first. So no supervisor ever waits for
+another one, and each may die at any time.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerEnd:
-    """How the worker of a member ended in a generation.
+    """How a worker ended.
 
     Attributes:
-      kind: TRAINED: the job is done; STOPPED: as it was asked to; LOST_PEER: another process was
-        gone; DIED: by a signal; FAILED: by an exception; REFUSED: by an error that the user can
-        fix, so that a retry does not help.
-      status: of the process, negative for a signal.
-      why: as text.
-      time: in seconds of its host's time.monotonic.
+      kind: TRAINED: the job is complete; STOPPED: on request; LOST_PEER: another process died;
+        DIED: killed by a signal; FAILED: an exception; REFUSED: an error that the user can fix, so
+        that a retry does not help.
+      status: Exit status of the process, negative for a signal.
+      why: Reason as text.
+      time: Time of the end, in seconds of its host's time.monotonic.
     """
 
     kind: str
@@ -43,27 +43,29 @@ class WorkerEnd:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """A supervisor and its worker, as written by the supervisor about twice a second.
+    """The state of a supervisor and its worker, which the supervisor writes twice a second.
 
-    Its times are in seconds of its host's time.monotonic: only differences of them mean something
-    to other hosts.
+    All times are in seconds of the host's time.monotonic. Other hosts may only use differences
+    between them.
 
     Attributes:
-      member: its number, `--process_id`.
-      incarnation: random, another one each time that a supervisor starts.
-      beat: a number that grows as long as the supervisor lives.
-      host, pid: for messages.
-      address: where other hosts reach this host.
-      port: free there, for the coordination service of the next generation.
-      store: "host:port" of its peer store.
-      is_leaving: it was asked to end, and takes part in no further generation.
-      rests_until: until then it takes part in none, for its worker ended twice before a step.
-      generation: in which its worker works, or worked last; 0: none.
-      end: how that worker ended; None: it lives, or there is none.
-      worker: what it reported, by name, but for its progress.
-      progress: the fields of its `Progress`, as its host sees it.
-      phases: of it up to its first step, each with the time when it began.
-      first_step_time: when its first step of the generation was made, or None.
+      member: Number of the member, from `--process_id`.
+      incarnation: Random text, different each time that a supervisor starts.
+      beat: Heartbeat: a number that increases while the supervisor is alive.
+      host: Name of the host, for messages.
+      pid: Process id of the supervisor, for messages.
+      address: Address at which other hosts reach this host.
+      port: A free port for the coordination service of the next generation.
+      store: "host:port" of the member's peer store.
+      is_leaving: Whether the member was asked to leave. It then joins no further generation.
+      rests_until: The member joins no generation until this time, because its worker repeatedly
+        ended before its first step.
+      generation: Generation of the current or last worker; 0 if there was none.
+      end: How the worker ended; None if it is running or there is none.
+      worker: Values that the worker reported, by name, except for its progress.
+      progress: Fields of the worker's `Progress`, as observed on its host.
+      phases: Phases of the worker up to its first step, with the time at which each began.
+      first_step_time: Time of the worker's first step in the generation; None before.
     """
 
     member: int
@@ -89,20 +91,22 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """The processes that train together until a process is gone, leaves, or comes.
+    """A set of members that train together, until a member dies, leaves or joins.
 
     Attributes:
-      number: from 1; the largest counts.
-      kind: "start", "died", "stuck", "left", "came" or "failed": what ended the one before.
-      who: the numbers of the members that it happened to.
-      why: as text.
-      members: in the order of their processes.
-      incarnations: of the members, in that order.
+      number: Number of the generation, from 1. The largest number is the current generation.
+      kind: Event that ended the previous generation: "start", "died", "stuck", "left", "came" or
+        "failed".
+      who: Numbers of the members that caused the event.
+      why: The event as text.
+      members: Numbers of the members, in the order of their JAX processes.
+      incarnations: Incarnations of the members, in the same order.
       coordinator: "host:port" of JAX's coordination service.
-      event, noticed, agreed: in Unix seconds, by the clock of the leader alone: when it happened
-        as far as the leader saw, when it decided, and when this was written.
-      last_step: the last step that was made before, as far as is known.
-      num_fruitless: how many generations in a row, up to the one before, made no step.
+      event: Time of the event, in Unix seconds by the leader's clock.
+      noticed: Time of the leader's decision, by the same clock.
+      agreed: Time at which this generation was created, by the same clock.
+      last_step: Last step before this generation, as far as is known.
+      num_fruitless: Number of consecutive previous generations that made no step.
     """
 
     number: int
@@ -119,11 +123,11 @@ class Generation:
     num_fruitless: int = 0
 
 
-class Meeting:
-    """The folder in which supervisors meet.
+class Rendezvous:
+    """Reads and writes the files through which supervisors coordinate.
 
     Args:
-      folder: `elastic` in the job's directory; made if it is absent.
+      folder: Folder `elastic` in the job's directory. It is created if it does not exist.
     """
 
     def __init__(self, folder: Path):
@@ -134,12 +138,15 @@ class Meeting:
                 path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{folder} cannot be made ({error.strerror}). Name a --job_log_dir that this host "
-                "can write."
+                f"Cannot create {folder}: {error.strerror}. Set --job_log_dir to a directory that "
+                "this host can write to."
             ) from None
 
     def key(self) -> bytes:
-        """Returns the job's secret, by which its peer stores know its processes."""
+        """Returns the secret key with which the job's processes authenticate to peer stores.
+
+        The first call creates it.
+        """
         path = self._folder / "key"
         temporary = self._folder / f".key.{secrets.token_hex(8)}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as f:
@@ -150,14 +157,14 @@ class Meeting:
         return content_of(path)
 
     def write(self, member: Member) -> None:
-        """Writes a member's file; raises OSError."""
+        """Writes the file of a member. Raises OSError."""
         path = self._members / f"{member.member}.json"
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(json.dumps(dataclasses.asdict(member)))
         os.replace(temporary, path)
 
     def read(self, member: int) -> Member | None:
-        """Returns a member from its file, or None if there is none that can be read."""
+        """Reads the file of a member. Returns None if it does not exist or is damaged."""
         try:
             fields = parse_json(content_of(self._members / f"{member}.json").decode())
             end = fields.pop("end")
@@ -168,15 +175,15 @@ class Meeting:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
-    def forget(self, member: int) -> None:
-        """Removes the file of a member that ends."""
+    def remove(self, member: int) -> None:
+        """Removes the file of a member."""
         (self._members / f"{member}.json").unlink(missing_ok=True)
 
-    def newest(self, known: int = 0) -> int:
-        """Returns the number of the newest generation; 0 if there is none.
+    def newest_generation(self, known: int = 0) -> int:
+        """Returns the number of the newest generation, or 0 if there is none.
 
         Args:
-          known: a generation that exists; only later ones are looked for. 0: all are.
+          known: Number of a generation that exists, which saves listing the folder; 0 if unknown.
         """
         if not known:
             names = (name.partition(".") for name in os.listdir(self._generations))
@@ -187,7 +194,7 @@ class Meeting:
         return known
 
     def generation(self, number: int) -> Generation:
-        """Returns a generation; raises ConfigError if its file is damaged."""
+        """Reads a generation. Raises ConfigError if its file is damaged."""
         path = self._generations / f"{number}.json"
         try:
             fields = parse_json(content_of(path).decode())
@@ -197,37 +204,40 @@ class Meeting:
             return Generation(**{**fields, **lists})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{path} cannot be read, or is damaged ({error}). End all processes of the job, "
-                "remove it, and start them again: checkpoints are not touched."
+                f"{path} is damaged or cannot be read ({error}). End all processes of the job, "
+                "delete the file, and start them again. Checkpoints are not affected."
             ) from None
 
-    def begin(self, generation: Generation) -> bool:
-        """Makes the file of a generation; returns False if another member was faster."""
-        return self._make(f"{generation.number}.json", dataclasses.asdict(generation))
+    def create_generation(self, generation: Generation) -> bool:
+        """Creates the file of a generation. Returns False if another member was faster."""
+        return self._create(f"{generation.number}.json", dataclasses.asdict(generation))
 
-    def ask_to_stop(self, number: int, why: str) -> bool:
-        """Asks the workers of a generation to stop after a step; False if that was done before."""
-        return self._make(f"{number}.stop", {"why": why})
+    def request_stop(self, number: int, why: str) -> bool:
+        """Requests the workers of a generation to stop after a step.
 
-    def stop_of(self, number: int) -> str | None:
-        """Returns why a generation was asked to stop, or None."""
+        Returns False if this has already been requested.
+        """
+        return self._create(f"{number}.stop", {"why": why})
+
+    def stop_reason(self, number: int) -> str | None:
+        """Returns why a generation was requested to stop, or None if it was not."""
         return self._read(f"{number}.stop", "why")
 
-    def end(self, number: int, status: int, why: str) -> None:
-        """Ends the job in a generation: all supervisors end with this status."""
-        self._make(f"{number}.end", {"status": status, "why": why})
+    def end_job(self, number: int, status: int, why: str) -> None:
+        """Ends the job during a generation: all supervisors exit with this status."""
+        self._create(f"{number}.end", {"status": status, "why": why})
 
-    def end_of(self, number: int) -> tuple[int, str] | None:
-        """Returns the status and the reason with which the job ended in a generation, or None."""
+    def job_end(self, number: int) -> tuple[int, str] | None:
+        """Returns the status and the reason if the job ended during a generation, else None."""
         status = self._read(f"{number}.end", "status")
         return None if status is None else (status, self._read(f"{number}.end", "why"))
 
-    def take_back_end(self, number: int) -> None:
-        """Removes the end of a job that is started again."""
+    def clear_job_end(self, number: int) -> None:
+        """Removes the end of the job, because the job is started again."""
         (self._generations / f"{number}.end").unlink(missing_ok=True)
 
-    def _make(self, name: str, fields: Mapping[str, Any]) -> bool:
-        """Makes a complete file, unless that name is taken; returns True if it did."""
+    def _create(self, name: str, fields: Mapping[str, Any]) -> bool:
+        """Creates a file atomically. Returns False if it already exists."""
         temporary = self._generations / f".{name}.{secrets.token_hex(8)}"
         temporary.write_text(json.dumps(fields))
         try:

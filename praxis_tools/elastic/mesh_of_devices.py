@@ -1,4 +1,4 @@
-"""The mesh of an elastic job for the devices that it has now."""
+"""Chooses the mesh of an elastic job for the devices that are currently available."""
 
 import dataclasses
 import math
@@ -20,76 +20,86 @@ from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.job.processes.membership import Membership
 from praxis_lite.job.processes.same_everywhere import check_same
 
-# Returns the mesh of a job for devices of another number than its own mesh has.
+# A function that returns a mesh of a job for a different number of devices than its own mesh has.
 MeshChooser = Callable[[Job, Sequence[jax.Device]], MeshConfig]
 
 
-def on_devices_of(
-    part: Membership, job: Job, launched: LaunchedConfig, choose: MeshChooser
+def fit_job_to_devices(
+    membership: Membership, job: Job, launched: LaunchedConfig, choose: MeshChooser
 ) -> Job:
-    """Returns a job on a mesh of all devices that the processes of its generation have.
+    """Returns a job on a mesh of all devices in its generation.
 
-    The job's own mesh stays if it has as many. Else it is what the experiment's `mesh_for` returns,
-    or by default what `choose` returns on the first process. The config gets the same mesh.
+    If the job's own mesh has as many devices, the job is returned unchanged. Otherwise the mesh is
+    the result of the experiment's `mesh_for`, or by default that of `choose` in the first process.
+    The launched config is changed to the same mesh.
+
+    Args:
+      membership: This process's membership in the generation.
+      job: The job.
+      launched: Config that the job was built from.
+      choose: Function that chooses a mesh.
 
     Raises:
-      ConfigError: `mesh_for` returns something else than a mesh of these devices with the job's
-        axes, or not the same on all processes; or as `choose`.
+      ConfigError: `mesh_for` does not return a mesh of these devices with the job's axes, or not
+        the same mesh in all processes, or `choose` raised it.
     """
     sizes = (*job.mesh.ici_mesh_shape, *(job.mesh.dcn_mesh_shape or ()))
-    num_each = math.ceil(abs(math.prod(sizes)) / part.num_slots)  # -1 counts as 1.
-    check_room_for_devices(simulate_devices(num_each * len(part.members), processes.count()))
+    num_per_process = math.ceil(abs(math.prod(sizes)) / membership.num_slots)  # -1 counts as 1.
+    num_devices = num_per_process * len(membership.members)
+    check_room_for_devices(simulate_devices(num_devices, processes.count()))
     devices = all_devices()
     if _filled(job.mesh, len(devices)) is not None:
         return job
     config = launched.mesh_for and launched.mesh_for(len(devices))
     if config is None:
-        told = from_first("the mesh is chosen", lambda: _fields(choose(job, devices)))
-        mesh = dataclasses.replace(job.mesh, **_as_tuples(told))
+        fields = from_first("the mesh is chosen", lambda: _fields(choose(job, devices)))
+        mesh = dataclasses.replace(job.mesh, **_as_tuples(fields))
     else:
-        mesh = _given(config, job.mesh, len(devices), f"{launched.experiment}.mesh_for")
+        mesh = _checked_mesh(config, job.mesh, len(devices), f"{launched.experiment}.mesh_for")
         check_same("What mesh_for returns differs", {"mesh": _fields(mesh)})
     launched.config.mesh = fdl.Config(MeshConfig, **_fields(mesh))
     return dataclasses.replace(job, mesh=mesh)
 
 
 def _filled(mesh: MeshConfig, num_devices: int) -> MeshConfig | None:
-    """Returns a mesh with -1 replaced by a size, or None if it does not have so many devices."""
+    """Returns a mesh with -1 filled in, or None if it does not have this number of devices."""
     try:
         mesh = filled_mesh(mesh, num_devices)
-    except ConfigError:  # The other sizes do not divide it.
+    except ConfigError:  # The other sizes do not divide the number of devices.
         return None
     return mesh if mesh.num_devices == num_devices else None
 
 
-def _given(config: Any, own: MeshConfig, num_devices: int, method: str) -> MeshConfig:
-    """Returns the mesh of an experiment's `mesh_for`, by default with `own`'s compiler options.
+def _checked_mesh(config: Any, own: MeshConfig, num_devices: int, method: str) -> MeshConfig:
+    """Builds and checks the mesh that `mesh_for` returned.
 
     Args:
-      own: the mesh of the experiment.
-      method: the name of `mesh_for`, for the errors.
+      config: Result of `mesh_for`.
+      own: Mesh of the experiment, whose compiler options are the default.
+      num_devices: Number of devices that the mesh must have.
+      method: Full name of `mesh_for`, for error messages.
     """
     call = f"{method}({num_devices})"
     example = f"fdl.Config(MeshConfig, ici_mesh_shape=..., axis_names={tuple(own.axis_names)})"
     mesh = build(config) if isinstance(config, fdl.Config) else None
     if not isinstance(mesh, MeshConfig):
         raise ConfigError(
-            f"{call} returns {shown(repr(config), 200)}; expected the config of a MeshConfig, or "
-            f"None for the plan's choice. Return {example}."
+            f"{call} returns {shown(repr(config), 200)}, but expected a config of a MeshConfig, or "
+            f"None to choose a mesh by formulas. Return {example}."
         )
     if set(mesh.axis_names) != set(own.axis_names):
         raise ConfigError(
-            f"{call} returns a mesh of the axes {tuple(mesh.axis_names)}, but splits of weights "
-            f"and batches name those of mesh(), {tuple(own.axis_names)}. Return {example}; an axis "
-            "may have the size 1."
+            f"{call} returns a mesh with axes {tuple(mesh.axis_names)}, but weights and batches "
+            f"are split over the axes of mesh(), {tuple(own.axis_names)}. Return {example}; axes "
+            "may have size 1."
         )
     filled = _filled(mesh, num_devices)
     if filled is None:
         raise ConfigError(
             f"{call} returns ici_mesh_shape {tuple(mesh.ici_mesh_shape)} and dcn_mesh_shape "
-            f"{mesh.dcn_mesh_shape and tuple(mesh.dcn_mesh_shape)}; expected {num_devices} "
-            "devices in all. Compute the shape from num_devices, or return None for the plan's "
-            "choice."
+            f"{mesh.dcn_mesh_shape and tuple(mesh.dcn_mesh_shape)}, but expected {num_devices} "
+            "devices in total. Compute the shape from num_devices, or return None to choose a mesh "
+            "by formulas."
         )
     return dataclasses.replace(
         filled, compiler_options=mesh.compiler_options or own.compiler_options
@@ -98,9 +108,9 @@ def _given(config: Any, own: MeshConfig, num_devices: int, method: str) -> MeshC
 
 def _fields(mesh: MeshConfig) -> dict[str, Any]:
     """Returns the fields of a mesh that differ from the defaults."""
-    values = {item.name: (getattr(mesh, item.name), item.default) for item in
-              dataclasses.fields(mesh)}
-    return _as_tuples({name: x for name, (x, default) in values.items() if x != default})
+    values = {field.name: getattr(mesh, field.name) for field in dataclasses.fields(mesh)}
+    defaults = {field.name: field.default for field in dataclasses.fields(mesh)}
+    return _as_tuples({name: x for name, x in values.items() if x != defaults[name]})
 
 
 def _as_tuples(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Saves of the training state in the memory of a host.
+"""A server that stores saves of the train state in the memory of a host.
 
-The supervisor has this memory, so it survives the death of a worker. It stores saves by their
-numbers, as bytes.
+It runs in the supervisor, so that saves survive the death of a worker. It stores saves as bytes and
+does not interpret them.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from praxis_tools.elastic.store_messages import (
     send_bytes,
 )
 
-_IDLE_SECONDS = 600.0  # That a connection may wait between two requests.
-_MOST_STRANGERS = 32  # Connections that have not proved yet that they have the key.
-_PART_BYTES = 2**24  # Taken at a time, and added to the digest.
-_MOST_SHARE = 0.9  # Of the memory that is free, for a save.
+_IDLE_SECONDS = 600.0  # Maximum time between two requests of a connection.
+_MAX_UNAUTHENTICATED = 32  # Maximum number of connections that have not proved they know the key.
+_PART_BYTES = 2**24  # Number of bytes that are received and hashed at a time.
+_MAX_MEMORY_SHARE = 0.9  # Fraction of the free memory that a save may take.
 
 
 @dataclasses.dataclass(frozen=True)
-class _Held:
-    """A save in memory, which is freed once nothing reads it."""
+class _StoredSave:
+    """A save in memory. It is freed once no request reads it."""
 
     header: bytes
     data: mmap.mmap
@@ -49,27 +49,28 @@ class _Held:
 
 
 class PeerStore:
-    """Saves in the memory of this process, for the processes of its job: a context.
+    """Stores saves in the memory of this process for all processes of a job; a context manager.
 
-    A thread takes connections; each has a separate thread, so none waits for another. A client
-    that does not have the key is refused; one that has it is trusted. A save is stored once all its
-    bytes have come and match their digest; an incomplete one is discarded.
+    One thread accepts connections, and each connection has a separate thread. Clients that know the
+    key are trusted, all others are rejected. A save is stored only after all its bytes have arrived
+    and match their digest.
 
     Args:
-      key: of the job.
-      host: the address by which the job's other hosts reach this one, on which it listens.
+      key: Secret key of the job.
+      host: Address to listen on, at which the job's other hosts reach this host.
 
     Attributes:
-      address: "host:port", for StoreClient.
+      address: "host:port" for StoreClient.
     """
 
     def __init__(self, key: bytes, host: str):
-        self._key, self._saves, self._lock = key, dict[SaveId, _Held](), threading.Lock()
+        self._key, self._saves, self._lock = key, dict[SaveId, _StoredSave](), threading.Lock()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
         self.address = joined(host, self._listener.getsockname()[1])
-        self._connections, self._strangers = set[socket.socket](), list[socket.socket]()
-        self._is_over = threading.Event()
+        self._connections = set[socket.socket]()
+        self._unauthenticated = list[socket.socket]()
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="peer store", daemon=True)
 
     def __enter__(self) -> "PeerStore":
@@ -77,33 +78,33 @@ class PeerStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        _end(self._listener)
+        self._is_closed.set()
+        _shut_down(self._listener)
         self._thread.join()
         self._listener.close()
         with self._lock:
             self._saves.clear()
             for connection in self._connections:
-                _end(connection)
+                _shut_down(connection)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all saves that are held."""
+        """Total size of all stored saves, in bytes."""
         with self._lock:
-            return sum(held.num_bytes for held in self._saves.values())
+            return sum(stored.num_bytes for stored in self._saves.values())
 
     def _accept(self) -> None:
-        while not self._is_over.is_set():
+        while not self._is_closed.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # Such as too many open files: others may close theirs.
-                self._is_over.wait(0.1)
+            except OSError:  # For example, too many open files. Retry after others are closed.
+                self._is_closed.wait(0.1)
                 continue
             with self._lock:
                 self._connections.add(connection)
-                self._strangers.append(connection)
-                if len(self._strangers) > _MOST_STRANGERS:
-                    _end(self._strangers.pop(0))  # So that silent ones keep nobody out.
+                self._unauthenticated.append(connection)
+                if len(self._unauthenticated) > _MAX_UNAUTHENTICATED:
+                    _shut_down(self._unauthenticated.pop(0))
             threading.Thread(
                 target=self._serve, args=(connection,), name="peer store's client", daemon=True
             ).start()
@@ -115,9 +116,9 @@ class PeerStore:
             greet(connection, self._key, is_server=True)
             stall = connection.gettimeout()
             with self._lock:
-                if connection in self._strangers:
-                    self._strangers.remove(connection)
-            while not self._is_over.is_set():
+                if connection in self._unauthenticated:
+                    self._unauthenticated.remove(connection)
+            while not self._is_closed.is_set():
                 connection.settimeout(_IDLE_SECONDS)
                 request = receive(connection)
                 connection.settimeout(stall)
@@ -126,12 +127,12 @@ class PeerStore:
                 except StoreFailed as failed:
                     send(connection, {"error": str(failed)})
         except (OSError, ValueError):
-            pass  # The client is gone, or has another version.
+            pass  # The client has disconnected or uses another version of the protocol.
         finally:
             with self._lock:
                 self._connections.discard(connection)
-                if connection in self._strangers:
-                    self._strangers.remove(connection)
+                if connection in self._unauthenticated:
+                    self._unauthenticated.remove(connection)
             connection.close()
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
@@ -146,36 +147,38 @@ class PeerStore:
                     saves = sorted(self._saves)
                 send(connection, {"saves": saves})
             case "header":
-                header = self._held(request).header
+                header = self._find(request).header
                 send(connection, {"num_bytes": len(header)})
                 send_bytes(connection, header)
             case "verify":
-                send(connection, {"is_undamaged": self._held(request).is_undamaged()})
+                send(connection, {"is_undamaged": self._find(request).is_undamaged()})
             case "read":
-                held, start = self._held(request), request["start"]
+                stored, start = self._find(request), request["start"]
                 end = start + request["num_bytes"]
-                if not 0 <= start <= end <= held.num_bytes:
-                    raise StoreFailed(f"the save has no bytes from {start} to {end}")
+                if not 0 <= start <= end <= stored.num_bytes:
+                    raise StoreFailed(
+                        f"the requested bytes from {start} to {end} are not in the save"
+                    )
                 send(connection, {})
-                with memoryview(held.data) as view, view[start:end] as part:
+                with memoryview(stored.data) as view, view[start:end] as part:
                     send_bytes(connection, part)
             case "drop":
                 with self._lock:
                     self._saves.pop(SaveId(*request["save"]), None)
                 send(connection, {})
             case other:
-                raise ValueError(f"there is no {other!r}")
+                raise ValueError(f"unknown request {other!r}")
 
     def _put(
         self, connection: socket.socket, save: SaveId, header_bytes: int, num_bytes: int
     ) -> None:
-        if num_bytes > _MOST_SHARE * (free := available_bytes()):
+        if num_bytes > _MAX_MEMORY_SHARE * (free := available_bytes()):
             raise StoreFailed(
-                f"{format_bytes(num_bytes)} are to be held in memory, {format_bytes(int(free))} "
-                "are free"
+                f"the save needs {format_bytes(num_bytes)} of memory, but only "
+                f"{format_bytes(int(free))} are free"
             )
         header, digest = bytearray(header_bytes), bytearray(16)
-        # Anonymous memory, not the heap's: the system has it back as soon as it is dropped.
+        # Unlike heap memory, anonymous memory is returned to the system as soon as it is freed.
         data = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         send(connection, {})
         receive_into(connection, memoryview(header))
@@ -186,23 +189,23 @@ class PeerStore:
                 receive_into(connection, part)
                 actual.update(part)
         receive_into(connection, memoryview(digest))
-        held = _Held(bytes(header), data, num_bytes, bytes(digest))
-        if actual.digest() != held.digest:
-            raise StoreFailed("the save was damaged on its way")
+        stored = _StoredSave(bytes(header), data, num_bytes, bytes(digest))
+        if actual.digest() != stored.digest:
+            raise StoreFailed("the save was damaged during the transfer")
         with self._lock:
-            if not self._is_over.is_set():
-                self._saves[save] = held
+            if not self._is_closed.is_set():
+                self._saves[save] = stored
         send(connection, {})
 
-    def _held(self, request: dict[str, Any]) -> _Held:
+    def _find(self, request: dict[str, Any]) -> _StoredSave:
         with self._lock:
-            held = self._saves.get(SaveId(*request["save"]))
-        if held is None:
-            raise StoreFailed("it has no such save any more")
-        return held
+            stored = self._saves.get(SaveId(*request["save"]))
+        if stored is None:
+            raise StoreFailed("there is no such save (any more)")
+        return stored
 
 
-def _end(connection: socket.socket) -> None:
-    """Wakes the thread that waits for a socket, and closes it."""
+def _shut_down(connection: socket.socket) -> None:
+    """Shuts down a socket, which wakes the thread that waits for it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
-"""Messages to and from a peer store: who may send them, and their form on the wire.
+"""The protocol of peer stores: authentication, message format and client.
 
-A message is a JSON object after its length; as many bytes as it specifies may follow it. Both sides
-first prove that they have the job's key (HMAC-SHA256 over numbers that each draws); the traffic
-after that is neither signed nor encrypted, like JAX's own.
+A message is its length followed by a JSON object, and optionally by raw bytes. First, both sides
+prove that they know the job's key (HMAC-SHA256 over nonces from both sides). After that, messages
+are neither signed nor encrypted, as in JAX's own communication.
 """
 
 import contextlib
@@ -19,19 +19,21 @@ import xxhash
 
 from praxis_lite.job.processes.addresses import split
 
-_VERIFY_SECONDS = 120.0  # That a store may take to read a save.
-STALL_SECONDS = 30.0  # A side that sends or takes nothing for so long is given up.
+_VERIFY_SECONDS = 120.0  # Time limit for a store to verify a save.
+STALL_SECONDS = 30.0  # A connection is closed if no bytes are transferred for this long.
 _GREETING_SECONDS = 5.0
-_PART_BYTES = 2**22  # Sent at a time: the time limit is one of each part.
+_PART_BYTES = 2**22  # Number of bytes sent at a time. The time limit applies to each part.
 
 
 class SaveId(NamedTuple):
-    """A process's part of a save; the parts with equal generation and number are a complete state.
+    """Identifies one process's part of a save.
+
+    All parts with the same generation and number together are a complete state.
 
     Attributes:
-      generation: of the elastic job that saved it.
-      number: of the save, counted within the generation.
-      origin: the member whose process saved it.
+      generation: Generation of the elastic job.
+      number: Number of the save within the generation.
+      origin: Number of the member that saved the part.
     """
 
     generation: int
@@ -40,14 +42,14 @@ class SaveId(NamedTuple):
 
 
 class StoreFailed(Exception):
-    """A peer store does not answer, or refuses a request; the message names its host and why."""
+    """A peer store does not answer or rejects a request. The message names its host."""
 
 
 def greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
-    """Proves to the other side that this side has the key, and asks for the same proof.
+    """Authenticates both sides of a connection to each other.
 
     Raises:
-      OSError: it has another key, is silent, or slow.
+      OSError: The other side has a different key or does not answer in time.
     """
     deadline = time.monotonic() + _GREETING_SECONDS
     own = os.urandom(32)
@@ -73,7 +75,7 @@ def _received(connection: socket.socket, num_bytes: int, deadline: float) -> byt
         connection.settimeout(max(0.01, deadline - time.monotonic()))
         part = connection.recv(num_bytes - len(data))
         if not part or time.monotonic() > deadline:
-            raise ConnectionError("the other side gave no proof of its key")
+            raise ConnectionError("the other side did not authenticate")
         data += part
     return data
 
@@ -85,7 +87,7 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Returns the next message; raises OSError if the other side is gone or silent."""
+    """Receives a message. Raises OSError if the other side has disconnected or is silent."""
     length = bytearray(8)
     receive_into(connection, memoryview(length))
     (num_bytes,) = struct.unpack(">Q", length)
@@ -95,33 +97,33 @@ def receive(connection: socket.socket) -> dict[str, Any]:
 
 
 def send_bytes(connection: socket.socket, data: bytes | memoryview) -> None:
-    """Sends bytes as they are."""
+    """Sends raw bytes."""
     view = memoryview(data)
     for start in range(0, len(view), _PART_BYTES):
         connection.sendall(view[start : start + _PART_BYTES])
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fills a view with the bytes that come next."""
+    """Receives raw bytes until a view is full."""
     while view:
         num_bytes = connection.recv_into(view[:_PART_BYTES])
         if not num_bytes:
-            raise ConnectionError("the other side ended the connection")
+            raise ConnectionError("the other side closed the connection")
         view = view[num_bytes:]
 
 
 class StoreClient:
-    """A peer store as the processes of the job see it, from any thread.
+    """A client of a peer store, which may be used from any thread.
 
-    Every method raises StoreFailed.
-
-    Attributes:
-      name: see below.
+    Every method raises StoreFailed if the store does not answer or rejects the request.
 
     Args:
-      address: of the store, "host:port".
-      key: of the job.
-      name: of the store, for messages.
+      address: "host:port" of the store.
+      key: Secret key of the job.
+      name: Name of the store, for messages.
+
+    Attributes:
+      name: Name of the store.
     """
 
     def __init__(self, address: str, key: bytes, name: str):
@@ -138,14 +140,16 @@ class StoreClient:
     def put(
         self, save: SaveId, header: bytes, parts: Iterable[memoryview], num_bytes: int
     ) -> None:
-        """Stores a save: all of it, or nothing.
+        """Stores a save atomically.
 
         Args:
-          header: bytes that `header` returns.
-          parts: its data as bytes, `num_bytes` in all.
+          save: Id of the save.
+          header: Bytes that the method `header` returns.
+          parts: Data of the save.
+          num_bytes: Total size of `parts`.
         """
         digest = xxhash.xxh3_128(header)
-        with self._asked({
+        with self._request({
             "do": "put", "save": save, "header_bytes": len(header), "num_bytes": num_bytes
         }) as (connection, _):
             send_bytes(connection, header)
@@ -156,38 +160,39 @@ class StoreClient:
             self._answer(connection)
 
     def saves(self) -> list[SaveId]:
-        """Returns the committed saves, in order."""
-        with self._asked({"do": "list"}) as (_, answer):
+        """Returns the ids of all stored saves, sorted."""
+        with self._request({"do": "list"}) as (_, answer):
             return [SaveId(*save) for save in answer["saves"]]
 
     def header(self, save: SaveId) -> bytes:
         """Returns the header of a save."""
-        with self._asked({"do": "header", "save": save}) as (connection, answer):
-            return self._bytes(connection, answer["num_bytes"])
+        with self._request({"do": "header", "save": save}) as (connection, answer):
+            return self._receive_bytes(connection, answer["num_bytes"])
 
     def is_undamaged(self, save: SaveId) -> bool:
-        """Returns True if a save still has its digest; the store reads all of it."""
-        with self._asked({"do": "verify", "save": save}, _VERIFY_SECONDS) as (_, answer):
+        """Returns whether a save still matches its digest. The store reads the entire save."""
+        with self._request({"do": "verify", "save": save}, _VERIFY_SECONDS) as (_, answer):
             return answer["is_undamaged"]
 
     def read(self, save: SaveId, start: int, num_bytes: int) -> bytearray:
         """Returns a range of the data of a save."""
         request = {"do": "read", "save": save, "start": start, "num_bytes": num_bytes}
-        with self._asked(request) as (connection, _):
-            return self._bytes(connection, num_bytes)
+        with self._request(request) as (connection, _):
+            return self._receive_bytes(connection, num_bytes)
 
     def drop(self, save: SaveId) -> None:
-        """Drops a save; nothing happens if it is not there."""
-        with self._asked({"do": "drop", "save": save}):
+        """Drops a save. Does nothing if it does not exist."""
+        with self._request({"do": "drop", "save": save}):
             pass
 
     @contextlib.contextmanager
-    def _asked(
+    def _request(
         self, request: dict[str, Any], seconds: float = STALL_SECONDS
     ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
+        """Sends a request and yields (connection, answer) for further transfers."""
         connection = None
         try:
-            connection = self._idle.pop() if self._idle else self._connected()
+            connection = self._idle.pop() if self._idle else self._connect()
             send(connection, request)
             connection.settimeout(seconds)
             answer = self._answer(connection)
@@ -202,7 +207,7 @@ class StoreClient:
             raise
         self._idle.append(connection)
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         connection = socket.create_connection(split(self._address), _GREETING_SECONDS)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -218,7 +223,7 @@ class StoreClient:
             raise StoreFailed(f"the store of {self.name}: {answer['error']}")
         return answer
 
-    def _bytes(self, connection: socket.socket, num_bytes: int) -> bytearray:
+    def _receive_bytes(self, connection: socket.socket, num_bytes: int) -> bytearray:
         data = bytearray(num_bytes)
         receive_into(connection, memoryview(data))
         return data

@@ -1,4 +1,4 @@
-"""The stuck workers of a generation, as the leader finds them over time."""
+"""Detects the stuck workers of a generation, in the leader of an elastic job."""
 
 import time
 from collections.abc import Mapping, Set
@@ -12,75 +12,77 @@ from praxis_tools.stuck import Decision, Progress
 from praxis_tools.stuck.on_host import state_in_words
 from praxis_tools.stuck.stuck_report import details
 
-_EVERY_SECONDS = 1.0
+_INTERVAL_SECONDS = 1.0
 
 
 class StuckWorkers:
-    """Decides which workers of a generation are stuck, from what all members tell of theirs.
+    """Decides which workers of a generation are stuck, from the progress of all workers.
 
     Attributes:
-      generation: see above.
-      seconds: for how long they have been stuck.
+      generation: The generation.
+      seconds: How long the stuck workers have been stuck.
     """
 
     def __init__(self, generation: Generation):
         self.generation = generation
         self._decision = Decision(len(generation.members))
-        self._looked_at, self._stuck = 0.0, dict[int, str]()
+        self._updated_at, self._stuck = 0.0, dict[int, str]()
         self.seconds = 0.0
 
-    def look(self, members: Mapping[int, Member], alive: Set[int]) -> dict[int, str]:
-        """Returns the stuck members by number, each with the reason as text.
+    def update(self, members: Mapping[int, Member], alive: Set[int]) -> dict[int, str]:
+        """Returns the numbers of the stuck members, each with the reason as text.
 
-        If no worker is behind the others and yet none makes progress, all of them are stuck.
+        If no worker is behind the others but none makes progress, all of them count as stuck.
         """
         now = time.monotonic()
-        if now - self._looked_at < _EVERY_SECONDS:
+        if now - self._updated_at < _INTERVAL_SECONDS:
             return self._stuck
-        self._looked_at = now
-        order = self.generation.members
-        there = {
-            index: members[k] for index, k in enumerate(order)
+        self._updated_at = now
+        numbers = self.generation.members
+        training = {
+            index: members[k] for index, k in enumerate(numbers)
             if k in alive and k in members and members[k].end is None and members[k].progress
             and members[k].generation == self.generation.number
         }
         stuck = self._decision.add(
-            now, [Progress(**{**x.progress, "process": index}) for index, x in there.items()]
+            now, [Progress(**{**x.progress, "process": index}) for index, x in training.items()]
         )
         self.seconds = stuck.seconds if stuck else 0.0
         if stuck is None:
             self._stuck = {}
         elif not stuck.processes:
-            self._stuck = dict.fromkeys(order, f"is stuck like all others: {stuck.why}")
+            self._stuck = dict.fromkeys(numbers, f"is stuck like all others: {stuck.why}")
         else:
             why = details(
-                stuck, lambda index: str(members[order[index]]), lambda k: _collective(there, k)
+                stuck, lambda index: str(members[numbers[index]]),
+                lambda k: _collective(training, k),
             )
-            names = [order[item.process] for item in stuck.processes]
-            self._stuck = dict.fromkeys(names, f"is stuck: {stuck.why}; {why}")
+            stuck_numbers = [numbers[progress.process] for progress in stuck.processes]
+            self._stuck = dict.fromkeys(stuck_numbers, f"is stuck: {stuck.why}; {why}")
         return self._stuck
 
 
 def _collective(members: Mapping[int, Member], process: int) -> str:
-    """Returns the first collective of a step that needs a process, as reported by a waiting worker.
+    """Returns the first collective of a step that needs a process, or "" if it is unknown.
 
-    "" if none has reported it.
+    Workers that wait report it.
     """
     for member in members.values():
-        told = member.worker.get("first_collectives", [])
-        if process < len(told) and told[process]:
-            return told[process]
+        collectives = member.worker.get("first_collectives", [])
+        if process < len(collectives) and collectives[process]:
+            return collectives[process]
     return ""
 
 
 def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
-    """Reports on standard error, and in a file, where a worker is stuck that is to be ended."""
+    """Writes the stacks of a stuck worker to standard error and to a file, before it is killed."""
     path = worker.reports.get("stacks_file", "")
     stacks = request_stacks(worker.pid, path) if path else ""
-    # The job's first process may be gone by now, and with it all that were connected to it.
+    # If the job's first process has died, all connected processes have ended, too. Then use the
+    # stacks that the worker reported before.
     stacks = stacks or worker.reports.get("stacks", "")
-    where = (
+    location = (
         f"All threads:\n{stacks.rstrip()}" if stacks
-        else f"It gives no stacks: {state_in_words(worker.pid) or 'it has ended'}."
+        else f"Its stacks are not available: {state_in_words(worker.pid) or 'it has ended'}."
     )
-    write_report(f"stuck: {why}. It is ended and replaced. {where}\n", stacks_txt)
+    write_report(f"stuck: {why}. It is killed and replaced. {location}\n", stacks_txt)

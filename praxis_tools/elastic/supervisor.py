@@ -1,4 +1,8 @@
-"""The supervisor of a host: runs a worker for each generation, and leads if it is the first."""
+"""The supervisor of a host in an elastic job.
+
+It runs a worker for each generation, and leads the job if it is the living member with the lowest
+number.
+"""
 
 import contextlib
 import dataclasses
@@ -11,38 +15,39 @@ import time
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.health_files import HealthFiles
 from praxis_lite.job.processes import signals
-from praxis_tools.elastic.leader import Leader, Says, Settings
-from praxis_tools.elastic.liveness import SILENT_SECONDS, Sight
+from praxis_tools.elastic.leader import Leader, Settings, StatusPrinter
+from praxis_tools.elastic.liveness import SILENT_SECONDS, Liveness
 from praxis_tools.elastic.members import (
     DIED,
     FAILED,
     LOST_PEER,
     Generation,
-    Meeting,
     Member,
+    Rendezvous,
     WorkerEnd,
 )
 from praxis_tools.elastic.peer_store import PeerStore
 from praxis_tools.elastic.stuck_workers import report_stuck
-from praxis_tools.elastic.worker_order import LOST_PEER_STATUS, Order
+from praxis_tools.elastic.worker_assignment import LOST_PEER_STATUS, Assignment
 from praxis_tools.elastic.worker_process import (
     WorkerProcess,
-    end_of,
+    classify_end,
     remove_old_folders,
 )
 
 _BEAT_SECONDS = 0.5
-# How often the files of others are looked at: of many hosts less often, for the file system's sake.
+# Interval for reading the files of other members. It grows with the number of hosts to limit the
+# load on the file system.
 _POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
-# A supervisor that could not write its beat for so long ends its worker. A little later the others
-# consider it gone.
+# A supervisor that could not write its heartbeat for this long kills its worker, shortly before the
+# others consider it dead.
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
-# A worker that ended twice in a row before a step is given a rest, twice as long each time.
+# Backoff after a worker ended twice in a row before its first step. It doubles each time.
 _REST_SECONDS = 30.0
 
 
-class _Leaves(signals.SignalListener):
-    """Hears a signal that asks this host to leave the job."""
+class _LeaveListener(signals.SignalListener):
+    """Records a signal that asks this host to leave the job."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,112 +62,121 @@ class _Leaves(signals.SignalListener):
 
 
 class Supervisor:
-    """A host's part in an elastic job, until the job ends or this host leaves.
+    """Runs one host of an elastic job until the job ends or the host leaves.
 
     Args:
-      health: files for the probes of a cluster; None: there are none.
+      settings: Settings of the job.
+      health: Files for the probes of a cluster manager; None if there are no probes.
     """
 
     def __init__(self, settings: Settings, health: HealthFiles | None = None):
         self._settings, self._health = settings, health
-        self._meeting = Meeting(settings.job.elastic)
+        self._rendezvous = Rendezvous(settings.job.elastic)
         self._own = Member(
             member=settings.member, incarnation=secrets.token_hex(8), host=socket.gethostname(),
             pid=os.getpid(), address=settings.address, port=_free_port(settings.address),
         )
-        self._sight, self._say = Sight(settings.member), Says()
-        self._leader = Leader(settings, self._meeting, self._sight, self._say)
+        self._liveness, self._print_status = Liveness(settings.member), StatusPrinter()
+        self._leader = Leader(settings, self._rendezvous, self._liveness, self._print_status)
         self._worker: WorkerProcess | None = None
         self._spare: WorkerProcess | None = None
         self._members: dict[int, Member] = {}
         self._generation: Generation | None = None
-        self._stop_was_passed_on = False
+        self._has_forwarded_stop = False
         self._num_early_ends, self._no_spare_until = 0, 0.0
-        self._beat_at = time.monotonic()
+        self._last_beat_time = time.monotonic()
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_HOST * settings.num_members)
 
     def run(self) -> int:
-        """Returns the status of the job, or 0 once this host has left it.
+        """Runs until the job ends or this host leaves; returns the exit status.
 
         Raises:
-          ConfigError: another living process has this one's number.
+          ConfigError: Another running process has the same number.
         """
-        self._check_alone()
+        self._check_number_is_free()
         remove_old_folders()
-        key = self._meeting.key()
+        key = self._rendezvous.key()
         with (
-            _Leaves() as leaves, PeerStore(key, self._settings.address) as store,
+            _LeaveListener() as leave_listener, PeerStore(key, self._settings.address) as store,
             self._health or contextlib.nullcontext(),
         ):
-            self.begin(store.address, key)
+            self.join(store.address, key)
             try:
                 while True:
-                    status = self.turn()
+                    status = self.poll()
                     if status is not None:
                         return status
-                    if leaves.reason:
+                    if leave_listener.reason:
                         self.leave()
                     time.sleep(self._poll_seconds)
             finally:
                 self.close()
 
-    def begin(self, store: str, key: bytes) -> None:
-        """Begins to take part, with the address of this host's peer store, and the job's key."""
+    def join(self, store: str, key: bytes) -> None:
+        """Joins the job.
+
+        Args:
+          store: "host:port" of this host's peer store.
+          key: Secret key of the job.
+        """
         self._own, self._key = dataclasses.replace(self._own, store=store), key
-        self._meeting.take_back_end(self._meeting.newest())
+        self._rendezvous.clear_job_end(self._rendezvous.newest_generation())
         self._beat(now=True)
 
     def leave(self) -> None:
-        """Lets this host leave the job after a step."""
+        """Makes this host leave the job after a step."""
         self._own = dataclasses.replace(self._own, is_leaving=True)
 
-    def turn(self) -> int | None:
-        """Does the work that is due; returns the status with which this process ends, or None."""
-        if time.monotonic() - self._beat_at > _LEASE_SECONDS and self._worker is not None:
+    def poll(self) -> int | None:
+        """Runs one iteration of the supervisor; returns the exit status, or None to continue."""
+        if time.monotonic() - self._last_beat_time > _LEASE_SECONDS and self._worker is not None:
             self._end_worker("its supervisor could not be seen by the others")
         self._prepare_worker()
-        self._hear_worker()
-        self._adopt_newest()
+        self._update_from_worker()
+        self._adopt_newest_generation()
         self._beat()
-        self._look()
+        self._read_members()
         number = self._generation.number if self._generation else 0
-        if ended := self._meeting.end_of(number):
-            status, why = ended
+        if job_end := self._rendezvous.job_end(number):
+            status, why = job_end
             if status and self._settings.member == min(self._members, default=0):
                 print(f"elastic: the job ends, status {status}: {why}", file=sys.stderr, flush=True)
             return status
-        if self._meeting.stop_of(number) is not None and not self._stop_was_passed_on:
-            self._stop_was_passed_on = True
+        if self._rendezvous.stop_reason(number) is not None and not self._has_forwarded_stop:
+            self._has_forwarded_stop = True
             if self._worker is not None:
                 self._worker.ask_to_stop()
         if self._own.is_leaving and self._has_left():
             return 0
-        if self._leads():
-            self._leader.lead(self._members, self._generation, self._taking_part())
+        if self._is_leader():
+            self._leader.lead(self._members, self._generation, self._participants())
         return None
 
     def close(self) -> None:
-        """Ends the workers of this host, and its part in the job."""
+        """Kills the workers of this host and removes its member file."""
         for worker in filter(None, (self._worker, self._spare)):
             worker.kill()
-        written = self._meeting.read(self._settings.member)
+        written = self._rendezvous.read(self._settings.member)
         if written is not None and written.incarnation == self._own.incarnation:
-            self._meeting.forget(self._settings.member)
+            self._rendezvous.remove(self._settings.member)
 
-    def _check_alone(self) -> None:
-        before = self._meeting.read(self._settings.member)
+    def _check_number_is_free(self) -> None:
+        before = self._rendezvous.read(self._settings.member)
         deadline = time.monotonic() + 4 * _BEAT_SECONDS
         while before is not None and time.monotonic() < deadline:
             time.sleep(self._poll_seconds)
-            again = self._meeting.read(self._settings.member)
-            if again is not None and again.beat != before.beat:
+            after = self._rendezvous.read(self._settings.member)
+            if after is not None and after.beat != before.beat:
                 raise ConfigError(
-                    f"--process_id={self._settings.member} is taken: {again}, PID {again.pid}, "
-                    "works on this job. Give each process another number."
+                    f"--process_id={self._settings.member} is already used by {after}, PID "
+                    f"{after.pid}. Give each process of the job a different number."
                 )
 
     def _prepare_worker(self) -> None:
-        """Starts a spare worker, once the first worker needs this host's cores no longer."""
+        """Starts a spare worker once the current worker has finished its startup.
+
+        Starting it earlier would slow down the current worker.
+        """
         is_needed = self._worker is None or self._own.first_step_time is not None
         is_needed &= time.monotonic() > self._no_spare_until
         if self._spare is None and is_needed and not self._own.is_leaving:
@@ -170,34 +184,35 @@ class Supervisor:
         if self._spare is None or (status := self._spare.status()) is None:
             return
         if self._worker is None or self._own.end is not None:
-            # Before any order: the command line is wrong, or what it names.
-            end = end_of(status, self._spare.reports, was_asked=False)
+            # It ended before any assignment, so the error is in the command line or the experiment.
+            end = classify_end(status, self._spare.reports, was_asked=False)
             self._own = dataclasses.replace(self._own, end=end)
         else:
-            # The worker continues; the error is reported when this host needs a new worker.
+            # Training continues. The error is reported once this host needs a new worker.
             self._no_spare_until = time.monotonic() + _REST_SECONDS
         self._spare = None
 
-    def _hear_worker(self) -> None:
+    def _update_from_worker(self) -> None:
+        """Copies the worker's reports and its end to this member's state."""
         if self._worker is None:
             return
-        self._worker.hear()
+        self._worker.read_reports()
         status = self._worker.status()
-        own_alone = ("progress", "stacks", "stacks_file")
-        reports = {k: v for k, v in self._worker.reports.items() if k not in own_alone}
+        local_only = ("progress", "stacks", "stacks_file")
+        reports = {k: v for k, v in self._worker.reports.items() if k not in local_only}
         progress = self._worker.progress(self._generation.members.index(self._settings.member))
-        is_new = self._own.worker.get("doing") != reports.get("doing")
+        is_new_phase = self._own.worker.get("doing") != reports.get("doing")
         self._own = dataclasses.replace(
             self._own, worker=reports, phases=tuple(self._worker.phases),
             first_step_time=self._worker.first_step_time, progress=dataclasses.asdict(progress),
         )
         if status is None or self._own.end is not None:
-            self._beat(now=is_new)
+            self._beat(now=is_new_phase)
             return
-        end = end_of(status, self._worker.reports, was_asked=self._stop_was_passed_on)
+        end = classify_end(status, self._worker.reports, was_asked=self._has_forwarded_stop)
         if end.kind in (DIED, FAILED):
-            early = self._worker.first_step_time is None
-            self._num_early_ends = self._num_early_ends + 1 if early else 0
+            is_early = self._worker.first_step_time is None
+            self._num_early_ends = self._num_early_ends + 1 if is_early else 0
             if self._num_early_ends >= 2:
                 rest = _REST_SECONDS * 2 ** (self._num_early_ends - 2)
                 self._own = dataclasses.replace(self._own, rests_until=end.time + rest)
@@ -209,32 +224,32 @@ class Supervisor:
         end = WorkerEnd(kind=LOST_PEER, status=LOST_PEER_STATUS, why=why, time=time.monotonic())
         self._own = dataclasses.replace(self._own, end=self._own.end or end)
 
-    def _adopt_newest(self) -> None:
-        """Takes part in the newest generation, if it is new and has this member."""
+    def _adopt_newest_generation(self) -> None:
+        """If there is a new generation, replaces the worker and gives it its assignment."""
         last = self._generation.number if self._generation else 0
-        newest = self._meeting.newest(last)
+        newest = self._rendezvous.newest_generation(last)
         if newest == last:
             return
-        self._generation = generation = self._meeting.generation(newest)
-        self._stop_was_passed_on = False
+        self._generation = generation = self._rendezvous.generation(newest)
+        self._has_forwarded_stop = False
         own = self._settings.member
         if self._worker is not None:
             if generation.kind == "stuck" and own in generation.who and self._own.end is None:
                 report_stuck(self._worker, generation.why, self._settings.job.stacks_txt)
             self._worker.kill()
             self._worker = None
-        is_in = own in generation.members and (
+        is_participant = own in generation.members and (
             generation.incarnations[generation.members.index(own)] == self._own.incarnation
         )
-        if not is_in:
+        if not is_participant:
             return
-        members = {k: self._meeting.read(k) for k in generation.members}
+        members = {k: self._rendezvous.read(k) for k in generation.members}
         self._worker, self._spare = self._spare or WorkerProcess(self._settings.argv), None
         self._own = dataclasses.replace(
             self._own, generation=newest, end=None, worker={}, phases=(), first_step_time=None,
             port=_free_port(self._settings.address),
         )
-        self._worker.give(Order(
+        self._worker.assign(Assignment(
             generation=newest, member=own, members=generation.members,
             stores=tuple(member.store if member else "" for member in members.values()),
             key=self._key, coordinator=generation.coordinator,
@@ -243,40 +258,42 @@ class Supervisor:
         self._beat(now=True)
 
     def _beat(self, *, now: bool = False) -> None:
-        if not now and time.monotonic() - self._beat_at < _BEAT_SECONDS:
+        """Writes this member's file with a new heartbeat, if it is due or `now` is True."""
+        if not now and time.monotonic() - self._last_beat_time < _BEAT_SECONDS:
             return
         self._own = dataclasses.replace(self._own, beat=self._own.beat + 1)
         if self._health is not None:
             self._health.alive()
             self._health.ready(self._own.first_step_time is not None and self._own.end is None)
         try:
-            self._meeting.write(self._own)
-            self._beat_at = time.monotonic()
+            self._rendezvous.write(self._own)
+            self._last_beat_time = time.monotonic()
         except OSError as error:
-            self._say(f"{self._settings.job.path} cannot be written: {error.strerror or error}")
+            self._print_status(
+                f"{self._settings.job.path} cannot be written: {error.strerror or error}"
+            )
 
-    def _look(self) -> None:
-        """Looks at the files of all members, or at the leader's alone as long as it lives."""
+    def _read_members(self) -> None:
+        """Reads the files of all members, or only the leader's file while the leader is alive."""
         own, leader = self._settings.member, min(self._alive(), default=None)
-        looks_at_all = (
-            leader in (own, None) or self._generation is None or self._own.is_leaving
-        )
-        looked_at = range(self._settings.num_members) if looks_at_all else (leader, own)
-        members = {k: self._meeting.read(k) for k in looked_at}
+        reads_all = leader in (own, None) or self._generation is None or self._own.is_leaving
+        numbers = range(self._settings.num_members) if reads_all else (leader, own)
+        members = {k: self._rendezvous.read(k) for k in numbers}
         known = {**self._members, **members}
         self._members = {k: member for k, member in known.items() if member is not None}
-        there = self._members.get(own)
-        if there is not None and there.incarnation != self._own.incarnation:
+        written = self._members.get(own)
+        if written is not None and written.incarnation != self._own.incarnation:
             raise ConfigError(
-                f"{there}, PID {there.pid}, has taken the place of this process, which was silent "
-                "for long."
+                f"{written}, PID {written.pid}, has replaced this process, which was silent for "
+                "too long."
             )
         self._members[own] = self._own
-        self._sight.look({**members, own: self._own})
-        if not looks_at_all and self._leads():
-            self._look()  # So far it looked at the previous leader alone.
+        self._liveness.update({**members, own: self._own})
+        if not reads_all and self._is_leader():
+            self._read_members()  # The previous leader has died, so read all files.
 
-    def _taking_part(self) -> frozenset[int]:
+    def _participants(self) -> frozenset[int]:
+        """Returns the members of the generation whose supervisor has not restarted since."""
         if self._generation is None:
             return frozenset()
         pairs = zip(self._generation.members, self._generation.incarnations, strict=True)
@@ -286,16 +303,16 @@ class Supervisor:
         )
 
     def _alive(self) -> set[int]:
-        return self._sight.alive(self._taking_part())
+        return self._liveness.alive(self._participants())
 
-    def _leads(self) -> bool:
+    def _is_leader(self) -> bool:
         return min(self._alive()) == self._settings.member
 
     def _has_left(self) -> bool:
-        """Returns True if this host, which leaves, has no work in the newest generation."""
+        """Returns whether this host, which is leaving, is no longer needed by the others."""
         if self._worker is None or self._own.end is not None:
             others = self._alive() - {self._settings.member}
-            # Until the others continue, they need its report that it stopped, and its peer store.
+            # The others need this member's file and peer store until their next generation begins.
             newest = self._generation.number if self._generation else 0
             return not others or not newest or self._own.generation < newest or all(
                 self._members[k].is_leaving for k in others

@@ -1,4 +1,4 @@
-"""A worker as its supervisor sees it: started ahead of time, given an order, heard, ended."""
+"""The supervisor's handle of a worker process: starts it, assigns work, reads reports, kills it."""
 
 import contextlib
 import json
@@ -24,18 +24,18 @@ from praxis_tools.elastic.members import (
     TRAINED,
     WorkerEnd,
 )
-from praxis_tools.elastic.worker_order import LOST_PEER_STATUS, WORKER, Order
+from praxis_tools.elastic.worker_assignment import LOST_PEER_STATUS, WORKER, Assignment
 from praxis_tools.stuck import Progress
 from praxis_tools.stuck.on_host import seen_by_host
 
-_MOST_BYTES = 2**20  # Of a report.
-# Of a worker that was asked to stop before it could hear that, or had anything to save.
+_MAX_REPORT_BYTES = 2**20
+# Exit statuses of a worker that was asked to stop before it handled the signal.
 _STOPPED_STATUSES = (128 + signals.STOPS_WORKER, -signals.STOPS_WORKER)
 _FOLDERS = "praxis_lite_worker_of_"  # Followed by the supervisor's PID.
 
 
 def remove_old_folders() -> None:
-    """Removes the folders of workers whose supervisors were killed."""
+    """Removes the temporary folders of workers whose supervisors were killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*_*"):
         pid = folder.name.removeprefix(_FOLDERS).partition("_")[0]
         if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
@@ -43,27 +43,28 @@ def remove_old_folders() -> None:
 
 
 class WorkerProcess:
-    """A process that imports what training needs, and waits for an order.
+    """A worker process, which imports the modules for training and waits for its assignment.
 
-    It has a separate folder for temporary files, which is removed after any end of the process, and
-    a separate session, so that a signal to the supervisor's group does not reach it.
+    The process has a separate folder for temporary files, which is removed when it ends, and a
+    separate session, so that it does not receive signals to the supervisor's process group.
+
+    All times are in seconds of time.monotonic, which is the same in all processes of a host.
 
     Args:
-      argv: of the command line.
+      argv: Command line of the worker.
 
     Attributes:
-      reports: by name, the newest values that it reported.
-      phases: what it did up to its first step, each with the time when it began.
-      first_step_time: when it reported its first step, or None.
-      told_at: when it last reported its progress, or was given its order. All times are in seconds
-        of time.monotonic, which is the same clock in all processes of a host.
+      reports: Latest reported values, by name.
+      phases: Phases up to the first step, with the time at which each began.
+      first_step_time: Time at which the first step was reported; None before.
+      progress_time: Time of the last progress report, or of the assignment.
     """
 
     def __init__(self, argv: Sequence[str]):
         self.reports: dict[str, Any] = {}
         self.phases: list[tuple[str, float]] = []
         self.first_step_time: float | None = None
-        self.told_at = time.monotonic()
+        self.progress_time = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDERS}{os.getpid()}_"))
         self._pipe, child = os.pipe()
         os.set_blocking(self._pipe, False)
@@ -77,24 +78,24 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """Process id of the worker."""
         return self._process.pid
 
-    def give(self, order: Order) -> None:
-        """Lets the worker begin."""
+    def assign(self, assignment: Assignment) -> None:
+        """Sends the worker its assignment, so that it begins to train."""
         self.phases.append(("start", time.monotonic()))
-        self.told_at = time.monotonic()
-        with contextlib.suppress(OSError):  # It has ended: `status` tells.
-            self._process.stdin.write(order.line().encode())
+        self.progress_time = time.monotonic()
+        with contextlib.suppress(OSError):  # If the process has ended, `status` returns why.
+            self._process.stdin.write(assignment.line().encode())
             self._process.stdin.flush()
 
-    def hear(self) -> None:
-        """Takes the reports that have come; waits for none."""
+    def read_reports(self) -> None:
+        """Reads the reports that have arrived, without blocking."""
         with contextlib.suppress(OSError):
             while data := os.read(self._pipe, 2**16):
                 self._bytes += data
         *lines, self._bytes = self._bytes.split(b"\n")
-        self._bytes = self._bytes[-_MOST_BYTES:]
+        self._bytes = self._bytes[-_MAX_REPORT_BYTES:]
         for line in lines:
             with contextlib.suppress(ValueError, AttributeError):
                 fields = json.loads(line)
@@ -103,30 +104,30 @@ class WorkerProcess:
                     self.phases.append((phase, at))
                 self.reports.update(fields)
                 if "progress" in fields:
-                    self.told_at = time.monotonic()
+                    self.progress_time = time.monotonic()
                 if "made" in fields and self.first_step_time is None:
                     self.first_step_time = time.monotonic()
 
     def progress(self, index: int) -> Progress:
-        """Returns the progress of this process, whose index in the generation is given."""
-        told = self.reports.get("progress", {})
-        return seen_by_host(self.pid, told, index, time.monotonic() - self.told_at)
+        """Returns the progress of the worker; `index` is its process index in the generation."""
+        reported = self.reports.get("progress", {})
+        return seen_by_host(self.pid, reported, index, time.monotonic() - self.progress_time)
 
     def status(self) -> int | None:
-        """Returns the exit status, negative for a signal, or None while the process lives."""
+        """Returns the exit status, negative for a signal, or None while the process is running."""
         status = self._process.poll()
         if status is not None:
-            self.hear()
+            self.read_reports()
             shutil.rmtree(self._folder, ignore_errors=True)
         return status
 
     def ask_to_stop(self) -> None:
-        """Lets the worker stop after a step, and save."""
+        """Asks the worker to save and stop after the current step."""
         if self._process.poll() is None:
             self._process.send_signal(STOPS_WORKER)
 
     def kill(self) -> None:
-        """Kills the worker; returns when it has ended."""
+        """Kills the worker and waits for its end."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -137,11 +138,17 @@ class WorkerProcess:
             self._process.stdin.close()
 
 
-def end_of(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> WorkerEnd:
-    """Returns how a worker ended, from its status and its reports."""
+def classify_end(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> WorkerEnd:
+    """Returns how a worker ended.
+
+    Args:
+      status: Exit status of the process, negative for a signal.
+      reports: Values that the worker reported.
+      was_asked: Whether the worker was asked to stop.
+    """
     kind, why, now = FAILED, str(reports.get("why", "")), time.monotonic()
     if "ended" in reports and status in (0, LOST_PEER_STATUS, -signal.SIGABRT):
-        # Its work was done and saved, so a process that was lost after that does not matter.
+        # The worker was done and its state saved before another process was lost.
         kind, status = reports["ended"], 0
     elif status == 3:
         kind = TRAINED

@@ -1,4 +1,4 @@
-"""Reads compiled steps: what each device stores, sends and computes, as text and as a page.
+"""Explains compiled steps: what each device stores, sends and computes, as text and as a page.
 
-Never runs a step.
+Steps are only compiled, never run.
 """

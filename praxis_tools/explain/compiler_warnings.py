@@ -1,4 +1,4 @@
-"""Rewrites XLA's warnings about full rematerialization to name the layer and what to change."""
+"""Rewrites XLA's warnings about full rematerialization to name the layer and suggest a fix."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo_layers import layers_of_name
 
 _END = b"praxis_lite: compiled\n"
-# Forwards standard error line by line, except for the warnings, which it returns at the end. It is
-# a separate process, so that XLA's last messages before an abort are forwarded too.
+# A program that forwards standard error line by line, except for the warnings, which it returns at
+# the end. It runs in a separate process, so that XLA's last messages before an abort are forwarded.
 _FILTER = """
 import os, signal, sys
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A scheduler sends it to all processes of a job.
@@ -33,7 +33,7 @@ for line in open(0, "rb"):
 
 
 class CompilerWarnings(Hook):
-    """Notes XLA's warnings while it compiles a job's training step for several devices."""
+    """Prints XLA's warnings from compiling the training step, with the layer and a suggestion."""
 
     def __init__(self, job: JobOnMesh):
         self._is_split = job.partitioner.mesh.size > 1
@@ -47,13 +47,14 @@ class CompilerWarnings(Hook):
 
 @contextlib.contextmanager
 def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
-    """Notes on exit, once per layer, that XLA reshards it through full copies.
+    """Collects XLA's warnings ("Involuntary full rematerialization") in a context.
 
-    XLA's own lines ("Involuntary full rematerialization") are removed from standard error.
+    They are removed from standard error. On exit, `note` is called once per layer with an
+    explanation.
     """
     sys.stderr.flush()
     stderr = os.dup(2)
-    # In a new session, so that the terminal's Ctrl-C does not reach it.
+    # Use a new session, so that Ctrl-C in the terminal does not end the child.
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _FILTER, _END.decode()],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -70,23 +71,23 @@ def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
         os.close(stderr)
         lines = child.stdout.read().decode(errors="replace").splitlines()
         child.stdout.close()
-        # A process that was started in the meantime may hold the pipe open for longer.
+        # A process that was started in the context may keep the pipe open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(1.0)
-        for warning in dict.fromkeys(map(_explained, lines)):
+        for warning in dict.fromkeys(map(_explain, lines)):
             note(warning)
 
 
-def _explained(line: str) -> str:
-    """Returns XLA's warning as a message that names the layer and the settings to change."""
+def _explain(line: str) -> str:
+    """Returns a message that names the layer of an XLA warning, and the settings to change."""
     name = re.search(r'op_name="([^"]*)"', line)
     layer = (layers_of_name(name[1])[0] if name else "") or "an operation outside of any layer"
     splits = re.search(r"from sharding (\{.*?\}) to (\{.*?\}) efficiently", line)
     between = f" (from {splits[1]} to {splits[2]})" if splits else ""
     return (
-        f"WARNING: {layer}: the compiler goes from one split to another through a full copy on "
-        f"every device{between}, which costs memory and time. Split the batch as the activations "
-        "are, such as inputs_split_mapping={'map_2d': (('replica', 'data'), None)} of the task, "
-        "or state the split of the layer's output (activation_split_dims_mapping). XLA calls it "
-        "an involuntary full rematerialization."
+        f"WARNING: {layer}: the compiler reshards an array through a full copy on every "
+        f"device{between}, which costs memory and time. Split the batch like the activations, for "
+        "instance by the task's inputs_split_mapping={'map_2d': (('replica', 'data'), None)}, or "
+        "set the split of the layer's output (activation_split_dims_mapping). XLA calls this an "
+        "involuntary full rematerialization."
     )

@@ -1,4 +1,4 @@
-"""Explains a job without running it: its layout, and the collectives of each compiled step."""
+"""Explains a job without running it: the layout of its state, and its compiled steps."""
 
 import dataclasses
 import time
@@ -35,23 +35,26 @@ if TYPE_CHECKING:
     from praxis_lite.core.task import Task
 
 
-# (step, shapes of a batch, the compiled step, seconds of compilation) -> (name, value) lines
+# A function (step, shapes of a batch, compiled step, seconds of compilation) that returns
+# (name, value) pairs.
 Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The layout of an experiment, and its compiled steps.
+    """The layout of an experiment's state, and its compiled steps.
 
-    `print` shows what --mode=explain prints; a notebook draws what each device stores and sends.
+    `print(explanation)` shows the output of --mode=explain. Notebooks display the HTML page, which
+    shows what each device stores and sends.
 
     Attributes:
-      experiment: its full name.
-      mesh: the devices.
-      layout: shapes, specs and bytes per device of each array of the train state.
-      notes, warnings: sentences about the layout, and about matmuls that XLA may permute.
-      steps: the compiled steps, each with its batch, collectives, memory per device and flops.
-      text: what --mode=explain prints.
+      experiment: Full name of the experiment.
+      mesh: Mesh of the job.
+      layout: Shape, spec and bytes per device of each array of the train state.
+      notes: Notes about the layout.
+      warnings: Warnings about the layout, and about matmuls that XLA may permute.
+      steps: The compiled steps, with their batch, collectives, memory per device and flops.
+      text: Output of --mode=explain.
     """
 
     experiment: str
@@ -69,7 +72,7 @@ class Explanation:
         return in_notebook(self.page())
 
     def page(self) -> str:
-        """Returns the page of --html, a self-contained HTML page without network requests."""
+        """Returns the HTML page that --html writes. It is self-contained and works offline."""
         return page(self.experiment, self.mesh, self.layout, self.warnings, self.steps)
 
 
@@ -82,13 +85,17 @@ def explain(
     experiment: str = "",
     figures_of: Figures | None = None,
 ) -> Explanation:
-    """Compiles a job's steps and explains them and the layout of the job's state.
+    """Compiles the steps of a job and explains them, and the layout of its state.
 
     Args:
-      print_text: called with each part of the text as soon as it is known, without its last line
-        break.
-      experiment: its full name.
-      figures_of: returns further lines for a compiled step, such as a plan's predictions.
+      partitioner: Partitioner of the job.
+      datasets: Datasets of training and evaluation, by name.
+      decode_datasets: Datasets of prompts, by name.
+      print_text: Function called with each part of the text once it is known, without the final
+        newline.
+      experiment: Full name of the experiment.
+      figures_of: Function that returns additional figures for a compiled step, such as a plan's
+        predictions.
     """
     texts: list[str] = []
 
@@ -122,19 +129,19 @@ def explain(
         for warning in step_warnings:
             add(f"  WARNING: {warning}")
         warnings += step_warnings
-        item = explained_step(partitioner, step, name, spec, compiled)
+        explained_one = explained_step(partitioner, step, name, spec, compiled)
         if figures_of is not None:
             figures = figures_of(step, spec, compiled, seconds)
-            item = dataclasses.replace(item, figures=figures)
-        explained.append(item)
-        add("\n".join(f"  {line}".rstrip() for line in _step_text(item).splitlines()))
+            explained_one = dataclasses.replace(explained_one, figures=figures)
+        explained.append(explained_one)
+        add("\n".join(f"  {line}".rstrip() for line in _step_text(explained_one).splitlines()))
     return Explanation(
         experiment, partitioner.mesh, layout, notes, warnings, explained, "\n".join(texts)
     )
 
 
 def cache_notes(task: "Task", mesh: Mesh) -> list[str]:
-    """Returns a note for each attention layer whose KV cache is split over time on this mesh."""
+    """Returns a note for each attention layer that splits its KV cache over time on a mesh."""
     module = task.model.abstract_module()
     if not isinstance(module, nnx.Module):
         return []
@@ -148,8 +155,8 @@ def cache_notes(task: "Task", mesh: Mesh) -> list[str]:
             axes = layer.split_of_time() if has_cache else None
             if axes is not None:
                 notes.append(
-                    f"{'/'.join(map(str, path))}: the cache splits over time along {axes!r}, for "
-                    f"it has no heads that divide over {num_shards_of(axes)} devices"
+                    f"{'/'.join(map(str, path))}: the cache is split over time along {axes!r}, "
+                    f"because its heads do not divide over {num_shards_of(axes)} devices"
                 )
     return notes
 
@@ -158,7 +165,15 @@ def explained_step(
     partitioner: Partitioner, step: Step, name: str, element_spec: dict,
     compiled: jax.stages.Compiled,
 ) -> ExplainedStep:
-    """Returns the memory and collectives of a compiled step for batches of the dataset `name`."""
+    """Reads memory, collectives and flops from a compiled step.
+
+    Args:
+      partitioner: Partitioner of the job.
+      step: A step of the partitioner.
+      name: Name of the dataset.
+      element_spec: Shapes and types of a batch.
+      compiled: The compiled step.
+    """
     return ExplainedStep(
         step=step.kind,
         dataset=name,
@@ -171,7 +186,7 @@ def explained_step(
 
 
 def _batch_layout(task: "Task", element_spec: dict, axis_sizes: Mapping[str, int]) -> StateLayout:
-    """Returns the layout of a batch as it enters a step: rows split over the complete mesh."""
+    """Returns the layout of a step's input batch, whose rows are split over all mesh axes."""
     declared_by = {}
     for path, x in leaves_with_path(element_spec):
         entry = (task.inputs_split_mapping or {}).get(f"map_{x.ndim}d")

@@ -1,6 +1,6 @@
-"""The HTML page of --mode=explain --html=FILE, which draws what every device stores and sends.
+"""Builds the HTML page of --mode=explain, which draws what every device stores and sends.
 
-The page is explain_page.html, with the data inserted as one JSON document.
+The template is explain_page.html, into which the data is inserted as a JSON document.
 """
 
 import collections
@@ -19,20 +19,23 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.trainer.layout_table import bytes_per_device, host_note, kind_of
 from praxis_tools.explain import hlo
 
-# With more devices the page draws groups of them: 4,096 squares are slow and unreadable.
+# Larger meshes are drawn as groups of devices, since thousands of squares are slow and unreadable.
 MAX_DRAWN_DEVICES = 256
 
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """A compiled step, with batches of one dataset.
+    """The properties of a compiled step.
 
     Attributes:
       step: "train", "eval" or "decode".
-      batch: the layout of a batch.
-      donated: bytes per device, and the number of buffers.
-      flops: matmul flops per device.
-      figures: (name, value) lines that a plan adds.
+      dataset: Name of the dataset whose batches the step takes.
+      batch: Layout of a batch.
+      collectives: Collectives that the step executes.
+      memory: Memory per device.
+      donated: Donated bytes per device, and number of donated buffers.
+      flops: Matmul flops per device.
+      figures: Additional (name, value) pairs, such as a plan's predictions.
     """
 
     step: str
@@ -52,7 +55,15 @@ def page(
     warnings: Sequence[str],
     steps: Sequence[ExplainedStep],
 ) -> str:
-    """Returns a self-contained HTML page, which makes no network requests."""
+    """Returns a self-contained HTML page that works offline.
+
+    Args:
+      title: Title of the page.
+      mesh: Mesh of the job.
+      layout: Layout of the train state.
+      warnings: Warnings about the layout.
+      steps: Compiled steps to show.
+    """
     template = (resources.files(__package__) / "explain_page.html").read_text("utf-8")
     document = {
         "title": title,
@@ -66,18 +77,18 @@ def page(
         "leaves": [_leaf(leaf, kind_of(leaf)) for leaf in layout.leaves()],
         "steps": [_step(step) for step in steps],
     }
-    # Names can contain any text, and "<" could end the script element.
+    # Escape "<", because names can contain any text and could end the script element.
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     before, after = template.split("{{document}}")
     return before.replace("{{title}}", html.escape(title)) + text + after
 
 
 def in_notebook(page: str, *, height: int = 640) -> str:
-    """Returns a page as an iframe for a notebook's output, isolated from the notebook's styles.
+    """Returns an iframe that shows a page in a notebook, isolated from the notebook's styles.
 
     Args:
-      page: a complete HTML page.
-      height: of the frame, in pixels.
+      page: A complete HTML page.
+      height: Height of the frame in pixels.
     """
     return (
         f'<iframe srcdoc="{html.escape(page)}" width="100%" height="{height}" '
@@ -86,9 +97,9 @@ def in_notebook(page: str, *, height: int = 640) -> str:
 
 
 def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[str, Any]:
-    """Returns the mesh to draw. With very many devices a square stands for a group of them.
+    """Returns the mesh to draw, in which each square is a device, or a group of devices.
 
-    A group consists of neighbouring devices along the longest axes. Groups are numbered from 0.
+    Groups consist of neighboring devices along the longest axes and are numbered from 0.
     """
     sizes = dict(axis_sizes)
     while math.prod(sizes.values()) > MAX_DRAWN_DEVICES:

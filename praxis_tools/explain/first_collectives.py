@@ -1,4 +1,4 @@
-"""For reports on stuck processes: the collective in which the others wait for one."""
+"""Finds the collective in which processes wait for a stuck process, for reports on it."""
 
 import contextlib
 import threading
@@ -15,12 +15,15 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo import Collective, collectives
 from praxis_tools.stuck.progress import own
 
-# Larger texts take too many seconds to parse: the thread that asks sends no heartbeats meanwhile.
+# Limit of the program's text. Parsing takes seconds during which the thread sends no heartbeats.
 _MAX_TEXT_BYTES = 2**24
 
 
 class ReportFirstCollectives(Hook):
-    """Lets reports on stuck processes name the collective that waits; reads no program before."""
+    """Makes the first collectives of the training step available to reports on stuck processes.
+
+    The program is only read if such a report is made.
+    """
 
     every, waits = None, False
 
@@ -32,7 +35,7 @@ class ReportFirstCollectives(Hook):
         yield
         if processes.count() > 1:
             partitioner = self._job.partitioner
-            # Compile here, in the loop's thread, whose first step then finds it compiled.
+            # Compile in the training thread, so that the first step finds the program compiled.
             step = partitioner.train_step.lower(self._job.datasets[TRAIN].element_spec()).compile()
             mesh = partitioner.mesh
             owners = [device.process_index for device in mesh.devices.flat]
@@ -40,14 +43,14 @@ class ReportFirstCollectives(Hook):
 
 
 class FirstCollectives:
-    """For each process index, the first collective of a program that needs its devices.
+    """Finds, for each process, the first collective of a program that needs its devices.
 
-    The program is read on the first call, from any thread.
+    The program is read on the first call, which may be in any thread.
 
     Args:
-      compiled: the program, or its text.
-      axis_sizes: devices along each mesh axis.
-      owners: the process of each device, in the mesh's row-major order.
+      compiled: The program or its text.
+      axis_sizes: Number of devices along each mesh axis.
+      owners: Process index of each device, in the mesh's row-major order.
     """
 
     def __init__(
@@ -59,10 +62,10 @@ class FirstCollectives:
         self._lock = threading.Lock()
 
     def __call__(self, process: int) -> str:
-        """Describes the collective; "" if there is none or the program cannot be read."""
+        """Returns a description of the collective; "" if there is none or it cannot be found."""
         with self._lock:
             if self._descriptions is None:
-                # An unreadable program must not keep the report from being printed.
+                # The report must be printed even if the program cannot be read.
                 self._descriptions = {}
                 with contextlib.suppress(Exception):
                     self._descriptions = self._read()
@@ -81,12 +84,12 @@ class FirstCollectives:
                 members = set(self._owners[group].tolist())
                 if len(members) > 1:  # Otherwise no process waits for another.
                     for process in members & missing:
-                        descriptions[process] = _described(collective)
+                        descriptions[process] = _description(collective)
                     missing -= members
         return descriptions
 
 
-def _described(collective: Collective) -> str:
+def _description(collective: Collective) -> str:
     layer = collective.layer
     over = f" over {' and '.join(collective.axes)}" if collective.axes else ""
     is_path = " " not in layer and ".py:" not in layer

@@ -1,8 +1,8 @@
-"""Collectives and memory of a compiled program, per device, read from its text.
+"""Reads the collectives and the memory per device from a compiled program.
 
-XLA's `cost_analysis()` counts a loop's body once, so a scanned model looks like one layer. Here an
-instruction counts as often as its loops run it. `compiled` is a `jax.stages.Compiled` or its
-`as_text()`, as jax 0.10 to 0.12 write it for CPU, GPU and TPU.
+XLA's `cost_analysis()` counts the body of a loop once, so a scanned model looks like one layer.
+Here, an instruction counts as often as its loops execute it. Functions take a `jax.stages.Compiled`
+or its text, in the formats of jax 0.10 to 0.12 for CPU, GPU and TPU.
 """
 
 import re
@@ -44,20 +44,21 @@ class Collective:
     """A collective instruction of a compiled program.
 
     Attributes:
-      kind: one of `KINDS`.
-      bytes: bytes of one execution's result on one device, summed over the elements of a tuple.
-      dtypes: distinct element types of the result, in XLA's names ('f32', 'bf16').
-      count: executions in one run of the program.
-      at_least: whether it is in a loop of unknown trip count; `count` assumes one iteration.
-      at_most: whether it is in a branch; `count` assumes that the branch is taken.
-      group_size: devices in one group; None for collective-permute.
-      op_name: the JAX operation it comes from, 'jit(step)/while/body/layer/dot_general', or ''.
-      layers: (layer, bytes) of each part of the result: 'encoder/ffn', 'gradient of encoder/ffn';
-        outside of any layer the source line, 'model.py:13', or ''.
-      axes: the mesh axes that it runs along; empty if no mesh was given.
-      source: the source line it comes from, 'model.py:13', or ''.
-      dims: shapes of the arrays of the result.
-      groups: device indices in the mesh, [groups, devices], if a mesh was given.
+      kind: One of `KINDS`.
+      bytes: Bytes of the result of one execution on one device, summed over a tuple's elements.
+      dtypes: Distinct element types of the result, by XLA's names ('f32', 'bf16').
+      count: Number of executions in one run of the program.
+      at_least: Whether it is in a loop of unknown trip count; `count` assumes one iteration.
+      at_most: Whether it is in a branch; `count` assumes that the branch is taken.
+      group_size: Number of devices in a replica group; None for collective-permute.
+      op_name: JAX operation, such as 'jit(step)/while/body/layer/dot_general', or ''.
+      layers: (layer, bytes) of each part of the result. The layer is 'encoder/ffn', 'gradient of
+        encoder/ffn', or outside of layers the source line, 'model.py:13', or ''.
+      axes: Mesh axes along which it runs; empty if no mesh was given.
+      source: Source line, such as 'model.py:13', or ''.
+      dims: Shape of each array in the result.
+      groups: Replica groups, as device positions in the mesh, int [groups, devices]; None if no
+        mesh was given.
     """
 
     kind: str
@@ -76,17 +77,21 @@ class Collective:
 
     @property
     def layer(self) -> str:
-        """The layer, or 'several in encoder' if XLA merged several."""
+        """The layer, or text such as 'several in encoder' if XLA merged several layers."""
         return merged_layer(dict(self.layers)) or "unknown"
 
 
 @dataclass(frozen=True)
 class MemoryPerDevice:
-    """Bytes that XLA plans to allocate on a device.
+    """Bytes that XLA plans to allocate on each device.
 
-    `aliased` outputs reuse the buffers of donated arguments. `peak` is arguments + outputs -
-    aliased + temp. `host` is the same sum for host memory; the compiler for CPU counts that as
-    device memory.
+    Attributes:
+      arguments: Bytes of arguments.
+      outputs: Bytes of outputs.
+      temp: Bytes of temporary buffers.
+      aliased: Bytes of outputs that reuse the buffers of donated arguments.
+      peak: arguments + outputs - aliased + temp.
+      host: The same sum for host memory, which the CPU compiler counts as device memory.
     """
 
     arguments: int
@@ -100,13 +105,15 @@ class MemoryPerDevice:
 def collectives(
     compiled: "jax.stages.Compiled | str", axis_sizes: Mapping[str, int] | None = None
 ) -> list[Collective]:
-    """Returns the collectives that a run of the program executes; start and done count once.
+    """Returns the collectives that one run of a program executes.
+
+    An asynchronous collective (start and done) counts once.
 
     Args:
-      compiled: the program or its text.
-      axis_sizes: devices along each mesh axis; None: the collectives' axes and groups are unknown.
+      compiled: The program or its text.
+      axis_sizes: Number of devices along each mesh axis; None to leave out axes and groups.
     """
-    program, result, seen = parse(compiled), [], set()
+    program, found, seen = parse(compiled), [], set()
     for site in executed(program):
         instruction, attributes = site.instruction, site.instruction.attributes
         kind = instruction.opcode.removesuffix("-start")
@@ -117,8 +124,8 @@ def collectives(
         if scattered_shape is not None:
             kind, shape = "reduce-scatter", scattered_shape
         elif site.fused and channel:
-            # A TPU spreads an all-gather over several fusions (start, steps that overlap with
-            # compute, done), each with a copy of the instruction on the same channel.
+            # The TPU compiler spreads an all-gather over several fusions (start, steps that overlap
+            # with compute, done), each with a copy of the instruction on the same channel.
             if (site.scope, channel.group(1)) in seen:
                 continue
             seen.add((site.scope, channel.group(1)))
@@ -129,7 +136,7 @@ def collectives(
         arrays = arrays_of(shape)
         groups = device_groups(attributes, program)
         has_group_size = groups is not None and "source_target_pairs=" not in attributes
-        result.append(Collective(
+        found.append(Collective(
             kind=kind,
             bytes=sum(array.bytes for array in arrays),
             dtypes=tuple(dict.fromkeys(array.dtype for array in arrays)),
@@ -142,11 +149,11 @@ def collectives(
             dims=tuple(array.dims for array in arrays),
             groups=groups if axis_sizes else None,
         ))
-    return result
+    return found
 
 
 def _reduce_scatter_shape(site: Site) -> str | None:
-    """Returns the result of a TPU's reduce-scatter: a fusion of an all-reduce and its slices."""
+    """Returns the result shape of a TPU's reduce-scatter, which is a fused all-reduce and slice."""
     if not site.fused or site.instruction.opcode != "all-reduce":
         return None
     root = root_of(site.computation)
@@ -155,7 +162,7 @@ def _reduce_scatter_shape(site: Site) -> str | None:
 
 
 def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
-    """Returns {kind: (executions, bytes of all executions)} of the kinds that occur."""
+    """Returns (number of executions, bytes of all executions) for each kind that occurs."""
     totals = {kind: (0, 0) for kind in KINDS}
     for collective in collectives:
         count, size = totals[collective.kind]
@@ -166,7 +173,7 @@ def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    """Returns the collectives in groups of a kind and a layer, by kind, most bytes first."""
+    """Groups collectives by kind and layer. Groups are sorted by kind, then by decreasing bytes."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for collective in collectives:
         groups.setdefault((collective.kind, collective.layer), []).append(collective)
@@ -177,9 +184,9 @@ def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def collectives_table(collectives: Iterable[Collective]) -> str:
-    """Returns a line of text per kind, and below it a line per layer of that kind.
+    """Returns a text table with a line for each kind of collective, and its layers below.
 
-    '>=' and '<=' (both: '~') mark figures that are only bounds.
+    Numbers that are only bounds are marked by '>=' or '<=', or by '~' for both.
     """
     collectives, lines = list(collectives), []
     for kind in summarise(collectives):
@@ -199,18 +206,18 @@ def _row(name: str, group: Sequence[Collective]) -> tuple[str, str, str]:
 
 
 def bound_sign(group: Sequence[Collective]) -> str:
-    """Returns '>=' or '<=' if a sum over collectives is only that bound, '~' if both, or ''."""
+    """Returns '>=' or '<=' if a sum over collectives is only a bound, '~' if both apply, or ''."""
     at_least, at_most = any(c.at_least for c in group), any(c.at_most for c in group)
     return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
 
 
 def donated_bytes(compiled: "jax.stages.Compiled | str") -> int:
-    """Returns the bytes per device of the input arrays whose buffers outputs reuse."""
+    """Returns the bytes per device of donated inputs, whose buffers outputs reuse."""
     return sum(array.bytes for array in _donated(compiled))
 
 
 def num_donated(compiled: "jax.stages.Compiled | str") -> int:
-    """Returns the number of input arrays whose buffers outputs reuse."""
+    """Returns the number of donated inputs, whose buffers outputs reuse."""
     return len(_donated(compiled))
 
 
@@ -230,15 +237,15 @@ def _donated(compiled: "jax.stages.Compiled | str") -> list[Array]:
 
 
 def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice:
-    """Returns the memory that XLA plans for a program."""
+    """Returns the memory that XLA plans to allocate for a program."""
     stats = compiled.memory_analysis()
 
-    def sizes(where: str) -> list[int]:
+    def sizes(prefix: str) -> list[int]:
         names = ("argument", "output", "temp", "alias")
-        return [getattr(stats, f"{where}{name}_size_in_bytes") for name in names]
+        return [getattr(stats, f"{prefix}{name}_size_in_bytes") for name in names]
 
     arguments, outputs, temp, aliased = sizes("")
-    # Not XLA's peak_memory_in_bytes: on CPU it leaves out temp (jax 0.10 and 0.12).
+    # Do not use XLA's peak_memory_in_bytes, which leaves out temp on CPU (jax 0.10 and 0.12).
     peak = arguments + outputs - aliased + temp
     *on_host, aliased_on_host = sizes("host_")
     return MemoryPerDevice(

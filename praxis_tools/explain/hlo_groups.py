@@ -1,4 +1,4 @@
-"""Device groups of a collective, read from its attributes, and the mesh axes they span."""
+"""Parses the replica groups of collectives, and finds the mesh axes that they span."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from praxis_tools.explain.hlo_text import Program
 
 
 def device_groups(attributes: str, program: Program) -> np.ndarray | None:
-    """Returns the groups of a collective, int [groups, devices], or None if it has none.
+    """Returns the replica groups of a collective, int [groups, devices], or None if it has none.
 
     Devices are numbered in the mesh's row-major order. The groups of a collective-permute are its
     (source, target) pairs.
@@ -40,8 +40,8 @@ def device_groups(attributes: str, program: Program) -> np.ndarray | None:
 
 
 def _groups_of_mesh(mesh: str, among: str) -> np.ndarray:
-    # jax 0.12: mesh['data'=4,'mdl'=2] {'mdl'}. 'data':(1)2 is a factor of size 2 of an axis; those
-    # outside of it have the product 1.
+    # jax 0.12 writes mesh['data'=4,'mdl'=2] {'mdl'}. 'data':(1)2 is a sub-axis of size 2; the
+    # product of the sub-axes before it is 1.
     sizes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", mesh)}
     parts = [
         (axis, int(before or 1), int(size or sizes[axis]))

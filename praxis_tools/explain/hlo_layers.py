@@ -1,8 +1,8 @@
-"""Which layer an instruction comes from, read from the names that JAX writes into a program.
+"""Finds the layer of an instruction from the names that JAX writes into a program.
 
-'jit(step)/transpose(jvp(encoder))/while/body/checkpoint/blocks/ffn/dot_general' is the gradient of
-the layer encoder/blocks/ffn: between the scopes that layers opened, JAX adds the names of its
-transformations and loops. jax 0.10 and 0.12 spell these differently; both are understood.
+For example, 'jit(step)/transpose(jvp(encoder))/while/body/checkpoint/blocks/ffn/dot_general' is the
+gradient of the layer encoder/blocks/ffn: JAX adds the names of its transformations and loops
+between the scopes of layers. The formats of jax 0.10 and 0.12 are both supported.
 """
 
 import itertools
@@ -19,21 +19,21 @@ from praxis_tools.explain.hlo_text import (
     op_name_of,
 )
 
-# Parts that JAX adds between the scopes: loops, branches, rematerialization, calls.
+# Names that JAX adds between scopes: loops, branches, rematerialization, calls.
 _STRUCTURE = re.compile(
     r"while|body|cond|closed_call|eval_jaxpr|core_call|checkpoint|remat\d?|rematted_computation"
     r"|scan|shard_map|pjit|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
 )
 _FUNCTIONS = ("jit", "pjit", "pmap")  # jit(step): the name of a function, not of a scope.
 _FOR_LAYERS = os.path.join("layers", "base", "result_types.py")
-_LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # In a file's name.
-GRADIENT_OF = "gradient of "  # Before the path of a layer, in its backward pass.
+_LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # Part of the path of other libraries.
+GRADIENT_OF = "gradient of "  # Prefix of a layer's path in the backward pass.
 
 
 def layer_of(program: Program, instruction: Instruction, computation: Computation) -> str:
-    """Returns the layer that an instruction comes from, or '' if it has no name.
+    """Returns the layer of an instruction, or '' if it is unknown.
 
-    If XLA merged instructions of several layers, it is 'several in encoder'.
+    If XLA merged instructions of several layers, returns text such as 'several in encoder'.
     """
     return merged_layer(layers_of(program, instruction, computation))
 
@@ -41,11 +41,11 @@ def layer_of(program: Program, instruction: Instruction, computation: Computatio
 def layers_of(
     program: Program, instruction: Instruction, computation: Computation
 ) -> dict[str, int]:
-    """Returns the layers that an instruction's result comes from, and the bytes of each part.
+    """Returns the layers of an instruction, with the bytes of each layer's part of the result.
 
-    There are several if XLA merged instructions. An unknown layer is ''.
+    There are several layers if XLA merged instructions. An unknown layer is ''.
     """
-    # XLA takes apart again what it merged; each part has its original name and source line.
+    # After a merged instruction, XLA extracts the parts, which have their original names and lines.
     parts = [
         part
         for part in computation.values()
@@ -57,8 +57,8 @@ def layers_of(
     for part in parts if len(parts) > 1 else [instruction]:
         layers = _named_layers(program, part)
         if not any(layers):
-            # If an argument is gathered before it is used, only the argument has a name, such as
-            # "state.mdl_vars['ffn']['w']".
+            # If an argument of the program is gathered directly, only the argument has a name, such
+            # as "state.mdl_vars['ffn']['w']".
             operands = [computation.get(name) for name in part.operands]
             layers = [
                 "/".join(re.findall(r"[^\[\].'\\]+", op_name_of(operand)))
@@ -70,28 +70,29 @@ def layers_of(
     return bytes_of
 
 
-_MAX_HOPS = 6  # Unnamed copies, bitcasts and fusions between a collective and a named instruction.
+# Maximum number of unnamed instructions (copies, bitcasts, fusions) to follow from a collective.
+_MAX_HOPS = 6
 
 
 def nearest_layer(program: Program, instruction: Instruction, computation: Computation) -> str:
-    """Returns the layer of the nearest named user or operand of a collective, or ''.
+    """Returns the layer of the nearest user or operand of a collective that has one, or ''.
 
-    XLA drops the names of collectives in programs for several slices. A gathered array belongs to
-    the layer that uses it, a reduced or sent one to the layer that computed it.
+    In programs for several slices, XLA drops the names of collectives. A gathered array belongs to
+    the layer that uses it; a reduced or sent array belongs to the layer that computed it.
     """
     follows_users = "reduce" not in instruction.opcode and instruction.opcode != "send"
     reached = [instruction]
     for _ in range(_MAX_HOPS):
         if follows_users:
-            names = {item.name for item in reached}
+            names = {instruction.name for instruction in reached}
             reached = [user for user in computation.values() if names & set(user.operands)]
         else:
             reached = [
-                computation[name] for item in reached for name in item.operands
+                computation[name] for instruction in reached for name in instruction.operands
                 if name in computation
             ]
-        for item in reached:
-            layers = _named_layers(program, item)
+        for neighbor in reached:
+            layers = _named_layers(program, neighbor)
             if any(layers):
                 return next(filter(None, layers))
     return ""
@@ -103,10 +104,10 @@ def _named_layers(program: Program, instruction: Instruction) -> list[str]:
 
 
 def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
-    """Returns the layer, 'encoder/ffn', of each operation that a name stands for.
+    """Returns the layers in an op_name, one for each merged operation.
 
-    In a backward pass it is 'gradient of encoder/ffn'. Outside of any scope it is `source_line`.
-    XLA names merged operations 'common/path/(first:second)'; they have a layer each.
+    A layer is, for example, 'encoder/ffn', or 'gradient of encoder/ffn' in the backward pass, or
+    `source_line` outside of any scope. XLA names merged operations 'common/path/(first:second)'.
     """
     layers = []
     for name in _unmerged(op_name):
@@ -139,7 +140,7 @@ def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
                 scopes, is_gradient = scopes + inner, is_gradient or is_transposed
         elif not _STRUCTURE.fullmatch(part):
             scopes.append(part)
-    # The backward pass of a jax.checkpoint has its scopes twice: 'transpose(jvp(a))/b/jvp(a)/b'.
+    # In the backward pass of jax.checkpoint, scopes occur twice: 'transpose(jvp(a))/b/jvp(a)/b'.
     for start, again in reversed(list(itertools.pairwise(starts))):
         if scopes[start:again] == scopes[again : 2 * again - start]:
             del scopes[start:again]
@@ -158,10 +159,10 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def merged_layer(bytes_of: Mapping[str, int]) -> str:
-    """Returns one text for the layers of a merged operation, 'several in encoder'.
+    """Returns one text for the layers of a merged operation, such as 'several in encoder'.
 
-    It is 'several (encoder, decoder)', with up to three names, if they have no path in common. A
-    layer with less than a hundredth of the bytes, such as a norm's scalar, is left out.
+    If the layers have no common path, it is 'several (encoder, decoder)', with up to three names.
+    Layers with less than a hundredth of the bytes, such as the scalar of a norm, are left out.
     """
     total = sum(bytes_of.values())
     layers = [layer for layer, size in bytes_of.items() if 100 * size >= total]
@@ -177,9 +178,9 @@ def merged_layer(bytes_of: Mapping[str, int]) -> str:
 
 
 def source_line(frames: Sequence[tuple[str, int]]) -> str:
-    """Returns 'model.py:13', the innermost line of the user's code, or "".
+    """Returns the innermost line of the user's code, such as 'model.py:13', or "".
 
-    It is a line of this package if no frame is of the user's code.
+    If no frame belongs to the user's code, it is a line of this library.
 
     Args:
       frames: (file, line) of each call, innermost first.
@@ -191,10 +192,10 @@ def source_line(frames: Sequence[tuple[str, int]]) -> str:
 
 
 def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Returns the frames of the user's code and of this package, innermost first.
+    """Returns the frames of the user's code and of this library, innermost first.
 
-    It drops frames of other libraries, of the program that launched this package, and of
-    result_types.py, which calls jax.numpy on behalf of layers.
+    Frames of other libraries, of the program that launched this library, and of result_types.py,
+    which calls jax.numpy on behalf of layers, are left out.
     """
     own = [
         (file, line) for file, line in frames
@@ -206,7 +207,7 @@ def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def source_frames(program: Program, instruction: Instruction) -> list[tuple[str, int]]:
-    """Returns (file, line) of the calls that an instruction comes from, innermost first."""
+    """Returns the stack of an instruction as (file, line) of each call, innermost first."""
     if line := re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes):
         return [(line.group(1), int(line.group(2) or 0))]
     file_names, locations, stack = program.tables.values()

@@ -1,4 +1,4 @@
-"""Flops and element types of a compiled program's matmuls, per device, read from its text."""
+"""Computes the flops and element types of matmuls, per device, from a program's text."""
 
 import math
 import re
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def flops(compiled: "jax.stages.Compiled | str") -> int:
-    """Returns the matmul flops of a run on a device: 2 x the multiplications of dots, convolutions.
+    """Returns the flops of dots and convolutions in one run of a program on one device.
 
-    Every branch counts as taken, and a loop of unknown trip count as one iteration. Not counted are
-    elementwise operations, dots that XLA rewrote as a multiply and a sum, and other custom calls.
+    A multiplication with its addition counts as 2 flops. All branches count as taken, and loops of
+    unknown trip count as one iteration. Elementwise operations, dots that XLA rewrote as a multiply
+    and a sum, and custom calls other than cuBLAS are not counted.
     """
     return sum(
         site.count * matmul_flops(site.instruction, site.computation)
@@ -26,13 +27,13 @@ def flops(compiled: "jax.stages.Compiled | str") -> int:
 
 
 def matmul_flops(instruction: Instruction, computation: Computation) -> int:
-    """Returns the flops of a dot, a convolution or a cuBLAS call, 0 for other instructions."""
+    """Returns the flops of a dot, convolution or cuBLAS call, or 0 for other instructions."""
     opcode, attributes = instruction.opcode, instruction.attributes
     cublas = opcode == "custom-call" and 'target="__cublas$' in attributes
     if opcode not in ("dot", "convolution") and not cublas:
         return 0
     dims = [arrays_of(computation[name].shape)[0].dims for name in instruction.operands]
-    result = arrays_of(instruction.shape)[0].dims  # cuBLAS's workspace is a second array.
+    result = arrays_of(instruction.shape)[0].dims  # A second array is the workspace of cuBLAS.
     if opcode == "convolution":
         return _convolution_flops(dims[0], dims[1], result, attributes)
     key = r'"lhs_contracting_dimensions":\[(.*?)\]' if cublas else r"lhs_contracting_dims={(.*?)}"
@@ -42,7 +43,7 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> int:
 
 
 def matmul_type(instruction: Instruction, computation: Computation) -> str:
-    """Returns the element type in which a matmul multiplies: the wider of its operands' types."""
+    """Returns the element type of a matmul: the wider type of its two operands."""
     arrays = [arrays_of(computation[name].shape)[0] for name in instruction.operands[:2]]
     return max(arrays, key=lambda array: array.bits).dtype
 
@@ -50,8 +51,8 @@ def matmul_type(instruction: Instruction, computation: Computation) -> str:
 def _convolution_flops(
     lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int], attributes: str
 ) -> int:
-    # On TPU dots are convolutions too, with dilated windows for batch dims. Only elements that a
-    # window covers are multiplied, not padding or the holes of a dilation.
+    # On TPU, dots are also convolutions, with dilated windows for batch dims. Only count elements
+    # that a window covers, not padding or the gaps of a dilation.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None, f"convolution without dim_labels: {attributes}"
     lhs, rhs, result = (
@@ -77,16 +78,19 @@ def window_hits(
     lhs: int, rhs: int, outputs: int, stride: int, padding: int, lhs_dilation: int,
     rhs_dilation: int,
 ) -> int:
-    """Returns how many (window tap, output) pairs multiply an element, along one spatial dim.
+    """Returns how many (window tap, output) pairs read an element of the input, along one dim.
 
     Args:
-      lhs, rhs, outputs: sizes of the input, the window and the result.
-      stride: the window's stride.
-      padding: zeros before the input.
-      lhs_dilation, rhs_dilation: of the input and the window.
+      lhs: Size of the input.
+      rhs: Size of the window.
+      outputs: Size of the result.
+      stride: Stride of the window.
+      padding: Number of zeros before the input.
+      lhs_dilation: Dilation of the input.
+      rhs_dilation: Dilation of the window.
     """
-    # For a tap at `first`, output j reads position j * stride + first of the dilated input. It is
-    # an element for every period-th j of a range.
+    # For a tap at `first`, output j reads position j * stride + first of the dilated input. That is
+    # an element (rather than a gap) for every period-th j in a range.
     common = math.gcd(stride, lhs_dilation)
     period = lhs_dilation // common
     inverse, hits = pow(stride // common, -1, period), 0

@@ -1,4 +1,4 @@
-"""How often each instruction of a compiled program runs: trip counts of loops, and calls."""
+"""Counts how often each instruction of a program executes, with trip counts of loops."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,15 +16,16 @@ from praxis_tools.explain.hlo_text import (
 
 
 class Site(NamedTuple):
-    """An instruction in the context of one chain of calls that executes it.
+    """An instruction with one chain of calls through which it is executed.
 
     Attributes:
-      computation: contains the instruction.
-      count: executions in a run of the program.
-      at_least: whether `count` assumes one iteration of a loop of unknown trip count.
-      at_most: whether `count` assumes that a branch is taken.
-      scope: names of the enclosing loops, branches and calls.
-      fused: whether it is inside a fusion.
+      instruction: The instruction.
+      computation: Computation that contains the instruction.
+      count: Number of executions in one run of the program.
+      at_least: Whether `count` assumes one iteration of a loop of unknown trip count.
+      at_most: Whether `count` assumes that a branch is taken.
+      scope: Names of the enclosing loops, branches and calls.
+      fused: Whether the instruction is inside a fusion.
     """
 
     instruction: Instruction
@@ -37,13 +38,13 @@ class Site(NamedTuple):
 
 
 def executed(program: Program) -> Iterator[Site]:
-    """Yields every instruction that a run executes, in loops, branches, calls and fusions too."""
+    """Yields all instructions that a run executes, including those in loops, calls and fusions."""
     entry = program.computations[program.entry]
     return _walk(program, Site(root_of(entry), entry, 1, False, False, (), False))
 
 
 def _walk(program: Program, any_site: Site) -> Iterator[Site]:
-    """Yields the sites of a computation, of which `any_site` is one, and of all that it calls."""
+    """Yields the sites of the computation of `any_site`, and of all computations that it calls."""
     for instruction in any_site.computation.values():
         site = any_site._replace(instruction=instruction)
         yield site
@@ -64,7 +65,7 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
             trips_of_body = 0 if is_extra_exchange(program, site.instruction) else 1
         else:
             trips_of_body = trips
-        # The condition is evaluated once more, when it ends the loop.
+        # The condition is evaluated once more than the body.
         runs = {"condition": (trips or 0) + 1, "body": trips_of_body}
         return [
             (key, {"count": site.count * number, "at_least": at_least})
@@ -76,14 +77,14 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
     if opcode in ("fusion", "fusion-start"):
         return [("calls", {"scope": site.scope, "fused": True})]
     if opcode in ("call", "async-start", "custom-call"):
-        # Not async-done, which names the same computation, and not the `to_apply` of reductions.
+        # Leave out async-done, which names the same computation, and `to_apply` of reductions.
         return [(key, {}) for key in ("calls", "to_apply", "called_computations")]
     return []
 
 
-# A scalar in a loop as (i, c): element i of the loop's state, plus the constant c. (None, c) is c.
+# A scalar in a loop, as (i, c): element i of the loop state plus the constant c. (None, c) means c.
 _Affine = tuple[int | None, int]
-_STATE: _Affine = (-1, 0)  # The state itself, a tuple.
+_STATE: _Affine = (-1, 0)  # Stands for the loop state, which is a tuple.
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
@@ -93,7 +94,7 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
     """
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(known.group(1))
-    # Programs for TPU do not state it. Read initial, limit and step from the program.
+    # TPU programs do not contain the trip count, so derive it from initial value, limit and step.
     condition = program.computations[callees(loop, "condition")[0]]
     body = program.computations[callees(loop, "body")[0]]
     comparison = _comparison(program, condition, lambda _: _STATE)
@@ -127,7 +128,7 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
 
 
 def is_extra_exchange(program: Program, loop: Instruction) -> bool:
-    """Returns whether a loop only runs if expert loads are uneven (extra rounds of all-to-all)."""
+    """Returns whether a loop has the extra rounds of all-to-all that uneven expert loads need."""
     body = program.computations[callees(loop, "body")[0]].values()
     return any(EXTRA_ROUNDS in op_name_of(instruction) for instruction in (loop, *body))
 
@@ -151,10 +152,13 @@ def _scalar(
     program: Program, computation: Computation, name: str,
     argument: Callable[[int], _Affine | None],
 ) -> _Affine | None:
-    """Returns a scalar of a computation in terms of the loop's state; None if it is not affine.
+    """Returns a scalar of a computation in terms of the loop state, or None if it is not affine.
 
     Args:
-      argument: returns the value of the computation's parameter of that index.
+      program: Program that contains the computation.
+      computation: Computation that contains the scalar.
+      name: Name of the instruction that computes the scalar.
+      argument: Function that returns the value of a parameter of the computation by its index.
     """
     instruction = computation[name]
 

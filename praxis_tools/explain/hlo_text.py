@@ -1,4 +1,4 @@
-"""The text of a compiled program, parsed into instructions."""
+"""Parses the HLO text of a compiled program into instructions."""
 
 import math
 import re
@@ -18,7 +18,7 @@ class Array(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits of an element."""
+        """Number of bits per element."""
         bits = re.search(r"\d+", self.dtype)  # s4, bf16, f8e4m3fn; a token has none.
         return 8 if self.dtype == "pred" else int(bits.group(0)) if bits else 0
 
@@ -42,7 +42,14 @@ Computation = dict[str, Instruction]
 
 
 class Program(NamedTuple):
-    """A module: its header line, its computations by name, and its tables of source lines."""
+    """An HLO module.
+
+    Attributes:
+      header: The header line.
+      computations: Computations by name.
+      entry: Name of the entry computation.
+      tables: Tables of file names, locations and stack frames.
+    """
 
     header: str
     computations: dict[str, Computation]
@@ -51,7 +58,7 @@ class Program(NamedTuple):
 
 
 def parse(compiled: "jax.stages.Compiled | str") -> Program:
-    """Returns the program of a `Compiled` or its text; raises ValueError if that is not HLO."""
+    """Parses a `Compiled` or its text. Raises ValueError if the text is not HLO."""
     return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
 
 
@@ -59,7 +66,9 @@ def parse(compiled: "jax.stages.Compiled | str") -> Program:
 def _parse(text: str) -> Program:
     header = re.search(r"^HloModule .*$", text, re.MULTILINE)
     if header is None:
-        raise ValueError(f"Not the text of an HLO module: {text[:80]!r}; pass compiled.as_text().")
+        raise ValueError(
+            f"Expected the text of an HLO module, got {text[:80]!r}. Pass compiled.as_text()."
+        )
     computations: dict[str, Computation] = {}
     entry, current = "", None
     for line in _lines(text[header.end() :]):
@@ -72,7 +81,7 @@ def _parse(text: str) -> Program:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields lines; an instruction on several lines (Pallas's kernel_metadata) becomes one."""
+    """Yields lines, with instructions that span several lines (Pallas's kernel_metadata) joined."""
     parts: list[str] = []
     for line in text.splitlines():
         depth = sum(part.count("{") - part.count("}") for part in parts)
@@ -113,7 +122,7 @@ def _instruction(head: re.Match, line: str) -> Instruction:
 
 
 def bracket(text: str, start: int) -> tuple[list[str], int]:
-    """Returns the comma-separated parts of the bracket at `start`, and the index after it."""
+    """Returns the comma-separated parts within the bracket at `start`, and the index after it."""
     parts, depth, begin = [], 0, start + 1
     for mark in re.compile(r'[(){}\[\],]|"(?:[^"\\]|\\.)*"').finditer(text, start):
         depth += (mark.group(0) in "([{") - (mark.group(0) in ")]}")
@@ -126,13 +135,13 @@ def bracket(text: str, start: int) -> tuple[list[str], int]:
 
 
 def braced(text: str, key: str) -> str:
-    """Returns the braced text that follows `key`, or an empty string."""
+    """Returns the text in braces that follows `key`, or an empty string."""
     start = text.find(key + "{") + len(key)
     return text[start : bracket(text, start)[1]] if start >= len(key) else ""
 
 
 def arrays_of(shape: str) -> list[Array]:
-    """Returns the arrays of a shape: itself, or the elements of a tuple."""
+    """Returns the arrays in a shape, which is an array or a tuple of arrays."""
     return [
         Array(dtype, tuple(int(dim) for dim in re.findall(r"\d+", dims)))
         for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
@@ -146,11 +155,11 @@ def op_name_of(instruction: Instruction) -> str:
 
 
 def callees(instruction: Instruction, key: str) -> list[str]:
-    """Returns the computations that an attribute of an instruction names."""
+    """Returns the names of the computations in an attribute of an instruction."""
     names = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
     return re.findall(r"[\w.\-]+", names.group(1)) if names else []
 
 
 def root_of(computation: Computation) -> Instruction:
-    """Returns the instruction that a computation returns."""
-    return next(item for item in computation.values() if item.is_root)
+    """Returns the root instruction of a computation, whose result it returns."""
+    return next(instruction for instruction in computation.values() if instruction.is_root)

@@ -1,7 +1,7 @@
-"""Matmul flops of custom kernels, which a compiled program's text does not show.
+"""Computes the matmul flops of custom kernels, which the text of a program does not show.
 
-Known are splash attention (JAX's and tokamax's), cuDNN's attention, and megablox (JAX's and
-tokamax's grouped matmul).
+The known kernels are splash attention (of JAX and tokamax), cuDNN attention, and megablox (the
+grouped matmul of JAX and tokamax).
 """
 
 import math
@@ -14,7 +14,8 @@ from praxis_lite.layers.base.foreign_kernels import SHARE_OF_BLOCKS
 from praxis_lite.layers.moe.grouped_matmul import tiling
 from praxis_tools.explain.hlo_text import Computation, Instruction, arrays_of
 
-# Suffix of a splash kernel's name -> (matmuls it computes, those that the model needs).
+# Maps the suffix of a splash kernel's name to (number of matmuls that the kernel computes, number
+# of matmuls that the model needs).
 _SPLASH_MATMULS = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}
 _FUSED_BACKWARD_MATMULS = (5, 4)  # The same for tokamax's dkv kernel, which computes dq too.
 _CUDNN = "__cudnn$fmha"
@@ -28,7 +29,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def dims_per_head(instruction: Instruction, computation: Computation) -> int | None:
-    """Returns the head dim of splash attention's queries, None for any other kernel."""
+    """Returns the head dim of a splash attention kernel, or None for any other kernel."""
     if _splash_matmuls(instruction) is None:
         return None
     queries = [dims for dims in _float_operands(instruction, computation) if len(dims) in (3, 4)]
@@ -38,17 +39,20 @@ def dims_per_head(instruction: Instruction, computation: Computation) -> int | N
 def kernel_flops(
     instruction: Instruction, computation: Computation, *, of_model: bool = False
 ) -> int:
-    """Returns the matmul flops of a known kernel, or 0.
+    """Returns the matmul flops of a known kernel, or 0 for an unknown one.
 
-    Attention of q [B, N, T, K] and k [B, G, S, K]: splash has two matmuls forward, three for dq and
-    four for dk and dv, or five for all three (tokamax's), over the blocks that it computes. cuDNN
-    has two forward and five backward, over the pairs in a causal mask or its window. Megablox
-    multiplies the rows that belong to an expert when loads are even. Layers write the share of
-    computed blocks, or of such rows, into the program's text.
+    For attention of q [B, N, T, K] and k [B, G, S, K], splash has two matmuls in the forward pass,
+    three for dq and four for dk and dv (tokamax: five for all three), over the blocks that it
+    computes. cuDNN has two in the forward and five in the backward pass, over the pairs within the
+    causal mask or its window. Megablox multiplies all rows that belong to an expert if loads are
+    even. Layers write the share of computed blocks, or of such rows, into the program's text.
 
     Args:
-      of_model: leave out what a backward pass recomputes: the logits in all kernels, and the
-        gradient of the probabilities in the second one of splash's two backward kernels.
+      instruction: The kernel.
+      computation: Computation that contains the kernel.
+      of_model: Whether to leave out matmuls that the backward pass recomputes: the logits in all
+        kernels, and the gradient of the probabilities in the second of splash's two backward
+        kernels.
     """
     if _CUDNN in instruction.attributes:
         return _cudnn_flops(instruction, computation, of_model)
@@ -70,7 +74,7 @@ def kernel_flops(
 
 
 class Tiles(NamedTuple):
-    """The tiles of a kernel: how many it processes, and the flops and bytes of each."""
+    """The number of tiles that a kernel processes, and the flops and bytes of each tile."""
 
     count: float
     flops: int
@@ -78,10 +82,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_of_experts(instruction: Instruction, computation: Computation) -> Tiles | None:
-    """Returns the tiles that megablox multiplies, or None for any other kernel.
+    """Returns the tiles that a megablox kernel processes, or None for any other kernel.
 
-    A tile of rows that belong to two experts is processed once for each. Tiles that extend beyond
-    the inputs and outputs are multiplied completely.
+    A tile whose rows belong to two experts is processed twice. Tiles that extend beyond the inputs
+    or outputs count in full.
     """
     floats = _float_operands(instruction, computation)
     ranks = [len(dims) for dims in floats[:2]]
@@ -94,8 +98,8 @@ def tiles_of_experts(instruction: Instruction, computation: Computation) -> Tile
     num_experts = next(dims[0] for dims in (*floats, output.dims) if len(dims) == 3)
     row_tiles = math.ceil(num_rows / tile_rows) + num_experts - 1
     input_tiles, output_tiles = math.ceil(K / tile_inputs), math.ceil(N / tile_outputs)
-    # An operand that stays in VMEM from one tile to the next is not read again: an expert's weights
-    # if K is not cut into tiles, and the sum of their gradient.
+    # Operands that stay in VMEM between tiles are not read again: an expert's weights if K is not
+    # split into tiles, and the accumulated gradient of weights.
     other = tile_outputs * (tile_inputs if input_tiles > 1 else 0)
     if len(output.dims) == 3:
         other = tile_rows * tile_outputs
@@ -107,7 +111,7 @@ def tiles_of_experts(instruction: Instruction, computation: Computation) -> Tile
 
 
 def _name_and_attributes(instruction: Instruction) -> str:
-    # A kernel's attributes contain its compiled code; names are at their end.
+    # The attributes of a kernel contain its compiled code. Names are at the end.
     return instruction.name + instruction.attributes[-20_000:]
 
 

@@ -20,7 +20,7 @@ from praxis_lite.job.events import (
     STEP,
 )
 from praxis_lite.job.job_dir import JobDir
-from praxis_tools.elastic.generation_log import START, ChangeOfHands, changes_of_hands
+from praxis_tools.elastic.generation_log import START, GenerationRecord, read_generation_records
 from praxis_tools.goodput.spans import Span, read_spans
 
 # Kinds of seconds that no launch knows of itself.
@@ -160,7 +160,7 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
         (before.ended, after.began) for before, after in itertools.pairwise(launches)
         if after.began > before.ended
     ]
-    changes = changes_of_hands(job_dir.elastic_jsonl)
+    changes = read_generation_records(job_dir.elastic_jsonl)
     seconds[HANDS] = sum(_seconds_of_changes(gap, changes) for gap in gaps)
     seconds[IDLE] = sum(end - begin for begin, end in gaps) - seconds[HANDS]
     return Goodput(tuple(launches), seconds, sum(seconds.values()))
@@ -192,7 +192,7 @@ def time_section(job_dir: JobDir) -> str:
     return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
 
 
-def _seconds_of_changes(gap: tuple[float, float], changes: Sequence[ChangeOfHands]) -> float:
+def _seconds_of_changes(gap: tuple[float, float], changes: Sequence[GenerationRecord]) -> float:
     """Returns the seconds of a gap between launches that changes of hands took.
 
     A change takes the gap's time up to its end: before, the processes of the previous generation

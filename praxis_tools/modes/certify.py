@@ -70,12 +70,12 @@ def _certify(
     paths: Sequence[str], reading: "Reading", json_file: Path | None, html: Path | None
 ) -> int:
     from praxis_lite.host.whole_files import write_whole
-    from praxis_tools.report.certified.certificate import certified
+    from praxis_tools.report.certified.certificate import certify_jobs
     from praxis_tools.report.certified.certificate_page import page_of, text_of
     from praxis_tools.report.job_reader import JobReader, named_jobs
 
     named = named_jobs(paths)
-    certificate = certified(named, reading)
+    certificate = certify_jobs(named, reading)
     print(text_of(certificate))
     if json_file is not None:
         text = json.dumps(certificate.as_json(), indent=1) + "\n"
@@ -94,7 +94,7 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
         DIFFERS,
         notes_on_versions,
         read_certificate,
-        verified,
+        verify_certificate,
     )
 
     certificate, own = read_certificate(file)
@@ -105,7 +105,7 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
             "many, in its order, or none if they are in the directories that it names."
         )
     jobs = [open_for_reading(path, writes=False) for path in paths]
-    verdicts = [own, *verified(certificate, jobs, reading)]
+    verdicts = [own, *verify_certificate(certificate, jobs, reading)]
     for verdict in verdicts:
         print(printable(str(verdict)))
     for note in notes_on_versions(certificate):

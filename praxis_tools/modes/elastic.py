@@ -1,4 +1,4 @@
-"""`--elastic`: this process supervises its host, or is the worker of a supervisor."""
+"""`--elastic`: runs this process as the supervisor of a host, or as the worker of a supervisor."""
 
 import os
 import sys
@@ -14,33 +14,40 @@ from praxis_lite.job.processes.addresses import own_address
 from praxis_lite.job.processes.start import connect_member, own_number
 from praxis_lite.modes.launched import job_log_dir
 from praxis_lite.modes.mode import CommandLine
-from praxis_tools.elastic import worker_order
+from praxis_tools.elastic import worker_assignment
 from praxis_tools.stuck.progress import own
 
 
 def begin_elastic(
     command: CommandLine, argv: Sequence[str] | None, health_dir: str | None
 ) -> int | None:
-    """Returns the status of this host's supervisor; None in a worker, once it has its order.
+    """Runs the supervisor of this host, or prepares a worker.
 
     Args:
-      health_dir: of the option of that name.
+      command: The parsed command line.
+      argv: Arguments of the command line; None for those of the process.
+      health_dir: Value of --health_dir.
 
-    Raises ConfigError if a flag is wrong or missing, or the directory is no job's.
+    Returns:
+      The exit status of the supervisor, or None in a worker, which then has its assignment.
+
+    Raises:
+      ConfigError: A flag is invalid or missing, or the directory does not belong to a job.
     """
-    if not worker_order.is_worker():
+    if not worker_assignment.is_worker():
         return _supervise(command, sys.argv[1:] if argv is None else argv, health_dir)
-    taken = worker_order.wait_for_order(lambda: _import(command))
+    assignment = worker_assignment.wait_for_assignment(lambda: _import(command))
     command.began = time.time()
-    events.add_listener(worker_order.ToSupervisor())
+    events.add_listener(worker_assignment.SupervisorListener())
     events.add_listener(own)
-    worker_order.tell_phase("connect")
-    connect_member(taken, command.start_seconds)
-    worker_order.report_progress()
+    worker_assignment.report_phase("connect")
+    connect_member(assignment, command.start_seconds)
+    worker_assignment.report_progress()
     if processes.is_first():
-        names = ", ".join(map(str, taken.members))
+        names = ", ".join(map(str, assignment.members))
         print(
-            f"generation {taken.generation}: processes {names} of {taken.num_slots}", flush=True
+            f"generation {assignment.generation}: processes {names} of {assignment.num_slots}",
+            flush=True,
         )
     return None
 
@@ -52,25 +59,25 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
     member, num_members = own_number(
         command.coordinator, command.num_processes, command.process_id, os.environ
     )
-    least = 1 if command.min_processes is None else command.min_processes
+    min_members = 1 if command.min_processes is None else command.min_processes
     require(
-        1 <= least <= num_members, "--min_processes", least,
+        1 <= min_members <= num_members, "--min_processes", min_members,
         f"a number from 1 to {num_members}, the number of processes",
     )
     if command.exp is None:
-        raise ConfigError("--elastic needs --exp=NAME; --list shows the names there are.")
+        raise ConfigError("--elastic requires --exp=NAME; --list shows the available names.")
     job = open_for_meeting(job_log_dir(command))
     health = None
     if health_dir is not None:
         health = HealthFiles(directory_of(health_dir, command.job_log_dir))
     return Supervisor(Settings(
-        argv=tuple(argv), job=job, member=member, num_members=num_members, min_members=least,
+        argv=tuple(argv), job=job, member=member, num_members=num_members, min_members=min_members,
         start_seconds=command.start_seconds, address=own_address(command.coordinator),
     ), health).run()
 
 
 def _import(command: CommandLine) -> None:
-    """Imports what training needs before an order comes."""
+    """Imports the modules for training while the worker waits for its assignment."""
     from praxis_lite.experiment.launched_config import config_of_experiment
     from praxis_lite.trainer import launch  # noqa: F401
 

@@ -47,9 +47,9 @@ def explained(command: CommandLine, print_text: Callable[[str], None]) -> "Expla
     launched = experiment_of(command)
     with job_on_mesh(command, launched, "explain") as job:
         from praxis_tools.explain.explain import explain
-        from praxis_tools.plan.attached import figures_of_attached
+        from praxis_tools.plan.attached import figures_on_attached_devices
 
         return explain(
             job.partitioner, job.datasets, job.decode_datasets, print_text,
-            experiment=launched.experiment, figures_of=figures_of_attached(job.partitioner),
+            experiment=launched.experiment, figures_of=figures_on_attached_devices(job.partitioner),
         )

@@ -1,5 +1,5 @@
-"""Finds the layer and line that made a NaN or an infinity (run.debug_nans).
+"""Finds the layer and line that produced a NaN or an infinity (run.debug_nans).
 
-`reports` explains a training step, `origins` searches any jaxpr, `tags` evaluates one with a tag
-for each array.
+The module `reports` explains a training step, `origins` searches any jaxpr, and `tags` evaluates a
+jaxpr with a tag for each array.
 """

@@ -1,6 +1,6 @@
-"""Finds the operation that made the first NaN or infinity of a program.
+"""Finds the operation that produced the first NaN or infinity of a program.
 
-Numbers that a select discards, as in an attention mask or a guarded division, are never blamed.
+Numbers that a select discards, as in an attention mask or a guarded division, are never reported.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from praxis_tools.nan_finder.tags import (
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a number stopped being finite.
+    """The origin of a non-finite number.
 
     Attributes:
-      operation: the operation that made it, or None for a constant of the program.
-      iterations: for each of the operation's loops the index of the iteration, or None if unknown.
+      operation: The operation that produced it, or None for a constant of the program.
+      iterations: Index of the iteration in each of the operation's loops, or None if unknown.
     """
 
     operation: Operation | None
@@ -34,13 +34,13 @@ class Origin:
 
 
 class OriginSearch:
-    """Runs a program and finds where some of its outputs stopped being finite.
+    """Runs a program and finds the origins of non-finite numbers in some of its outputs.
 
     Args:
-      jaxpr: a closed jaxpr, `jax.jit(function).trace(...).jaxpr`.
-      outputs: indices of the outputs to check. Operations that they do not need are not run.
-      replicated: a replicated sharding, so that every process can read the results; None if there
-        is one process.
+      jaxpr: The closed jaxpr of the program, `jax.jit(function).trace(...).jaxpr`.
+      outputs: Indices of the outputs to check. Operations that they do not need are not run.
+      replicated: A replicated sharding, with which every process can read the results, or None for
+        a single process.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class OriginSearch:
         self._run = jax.jit(self._traced, out_shardings=replicated)
 
     def __call__(self, args: Sequence[jax.Array], *, only_nan: bool) -> list[Origin | None]:
-        """Returns where each output stopped being finite, or None if it is finite.
+        """Returns the origin of the first non-finite number of each output, None for a finite one.
 
         Args:
-          args: the program's flat arguments, which are not donated.
-          only_nan: count infinities as finite, to find where the first NaN was made.
+          args: Flat arguments of the program, which are not donated.
+          only_nan: Whether to treat infinities as finite, to find the origin of the first NaN.
         """
         tags = jax.device_get(self._run(np.bool_(not only_nan), np.bool_(False), *args))
         return [self._origin(int(tag)) for tag in tags]
@@ -88,7 +88,7 @@ class OriginSearch:
 
 
 def _pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
-    """Returns a closed jaxpr with these outputs only, and the operations that they need."""
+    """Returns a closed jaxpr with only the given outputs and the operations that they need."""
     inner, eqns = open_jaxpr(jaxpr), []
     outvars = [inner.outvars[i] for i in outputs]
     needed = set(map(id, outvars))

@@ -1,4 +1,4 @@
-"""Names the layer that made a step's loss or gradient NaN or infinite (run.debug_nans)."""
+"""Reports the layer that made the loss or gradient of a step non-finite (run.debug_nans)."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ MAX_REPORTS = 20
 class NonFinite(Hook):
     """Reports the layer that made a step's loss or gradient non-finite (run.debug_nans)."""
 
-    waits = False  # `after_step` waits for the step, which then counts as the step's time.
+    waits = False  # `after_step` waits for the step, and the wait counts as time of the step.
 
     def __init__(self, job: JobOnMesh):
         self._job = job
@@ -49,18 +49,21 @@ class NonFinite(Hook):
 
 
 class NonFiniteReports:
-    """Checks every step of a run; reruns a step whose loss or gradient is not finite.
+    """Checks every step of a run, and reruns a step whose loss or gradient is not finite.
 
-    Such a step does not change weights and slots, so its state is still available. The rerun is a
-    different program, which checks the result of every operation. It is compiled at the first such
-    step, needs a step's memory in addition to the state, and takes several times as long.
+    Such a step changes neither weights nor slots, so its initial state is still available. The
+    rerun is another program, which checks the result of every operation. It is compiled at the
+    first such step, needs the memory of a step in addition to the state, and is several times
+    slower.
 
     Args:
-      path: the file to which at most `max_reports` reports are appended.
-      note: called with each line of a report.
+      partitioner: The partitioner of the training step.
+      path: Path of the file to which at most `max_reports` reports are appended.
+      note: Called with each line of a report.
+      max_reports: Maximum number of reports.
 
     Attributes:
-      search: the compiled program, or None before the first such step.
+      search: The compiled program, or None before the first such step.
     """
 
     def __init__(
@@ -74,10 +77,14 @@ class NonFiniteReports:
     def check(
         self, step: int, state: TrainState, batch: Any, key: jax.Array, outputs: Any
     ) -> None:
-        """Waits for a step and, if its loss or gradient is not finite, reports why.
+        """Waits for a step, and reports the reason if its loss or gradient is not finite.
 
         Args:
-          state: the state after the step; it is not donated.
+          step: The number of the step.
+          state: The state after the step, which is not donated.
+          batch: The batch of the step.
+          key: The random key of the step.
+          outputs: The outputs of the step.
         """
         loss, grad_norm = map(float, jax.device_get(_watched(outputs)))
         if (math.isfinite(loss) and math.isfinite(grad_norm)) or not self._num_left:
@@ -101,7 +108,7 @@ class NonFiniteReports:
 
     def _before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
         opt_states = dict(state.opt_states)
-        if "loss_scale" in opt_states:  # Apart from counts, a skipped step changes only this.
+        if "loss_scale" in opt_states:  # A skipped step changes only this, apart from counters.
             scale = outputs["learner"]["loss_scale"]
             opt_states["loss_scale"] = {**opt_states["loss_scale"], "scale": scale}
         before = jax.device_put(np.int32(step - 1), self._partitioner.replicated)
@@ -136,7 +143,7 @@ def _watched(outputs: Any) -> tuple[Any, Any]:
 
 
 def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> list[str]:
-    """Returns the report on a weight, or a leaf of the batch, that was already non-finite."""
+    """Returns the report on a weight or a leaf of the batch that was non-finite before the step."""
     name = path_of(path)
     for prefix, kind in (
         ("0/mdl_vars/params/", "the weight"), ("0/mdl_vars/non_trainable/", "the variable"),
@@ -160,7 +167,7 @@ def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> l
 def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[str]:
     where = "the forward pass" if is_forward else "the backward pass (the loss is finite)"
     if first.operation is None:
-        # A mask of -inf is intended; the fault is in the code that turned it into a NaN.
+        # A mask of -inf is intended, so the error is in the code that turned it into a NaN.
         if first_nan is None or first_nan.operation is None:
             what = "infinity" if first_nan is None else "NaN"
             return [f"in {where}, from a constant {what} of the model's code"]
@@ -174,7 +181,7 @@ def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[
 
 
 def _place(origin: Origin) -> str:
-    """Returns 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
+    """Returns text such as 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
     operation, depth, iterations = origin.operation, 0, []
     scopes = _scopes(operation)
     for loop, iteration in zip(operation.loops, origin.iterations, strict=True):
@@ -183,7 +190,7 @@ def _place(origin: Origin) -> str:
         name = {accumulation.__file__: "micro-batch", pipeline_ticks.__file__: "tick"}.get(file)
         if iteration is None:
             continue
-        # A loop over stacked layers: its index belongs to the first scope inside the loop.
+        # The index of a loop over stacked layers belongs to the first scope inside the loop.
         if name is None and depth < len(scopes) and "[" not in scopes[depth]:
             scopes[depth] += f"[{iteration}]"
         else:
@@ -197,16 +204,16 @@ def _place(origin: Origin) -> str:
 
 
 def _scopes(named: Operation | Loop) -> list[str]:
-    # A name's last part is the operation, which is not a scope.
+    # The last part of a name is the operation, which is not a scope.
     layer = layers_of_name(f"{named.name_stack}/operation")[0].removeprefix(GRADIENT_OF)
     return layer.split("/") if layer else []
 
 
 def _source_lines(tracebacks: Sequence[Any]) -> str:
-    """Returns 'linears.py:45, called at my_model.py:12', or 'my_model.py:12' alone.
+    """Returns text such as 'linears.py:45, called at my_model.py:12' or 'my_model.py:12'.
 
-    The innermost line that is not in another library. If it is in this package, the line of the
-    user's code that called it follows.
+    The text names the innermost line that is not in another library. If that line is in this
+    package, the line of the user's code that called it follows.
     """
     frames = _frames(tracebacks)
     shown = frames[:1]
@@ -217,7 +224,7 @@ def _source_lines(tracebacks: Sequence[Any]) -> str:
 
 
 def _frames(tracebacks: Sequence[Any]) -> list[tuple[str, int]]:
-    """Returns (file, line) of the calls within the step, innermost first."""
+    """Returns (file, line) of each call within the step, innermost first."""
     return own_frames([
         (frame.file_name, frame.line_num) for traceback in tracebacks if traceback is not None
         for frame in traceback.frames

@@ -1,6 +1,6 @@
-"""Evaluates a program with a tag for each array, which says where it stopped being finite.
+"""Evaluates a program with a tag for each array, which tells where it stopped being finite.
 
-An operation is an origin if it makes a non-finite number out of finite ones. Tags follow the
+An operation is an origin if it produces a non-finite number from finite ones. Tags follow the
 numbers through loops, branches and calls.
 """
 
@@ -20,17 +20,17 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core.collectives.varying import varying_over
 from praxis_lite.core.jaxprs import is_widening_cast, split_loop_operands
-from praxis_tools.interpreter import CALLS, Interpreter, bound, mapped
+from praxis_tools.interpreter import CALLS, Interpreter, bind, run_shard_map
 
-Pair = tuple[Any, Any]  # A value, and its tag.
-# A tag is an int32, operation * num_iterations + iteration, so that the smallest of several tags is
-# the first origin in the program. Special tags:
+Pair = tuple[Any, Any]  # (value, tag).
+# A tag is an int32, operation * num_iterations + iteration, so the smallest of several tags is the
+# first origin in the program. Special tags:
 NOWHERE = np.int32(2**31 - 1)  # The array is finite.
 ELSEWHERE = np.int32(2**31 - 2)  # The number comes from another device.
 CONSTANT = np.int32(2**31 - 3)  # The number is a constant of the program.
-NUM_WHILE_ITERATIONS = 1000  # Iterations that are distinguished in a loop of unknown length.
+NUM_WHILE_ITERATIONS = 1000  # Number of distinguished iterations in a loop of unknown length.
 
-# Collectives, which bring a device the numbers of others (under shard_map).
+# Collectives under shard_map, which bring numbers of other devices to a device.
 _COLLECTIVES = {
     "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
     "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute", "reduce_scatter",
@@ -45,7 +45,7 @@ _SAME_NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop around an operation: where it is in the code, and its length, or None if unknown."""
+    """A loop around an operation: its place in the code, and its length or None if unknown."""
 
     name_stack: str
     tracebacks: tuple[Any, ...]
@@ -55,13 +55,13 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """An operation of a program, or an argument of it.
+    """An operation or an argument of a program.
 
     Attributes:
-      primitive: its name in JAX, such as "log".
-      name_stack, tracebacks: as in Interpreter.
-      loops: the loops around it, outermost first.
-      argument: the index of an argument, or None.
+      primitive: Name of the JAX primitive, such as "log".
+      name_stack, tracebacks: As in Interpreter.
+      loops: The loops around the operation, outermost first.
+      argument: Index of an argument, or None for an operation.
     """
 
     primitive: str
@@ -72,10 +72,10 @@ class Operation:
 
 
 class TaggedRun(Interpreter):
-    """Traces a program with tags. Values are pairs of an array and its tag.
+    """Traces a program in which each value is a pair of an array and its tag.
 
     Attributes:
-      operations: the operations so far; a tag is an index into them.
+      operations: The operations so far, into which tags are indices.
     """
 
     def __init__(self, num_iterations: int, infinities_count: jax.Array, never: jax.Array):
@@ -85,8 +85,8 @@ class TaggedRun(Interpreter):
         self._infinities_count, self._never = infinities_count, never
         self._loops: tuple[Loop, ...] = ()
         self._iteration: Any = np.int32(0)  # Of all enclosing loops, as one number.
-        # Every check of an array depends on the one before. Without an order between their
-        # collectives devices could run them in different orders, and deadlock.
+        # Every check of an array depends on the previous one. Otherwise, devices could run the
+        # collectives of the checks in different orders and deadlock.
         self._last_check: Any = np.bool_(False)
         # Manual axes of the enclosing shard_maps with check_vma: tags vary over all of them.
         self._varying_axes: tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class TaggedRun(Interpreter):
     def results(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         repeats = eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True)
         if repeats and eqn.primitive.name in CALLS:
-            # Rematerialization: keep XLA from saving the values that are to be recomputed.
+            # Keep XLA from saving the values that rematerialization should recompute.
             args, tags = _unzipped(operands)
             is_array = [not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in args]
             arrays = iter(lax.optimization_barrier(list(itertools.compress(args, is_array))))
@@ -115,13 +115,13 @@ class TaggedRun(Interpreter):
 
     def operation(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         args, tags = _unzipped(operands)
-        name, results = eqn.primitive.name, bound(eqn, args)
+        name, results = eqn.primitive.name, bind(eqn, args)
         if name in _SAME_NUMBERS or is_widening_cast(eqn):
             return [(results[0], tags[0])]
         if not any(map(_is_float, results)):
             return [(x, NOWHERE) for x in results]
         self.operations.append(Operation(name, self.name_stack, self.tracebacks, self._loops))
-        # A number from another device has its origin in that device's tags.
+        # The origin of a number from another device is in the tags of that device.
         here = ELSEWHERE if name in _COLLECTIVES else self._here()
         return [(x, self._tag(x, tags, here)) for x in results]
 
@@ -132,7 +132,7 @@ class TaggedRun(Interpreter):
         return lax.add(np.int32(first), lax.min(self._iteration, last))
 
     def _tag(self, x: Any, tags: Sequence[Any], here: Any) -> Any:
-        """Returns the tag of `x`, a result of the operation `here` on operands with these tags."""
+        """Returns the tag of `x`, a result of the operation `here` on operands with given tags."""
         if not _is_float(x):
             return NOWHERE
         origin = here
@@ -142,7 +142,7 @@ class TaggedRun(Interpreter):
         return lax.select(self._is_bad(x), origin, NOWHERE)
 
     def _is_bad(self, x: Any) -> Any:
-        """Returns whether `x` has a NaN, or an infinity if infinities count."""
+        """Returns whether `x` has a NaN, or an infinity when infinities count."""
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             x = lax.abs(x)
         elif x.dtype.itemsize < 2:
@@ -226,7 +226,7 @@ class TaggedRun(Interpreter):
         return list(outs)
 
     def _carried(self, pairs: Sequence[Pair], *known: Any) -> tuple:
-        """Converts values and tags to arrays, as a loop carries them and a branch returns them."""
+        """Converts values and tags to arrays for the carry of a loop or the result of a branch."""
         (values, tags), known = _arrays(_unzipped(pairs)), _arrays((*known, self._last_check))
         tags, *known = varying_over((tags, *known), self._varying_axes)
         return _zipped(values, tags), *known
@@ -244,7 +244,7 @@ class TaggedRun(Interpreter):
         self._loops, self._iteration = outer
 
     def shard_map(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
-        # Tags are per device: no device may wait for another one, which may be in another branch.
+        # Tags are per device, because a device must not wait for one that is in another branch.
         params, (args, tags) = eqn.params, _unzipped(operands)
         outer = self._last_check, self._iteration, self._infinities_count, self._never
         axes, outer_axes = tuple(params["newly_manual_axes"]), self._varying_axes
@@ -256,7 +256,7 @@ class TaggedRun(Interpreter):
             return tuple(outs), jax.tree.map(_with_leading_dim, (out_tags, self._last_check))
 
         replicated, per_device = PartitionSpec(), PartitionSpec(axes)
-        outs, (out_tags, checks) = mapped(
+        outs, (out_tags, checks) = run_shard_map(
             eqn, on_a_device, [replicated, replicated], [per_device]
         )(tuple(args), _arrays(tags), _arrays(outer))
         self._varying_axes = outer_axes
@@ -278,7 +278,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _first(tags: Any) -> Any:
-    """Returns the tag of an array, given the tags [n] of its n parts."""
+    """Returns the first of the tags [n] of the n parts of an array."""
     return lax.reduce(tags, NOWHERE, lax.min, (0,))
 
 

@@ -1,4 +1,4 @@
-"""Predicts without the devices whether a step fits on a pod and how long it takes.
+"""Predicts whether a step fits on a pod and how long it takes, without the pod's devices.
 
-Reads layouts and compiled programs; only --measure runs a step.
+Predictions come from layouts and compiled programs. Only --measure runs a step.
 """

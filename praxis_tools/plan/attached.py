@@ -1,4 +1,4 @@
-"""Plans for attached devices: predictions for --mode=explain, and --measure."""
+"""Plans steps for the attached devices: predictions of --mode=explain, and --measure."""
 
 import json
 import statistics
@@ -21,7 +21,7 @@ from praxis_tools.plan.predict import plan_of_compiled
 from praxis_tools.plan.residuals import (
     Residual,
     append_residual,
-    corrected,
+    apply_residuals,
     read_residuals,
 )
 from praxis_tools.plan.step_plan import StepPlan
@@ -30,10 +30,14 @@ from praxis_tools.plan.topology import attached_topology
 _NUM_WARMUP_STEPS, _NUM_MEASURED_STEPS = 2, 10
 
 
-def figures_of_attached(
+def figures_on_attached_devices(
     partitioner: Partitioner,
 ) -> Callable[[Step, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
-    """Returns a function that predicts the figures of a step for --mode=explain (`Figures`)."""
+    """Returns a function that predicts a step's time and memory on the attached devices.
+
+    The function returns (name, value) pairs, as --mode=explain shows them, or an empty list if the
+    table of chips lacks the devices.
+    """
     topology = attached_topology(list(partitioner.mesh.devices.flat))
 
     def figures_of(
@@ -50,27 +54,29 @@ def figures_of_attached(
 def measure(
     job: Job, *, file: Path | None = None, residuals: Path | None = None
 ) -> tuple[StepPlan, list[float]]:
-    """Trains ten steps on the attached devices and prints predicted and measured seconds.
+    """Trains ten steps on the attached devices and prints their predicted and measured time.
 
     Args:
-      file: where to write the plan and the measured seconds as JSON.
-      residuals: the residuals file to append the result to, for later plans.
+      job: Job whose train step is measured.
+      file: Path of a JSON file to write with the plan and the measured seconds.
+      residuals: Path of the residuals file to which the ratio is appended, for later plans.
 
     Returns:
       The plan, and the seconds of each step.
 
     Raises:
-      ConfigError: the devices are not in the table of chips, the residuals file is damaged, or
-        training would raise it.
+      ConfigError: The table of chips lacks the devices, the residuals file is damaged, or the job
+        cannot be trained.
     """
     partitioner = partitioner_of(job, "train")
     topology = attached_topology(list(partitioner.mesh.devices.flat))
     if topology is None:
         kind = partitioner.mesh.devices.flat[0].device_kind
         raise ConfigError(
-            f"--measure: there are no figures of {kind} (praxis_tools/plan/chips.py)."
+            f"--measure does not support {kind}. Add the chip's peak rates to "
+            "praxis_tools/plan/chips.py."
         )
-    earlier = read_residuals(residuals) if residuals is not None else []
+    previous_residuals = read_residuals(residuals) if residuals is not None else []
     pipeline = job.datasets[TRAIN]
     spec = pipeline.element_spec()
     start = time.monotonic()
@@ -79,7 +85,8 @@ def measure(
         partitioner, partitioner.train_step, spec, topology, compiled, time.monotonic() - start
     )
     chip, axis_sizes = topology.chip, partitioner.mesh.shape
-    print(plan_text(corrected(plan, chip.name, axis_sizes, residuals, earlier)), flush=True)
+    corrected_plan = apply_residuals(plan, chip.name, axis_sizes, residuals, previous_residuals)
+    print(plan_text(corrected_plan), flush=True)
     key, batches = partitioner.key(job.run.seed), pipeline.batches()
     state = partitioner.init(key)
     seconds = []
@@ -91,11 +98,11 @@ def measure(
         if index >= _NUM_WARMUP_STEPS:
             seconds.append(time.monotonic() - start)
     measured = statistics.median(seconds)
-    useful = plan.flops_per_device - plan.recomputed_flops
+    model_flops = plan.flops_per_device - plan.recomputed_flops
     print(
         f"\nmeasured  {seconds_text(measured)} a step (median of {_NUM_MEASURED_STEPS}; "
         f"{seconds_text(min(seconds))} to {seconds_text(max(seconds))}), MFU "
-        f"{useful / measured / chip.peak():.1%}\n"
+        f"{model_flops / measured / chip.peak():.1%}\n"
         f"predicted {seconds_text(plan.step_seconds)}: "
         f"{plan.step_seconds / measured:.2f} of measured"
     )

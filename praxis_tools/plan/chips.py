@@ -1,4 +1,4 @@
-"""Peak rates and memory of chips: public figures with their sources, in bytes, not bits."""
+"""Peak rates and memory sizes of chips, from public sources. All sizes are in bytes, not bits."""
 
 import dataclasses
 import math
@@ -9,18 +9,18 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaTarget:
-    """What XLA's CUDA compiler needs to know about an absent GPU.
+    """Description of a GPU from which XLA compiles without the GPU attached.
 
     Attributes:
-      capability: CUDA's compute capability.
-      cores: streaming multiprocessors.
-      fpus: float32 units per multiprocessor.
-      shared: bytes of shared memory per multiprocessor.
-      shared_of_block: the part of `shared` that one block can use.
-      l2: bytes of the L2 cache.
-      clock: in GHz.
-      memory: bytes of the device's memory.
-      description: the device's name.
+      capability: CUDA compute capability.
+      cores: Number of streaming multiprocessors.
+      fpus: Number of float32 units per multiprocessor.
+      shared: Bytes of shared memory per multiprocessor.
+      shared_of_block: The part of `shared` that one block can use.
+      l2: Size of the L2 cache in bytes.
+      clock: Clock rate in GHz.
+      memory: Device memory in bytes.
+      description: Name of the device.
     """
 
     capability: tuple[int, int]
@@ -52,7 +52,7 @@ device_description_str: "{self.description}"
 """
 
 
-# Element type of a matmul -> the type of the matmul units that multiply it.
+# Maps an element type to the type in which the matmul units multiply it.
 _UNITS = {
     "s4": "s8", "u4": "s8", "u8": "s8", "f8e5m2": "f8e4m3fn", "f8e4m3": "f8e4m3fn",
     "f8e3m4": "f8e4m3fn",
@@ -62,24 +62,27 @@ _NARROW = {"s8": "int8", "f8e4m3fn": "float8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A JAX device: a chip, or one of the two cores of a TPU7x.
+    """Properties of a JAX device, which is a chip or one of the two cores of a TPU7x.
 
     Attributes:
-      name: as in a topology's name: "v5e" of "v5e:16x16".
-      flops: peak flops per second of a matmul, by element type.
-      hbm_bytes: memory available to programs, without what the runtime reserves.
-      hbm_bandwidth: bytes per second.
-      link_bandwidth: bytes per second of one link in one direction. Each torus dim has two links.
-        With torus_dims=0: bytes per second that a device can send within its node.
-      network_bandwidth: bytes per second that a device can send to another slice or node (DCN).
-      host_bandwidth: bytes per second, in each direction, between a device and its host (PCIe).
-      sources: where the figures are from.
-      clock: of the matmul units in Hz, in which the compiler counts cycles; None if it gives none.
-      mxu: rows and columns of a matmul unit, a systolic array; None if unknown.
-      torus_dims: of the interconnect within a slice (ICI). 0: all devices of a node are connected
-        to each other (NVLink).
-      wraps_at: a torus dim of a multiple of this many chips can close into a ring; see `wraps`.
-      cuda: for a GPU, what its compiler needs to know.
+      name: Name in topologies, such as "v5e" in "v5e:16x16".
+      flops: Peak flops per second of matmuls, by element type.
+      hbm_bytes: Memory available to programs, without the part that the runtime reserves.
+      hbm_bandwidth: Memory bandwidth in bytes per second.
+      link_bandwidth: Bandwidth of one link in one direction, in bytes per second. Each torus dim
+        has two links. If `torus_dims` is 0, the bandwidth from a device to all others in its node.
+      network_bandwidth: Bandwidth from a device to other slices or nodes (DCN), in bytes per
+        second.
+      host_bandwidth: Bandwidth between a device and its host (PCIe) in each direction, in bytes
+        per second.
+      sources: Sources of these figures.
+      clock: Clock rate of the matmul units in Hz, which converts the compiler's cycles to seconds;
+        None if the compiler does not estimate cycles.
+      mxu: Number of rows and columns of a matmul unit (systolic array); None if unknown.
+      torus_dims: Number of torus dims of the interconnect within a slice (ICI); 0 if every pair of
+        devices in a node is connected (NVLink).
+      wraps_at: A torus dim has wraparound links if its size is a multiple of this; see `wraps`.
+      cuda: Compilation target of a GPU.
     """
 
     name: str
@@ -97,25 +100,25 @@ class Chip:
     cuda: CudaTarget | None = None
 
     def mxu_utilization(self, dims: int) -> float:
-        """Returns the share of a matmul unit that a matmul with a dim of size `dims` fills."""
+        """Returns the fraction of a matmul unit that is busy if a matmul has a dim of this size."""
         return 1.0 if self.mxu is None else dims / (math.ceil(dims / self.mxu) * self.mxu)
 
     def peak(self, dtype: str = "bf16") -> float:
-        """Returns the peak flops per second of a matmul.
+        """Returns the peak flops per second of matmuls with this element type.
 
-        4-bit integers are multiplied as int8, and all float8 types count as one. Types without
-        units on this chip are multiplied in bfloat16.
+        4-bit integers are multiplied as int8, and all float8 types have the same peak. A type that
+        the chip's matmul units do not support is multiplied in bfloat16.
 
         Args:
-          dtype: an element type in XLA's names.
+          dtype: XLA's name of an element type.
         """
         return self.flops.get(_UNITS.get(dtype, dtype), self.flops["bf16"])
 
-    def notes_of_types(self, flops: Mapping[str, int]) -> list[str]:
-        """Returns sentences about matmuls in at most 8 bits: their share, and their peak.
+    def narrow_type_notes(self, flops: Mapping[str, int]) -> list[str]:
+        """Returns notes on the share and peak rate of matmuls in int8 and float8.
 
         Args:
-          flops: a program's matmul flops by element type.
+          flops: Matmul flops of a program, by element type.
         """
         total, bf16, notes = sum(flops.values()), self.peak(), []
         for unit, name in _NARROW.items():
@@ -123,23 +126,26 @@ class Chip:
             if count:
                 peak, share = self.peak(unit), f"{count / total:.0%} of the matmuls' flops"
                 notes.append(
-                    f"{share} are in {name}, whose peak is {peak / 1e12:,.4g} TFLOP/s; MFU and HFU "
-                    f"are shares of bfloat16's, {bf16 / 1e12:,.4g} TFLOP/s"
+                    f"{share} are in {name}, with a peak of {peak / 1e12:,.4g} TFLOP/s; MFU and "
+                    f"HFU are relative to the peak of bfloat16, {bf16 / 1e12:,.4g} TFLOP/s"
                     if peak > bf16 else
-                    f"{share} are in {name}, for which {self.name} has no faster units than for "
-                    f"bfloat16 ({bf16 / 1e12:,.4g} TFLOP/s): they gain no time"
+                    f"{share} are in {name}, which is not faster than bfloat16 on {self.name} "
+                    f"({bf16 / 1e12:,.4g} TFLOP/s)"
                 )
         return notes
 
     def wraps(self, dims: Sequence[int]) -> tuple[bool, ...]:
-        """Returns for each torus dim of a slice whether links join its ends into a ring.
+        """Returns, for each torus dim of a slice, whether it has wraparound links.
 
-        Slices of chips with a 3-D torus have such links along all dims or none: a slice consists of
-        complete cubes of 4 x 4 x 4 chips, connected by optical switches, or is a part of one. With
-        a 2-D torus, a dim has them if it spans the pod.
+        With a 3-D torus, either all dims of a slice have them or none: a slice consists of full
+        cubes of 4 x 4 x 4 chips connected by optical switches, or is part of one cube. With a 2-D
+        torus, a dim has them if it spans the pod.
+
+        Args:
+          dims: Size of each torus dim of the slice, in chips.
         """
-        closed = tuple(size % self.wraps_at == 0 for size in dims)
-        return closed if self.torus_dims == 2 else (all(closed),) * len(closed)
+        is_multiple = tuple(size % self.wraps_at == 0 for size in dims)
+        return is_multiple if self.torus_dims == 2 else (all(is_multiple),) * len(is_multiple)
 
 
 def _hopper(memory: int, description: str) -> CudaTarget:
@@ -151,11 +157,13 @@ def _hopper(memory: int, description: str) -> CudaTarget:
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, to other slices, and to the host)"
-# Matmul units: v6e's own page ("two 256x256 matrix-multiply units"), for the others
-# docs/system-architecture-tpu-vm ("256 x 256 (TPU v6e and TPU7x) or 128 x 128").
-# A link: 0.9 of the maker's figure for the chip's interconnect, divided by links and directions.
-# Memory: what libtpu 0.0.51 reports as available when a program does not fit.
-# Clock: peak / (matmul units x 2 x their size), which reproduces the compiler's cycles.
+# How the figures were derived:
+# - mxu: from the page of v6e ("two 256x256 matrix-multiply units"), and for the others from
+#   docs/system-architecture-tpu-vm ("256 x 256 (TPU v6e and TPU7x) or 128 x 128").
+# - link_bandwidth: 0.9 of the vendor's figure for the chip's interconnect, divided by the number of
+#   links and directions.
+# - hbm_bytes: the memory that libtpu 0.0.51 reports as available when a program does not fit.
+# - clock: peak / (matmul units x 2 x their size), which reproduces the compiler's cycles.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -228,7 +236,7 @@ CHIPS: dict[str, Chip] = {
                 l2=132_120_576, clock=1.965, memory=192 * 10**9, description="NVIDIA B200",
             ),
         ),
-        # Not a maker's figures: the order of magnitude of one core of a server or laptop.
+        # Orders of magnitude for one core of a server or laptop.
         Chip(
             name="cpu", flops={"bf16": 30e9}, hbm_bytes=2 * _GIB, hbm_bandwidth=5e9,
             link_bandwidth=2e9, network_bandwidth=1e9, host_bandwidth=5e9,

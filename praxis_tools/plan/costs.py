@@ -1,8 +1,8 @@
-"""The cost of an instruction on a chip: matmuls, memory, kernels.
+"""Cost model of instructions on a chip: matmuls, memory accesses and kernels.
 
-A TPU's compiler writes into its text how many cycles it expects of its own instructions; these are
-used, divided by a fitted efficiency. Everything else is computed here: a roofline where there are
-no cycles, attention kernels by their matmuls. Collectives are in schedule/collective_cost.py.
+The TPU compiler annotates its own instructions with estimated cycles. The model divides these by a
+fitted efficiency. Instructions without cycles get a roofline estimate, and attention kernels the
+time of their matmuls. Collectives are in schedule/collective_cost.py.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from praxis_tools.explain.kernels import (
 )
 from praxis_tools.plan.chips import Chip
 
-FUSIONS = ("fusion", "fusion-start")  # fusion-start (GPU) runs next to other instructions.
-_MIN_CYCLES = 1830  # The compiler's estimate for the smallest of its own instructions.
+FUSIONS = ("fusion", "fusion-start")  # fusion-start (GPU) runs asynchronously.
+_MIN_CYCLES = 1830  # The TPU compiler's estimate for its smallest instruction.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_SLICES = ("dynamic-slice", "slice", "gather")  # They read only what they return.
-# They write one operand, of this index, into another one in place.
+_SLICES = ("dynamic-slice", "slice", "gather")  # These read only the elements they return.
+# These write one operand into another in place. The value is the index of the written operand.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = ("bitcast", "reshape")
 # Instructions that move no data.
@@ -42,30 +42,33 @@ _FREE = frozenset({
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """Shares of a chip's peak rates that programs reach, fitted on published runs (docs/plan.md).
+    """Fractions of a chip's peak rates that programs reach, fitted to published runs.
+
+    docs/plan.md describes the runs and the fit.
 
     Attributes:
-      cycles: the compiler's cycles over measured ones; above 1 where it expects too many.
-      kernel: share of the peak that a kernel (Pallas, cuDNN) reaches with heads that fill the
+      cycles: Ratio of the compiler's estimated cycles to measured cycles; above 1 means that the
+        compiler overestimates.
+      kernel: Fraction of peak flops that a kernel (Pallas, cuDNN) reaches if its heads fill the
         chip's matmul units (`Chip.mxu_utilization`).
-      grouped: share of the peak within the tiles of an expert's grouped matmul; not fitted, it is
-        that of the compiler's own large matmuls.
-      matmul: share of the peak of a matmul for which the compiler gives no cycles.
-      hbm: share of the memory's bandwidth that no instruction exceeds; infinity disables the limit.
-      link: share of a link's bandwidth. The table of chips has 0.9 of the maker's figure.
-      network: share of a TPU's bandwidth to other slices.
-      host: share of the bandwidth to the host; not fitted.
-      nodes: share of a GPU's bandwidth to other nodes.
-      hop_seconds: latency of a message to the next device of a ring.
-      network_seconds: latency of a message to another slice or node.
-      waiting: relative growth of a step each time the number of slices doubles, because all of them
-        wait for the slowest.
-      step_seconds: constant seconds of every step.
-      spread: relative error within which four of five runs were predicted.
+      grouped: Fraction of peak flops within the tiles of an expert's grouped matmul. Not fitted;
+        equal to that of the compiler's large matmuls.
+      matmul: Fraction of peak flops of a matmul for which the compiler gives no cycles.
+      hbm: Fraction of the HBM bandwidth that no instruction exceeds; infinity disables the limit.
+      link: Fraction of a link's bandwidth. The table of chips has 0.9 of the vendor's figure.
+      network: Fraction of a TPU's bandwidth to other slices.
+      host: Fraction of the bandwidth to the host; not fitted.
+      nodes: Fraction of a GPU's bandwidth to other nodes.
+      hop_seconds: Latency of a message to the next device of a ring.
+      network_seconds: Latency of a message to another slice or node.
+      waiting: Relative growth of the step time each time the number of slices doubles, because all
+        slices wait for the slowest.
+      step_seconds: Constant overhead of every step.
+      spread: Relative error that four out of five predictions stayed within.
     """
 
-    # By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: only one step was
-    # measured on a GPU, an H200, which took 97 ms instead of the predicted 105 (docs/profiles.md).
+    # Fitted by `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: only one
+    # step was measured on a GPU, an H200. It took 97 ms; 105 ms were predicted (docs/profiles.md).
     cycles: float = 1.055
     kernel: float = 0.604
     grouped: float = 0.9
@@ -89,7 +92,7 @@ def compute_seconds(
     instruction: Instruction, computation: Computation, program: Program, chip: Chip,
     efficiencies: Efficiencies,
 ) -> float:
-    """Returns the seconds of an instruction that is not a collective, loop, branch or call."""
+    """Returns how long an instruction takes that is not a collective, loop, branch or call."""
     if cycles := _CYCLES.search(instruction.attributes):
         return int(cycles.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
     if instruction.opcode.endswith("-done"):
@@ -97,7 +100,7 @@ def compute_seconds(
     if is_kernel(instruction):
         return _kernel_seconds(instruction, computation, chip, efficiencies)
     if chip.clock is not None:
-        # On TPU, instructions without cycles are free or overlap with others, except for scatters.
+        # On TPU, instructions without cycles are free or overlap with others. Scatters are not.
         is_scatter = instruction.opcode == "fusion" and is_update(instruction, program)
         return _MIN_CYCLES / chip.clock / efficiencies.cycles if is_scatter else 0.0
     flops, dtype = _matmul(instruction, computation, program)
@@ -113,12 +116,12 @@ def _kernel_seconds(
         return tiles.count * max(matmul, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm))
     # A head dim smaller than a matmul unit leaves the rest of the unit idle.
     dims = dims_per_head(kernel, computation)
-    share = efficiencies.kernel * (1.0 if dims is None else chip.mxu_utilization(dims))
-    return kernel_flops(kernel, computation) / (chip.peak() * share)
+    efficiency = efficiencies.kernel * (1.0 if dims is None else chip.mxu_utilization(dims))
+    return kernel_flops(kernel, computation) / (chip.peak() * efficiency)
 
 
 def is_matmul(instruction: Instruction, program: Program) -> bool:
-    """Returns whether an instruction is a matmul, a fusion with a matmul, or a kernel."""
+    """Returns whether an instruction is a matmul, a kernel, or a fusion that contains one."""
     if instruction.opcode in ("dot", "convolution") or is_kernel(instruction):
         return True
     return instruction.opcode in FUSIONS and any(
@@ -131,22 +134,22 @@ def is_matmul(instruction: Instruction, program: Program) -> bool:
 def _matmul(
     instruction: Instruction, computation: Computation, program: Program
 ) -> tuple[int, str]:
-    """Returns the matmul flops of an instruction and its calls, and its operands' type."""
+    """Returns the matmul flops of an instruction, including its calls, and the operand type."""
     flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
     if flops:
         return flops, hlo_matmuls.matmul_type(instruction, computation)
     if instruction.opcode in (*FUSIONS, "call"):
         for name in callees(instruction, "calls") or callees(instruction, "to_apply"):
-            inside = program.computations[name]
-            for inner in inside.values():
-                inner_flops, inner_dtype = _matmul(inner, inside, program)
+            called = program.computations[name]
+            for inner in called.values():
+                inner_flops, inner_dtype = _matmul(inner, called, program)
                 if inner_flops:
                     flops, dtype = flops + inner_flops, inner_dtype
     return flops, dtype
 
 
 def bytes_of(shape: str) -> int:
-    """Returns the bytes of the arrays of a shape."""
+    """Returns the total bytes of all arrays in a shape."""
     return sum(array.bytes for array in arrays_of(shape))
 
 
@@ -156,10 +159,13 @@ def bytes_moved(
 ) -> int:
     """Returns the bytes that an instruction reads and writes.
 
-    Slices, gathers and in-place updates count only the part of an array that they access.
+    For slices, gathers and in-place updates, only the accessed part of an array counts.
 
     Args:
-      size: returns the bytes of a shape to count.
+      instruction: An instruction of `computation`.
+      computation: A computation of `program`.
+      program: The compiled program.
+      size: Function that returns the bytes to count for a shape. The default counts all memories.
     """
     if instruction.opcode in _FREE:
         return 0
@@ -169,27 +175,27 @@ def bytes_moved(
     if instruction.opcode not in FUSIONS:
         sliced = _sliced_bytes(instruction, computation, size)
         return sliced or size(instruction.shape) + sum(operands)
-    inside = program.computations[callees(instruction, "calls")[0]]
-    # The shape of a fusion-start contains the operands too.
+    fused = program.computations[callees(instruction, "calls")[0]]
+    # The shape of a fusion-start also contains the operands.
     is_start = instruction.opcode == "fusion-start"
-    written = size(root_of(inside).shape if is_start else instruction.shape)
+    written = size(root_of(fused).shape if is_start else instruction.shape)
     if is_update(instruction, program) and written:
-        update = _behind_views(root_of(inside), inside)
-        written = bytes_of(inside[update.operands[_UPDATES[update.opcode]]].shape)
-    for inner in inside.values():
+        update = _skip_views(root_of(fused), fused)
+        written = bytes_of(fused[update.operands[_UPDATES[update.opcode]]].shape)
+    for inner in fused.values():
         index = int(inner.operands[0]) if inner.opcode == "parameter" else len(operands)
         if index < len(operands) and operands[index]:
-            sliced = _bytes_read_in_slices(inner.name, inside)
+            sliced = _bytes_read_in_slices(inner.name, fused)
             if sliced is not None:
                 operands[index] = sliced
     return written + sum(operands)
 
 
 def is_update(instruction: Instruction, program: Program) -> bool:
-    """Returns whether an instruction writes a part of an array in place."""
+    """Returns whether an instruction updates part of an array in place."""
     if instruction.opcode in FUSIONS:
-        inside = program.computations[callees(instruction, "calls")[0]]
-        return _behind_views(root_of(inside), inside).opcode in _UPDATES
+        fused = program.computations[callees(instruction, "calls")[0]]
+        return _skip_views(root_of(fused), fused).opcode in _UPDATES
     return instruction.opcode in _UPDATES
 
 
@@ -198,17 +204,18 @@ def _sliced_bytes(
 ) -> int:
     """Returns the bytes that a slice or update reads and writes, or 0 for other instructions."""
     array = computation.get(instruction.operands[0]) if instruction.operands else None
-    ends = (size(instruction.shape) > 0) + (array is not None and size(array.shape) > 0)
+    # Source and destination count only if their memory does (`size`).
+    num_counted = (size(instruction.shape) > 0) + (array is not None and size(array.shape) > 0)
     if instruction.opcode in _SLICES:
-        return ends * bytes_of(instruction.shape)
+        return num_counted * bytes_of(instruction.shape)
     if instruction.opcode in _UPDATES:
         update = instruction.operands[_UPDATES[instruction.opcode]]
-        return ends * bytes_of(computation[update].shape)
+        return num_counted * bytes_of(computation[update].shape)
     return 0
 
 
 def _bytes_read_in_slices(name: str, computation: Computation) -> int | None:
-    """Returns the bytes that are read of an array, or None unless all users read slices of it."""
+    """Returns the bytes read from an array if every user slices it, else None."""
     total = 0
     users = [user for user in computation.values() if name in user.operands]
     for user in users:
@@ -224,16 +231,18 @@ def _bytes_read_in_slices(name: str, computation: Computation) -> int | None:
     return total if users else None
 
 
-def _behind_views(instruction: Instruction, computation: Computation) -> Instruction:
+def _skip_views(instruction: Instruction, computation: Computation) -> Instruction:
+    """Follows bitcasts and reshapes back to the instruction that computes the data."""
     while _is_view(instruction):
         instruction = computation[instruction.operands[0]]
     return instruction
 
 
 def _is_view(instruction: Instruction) -> bool:
-    """Returns whether an instruction returns its operand's data without moving it.
+    """Returns whether an instruction returns the data of its operand without moving it.
 
-    A nested fusion that aliases its operand is one too: on TPU7x it renumbers the rows of a tile.
+    On TPU7x, this includes nested fusions that alias their operand: they only renumber the rows of
+    a tile.
     """
     return instruction.opcode in _VIEWS or (
         instruction.opcode == "fusion"

@@ -1,9 +1,9 @@
-"""Figures of decoding: a token's seconds, their lower limit, and the time to the first token.
+"""Predicts decoding speed: time per token, its lower bound, and time to first token.
 
-A compiled decoding step has a prefill, which fills the cache with the prompts, and a loop that
-makes a token for each row in an iteration. The plan's seconds are those of an iteration; everything
-outside of the loop comes before the first token. An iteration must read all weights and the cache
-once, which at the memory's bandwidth is its lower limit.
+A compiled decoding step consists of a prefill, which writes the prompts into the cache, and a loop
+whose iterations each generate one token per row. The plan reports the time of one iteration. All
+work outside of the loop counts as time to first token. Each iteration reads all weights and the
+cache once; dividing these bytes by the memory bandwidth gives the lower bound.
 """
 
 import dataclasses
@@ -22,26 +22,26 @@ from praxis_tools.explain.hlo_runs import trip_count
 from praxis_tools.explain.hlo_text import Program, callees
 from praxis_tools.plan.chips import Chip
 
-# The inputs of a language model. What other tasks read for each token is not known here.
+# The decode inputs of a language model. For other tasks, the bytes read per token are unknown.
 _PROMPTS = {"ids", "prefix_lengths", "weights"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """The figures of a decoding step, in addition to its StepPlan, which is of one iteration.
+    """Predictions for a decoding step that its StepPlan, which describes one iteration, lacks.
 
     Attributes:
-      batch_size: prompts.
-      rows: sequences that get a token in an iteration: prompts x hypotheses.
-      prompt_length: padded length of the prompts.
-      max_decode_steps: of the decoder.
-      first_token_seconds: seconds until the first token (prefill).
-      tokens_per_second: of all devices together, while the loop runs.
-      weight_bytes: bytes of weights that a device reads in an iteration, without embedding tables.
+      batch_size: Number of prompts.
+      rows: Number of sequences that grow by one token per iteration: prompts x hypotheses.
+      prompt_length: Padded length of the prompts, in tokens.
+      max_decode_steps: Maximum number of generated tokens per row.
+      first_token_seconds: Time to first token (prefill).
+      tokens_per_second: Tokens per second of all devices together, while the loop runs.
+      weight_bytes: Bytes of weights that each device reads per iteration, without embedding tables.
         This and the fields below are None if the task is not a language model.
-      cache_bytes: bytes of the cache on a device, filled or not.
-      limit_seconds: weight_bytes and cache_bytes over the memory's bandwidth.
-      share_of_limit: `limit_seconds` over the seconds of an iteration.
+      cache_bytes: Size of the cache on each device, whether filled or not.
+      limit_seconds: `weight_bytes + cache_bytes` divided by the memory bandwidth.
+      share_of_limit: `limit_seconds` divided by the time of one iteration.
     """
 
     batch_size: int
@@ -56,40 +56,43 @@ class Decoding:
     share_of_limit: float | None = None
 
 
-def decoding_of(
+def predict_decoding(
     partitioner: Partitioner, element_spec: Mapping[str, Any], chip: Chip,
     token_seconds: float, first_token_seconds: float,
 ) -> Decoding:
-    """Returns the figures of a decoding step on a chip.
+    """Predicts the speed of a decoding step and its limit by memory bandwidth.
 
     Args:
-      element_spec: shapes and types of a batch of prompts.
-      token_seconds: of an iteration of the loop over tokens.
-      first_token_seconds: of everything outside of the loop.
+      partitioner: Partitioner of the task that decodes.
+      element_spec: Shapes and types of a batch of prompts.
+      chip: Chip that decodes.
+      token_seconds: Time of one iteration of the loop over tokens.
+      first_token_seconds: Time of all work outside of the loop.
     """
     task = partitioner.task
     batch_size, prompt_length = element_spec["ids"].shape
     rows = batch_size * task.decoder.num_hyps
-    result = Decoding(
+    decoding = Decoding(
         batch_size=batch_size, rows=rows, prompt_length=prompt_length,
         max_decode_steps=task.decoder.max_decode_steps, first_token_seconds=first_token_seconds,
         tokens_per_second=rows / token_seconds,
     )
     if set(task.required_decode_inputs) != _PROMPTS:
-        return result
+        return decoding
     weights = weight_bytes(partitioner)
     cache = cache_bytes(partitioner, rows, cache_length(task.decoder, prompt_length))
     limit = (weights + cache) / chip.hbm_bandwidth
     return dataclasses.replace(
-        result, weight_bytes=weights, cache_bytes=cache, limit_seconds=limit,
+        decoding, weight_bytes=weights, cache_bytes=cache, limit_seconds=limit,
         share_of_limit=limit / token_seconds,
     )
 
 
-def loop_over_tokens(program: Program) -> str | None:
-    """Returns the body of the loop that ends when all rows have ended, or None.
+def token_loop_body(program: Program) -> str | None:
+    """Returns the body of the loop over generated tokens, or None if there is no such loop.
 
-    It is the largest loop of unknown trip count.
+    The loop stops early once all rows have ended, so its trip count is unknown. Of several such
+    loops, the largest is taken.
     """
     bodies = [
         callees(instruction, "body")[0] for computation in program.computations.values()
@@ -100,9 +103,9 @@ def loop_over_tokens(program: Program) -> str | None:
 
 
 def weight_bytes(partitioner: Partitioner) -> int:
-    """Returns the bytes of weights that a device reads for a token, as decoding stores them.
+    """Returns the bytes of weights that each device reads per token, in decoding's dtypes.
 
-    Embedding tables are left out, because only a few of their rows are read.
+    Embedding tables do not count, because only a few of their rows are read.
     """
     tables = set(_embedding_tables(partitioner))
     return sum(
@@ -121,7 +124,7 @@ def _embedding_tables(partitioner: Partitioner) -> Iterator[str]:
 def cache_bytes(partitioner: Partitioner, num_rows: int, length: int) -> int:
     """Returns the bytes per device of a KV cache for `num_rows` rows of `length` tokens.
 
-    The compiler decides how an empty cache is split, within the constraints of the layers.
+    The compiler chooses the sharding of the cache, so this compiles a program that creates one.
     """
     step: StepOfWeights = partitioner.decode_step
     empty = partitioner.with_mdl_vars(

@@ -1,4 +1,4 @@
-"""Places an experiment's job on a topology: its partitioner, and the batches of its steps."""
+"""Builds the partitioner and the batch specs of a job for a topology."""
 
 from collections.abc import Sequence
 
@@ -16,31 +16,31 @@ from praxis_lite.trainer.checks.job_checks import check_parts
 from praxis_lite.trainer.job_on_mesh import partitioner_on
 from praxis_tools.plan.topology import Topology
 
-# For chips with SparseCores: compile embedding lookups and scatters for the TensorCore. On a
-# SparseCore they have no cycles in the program's text, and would count as free.
+# On chips with SparseCores, embedding lookups and scatters are compiled for the TensorCore: the
+# compiler gives no cycles for SparseCore instructions, so they would count as free.
 _NO_GATHERS = {"xla_tpu_offload_gather_to_sparsecore?": "false"}
 _NO_SCATTERS = {"xla_tpu_enable_offloading_scatter_to_sparsecore?": "false"}
 PLANNING_OPTIONS: dict[str, dict[str, str]] = {
     "v5p": _NO_GATHERS, "v6e": _NO_GATHERS, "tpu7x": _NO_GATHERS | _NO_SCATTERS,
 }
 
-# Without a GPU for autotuning, XLA chooses Triton tiles that it then cannot compile.
+# Without a GPU to autotune on, XLA chooses Triton tiles that it then cannot compile.
 NO_TRITON = {"xla_gpu_enable_triton_gemm?": False}
 
 
 def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
-    """Returns the partitioner of a job on the devices of a topology; fills in -1 in its mesh shape.
+    """Returns the partitioner of a job on a topology. A -1 in the mesh shape is filled in.
 
     Raises:
-      ConfigError: the mesh does not fill the topology, or parts of the job do not fit together.
+      ConfigError: The mesh does not fill the topology, or parts of the job are incompatible.
     """
     check_parts(job)
     mesh_config = job.mesh
     has_slices = topology.num_slices > 1 and topology.chip.torus_dims
     if has_slices and mesh_config.dcn_mesh_shape is None:
         raise ConfigError(
-            f"--num_slices={topology.num_slices}, but mesh.dcn_mesh_shape is None. Say along which "
-            f"axis the slices lie, for instance --set mesh.dcn_mesh_shape="
+            f"--num_slices={topology.num_slices}, but mesh.dcn_mesh_shape is None. Set the number "
+            "of slices along each mesh axis, for instance --set mesh.dcn_mesh_shape="
             f"({topology.num_slices},{','.join('1' * (len(mesh_config.axis_names) - 1))})."
         )
     mesh_config = filled_mesh(mesh_config, len(topology.devices))
@@ -48,9 +48,9 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
         raise ConfigError(
             f"{mesh_config} has {mesh_config.num_devices} devices, but {topology.name}"
             f"{f' x {topology.num_slices}' if topology.num_slices > 1 else ''} has "
-            f"{len(topology.devices)}. Change mesh.ici_mesh_shape (-1 stands for what is left over)"
-            ", as in --set mesh.ici_mesh_shape="
-            f"({','.join(['1', '-1', *'1' * (len(mesh_config.axis_names) - 2)])}), or the topology."
+            f"{len(topology.devices)}. Change the topology or mesh.ici_mesh_shape, in which -1 "
+            "means all remaining devices, as in --set mesh.ici_mesh_shape="
+            f"({','.join(['1', '-1', *'1' * (len(mesh_config.axis_names) - 2)])})."
         )
     mesh = make_mesh(mesh_config, topology.devices)
     options = PLANNING_OPTIONS.get(topology.chip.name, {})
@@ -60,15 +60,22 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
 def step_specs(
     job: Job, partitioner: Partitioner, steps: Sequence[Step], batch_sizes: Sequence[int] = (),
 ) -> list[tuple[Step, str, dict]]:
-    """Returns (step, dataset, shapes and types of a batch) for each step, without reading data.
+    """Returns the batch spec of each step, without reading data.
 
     Args:
-      batch_sizes: numbers of prompts to decode, each in an entry; empty: the dataset's.
+      job: Job with the datasets.
+      partitioner: Partitioner of the job.
+      steps: Steps of the partitioner.
+      batch_sizes: Batch sizes of the decode step, one entry of the result for each. If empty, the
+        dataset's batch size.
+
+    Returns:
+      A list of (step, dataset name, shapes and types of a batch).
 
     Raises:
-      ConfigError: there is no dataset for a step, or the task cannot read its batches.
+      ConfigError: There is no dataset for a step, or the task cannot read its batches.
     """
-    result = []
+    specs_of_steps = []
     for step in steps:
         decodes = step is partitioner.decode_step
         root, datasets = "datasets", job.datasets
@@ -77,14 +84,14 @@ def step_specs(
         names = [name for name in datasets if decodes or (name == TRAIN) == step.trains]
         if not names:
             raise ConfigError(
-                f"--steps={step.kind}, but the experiment's {root}() has no dataset for it. Leave "
-                f"{step.kind} out."
+                f"--steps={step.kind}: the experiment's {root}() has no dataset for this step. "
+                f"Remove {step.kind} from --steps."
             )
         spec = checked_spec(datasets[names[0]], f"{root}.{names[0]}")
         check_reads(step, spec, f"{root}.{names[0]}")
         resized = [_with_rows(spec, rows) for rows in batch_sizes] if decodes else []
-        result += [(step, names[0], batch_spec) for batch_spec in resized or [spec]]
-    return result
+        specs_of_steps += [(step, names[0], batch_spec) for batch_spec in resized or [spec]]
+    return specs_of_steps
 
 
 def _with_rows(spec: dict, rows: int) -> dict:

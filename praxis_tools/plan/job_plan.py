@@ -1,4 +1,4 @@
-"""The plan of a job: an experiment's steps on a topology, as text, as JSON and as a page."""
+"""Plans the steps of a job on a topology, and renders the plan as text, JSON or HTML."""
 
 import contextlib
 import dataclasses
@@ -22,26 +22,27 @@ from praxis_tools.explain.explain_page import ExplainedStep, in_notebook, page
 from praxis_tools.plan.job_on_topology import planned_partitioner, step_specs
 from praxis_tools.plan.plan_text import decoding_table, figures, plan_text
 from praxis_tools.plan.predict import plan_step
-from praxis_tools.plan.residuals import corrected, read_residuals
+from praxis_tools.plan.residuals import apply_residuals, read_residuals
 from praxis_tools.plan.step_plan import EXPERT_LOAD, StepPlan
 from praxis_tools.plan.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The predicted steps of an experiment on devices that need not exist.
+    """Predictions for the steps of an experiment on devices that need not be attached.
 
-    `print` shows what --mode=plan prints; a notebook draws what each device stores and sends.
+    `print(plan)` shows the output of --mode=plan. Notebooks display the HTML page, which shows what
+    each device stores and sends.
 
     Attributes:
-      experiment: its full name.
-      topology: the devices.
-      mesh: the mesh of these devices.
-      layout: shapes, specs and bytes per device of each array of the train state.
-      warnings: sentences about the layout.
-      steps: the predictions, in the requested order: seconds, bytes and shares of the peak.
-      drawn: the steps that compiled, as the page draws them.
-      text: what --mode=plan prints.
+      experiment: Full name of the experiment.
+      topology: Devices that the steps were planned for.
+      mesh: Mesh of these devices.
+      layout: Shape, spec and bytes per device of each array of the train state.
+      warnings: Warnings about the layout, such as large replicated weights.
+      steps: Plan of each step, in the requested order.
+      drawn: Steps that compiled, in the form that the HTML page shows.
+      text: Output of --mode=plan.
     """
 
     experiment: str
@@ -65,16 +66,16 @@ class Plan:
         return all(step.fits for step in self.steps)
 
     def page(self) -> str:
-        """Returns the page of --html, a self-contained HTML page without network requests."""
+        """Returns the HTML page that --html writes. It is self-contained and works offline."""
         return page(self.experiment, self.mesh, self.layout, self.warnings, self.drawn)
 
     def json_text(self) -> str:
-        """Returns the file that --json writes."""
+        """Returns the contents of the file that --json writes."""
         first, *others = (step.to_json() for step in self.steps)
         return json.dumps(first | {"other_steps": others}, indent=1) + "\n"
 
     def require_fit(self) -> None:
-        """Raises ConfigError if a step does not fit, which names the step and what to change."""
+        """Raises a ConfigError with advice if a step does not fit in a device's memory."""
         for step in self.steps:
             if not step.fits:
                 raise ConfigError(
@@ -86,13 +87,14 @@ class Plan:
 
 @contextlib.contextmanager
 def compiling_for(topology: Topology) -> Iterator[None]:
-    """Configures JAX's compilation cache for compiling a topology's programs."""
+    """Enables JAX's compilation cache for CPU and GPU programs; disables it for TPU programs."""
     if topology.compiled_for != "tpu":
         use_compilation_cache()
         yield
         return
     before = jax.config.jax_enable_compilation_cache
-    # JAX (0.10 to 0.12) cannot load a cached program for absent devices, and warns.
+    # JAX (0.10 to 0.12) warns that it cannot load cached programs for devices that are not
+    # attached.
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield
@@ -106,23 +108,28 @@ def plan_job(
     batch_sizes: Sequence[int] = (), residuals: Path | None = None,
     expert_load: float = EXPERT_LOAD,
 ) -> Plan:
-    """Returns the plan of a job's steps, whether they fit or not.
+    """Compiles the steps of a job for a topology and returns their plan.
+
+    Steps that do not fit are also part of the plan; see `Plan.require_fit`.
 
     Args:
-      steps: "train", "eval" or "decode".
-      print_text: called with each part of the text as soon as it is known, without its last line
-        break.
-      experiment: its full name.
-      batch_sizes: numbers of prompts, for a plan of "decode" each; empty: the batch size of the
-        job's first dataset.
-      residuals: the file of residuals that correct the seconds; None: no correction.
-      expert_load: see StepPlan.
+      job: The job to plan.
+      topology: Devices to plan for.
+      steps: Names of the steps: "train", "eval" or "decode".
+      print_text: Function called with each part of the text once it is known, without the final
+        newline.
+      experiment: Full name of the experiment.
+      batch_sizes: Numbers of prompts; the "decode" step is planned for each. If empty, the batch
+        size of the job's first decode dataset is used.
+      residuals: Path of a file with residuals, which correct the step times; None for no
+        correction.
+      expert_load: See `StepPlan.expert_load`.
 
     Raises:
-      ConfigError: the mesh does not fill the topology, there is no dataset for a step, or the
+      ConfigError: The mesh does not fill the topology, there is no dataset for a step, or the
         residuals file is damaged.
     """
-    earlier = read_residuals(residuals) if residuals is not None else []
+    previous_residuals = read_residuals(residuals) if residuals is not None else []
     texts: list[str] = []
 
     def add(text: str) -> None:
@@ -131,8 +138,9 @@ def plan_job(
 
     partitioner = planned_partitioner(job, topology)
     mesh, layout = partitioner.mesh, partitioner.layout
-    where = f"{mesh_text(mesh.shape)} on {topology.name}"
-    add(f"{where}: {mesh.size} devices, none of them needed here")
+    add(
+        f"{mesh_text(mesh.shape)} on {topology.name}: {mesh.size} devices, none of them needed here"
+    )
     print_compiler_options(partitioner)
     warnings = layout_warnings(layout)
     for warning in warnings:
@@ -144,12 +152,12 @@ def plan_job(
         with compiling_for(topology), explained_warnings(add):
             plan = plan_step(partitioner, step, spec, topology)
         plan = dataclasses.replace(plan, expert_load=expert_load)
-        plan = corrected(plan, topology.chip.name, mesh.shape, residuals, earlier)
+        plan = apply_residuals(plan, topology.chip.name, mesh.shape, residuals, previous_residuals)
         add(plan_text(plan))
         if plan.compiled is not None:
             explained = explained_step(partitioner, step, name, spec, plan.compiled)
             drawn.append(dataclasses.replace(explained, figures=figures(plan)))
-        # The compiled program is large, and no longer needed.
+        # Drop the compiled program to free its memory.
         plans.append(dataclasses.replace(plan, compiled=None))
     if len(decoded := [plan for plan in plans if plan.step == "decode"]) > 1:
         add("\n" + decoding_table(decoded))

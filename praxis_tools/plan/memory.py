@@ -1,4 +1,4 @@
-"""The parts of a device's memory in a step, and what to change if the step does not fit."""
+"""Divides the memory of a step into parts, and advises on steps that do not fit."""
 
 import dataclasses
 import math
@@ -15,17 +15,20 @@ from praxis_tools.explain.hlo_text import arrays_of, callees, op_name_of, parse,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on a device in a step.
+    """The memory of a step on one device, in bytes.
 
     Attributes:
-      peak: arguments + outputs - donated + temporaries, as the compiler plans them.
-      weights, slots: of the state, with padding; moving averages of weights count as slots.
-      batch: all other arguments.
-      gradients, activations: of scanned layers: arrays that the loop of the backward pass fills,
-        and those that the forward pass saves for it. Those of other layers are temporaries.
-      temporaries: everything else.
-      padding: the padding within weights and slots.
-      host: bytes in host memory (offloaded state and activations), not part of `peak`.
+      peak: arguments + outputs - donated + temporaries, according to the compiler.
+      weights: Weights of the train state, including padding.
+      slots: Optimizer slots and moving averages of weights, including padding.
+      batch: All other arguments.
+      gradients: Gradients of scanned layers, that is, arrays that the backward loop fills. The
+        gradients of other layers are part of `temporaries`.
+      activations: Activations of scanned layers that the forward pass saves for the backward pass.
+        The activations of other layers are part of `temporaries`.
+      temporaries: Everything else.
+      padding: The padding within weights and slots.
+      host: Bytes in host memory (offloaded state and activations), which are not part of `peak`.
     """
 
     peak: int
@@ -39,7 +42,7 @@ class Memory:
     host: int = 0
 
     def table(self) -> str:
-        """Returns a line per part, the largest first, then padding and host memory."""
+        """Returns a text table with the parts in decreasing size, then padding and host memory."""
         parts = {
             "weights": self.weights, "optimizer slots": self.slots, "batch": self.batch,
             "gradients of scanned layers": self.gradients,
@@ -60,13 +63,17 @@ class Memory:
         return "\n".join(lines)
 
 
-def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step: Step) -> Memory:
-    """Divides the memory that the compiler plans for a step into its parts.
+def memory_breakdown(
+    layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step: Step
+) -> Memory:
+    """Divides the memory that the compiler plans for a step into parts.
 
     Args:
-      layout: the layout of the train state, which a training step takes. Other steps take weights
-        only, in the step's own layout.
-      text: the compiled step.
+      layout: Layout of the train state, the argument of a training step. Other steps take weights
+        only, whose layout is `step.layout`.
+      planned: The compiler's totals, in bytes per device.
+      text: HLO text of the compiled step.
+      step: The step.
     """
     leaves = layout.leaves() if step.trains else step.layout.leaves()
     leaves = [leaf for leaf in leaves if not (leaf.is_on_host and planned.host)]
@@ -77,24 +84,27 @@ def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step
         else:
             weights += leaf.bytes_per_device
     padding = sum(leaf.bytes_per_device * leaf.padding_share for leaf in leaves)
-    gradients, activations = bytes_of_stacks(text) if step.trains else (0, 0)
+    gradients, activations = stacked_array_bytes(text) if step.trains else (0, 0)
     batch = max(0, planned.arguments - weights - slots)
-    rest = planned.peak - weights - slots - batch
-    # Arrays can share buffers, so the sum over stacks may exceed the memory that is left.
-    activations = min(activations, max(0, rest))
-    gradients = min(gradients, max(0, rest - activations))
+    remaining = planned.peak - weights - slots - batch
+    # Arrays can share buffers, so the stacked arrays may sum to more than the remaining memory.
+    activations = min(activations, max(0, remaining))
+    gradients = min(gradients, max(0, remaining - activations))
     return Memory(
         peak=planned.peak, weights=weights, slots=slots, batch=batch, gradients=gradients,
-        activations=activations, temporaries=max(0, rest - gradients - activations),
+        activations=activations, temporaries=max(0, remaining - gradients - activations),
         padding=int(padding), host=planned.host,
     )
 
 
-def bytes_of_stacks(text: str) -> tuple[int, int]:
-    """Returns the bytes of stacked arrays, one entry per layer, that loops over layers fill.
+def stacked_array_bytes(text: str) -> tuple[int, int]:
+    """Returns the bytes of arrays that loops over layers fill with one entry per layer.
+
+    Args:
+      text: HLO text of a compiled training step.
 
     Returns:
-      Bytes filled by backward loops (gradients), and by forward loops (saved activations).
+      (gradients, activations): Bytes that backward loops fill, and bytes that forward loops fill.
     """
     program = parse(text)
     entry = program.computations[program.entry]
@@ -107,7 +117,8 @@ def bytes_of_stacks(text: str) -> tuple[int, int]:
         root = root_of(body)
         if not trips or root.opcode != "tuple":
             continue
-        # A majority of names decides: with several slices XLA drops the name of the loop itself.
+        # The majority of the names in the body decides, since XLA drops the name of the loop
+        # itself if there are several slices.
         names = [name for instruction in body.values() if (name := op_name_of(instruction))]
         is_backward = 2 * sum("transpose(" in name for name in names) > len(names)
         filled = 0
@@ -117,7 +128,7 @@ def bytes_of_stacks(text: str) -> tuple[int, int]:
                 f"index={index}," in output.attributes + ","
             )
             arrays = arrays_of(output.shape)
-            # With several slices XLA peels off the last iteration of the loop.
+            # With several slices, XLA peels off the last iteration of the loop.
             if not is_unchanged and arrays and arrays[0].dims[:1] in ((trips,), (trips + 1,)):
                 filled += sum(array.bytes for array in arrays)
         if is_backward:
@@ -127,10 +138,11 @@ def bytes_of_stacks(text: str) -> tuple[int, int]:
     return gradients, activations
 
 
-def out_of_memory(error: Exception) -> tuple[int, str] | None:
-    """Returns the bytes per device that an out-of-memory error asks for, and its message.
+def parse_out_of_memory(error: Exception) -> tuple[int, str] | None:
+    """Parses the error that XLA raises if a program does not fit in memory.
 
-    Returns None for any other error.
+    Returns:
+      (bytes needed per device, first line of the message), or None for any other error.
     """
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
@@ -143,12 +155,13 @@ def out_of_memory(error: Exception) -> tuple[int, str] | None:
     return (int(max(sizes)) if sizes else 0), first[:300]
 
 
-def what_to_change(memory: Memory | None, layout: StateLayout, available: int) -> str:
-    """Returns advice for a step that does not fit, about the largest part of its memory first.
+def memory_advice(memory: Memory | None, layout: StateLayout, available: int) -> str:
+    """Returns advice on how to make a step fit, starting with the largest part of its memory.
 
     Args:
-      memory: None if the compiler ran out of memory.
-      available: bytes of a device.
+      memory: Memory of the step; None if the compiler ran out of memory.
+      layout: Layout of the train state.
+      available: Memory of a device, in bytes.
     """
     num_devices = math.prod(layout.axis_sizes.values())
     bytes_by_kind = bytes_per_device(layout)
@@ -158,21 +171,20 @@ def what_to_change(memory: Memory | None, layout: StateLayout, available: int) -
     if state > available / 2:
         factor = -(-2 * state // available)
         changes.append(
-            f"a mesh of at least {factor * num_devices} devices, over which a preset such as fsdp "
-            "splits weights and slots"
+            f"a mesh of at least {factor * num_devices} devices with weights and slots split over "
+            "it, for instance by the preset fsdp"
         )
         if slots > state / 2:
             changes.append(
-                "slots split over the axes that hold copies (Learner.slot_mesh_axes, ZeRO-1), "
-                "slots on the host (Learner.host_slots), or smaller ones (adafactor, "
-                "low_precision_slots)"
+                "optimizer slots: split over the axes that replicate weights "
+                "(Learner.slot_mesh_axes, ZeRO-1), in host memory (Learner.host_slots), or smaller "
+                "(adafactor, low_precision_slots)"
             )
     activations = memory.activations + memory.temporaries if memory else 0
-    for_activations = [
-        "checkpoint_policy='save_nothing' of the stack, or {'iteration_input': 'offload'}",
-        "micro-batches (Learner.gradient_accumulation_steps)", "fewer rows per device",
-        "a softmax in chunks (softmax chunk_size)",
-    ]
     if memory is None or activations > available / 4 or not changes:
-        changes += for_activations
+        changes += [
+            "checkpoint_policy='save_nothing' of the stack, or {'iteration_input': 'offload'}",
+            "micro-batches (Learner.gradient_accumulation_steps)", "fewer rows per device",
+            "a chunked softmax (softmax chunk_size)",
+        ]
     return "Change one of: " + "; ".join(changes) + "."

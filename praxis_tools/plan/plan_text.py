@@ -1,4 +1,4 @@
-"""Formats a plan as text: its figures, memory, and a table of collectives."""
+"""Formats a plan as text: predicted time, memory, and a table of collectives."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from praxis_tools.plan.decoding import Decoding
 from praxis_tools.plan.schedule.timeline import Timeline, Transfer
 from praxis_tools.plan.step_plan import StepPlan
 
-_MAX_LAYERS = 12  # Per kind of collective, in the table.
+_MAX_LAYERS = 12  # Number of layers that the table lists per kind of collective.
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns '12.9 s', '47.3 ms' or '310 us'."""
+    """Formats a duration, for example '12.9 s', '47.3 ms' or '310 us'."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:#.3g}".rstrip(".") + f" {unit}"
@@ -20,11 +20,11 @@ def seconds_text(seconds: float) -> str:
 
 
 def figures(plan: StepPlan) -> list[tuple[str, str]]:
-    """Returns the figures of a step's plan as (name, value) lines."""
+    """Returns the time and memory of a step's plan as (name, value) pairs."""
     share = plan.peak_bytes_per_device / plan.hbm_bytes_per_device
     room = plan.hbm_bytes_per_device - plan.peak_bytes_per_device
     spare = f"{format_bytes(room)} to spare" if room >= 0 else f"{format_bytes(-room)} too much"
-    result = [
+    pairs = [
         ("fits", f"{'yes' if plan.fits else 'NO'}: {format_bytes(plan.peak_bytes_per_device)} of "
          f"{format_bytes(plan.hbm_bytes_per_device)} ({share:.0%}), {spare}"),
     ]
@@ -39,11 +39,11 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             f"HFU {plan.hfu:.1%}"
         )
         name = "step" if plan.decoding is None else "token"
-        result.append((name, f"{seconds_text(plan.step_seconds)}{speed}"))
+        pairs.append((name, f"{seconds_text(plan.step_seconds)}{speed}"))
         if plan.correction is not None:
             corrected = seconds_text(plan.correction.seconds)
-            result.append(("corrected", f"{corrected}: {plan.correction}"))
-        result += [
+            pairs.append(("corrected", f"{corrected}: {plan.correction}"))
+        pairs += [
             ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
              f"{seconds_text(plan.memory_seconds)} in other work, "
              f"{seconds_text(plan.exposed_seconds)} waiting for collectives, which take "
@@ -53,46 +53,46 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
         ]
         if plan.expert_turn_seconds is not None:
             turns = f"{plan.expert_turns} turn{'s' if plan.expert_turns > 1 else ''}"
-            result.append(
+            pairs.append(
                 ("experts", f"{seconds_text(plan.step_seconds)} is with even loads, in one turn of "
                  f"{seconds_text(plan.expert_turn_seconds)}; with a load of {plan.expert_load:g} "
                  f"times the even one {turns}, {seconds_text(plan.uneven_seconds)} at most")
             )
         if plan.host_bytes:
-            result.append(
+            pairs.append(
                 ("host", f"{format_bytes(plan.host_bytes)} to and from its memory per device, "
                  f"{seconds_text(plan.host_seconds)} over the link, of which "
                  f"{seconds_text(plan.host_exposed_seconds)} is waited for")
             )
     if plan.decoding is not None:
-        result += _decoding_figures(plan.decoding)
+        pairs += _decoding_figures(plan.decoding)
     if plan.bubble_share is not None:
-        result.append(
+        pairs.append(
             ("pipeline", f"its stages idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
         )
-    result += [("compiled", f"in {plan.compile_seconds:.0f} s")]
-    return result
+    pairs += [("compiled", f"in {plan.compile_seconds:.0f} s")]
+    return pairs
 
 
 def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
-    result = [
+    pairs = [
         ("first", f"token of {decoding.rows:,} rows after "
          f"{seconds_text(decoding.first_token_seconds)}, from prompts of "
          f"{decoding.prompt_length:,} tokens; then {decoding.tokens_per_second:,.0f} tokens per "
          "second of all devices"),
     ]
     if decoding.limit_seconds is not None:
-        result.append(
+        pairs.append(
             ("limit", f"{seconds_text(decoding.limit_seconds)} to read "
              f"{format_bytes(decoding.weight_bytes)} of weights and "
              f"{format_bytes(decoding.cache_bytes)} of cache on each device, "
              f"{decoding.share_of_limit:.0%} of the token's time")
         )
-    return result
+    return pairs
 
 
 def decoding_table(plans: Sequence[StepPlan]) -> str:
-    """Returns a line per decoding plan: its batch, seconds, speed and share of the limit."""
+    """Returns a text table that compares decoding plans, with one line per batch size."""
     rows: list[Sequence[str]] = [
         ("batch", "token", "limit", "of it", "tokens/s", "per device", "first token", "GiB",
          "fits")
@@ -100,7 +100,7 @@ def decoding_table(plans: Sequence[StepPlan]) -> str:
     for plan in plans:
         decoding, gib = plan.decoding, f"{plan.peak_bytes_per_device / 2**30:.2f}"
         fits = "yes" if plan.fits else "NO"
-        if decoding is None:  # It did not compile.
+        if decoding is None:  # The step did not compile.
             rows.append((*"-" * 7, gib, fits))
             continue
         has_limit = decoding.limit_seconds is not None
@@ -115,7 +115,7 @@ def decoding_table(plans: Sequence[StepPlan]) -> str:
 
 
 def plan_text(plan: StepPlan) -> str:
-    """Returns the text of a step's plan: figures, parts of the memory, collectives, notes."""
+    """Formats the plan of a step: time, memory, collectives and notes."""
     lines = [f"{name:<10}{value}" for name, value in figures(plan)]
     if plan.memory is not None:
         lines += ["", "memory per device", plan.memory.table()]
@@ -128,7 +128,7 @@ def plan_text(plan: StepPlan) -> str:
 
 
 def _transfers_table(timeline: Timeline) -> str:
-    """Returns a table of collectives and host copies, by kind and axes, with the slowest layers."""
+    """Returns a table of collectives and host copies by kind and axes, with the slowest layers."""
     transfers = [*timeline.collectives.values(), *timeline.host_copies.values()]
     if not transfers:
         return "no collectives"
@@ -136,16 +136,16 @@ def _transfers_table(timeline: Timeline) -> str:
     groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
     for transfer in transfers:
         groups.setdefault((transfer.kind, transfer.axes), []).append(transfer)
-    by_seconds = sorted(groups.items(), key=lambda item: -sum(x.seconds for x in item[1]))
-    for (kind, axes), group in by_seconds:
+    slowest_groups = sorted(groups.items(), key=lambda item: -sum(x.seconds for x in item[1]))
+    for (kind, axes), group in slowest_groups:
         axes_text = "+".join(axes) or "-"
         if any(transfer.crosses for transfer in group):
             axes_text += " (between slices)"
         rows.append((kind, axes_text, *_cells(group)))
-        slowest = sorted(group, key=lambda transfer: -transfer.seconds)
-        rows += [(f"  {x.layer}", "", *_cells([x])) for x in slowest[:_MAX_LAYERS]]
-        if rest := slowest[_MAX_LAYERS:]:
-            rows.append((f"  {len(rest)} more layers", "", *_cells(rest)))
+        slowest_layers = sorted(group, key=lambda transfer: -transfer.seconds)
+        rows += [(f"  {x.layer}", "", *_cells([x])) for x in slowest_layers[:_MAX_LAYERS]]
+        if remaining := slowest_layers[_MAX_LAYERS:]:
+            rows.append((f"  {len(remaining)} more layers", "", *_cells(remaining)))
     return "\n".join(table_lines(rows, right=range(2, len(rows[0]))))
 
 

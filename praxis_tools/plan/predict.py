@@ -1,4 +1,4 @@
-"""Compiles a step for a topology and predicts its memory, traffic and seconds."""
+"""Compiles a step for a topology and predicts its memory, communication and time."""
 
 import math
 import tempfile
@@ -17,9 +17,9 @@ from praxis_lite.core.xla_workarounds.mended_products import mended
 from praxis_tools.explain import hlo
 from praxis_tools.explain.hlo_text import parse
 from praxis_tools.plan.costs import FITTED, Efficiencies
-from praxis_tools.plan.decoding import decoding_of, loop_over_tokens
+from praxis_tools.plan.decoding import predict_decoding, token_loop_body
 from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
-from praxis_tools.plan.memory import memory_of, out_of_memory, what_to_change
+from praxis_tools.plan.memory import memory_advice, memory_breakdown, parse_out_of_memory
 from praxis_tools.plan.schedule.schedule import schedule
 from praxis_tools.plan.search.formulas import bubble_share
 from praxis_tools.plan.step_plan import StepPlan
@@ -31,29 +31,33 @@ PyTree = Any
 def plan_step(
     partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology
 ) -> StepPlan:
-    """Compiles a step and returns its plan, also if the compiler runs out of memory.
+    """Compiles a step and returns its plan.
+
+    If the compiler runs out of memory, the plan only has the memory needed and advice.
 
     Args:
-      step: a step of the partitioner.
-      element_spec: shapes and types of a global batch.
+      partitioner: Partitioner on the mesh of the topology's devices.
+      step: A step of the partitioner.
+      element_spec: Shapes and types of a global batch.
+      topology: Devices to compile for.
 
     Raises:
-      ConfigError: a layer or the task raised it while the step was traced.
+      ConfigError: A layer or the task raised it while the step was traced.
     """
     chip, start = topology.chip, time.monotonic()
     lowered = mended(step.lower(element_spec), partitioner.mesh)
     try:
-        compiled = compiled_readably(lowered, topology)
+        compiled = compile_with_text(lowered, topology)
     except jax.errors.JaxRuntimeError as error:
-        needed = out_of_memory(error)
-        if needed is None:
+        out_of_memory = parse_out_of_memory(error)
+        if out_of_memory is None:
             raise
-        num_bytes, message = needed
+        num_bytes, message = out_of_memory
         return StepPlan(
-            **_common(partitioner, step, element_spec, topology), fits=False,
+            **_basic_fields(partitioner, step, element_spec, topology), fits=False,
             peak_bytes_per_device=max(num_bytes, chip.hbm_bytes + 1),
             compile_seconds=time.monotonic() - start, notes=(f"the compiler: {message}",),
-            why_not=what_to_change(None, partitioner.layout, chip.hbm_bytes),
+            why_not=memory_advice(None, partitioner.layout, chip.hbm_bytes),
         )
     return plan_of_compiled(
         partitioner, step, element_spec, topology, compiled, time.monotonic() - start
@@ -67,34 +71,39 @@ def plan_of_compiled(
     """Returns the plan of a step that is already compiled for the topology's devices."""
     layout, mesh, chip = partitioner.layout, partitioner.mesh, topology.chip
     text = compiled.as_text()
-    memory = memory_of(layout, hlo.memory_per_device(compiled), text, step)
+    memory = memory_breakdown(layout, hlo.memory_per_device(compiled), text, step)
     fits = memory.peak <= chip.hbm_bytes
-    physical = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), topology)
+    device_positions = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), topology)
     has_decoder = step is partitioner.decode_step and partitioner.task.decoder is not None
-    loop = loop_over_tokens(parse(text)) if has_decoder else None
-    fields = predicted_fields(text, topology, physical, num_units(element_spec), loop_body=loop)
+    loop = token_loop_body(parse(text)) if has_decoder else None
+    fields = predicted_fields(
+        text, topology, device_positions, num_units(element_spec), loop_body=loop
+    )
     if loop is not None:
-        first = schedule(text, chip, physical, skipped_loop=loop).seconds
-        decoding = decoding_of(partitioner, element_spec, chip, fields["step_seconds"], first)
+        prefill_seconds = schedule(text, chip, device_positions, skipped_loop=loop).seconds
+        decoding = predict_decoding(
+            partitioner, element_spec, chip, fields["step_seconds"], prefill_seconds
+        )
         per_device = decoding.tokens_per_second / mesh.size
         fields |= {"decoding": decoding, "tokens_per_second": per_device, "unit": "tokens"}
     bubbles = None
     if step is not partitioner.decode_step:
         bubbles = bubble_share(partitioner.task.model, num_rows_of(element_spec))
     return StepPlan(
-        **_common(partitioner, step, element_spec, topology) | fields, fits=fits,
+        **_basic_fields(partitioner, step, element_spec, topology) | fields, fits=fits,
         peak_bytes_per_device=memory.peak, compile_seconds=compile_seconds, memory=memory,
         compiled=compiled, bubble_share=bubbles,
-        why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
+        why_not="" if fits else memory_advice(memory, layout, chip.hbm_bytes),
     )
 
 
-def _common(
+def _basic_fields(
     partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology
 ) -> dict[str, Any]:
+    """Returns the fields of a StepPlan that are known without compiling the step."""
     unit = partitioner.task.weight_unit
     if unit == "examples" and len(getattr(_weights(element_spec), "shape", ())) > 1:
-        unit = "tokens"  # A custom loss with a weight per token.
+        unit = "tokens"  # A custom loss that weights each token.
     return {
         "step": step.kind, "topology": topology.name, "num_devices": partitioner.mesh.size,
         "hbm_bytes_per_device": topology.chip.hbm_bytes,
@@ -107,18 +116,23 @@ def predicted_fields(
     text: str, topology: Topology, mesh: PhysicalMesh, num_units: float,
     efficiencies: Efficiencies = FITTED, loop_body: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the fields of a StepPlan that follow from a program's text.
+    """Simulates a program and returns the fields of a StepPlan that follow from its text.
 
     Args:
-      num_units: tokens, or rows, of a global batch.
-      loop_body: body of a loop (decoding); one iteration of it then counts as the step.
+      text: HLO text of the compiled program.
+      topology: Devices that the program was compiled for.
+      mesh: Positions of the mesh's devices in the topology.
+      num_units: Number of tokens, or rows, in a global batch.
+      efficiencies: Fractions of the chip's peak rates that programs reach.
+      loop_body: Name of a loop's body (decoding). One iteration of the loop then counts as the
+        step.
     """
     chip, num_devices = topology.chip, len(topology.devices)
     timeline = schedule(text, chip, mesh, efficiencies, loop_body=loop_body)
     low, middle, high = (efficiencies.step_seconds + timeline.seconds,) * 3
     notes = []
     if topology.compiled_for == "tpu":
-        # The text does not show whether a permute uses the links of both directions.
+        # The text does not tell whether a permute uses one link or both. `high` assumes one.
         low = efficiencies.step_seconds + schedule(
             text, chip, mesh, efficiencies, both_links=True, loop_body=loop_body
         ).seconds
@@ -126,25 +140,26 @@ def predicted_fields(
         low, middle, high = low * slowdown, middle * slowdown, high * slowdown
     elif topology.compiled_for == "gpu":
         notes.append(
-            "of GPUs no efficiency is fitted: 60% of the peak and 80% of the network are guesses"
+            "the efficiencies for GPUs are not fitted: 60% of the peak and 80% of the network "
+            "bandwidth are guesses"
         )
     elif chip.name != "cpu":
         work = timeline.compute_seconds + timeline.memory_seconds
         low = max(work, timeline.collective_seconds)
         middle = (low + timeline.seconds) / 2
         notes.append(
-            f"modelled, not compiled: flops, bytes and collectives are those of the program that "
-            f"XLA makes for {num_devices} CPU devices (reduce-scatters are all-reduces there, and "
-            f"attention is no fused kernel); {chip.name} fills in the speeds. The range goes from "
-            "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
-            "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
+            "modelled, not compiled: flops, bytes and collectives are from the program that XLA "
+            f"compiles for {num_devices} CPU devices (with all-reduces instead of reduce-scatters, "
+            f"and without fused attention kernels), speeds are those of {chip.name}. The range is "
+            "from all collectives overlapped to none. To compile for the GPU, install JAX's CUDA "
+            "plugin in jax's version: pip install jax-cuda12-plugin jax-cuda12-pjrt"
         )
-    notes += chip.notes_of_types(timeline.flops_by_type)
+    notes += chip.narrow_type_notes(timeline.flops_by_type)
     if timeline.unknown_kernels:
         names = ", ".join(sorted(timeline.unknown_kernels)[:3])
-        notes.append(f"kernels that the plan knows nothing of count as no time: {names}")
+        notes.append(f"kernels of unknown cost count as zero seconds: {names}")
     spread, peak = efficiencies.spread, chip.peak()
-    useful = timeline.flops - timeline.recomputed_flops
+    model_flops = timeline.flops - timeline.recomputed_flops
     return {
         "step_seconds": middle,
         "step_seconds_low": low / (1 + spread),
@@ -158,7 +173,7 @@ def predicted_fields(
         "host_exposed_seconds": timeline.exposed_host_copy_seconds,
         "flops_per_device": timeline.flops,
         "recomputed_flops": timeline.recomputed_flops,
-        "mfu": useful / (middle * peak),
+        "mfu": model_flops / (middle * peak),
         "hfu": timeline.flops / (middle * peak),
         "tokens_per_second": num_units / num_devices / middle,
         "expert_turn_seconds": timeline.expert_turn_seconds or None,
@@ -168,7 +183,7 @@ def predicted_fields(
 
 
 def num_parameters(layout: StateLayout) -> int:
-    """Returns the number of a model's parameters, without padding."""
+    """Returns the number of parameters of a model, not counting padding."""
     leaves = whole_layout(layout).leaves()
     return sum(
         math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/params")
@@ -176,7 +191,7 @@ def num_parameters(layout: StateLayout) -> int:
 
 
 def num_units(element_spec: PyTree) -> int:
-    """Returns the number of tokens in a batch (elements of `weights`), or else of rows."""
+    """Returns the number of tokens in a batch, or of rows if the batch has no `weights`."""
     weights = _weights(element_spec)
     return num_rows_of(element_spec) if weights is None else math.prod(weights.shape)
 
@@ -186,7 +201,7 @@ def _weights(element_spec: PyTree) -> Any:
 
 
 class _CompiledWithText:
-    """A compiled step whose text comes from the compiler's own files."""
+    """A compiled step whose HLO text was read from a file that the compiler dumped."""
 
     def __init__(self, compiled: jax.stages.Compiled, text: str):
         self._compiled, self._text = compiled, text
@@ -198,11 +213,11 @@ class _CompiledWithText:
         return getattr(self._compiled, name)
 
 
-def compiled_readably(lowered: Any, topology: Topology) -> Any:
-    """Compiles a step so that `as_text` works, also for programs that XLA cannot parse itself.
+def compile_with_text(lowered: Any, topology: Topology) -> Any:
+    """Compiles a step and makes sure that `as_text` of the result works.
 
-    Those are programs with collectives on SparseCores, as on TPU7x. Their text is taken from the
-    files that the compiler dumps.
+    For programs with collectives on SparseCores (TPU7x), `Compiled.as_text` fails because XLA
+    cannot parse its own output. Their text is read from the files that the compiler dumps.
     """
     if topology.chip.name not in PLANNING_OPTIONS:
         return lowered.compile()
@@ -211,7 +226,7 @@ def compiled_readably(lowered: Any, topology: Topology) -> Any:
         try:
             compiled.as_text()
         except jax.errors.JaxRuntimeError:
-            texts = Path(folder).glob("*.after_codegen.txt")
-            largest = max(texts, key=lambda path: path.stat().st_size)
+            dumps = Path(folder).glob("*.after_codegen.txt")
+            largest = max(dumps, key=lambda path: path.stat().st_size)
             return _CompiledWithText(compiled, largest.read_text("utf-8"))
     return compiled

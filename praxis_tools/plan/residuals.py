@@ -1,4 +1,4 @@
-"""Residuals, the measured over predicted seconds of steps, which correct later plans."""
+"""Corrects plans by residuals: ratios of measured to predicted step times from earlier runs."""
 
 import dataclasses
 import json
@@ -15,16 +15,17 @@ from praxis_tools.plan.step_plan import Correction, StepPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residual:
-    """The measured and the predicted seconds of a step: a line of a residuals file.
+    """The measured and the predicted time of a step, stored as one line of a residuals file.
 
     Attributes:
-      chip: a name in praxis_tools/plan/chips.py.
+      chip: Name of the chip in praxis_tools/plan/chips.py.
       step: "train", "eval" or "decode".
-      axis_sizes: devices along each mesh axis.
-      flops_per_device: the step's matmul flops, which identify the model and batch size.
-      predicted_seconds, measured_seconds: seconds of a step.
-      source: "--measure" or "profile", for human readers.
-      jax: version of JAX, for human readers.
+      axis_sizes: Number of devices along each mesh axis.
+      flops_per_device: Matmul flops of the step, which identify the model and batch size.
+      predicted_seconds: Predicted time of one step.
+      measured_seconds: Measured time of one step.
+      source: "--measure" or "profile"; informational.
+      jax: JAX version; informational.
     """
 
     chip: str
@@ -38,74 +39,81 @@ class Residual:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted seconds."""
+        """Measured time divided by predicted time."""
         return self.measured_seconds / self.predicted_seconds
 
 
 def append_residual(file: Path, residual: Residual) -> None:
-    """Appends a residual to a file, which is created if it does not exist.
+    """Appends a residual to a file. Creates the file if it does not exist.
 
     Raises:
-      ConfigError: the file cannot be written.
+      ConfigError: The file cannot be written.
     """
     try:
         with opened_to_append(file) as stream:
             stream.write(json.dumps(dataclasses.asdict(residual)) + "\n")
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be written ({error.strerror or error}). Name another file with "
-            "--residuals."
+            f"Cannot write {file}: {error.strerror or error}. Choose another file with --residuals."
         ) from None
 
 
 def read_residuals(file: Path) -> list[Residual]:
-    """Returns the residuals in a file; none if the file does not exist.
+    """Reads the residuals in a file. Returns an empty list if the file does not exist.
 
     Raises:
-      ConfigError: a line is not a valid residual; names file and line.
+      ConfigError: A line is not a valid residual. The message has the file and line number.
     """
     return [
-        _parsed(line, f"{file}, line {number}")
+        _parse(line, f"{file}, line {number}")
         for number, line in enumerate(lines_of(file), start=1)
     ]
 
 
-def _parsed(line: str, where: str) -> Residual:
+def _parse(line: str, location: str) -> Residual:
     try:
         residual = Residual(**parse_json(line))
         if not (residual.predicted_seconds > 0 and residual.measured_seconds > 0):
             raise ValueError("its seconds are not positive")
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{where} is not a residual of a plan ({error}). Remove the line, or name another file "
+            f"{location}: not a valid residual ({error}). Remove the line, or choose another file "
             "with --residuals."
         ) from None
     return residual
 
 
-def corrected(
+def apply_residuals(
     plan: StepPlan, chip: str, axis_sizes: Mapping[str, int], file: Path | None,
     residuals: Sequence[Residual],
 ) -> StepPlan:
-    """Returns the plan with a correction, if residuals exist for its chip and kind of step.
+    """Returns the plan with a correction by the median ratio of measured to predicted time.
 
-    Residuals of this very step are used, or if there are none, those of other steps.
+    The median is over the residuals of the same step if there are any, and otherwise over those of
+    other steps of the same kind on the same chip. Without either, the plan is returned unchanged.
 
     Args:
-      file: where the residuals are from.
+      plan: The plan of a step.
+      chip: Name of the chip that the plan is for.
+      axis_sizes: Number of devices along each mesh axis.
+      file: The file that contains the residuals; only used in the plan's text.
+      residuals: The residuals of earlier runs.
     """
     if plan.step_seconds is None:
         return plan
-    similar = [item for item in residuals if (item.chip, item.step) == (chip, plan.step)]
-    same = [
-        item for item in similar
-        if (item.axis_sizes, item.flops_per_device) == (dict(axis_sizes), plan.flops_per_device)
+    same_kind = [
+        residual for residual in residuals if (residual.chip, residual.step) == (chip, plan.step)
     ]
-    chosen = same or similar
+    same_step = [
+        residual for residual in same_kind
+        if residual.axis_sizes == dict(axis_sizes)
+        and residual.flops_per_device == plan.flops_per_device
+    ]
+    chosen = same_step or same_kind
     if not chosen:
         return plan
-    ratio = statistics.median(item.ratio for item in chosen)
+    ratio = statistics.median(residual.ratio for residual in chosen)
     return dataclasses.replace(plan, correction=Correction(
-        seconds=plan.step_seconds * ratio, ratio=ratio, count=len(chosen), is_of_step=bool(same),
-        chip=chip, file=str(file),
+        seconds=plan.step_seconds * ratio, ratio=ratio, count=len(chosen),
+        is_of_step=bool(same_step), chip=chip, file=str(file),
     ))

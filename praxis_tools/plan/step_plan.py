@@ -1,4 +1,4 @@
-"""The plan of a step: its memory and seconds, and their JSON form."""
+"""The plan of a step: its predicted memory and time, and their JSON format."""
 
 import dataclasses
 import math
@@ -11,19 +11,21 @@ from praxis_tools.plan.decoding import Decoding
 from praxis_tools.plan.memory import Memory
 from praxis_tools.plan.schedule.timeline import Timeline, Transfer
 
-EXPERT_LOAD = 2.0  # Default of --expert_load, an uneven load of experts.
+EXPERT_LOAD = 2.0  # Default of --expert_load: peak load relative to even expert loads.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A plan's seconds corrected by residuals.
+    """A step time corrected by residuals of earlier runs.
 
     Attributes:
-      seconds: corrected seconds of the step.
-      ratio: the median of measured over predicted seconds, the factor of the correction.
-      count: number of residuals.
-      is_of_step: whether they are of this very step, or of other steps on the same kind of chip.
-      chip, file: the residuals' chip, and where they are from.
+      seconds: Corrected time of the step.
+      ratio: Correction factor: the median ratio of measured to predicted time.
+      count: Number of residuals in the median.
+      is_of_step: Whether the residuals are from the same step; otherwise they are from other steps
+        on the same kind of chip.
+      chip: Name of the chip that the residuals are from.
+      file: File that contains the residuals.
     """
 
     seconds: float
@@ -40,41 +42,49 @@ class Correction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The plan of a step on one device. What was not compiled is None.
+    """The plan of a step, per device. Fields are None if the step did not compile.
 
-    For a decoding step, all figures except `decoding` are of one iteration of the loop over tokens,
-    which makes a token for each row.
+    For a decoding step, all fields except `decoding` describe one iteration of the loop over
+    tokens, which generates one token per row.
 
     Attributes:
       step: "train", "eval" or "decode".
-      topology, num_devices: the devices.
-      fits: whether the step fits in the device's memory.
-      peak_bytes_per_device, hbm_bytes_per_device: memory that the step needs, and that there is.
-      parameters: of the model.
-      compile_seconds: of this step, with lowering.
-      memory: the parts of `peak_bytes_per_device`.
-      step_seconds, step_seconds_low, step_seconds_high: the prediction and its range, in which four
-        of five published runs were.
-      compute_seconds, memory_seconds: in matmuls and kernels, and in all other instructions.
-      network_seconds, exposed_seconds: of all collectives, and the part that is waited for.
-      host_bytes, host_seconds, host_exposed_seconds: of copies to and from host memory: their
-        bytes, their seconds, and the part that is waited for.
-      flops_per_device, recomputed_flops: matmul flops, and the part that remat adds.
-      mfu, hfu: shares of the device's peak, without and with the flops that remat adds.
-      tokens_per_second: of one device, in units of `unit`.
+      topology: Name of the topology.
+      num_devices: Number of devices in the mesh.
+      fits: Whether the step fits in the memory of a device.
+      peak_bytes_per_device: Memory that the step needs.
+      hbm_bytes_per_device: Memory that a device has.
+      parameters: Number of parameters of the model.
+      compile_seconds: Time to lower and compile the step.
+      memory: The parts of `peak_bytes_per_device`.
+      step_seconds: Predicted time of the step.
+      step_seconds_low: Lower end of the range that contained four out of five published runs.
+      step_seconds_high: Upper end of that range.
+      compute_seconds: Time in matmuls and kernels.
+      memory_seconds: Time in all other instructions.
+      network_seconds: Time of all collectives, including overlap with compute.
+      exposed_seconds: The part of `network_seconds` during which the device waits.
+      host_bytes: Bytes copied to and from host memory.
+      host_seconds: Time of these copies, including overlap with compute.
+      host_exposed_seconds: The part of `host_seconds` during which the device waits.
+      flops_per_device: Matmul flops.
+      recomputed_flops: The part of `flops_per_device` that remat adds.
+      mfu: Model flops utilization, which leaves out `recomputed_flops`.
+      hfu: Hardware flops utilization, which includes them.
+      tokens_per_second: Number of tokens, or of other units (`unit`), per second and device.
       unit: "tokens", or "rows" for a task that does not count tokens.
-      bubble_share: the share of a pipeline's ticks in which a stage idles; None: no pipeline. The
-        matmuls of idle stages are in `compute_seconds`.
-      timeline: collectives by kind, axes and layer, and seconds by instruction.
-      decoding: figures of a step that decodes: the first token, and the limit set by memory.
-      why_not: if the step does not fit, what to change.
-      notes: what was modelled instead of compiled, and kernels of unknown cost.
-      expert_turn_seconds: seconds of one round of the exchanges between experts; `step_seconds` has
-        one round, which is enough for even loads. None: no such exchanges.
-      expert_load: the uneven load for `uneven_seconds`: the most tokens that a device sends to
-        another device's experts, over the number with even loads.
-      correction: by residuals of steps that ran, if there are any.
-      compiled: the compiled step.
+      bubble_share: Fraction of a pipeline's ticks in which a stage is idle; None without a
+        pipeline. `compute_seconds` includes the matmuls of idle stages.
+      timeline: Collectives by kind, axes and layer, and the time of each instruction.
+      decoding: Time to first token and memory-bound limit of a decoding step.
+      why_not: What to change if the step does not fit, else "".
+      notes: Sentences about parts that were modelled instead of compiled, and unknown kernels.
+      expert_turn_seconds: Time of one round of exchanges between experts; None without exchanges.
+        `step_seconds` includes one round, which is enough for even loads.
+      expert_load: Load assumed by `uneven_seconds`: the maximum number of tokens that a device
+        sends to another device's experts, divided by the number with even loads.
+      correction: Correction by measured steps; None without residuals.
+      compiled: The compiled step.
     """
 
     step: str
@@ -114,18 +124,18 @@ class StepPlan:
 
     @property
     def expert_turns(self) -> int:
-        """Rounds of the exchanges between experts at `expert_load`."""
+        """Number of rounds of exchanges between experts at `expert_load`."""
         return max(1, math.ceil(self.expert_load / SLACK))
 
     @property
     def uneven_seconds(self) -> float | None:
-        """Upper bound for the seconds of a step at `expert_load`; None: no exchanges."""
+        """Upper bound of the step time at `expert_load`; None without exchanges."""
         if self.expert_turn_seconds is None:
             return None
         return self.step_seconds + (self.expert_turns - 1) * self.expert_turn_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of --json. Fields may be added, never removed or renamed."""
+        """Returns the record that --json writes. Keys may be added but never removed or renamed."""
         nested = ("memory", "decoding", "correction")
         record = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)
@@ -135,19 +145,19 @@ class StepPlan:
             value = getattr(self, name)
             record[name] = value and dataclasses.asdict(value)
         timeline = self.timeline or Timeline()
-        collectives = sorted(timeline.collectives.values(), key=lambda item: -item.seconds)
-        copies = sorted(timeline.host_copies.values(), key=lambda item: -item.seconds)
+        collectives = sorted(timeline.collectives.values(), key=lambda x: -x.seconds)
+        host_copies = sorted(timeline.host_copies.values(), key=lambda x: -x.seconds)
         return record | {
             "uneven_seconds": self.uneven_seconds,
             "notes": list(self.notes),
             "collectives": [
                 {
-                    **_transfer_record(item), "axes": list(item.axes),
-                    "crosses_slices": item.crosses,
+                    **_transfer_record(collective), "axes": list(collective.axes),
+                    "crosses_slices": collective.crosses,
                 }
-                for item in collectives
+                for collective in collectives
             ],
-            "host_copies": [_transfer_record(item) for item in copies],
+            "host_copies": [_transfer_record(host_copy) for host_copy in host_copies],
         }
 
 

@@ -1,4 +1,4 @@
-"""Time and memory of profiled steps by layer and collective, next to the plan's predictions.
+"""Compares time and memory of profiled steps, by layer and collective, with the plan.
 
-Reads the files of a profile, and never runs a step.
+This package reads the files of a profile and never runs a step.
 """

@@ -1,7 +1,7 @@
-"""The largest temporary buffers of a step, from XLA's buffer assignment.
+"""Reads the largest temporary buffers of a step from XLA's buffer assignment.
 
-`train_step.hlo_proto.pb` is an HloProto (xla/service/hlo.proto). The few fields needed are decoded
-here from the wire format, because no small package has XLA's protocol buffers.
+`train_step.hlo_proto.pb` is an HloProto (xla/service/hlo.proto). Its few required fields are
+decoded here from the wire format, because no small package has XLA's protocol buffers.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from praxis_lite.host.file_reading import content_of
 
 
 def largest_temporaries(file: Path) -> list[tuple[str, int]]:
-    """Returns instructions and the bytes of the buffers of their results, largest first.
+    """Returns the largest buffers of instructions' results.
 
-    Buffers that share memory at different times count once, by the largest of them. So the sum is
-    at most the temporaries of the step.
+    Of the buffers that share memory at different times, only the largest counts. So their sum is at
+    most the temporaries of the step.
 
     Returns:
-      (instruction name, bytes); empty without a buffer assignment.
+      (instruction name, bytes), largest first; empty without a buffer assignment.
 
     Raises:
-      ConfigError: the file is missing or damaged.
+      ConfigError: The file is missing or damaged.
     """
     try:
         return _largest(content_of(file))
@@ -62,7 +62,7 @@ def _largest(content: bytes) -> list[tuple[str, int]]:
 
 
 def _submessages(message: bytes, field: int) -> list[bytes]:
-    """Returns the values of a repeated field of messages or strings."""
+    """Returns the values of a repeated field that holds messages or strings."""
     return [
         value for number, value in _fields(message)
         if number == field and isinstance(value, bytes)
@@ -70,14 +70,14 @@ def _submessages(message: bytes, field: int) -> list[bytes]:
 
 
 def _number(message: bytes, field: int) -> int:
-    """Returns the value of a field that is a number; 0 if it is absent."""
+    """Returns the value of a numeric field, or 0 if it is absent."""
     return next(
         (value for number, value in _fields(message) if number == field and type(value) is int), 0
     )
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields the number and the value of each field of a message in the wire format."""
+    """Yields (field number, value) for each field of a message in the wire format."""
     offset = 0
     while offset < len(message):
         tag, offset = _varint(message, offset)

@@ -1,10 +1,10 @@
-"""Finds the instruction behind each kernel of a CUDA graph; a trace only names the graph.
+"""Finds the instruction behind each kernel of a CUDA graph, because a trace only names the graph.
 
-XLA launches most of a GPU's program as graphs, whose events have an `hlo_op` such as
-"command_buffer_20". The kernels of a launch start in the order of the schedule, and XLA names a
-fusion's kernel after the fusion, or after another fusion with the same content. Kernels of
-libraries (cuBLAS, cuDNN, NCCL) and copies between them belong to the library calls and copies of
-the schedule. So the kernels are aligned with the schedule, by dynamic programming.
+XLA launches most of a GPU program as graphs, whose events have an `hlo_op` such as
+"command_buffer_20". The kernels of a launch start in the order of the schedule. XLA names the
+kernel of a fusion after the fusion, or after another fusion with the same content. Kernels of
+libraries (cuBLAS, cuDNN, NCCL) and the copies between them belong to library calls and copies in
+the schedule. Dynamic programming aligns the kernels with the schedule.
 """
 
 import functools
@@ -35,7 +35,7 @@ class Schedule:
     """The instructions of a program that launch kernels, in launch order.
 
     Attributes:
-      names: the names of all instructions.
+      names: Names of all instructions.
     """
 
     def __init__(self, program: Program):
@@ -43,7 +43,7 @@ class Schedule:
             name for computation in program.computations.values() for name in computation
         )
         self._launched = list(_launched(program, program.entry))
-        # Kernel name -> the indices of the instructions that may run it.
+        # Maps contents to the indices of the instructions with this content.
         by_content: dict[str, list[int]] = {}
         for index, instruction in enumerate(self._launched):
             by_content.setdefault(_content(instruction), []).append(index)
@@ -59,13 +59,13 @@ class Schedule:
         """Returns the instruction behind each kernel of a graph, or None if it is unknown.
 
         Args:
-          kernels: their names, in the order in which they start.
+          kernels: Names of the kernels in the order in which they start.
         """
         units = list(_units(kernels, self._by_kernel))
         indices = _aligned(self._scores(kernels[main]) for _, main in units)
         names: list[str | None] = []
         for (first, main), index in zip(units, indices, strict=True):
-            if index is None:  # A name that only one instruction has identifies it anywhere.
+            if index is None:  # A name of only one instruction identifies it at any position.
                 named = self._named(kernels[main]) or ()
                 index = named[0] if len(named) == 1 else None
             name = None if index is None else self._launched[index].name
@@ -73,11 +73,11 @@ class Schedule:
         return tuple(names)
 
     def _named(self, kernel: str) -> list[int] | None:
-        # XLA appends "__1" to a name that is already taken.
+        # XLA appends "__1" to a name that is already in use.
         return self._by_kernel.get(kernel) or self._by_kernel.get(re.sub(r"__\d+$", "", kernel))
 
     def _scores(self, kernel: str) -> np.ndarray:
-        """Returns for each instruction the score if this is its first kernel."""
+        """Returns the score of each instruction if the given kernel is its first one."""
         named = self._named(kernel)
         if named is None:
             return self._library_scores(kernel)
@@ -102,13 +102,13 @@ def _launched(program: Program, computation: str) -> Iterator[Instruction]:
 
 
 def _content(instruction: Instruction) -> str:
-    """Returns a name that fusions of equal content share; XLA compiles one kernel for them."""
+    """Returns a name shared by fusions of equal content, for which XLA compiles one kernel."""
     shared = re.search(r'deduplicated_name="([^"]*)"', instruction.attributes)
     return shared[1] if shared else instruction.name
 
 
 def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tuple[int, int]]:
-    """Yields (first, last) of kernels of one call: libraries clear memory before their kernel."""
+    """Yields (first, last) of the kernels of each call, as libraries clear memory beforehand."""
     first = 0
     for index, kernel in enumerate(kernels):
         following = kernels[index + 1] if index + 1 < len(kernels) else ""
@@ -119,7 +119,7 @@ def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tupl
 
 
 def _library_score(kernel: str, item: Instruction) -> int:
-    """Returns the score if a library's kernel, or a copy, is the first kernel of an instruction."""
+    """Returns the score of a library's kernel or a copy as the first kernel of an instruction."""
     kind = item.opcode.removesuffix("-start")
     is_copy = re.match(r"(?i)mem(cpy|set)", kernel)
     if is_copy or kind == "copy":
@@ -137,26 +137,27 @@ def _library_score(kernel: str, item: Instruction) -> int:
 
 
 def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
-    """Returns the instruction index of each kernel, ascending, that maximizes the total score.
+    """Aligns kernels with instructions in order, so that the total score is at a maximum.
 
-    Skip this on a first read. It is a sequence alignment by dynamic programming: `best[i]` is the
+    Skip this on a first read. The sequence alignment uses dynamic programming: `best[i]` is the
     best score of the kernels so far if the last one belongs to instruction i. A kernel either
-    begins instruction i, after any earlier one (instructions between are skipped), or continues it.
+    starts instruction i after any earlier one, which skips the instructions between them, or
+    continues it.
 
     Args:
-      scores: for each kernel, its score by instruction.
+      scores: The scores by instruction of each kernel.
 
     Returns:
-      Indices; None for a kernel that fits nowhere.
+      The instruction index of each kernel, ascending, or None for a kernel that fits nowhere.
     """
     best, choices = None, []
     for score in scores:
         indices = np.arange(len(score), dtype=np.int32)
-        if best is None:  # The first kernel may begin any instruction.
+        if best is None:  # The first kernel may start any instruction.
             best, begun = np.zeros_like(score), score
             previous = indices
         else:
-            # The best score of any earlier instruction, less the penalty for those skipped.
+            # The best score of any earlier instruction minus the penalty for skipped ones.
             penalty = indices * _SKIPPED
             reached = np.maximum.accumulate(best - penalty)
             newest = np.maximum.accumulate(np.where(best - penalty == reached, indices, 0))
@@ -166,7 +167,7 @@ def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
         continued = best + np.where(fits, _SAME, _STRAY)
         choices.append((fits, begun >= continued, previous))
         best = np.maximum(begun, continued)
-    # Trace the choices back from the best end.
+    # Follow the choices backwards from the best end.
     index, aligned = int(np.argmax(best)), []
     for fits, begins, previous in reversed(choices):
         aligned.append(index if fits[index] else None)

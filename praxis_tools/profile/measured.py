@@ -1,4 +1,4 @@
-"""Measured seconds of a step by layer and by collective, next to the plan's predictions."""
+"""Measures the seconds of a step by layer and by collective, and adds the plan's predictions."""
 
 import collections
 import dataclasses
@@ -33,18 +33,18 @@ from praxis_tools.profile.trace import Trace, read_trace
 _CONTAINERS = ("while", "call", "conditional")
 OUTSIDE = "outside of any layer"
 NOT_NAMED = "kernels that the trace does not name"
-# By name: an instruction, and the computation that contains it.
+# Maps names to an instruction and the computation that contains it.
 _Instructions = Mapping[str, tuple[Instruction, Computation]]
 
 
 @dataclasses.dataclass
 class Row:
-    """A layer, or a collective of a layer, in a step on a device.
+    """The time of a layer, or of a collective of a layer, in a step on a device.
 
     Attributes:
-      count: executions of its instructions, without the `-done` of asynchronous ones.
-      seconds: measured seconds, the mean over devices and steps.
-      predicted: the plan's seconds; None without a prediction.
+      count: Number of executed instructions, without the `-done` of asynchronous ones.
+      seconds: Measured seconds, the mean over devices and steps.
+      predicted: Seconds in the plan, or None without a prediction.
     """
 
     count: float = 0.0
@@ -57,17 +57,17 @@ class Measured:
     """The measured times of a step, as means over the traced devices and steps.
 
     Attributes:
-      facts: facts about the profile.
-      num_devices: traced devices.
-      step_seconds: from a step's first instruction to its last. If the trace does not distinguish
-        steps, the time from the first instruction to the last, divided by the number of steps.
-      idle_seconds: the part of `step_seconds` in which no instruction of the step ran.
-      other_seconds: seconds of other programs, which run between steps, by name.
-      layers: "encoder/ffn" or "gradient of encoder/ffn" -> its time, without collectives.
-      collectives: (kind, axes, layer) -> its time, which includes waiting for other devices.
-      predicted_seconds: the plan's seconds of the step; None for chips that it does not know.
-      topology: the devices of the plan; None likewise.
-      flops_per_device: matmul flops of a step.
+      facts: Facts about the profile.
+      num_devices: Number of traced devices.
+      step_seconds: Time from the first instruction of a step to the last. If the trace does not
+        distinguish steps, it is the time of all steps divided by their number.
+      idle_seconds: The part of `step_seconds` in which no instruction of the step ran.
+      other_seconds: Maps names of other programs, which run between steps, to their seconds.
+      layers: Maps "encoder/ffn" or "gradient of encoder/ffn" to its time without collectives.
+      collectives: Maps (kind, axes, layer) to its time, including the wait for other devices.
+      predicted_seconds: Seconds of the step in the plan, or None for unknown chips.
+      topology: The devices of the plan, or None for unknown chips.
+      flops_per_device: Matmul flops of a step on each device.
     """
 
     facts: ProfileFacts
@@ -94,10 +94,10 @@ class Measured:
 
 
 def measure(folder: Path) -> Measured:
-    """Returns the measured times of a profile, from its files.
+    """Reads the measured times of a profile from its files.
 
     Raises:
-      ConfigError: a file is missing or damaged, or the trace lacks the step.
+      ConfigError: A file is missing or damaged, or the trace lacks the step.
     """
     facts, text = read_facts(folder), text_of_step(folder)
     program = parse(text)
@@ -136,13 +136,13 @@ def text_of_step(folder: Path) -> str:
 
 
 def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, Topology | None]:
-    """Returns the step's timeline, its predicted seconds, and the topology that was predicted for.
+    """Returns the timeline of the step, its predicted seconds, and the topology of the prediction.
 
     The last two are None for chips that the plan does not know.
     """
     topology = attached_topology(facts.devices)
     if topology is None:
-        # The timeline still groups the collectives by layer; any chip serves for that.
+        # The timeline still groups the collectives by layer, which works with any chip.
         mesh = PhysicalMesh(facts.axis_sizes, np.zeros(len(facts.devices), int))
         return schedule(text, CHIPS["cpu"], mesh), None, None
     mesh = physical_mesh(facts.axis_sizes, facts.devices, topology)
@@ -154,7 +154,7 @@ def _rows(
     trace: Trace, facts: ProfileFacts, program: Program, instructions: _Instructions,
     timeline: Timeline, is_predicted: bool,
 ) -> tuple[dict[str, Row], dict[tuple[str, tuple[str, ...], str], Row]]:
-    """Returns the rows of layers and those of collectives, most seconds first."""
+    """Returns the rows of layers and of collectives, in descending order of seconds."""
     on_gpu = facts.devices[0].platform in ("gpu", "cuda", "rocm")
     # Fusions of a matmul and a collective count as matmuls.
     transfers = {
@@ -171,7 +171,7 @@ def _rows(
         if transfer is not None:
             row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
         elif instruction is not None and _kind(instruction) in hlo.KINDS:
-            # In a branch that the plan does not take.
+            # The collective is in a branch that the plan does not take.
             layer = _layer(program, instruction, computation)
             row = collective_rows[_kind(instruction), (), layer]
         else:
@@ -185,8 +185,8 @@ def _rows(
                 row = layer_rows[_layer(program, *instructions[name])]
                 row.predicted = (row.predicted or 0.0) + seconds
         for transfer in timeline.collectives.values():
-            # On GPU collectives run in a separate stream, and the trace has all of their time. On
-            # other devices it has only the time that the device waits.
+            # On GPU, collectives run in a separate stream, and the trace has their whole time. On
+            # other devices, it only has the time for which the device waits.
             row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
             row.predicted = transfer.seconds if on_gpu else transfer.exposed_seconds
     return _sorted(layer_rows), _sorted(collective_rows)

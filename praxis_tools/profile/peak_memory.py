@@ -1,4 +1,4 @@
-"""A device's memory at the peak of a step: the arrays of the state, and temporaries by layer."""
+"""Reads the memory of a device at the peak of a step: the state's arrays, temporaries by layer."""
 
 import collections
 import dataclasses
@@ -14,16 +14,16 @@ from praxis_tools.profile.measured import OUTSIDE, text_of_step
 
 @dataclasses.dataclass(frozen=True)
 class PeakMemory:
-    """Bytes on a device in a step, as the compiler plans them.
+    """The bytes on a device in a step, according to the compiler.
 
     Attributes:
-      peak: arguments + outputs - outputs in donated arguments + temporaries.
-      arrays: the state's arrays, by path.
-      batch: all other arguments.
-      outputs: outputs that are not in donated arguments.
-      temporaries: all temporaries.
-      layers: the largest buffers among the temporaries, by layer.
-      used: the peak in use on any device of the first process since its start, including the
+      peak: Arguments + outputs - outputs in donated arguments + temporaries.
+      arrays: Maps paths to the sizes of the state's arrays.
+      batch: Size of all other arguments.
+      outputs: Size of the outputs that are not in donated arguments.
+      temporaries: Size of all temporaries.
+      layers: Maps layers to the sizes of the largest buffers among the temporaries.
+      used: Peak memory in use on any device of the first process since its start, including the
         initialization of the state and evaluations; None if the platform does not report it.
     """
 
@@ -37,10 +37,10 @@ class PeakMemory:
 
 
 def peak_memory(folder: Path) -> PeakMemory:
-    """Returns the memory of a profiled step, from the profile's files.
+    """Reads the memory of a profiled step from the files of the profile.
 
     Raises:
-      ConfigError: a file is missing or damaged.
+      ConfigError: A file is missing or damaged.
     """
     facts = read_facts(folder)
     arrays = _by_size(facts.arrays)

@@ -17,7 +17,9 @@ def profile_text(measured: Measured, memory: PeakMemory, max_rows: int = MAX_ROW
     """Returns the tables of a profile, and notes on how to read them.
 
     Args:
-      max_rows: how many of the largest layers, collectives, arrays and temporaries get a row.
+      measured: The measured times.
+      memory: The memory at the peak of a step.
+      max_rows: Maximum number of rows each for layers, collectives, arrays and temporaries.
     """
     facts = measured.facts
     devices = f"{len(facts.devices)} {facts.devices[0].device_kind} devices"
@@ -52,7 +54,7 @@ def _time_table(measured: Measured, total: Row, max_rows: int) -> list[str]:
 def _largest(
     title: str, named: Mapping[str, Row], seconds: float, max_rows: int
 ) -> list[Sequence[str]]:
-    """Returns a row for all together, and below it those with the most seconds."""
+    """Returns a row for the sum, and below it the rows with the most seconds."""
     if not named:
         return [(f"no {title}", *[""] * len(_COLUMNS))]
     items = list(named.items())

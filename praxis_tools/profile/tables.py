@@ -1,4 +1,4 @@
-"""Makes the tables of a profile from its files, in a run's hook and for --mode=profile."""
+"""Creates the tables of a profile from its files, in a hook of a run and for --mode=profile."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from praxis_tools.profile.peak_memory import PeakMemory, peak_memory
 from praxis_tools.profile.profile_text import profile_text
 
 PROFILE_TXT = "profile.txt"
-_PRINTED_ROWS = 6  # Of each kind, between the lines of a job's progress.
+_PRINTED_ROWS = 6  # Maximum number of rows of each kind in the output of a job.
 
 
 def tables_of(folder: Path) -> str:
@@ -26,7 +26,7 @@ def _read(folder: Path) -> tuple[Measured, PeakMemory]:
         return measure(folder), peak_memory(folder)
     except ConfigError:
         raise
-    except Exception as error:  # A damaged text can fail anywhere in its parser.
+    except Exception as error:  # A damaged text can raise anything in its parser.
         raise ConfigError(
             f"The files in {folder} are damaged, or of different programs "
             f"({type(error).__name__}: {error}). Make another profile."
@@ -37,10 +37,11 @@ def folder_of(files: JobDir, step: int | None) -> Path:
     """Returns the folder of a job's profile.
 
     Args:
-      step: the profile's first step; None: the newest profile.
+      files: The directory of the job.
+      step: First step of the profile, or None for the newest profile.
 
     Raises:
-      ConfigError: there is no such profile.
+      ConfigError: The profile does not exist.
     """
     steps = sorted(
         int(path.parent.name) for path in files.profiles.glob("*/profile.json")
@@ -60,9 +61,9 @@ def folder_of(files: JobDir, step: int | None) -> Path:
 
 
 class ProfileTables(Hook):
-    """Prints the tables of each profile once it is written, and saves them next to it.
+    """Prints the tables of each new profile, and saves them next to it.
 
-    It also appends the step's measured and predicted seconds to the job's residuals.
+    The hook also appends the measured and predicted seconds of the step to the job's residuals.
     """
 
     every, waits = None, False
@@ -78,7 +79,7 @@ class ProfileTables(Hook):
             if measured.residual is not None:
                 # The folder is JOB/profiles/STEP.
                 append_residual(JobDir(folder.parents[1]).residuals_jsonl, measured.residual)
-        except Exception as error:  # A profile must not end the run.
+        except Exception as error:  # A failed profile must not end the run.
             self._note(f"the profile has no tables, and training goes on: {error}")
             return
         self._note(f"{text}\nmore rows: {folder / PROFILE_TXT}")

@@ -1,9 +1,9 @@
 """Reads a trace of JAX's profiler: how often and how long each instruction ran on each device.
 
-The format depends on the platform. On CPU a thread's events name the instruction, program, device
-and run. On GPU the events of a device's streams are kernels, which name the program and either the
-instruction or the graph that launched them. On TPU a device has a line of instructions, and a line
-of the programs that they belong to.
+The format depends on the platform. On CPU, the events of a thread name the instruction, program,
+device and run. On GPU, the events of a device's streams are kernels, which name the program and
+either the instruction or the graph that launched them. On TPU, each device has a line of
+instructions and a line of the programs to which they belong.
 """
 
 import bisect
@@ -22,17 +22,17 @@ from praxis_lite.host.file_reading import content_of
 from praxis_tools.profile.graphs import Schedule
 
 _DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")
-UNNAMED = ""  # Instead of an instruction's name, for kernels whose instruction is unknown.
+UNNAMED = ""  # The name for kernels whose instruction is unknown.
 _OPS, _MODULES = "XLA Ops", "XLA Modules"  # Lines of a TPU's trace.
 
 
 class Event(NamedTuple):
-    """One execution of an instruction on a device; times in nanoseconds.
+    """One execution of an instruction on a device, with times in nanoseconds.
 
     Attributes:
-      run: identifies the run of the program, if the trace tells.
-      kernel: the kernel's name, on GPU.
-      launch: identifies the launch of the kernel's graph, on GPU.
+      run: Identifies the run of the program, or None if the trace does not distinguish runs.
+      kernel: Name of the kernel, on GPU.
+      launch: Identifies the launch of the kernel's graph, on GPU.
     """
 
     device: int
@@ -49,7 +49,8 @@ class Event(NamedTuple):
 class OpTime:
     """The executions of an instruction on all devices, and the sum of their seconds.
 
-    An instruction with several kernels, such as a library call, counts as often as its rarest one.
+    The count of an instruction with several kernels, such as a library call, is the count of its
+    rarest kernel.
     """
 
     count: int = 0
@@ -58,16 +59,16 @@ class OpTime:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A program's instructions in a trace.
+    """The instructions of a program in a trace.
 
     Attributes:
-      devices: ids of the devices on which the program ran.
-      ops: times by instruction; UNNAMED for kernels whose instruction is unknown.
-      run_seconds: for each run of the program on a device, from its first instruction to its last;
-        empty if the trace does not distinguish runs.
-      span_seconds: from the first instruction of all runs to the last, summed over devices.
-      busy_seconds: with at least one instruction of the program running, summed over devices.
-      other_seconds: of other programs' instructions, by program, summed over devices.
+      devices: IDs of the devices on which the program ran.
+      ops: Maps instructions to their times; UNNAMED for kernels whose instruction is unknown.
+      run_seconds: Time from the first to the last instruction of each run of the program on a
+        device; empty if the trace does not distinguish runs.
+      span_seconds: Time from the first to the last instruction of all runs, summed over devices.
+      busy_seconds: Time with at least one running instruction, summed over devices.
+      other_seconds: Maps other programs to the time of their instructions, summed over devices.
     """
 
     devices: frozenset[int]
@@ -81,15 +82,17 @@ class Trace:
 def read_trace(
     file: Path, module: str, containers: Iterable[str] = (), schedule: Schedule | None = None
 ) -> Trace:
-    """Returns a program's instructions in an `.xplane.pb`.
+    """Reads the instructions of a program from an `.xplane.pb` file.
 
     Args:
-      module: the program's name, "jit__train_step".
-      containers: instructions whose time is that of others in them: loops, calls, branches.
-      schedule: names the kernels of a GPU's graphs.
+      file: Path of the trace.
+      module: Name of the program, such as "jit__train_step".
+      containers: Instructions that contain others, such as loops, calls and branches. Their time
+        is not counted.
+      schedule: The schedule of the program, which names the kernels in graphs of a GPU.
 
     Raises:
-      ConfigError: it cannot be read, or the program is not in it.
+      ConfigError: The file cannot be read, or the program is not in it.
     """
     try:
         trace = jax.profiler.ProfileData.from_serialized_xspace(content_of(file))
@@ -99,8 +102,8 @@ def read_trace(
             f"{file} cannot be read as a trace ({error}). Make another profile."
         ) from None
     with warnings.catch_warnings():
-        # If warnings are errors, jaxlib 0.12 aborts on the first access to an event's stats: Python
-        # 3.13 warns that its type has no __module__.
+        # Python 3.13 warns that the type of an event has no __module__. If warnings are errors,
+        # jaxlib 0.12 then aborts on the first access to the event's stats.
         warnings.simplefilter("ignore", DeprecationWarning)
         events = _instructions(_events(planes), module, schedule)
         trace = _summed(events, module, frozenset(containers))
@@ -116,7 +119,7 @@ def read_trace(
 def _instructions(
     events: Iterable[Event], module: str, schedule: Schedule | None
 ) -> Iterator[Event]:
-    """Yields events, with the instructions of kernels that a graph launched."""
+    """Yields all events, and fills in the instructions of kernels that a graph launched."""
     graphs: dict[tuple[int, int, str], list[Event]] = collections.defaultdict(list)
     for event in events:
         is_known = schedule is None or event.op in schedule.names
@@ -140,7 +143,7 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
     for event in events:
         seconds = (event.end - event.start) * 1e-9
         if _base(event.module) != module:
-            # Loops of other programs count twice, with their contents; they are rare.
+            # The contents of loops in other programs count twice, but such loops are rare.
             other_seconds[_base(event.module)] += seconds
             continue
         if event.run is not None:
@@ -161,7 +164,7 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
 
 
 def _base(module: str) -> str:
-    """Returns "jit_step" of "jit_step(1234)", as TPUs name a program."""
+    """Returns "jit_step" for "jit_step(1234)", the name of a program on TPUs."""
     return module.partition("(")[0]
 
 
@@ -186,7 +189,7 @@ def _events(planes: Iterable[Any]) -> Iterator[Event]:
         if device and _OPS in lines and _MODULES in lines:
             yield from _tpu_events(int(device[1]), lines[_OPS], lines[_MODULES])
             continue
-        # Other lines of a GPU repeat the events of its streams.
+        # The other lines of a GPU repeat the events of its streams.
         streams = [line for name, line in lines.items() if name.startswith("Stream ")]
         for line in streams if device and streams else plane.lines:
             for event in line.events:
@@ -207,7 +210,7 @@ def _tpu_events(device: int, ops: Any, modules: Any) -> Iterator[Event]:
     )
     starts = [start for start, *_ in runs]
     for event in ops.events:
-        # "%fusion.1 = bf16[8,128] fusion(...)", or only the name.
+        # The event's name is "%fusion.1 = bf16[8,128] fusion(...)", or only "fusion.1".
         name = re.match(r"%?([\w.\-]+)", event.name)
         index = bisect.bisect_right(starts, event.start_ns) - 1
         if name is None or index < 0 or event.start_ns > runs[index][1]:

@@ -1,4 +1,4 @@
-"""Reports: compares jobs, as text and as a page with curves.
+"""Compares jobs, as text and as an HTML page with curves (`--mode=report`).
 
-Reads the files of their directories, also while they train, and never the weights.
+Reports are built from the files in the jobs' directories, also while they train.
 """

@@ -1,4 +1,4 @@
-"""The curves of a report: their horizontal axes, and fewer points that look the same."""
+"""Prepares the curves of a report: horizontal axes, and downsampling without visible change."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import numpy as np
 
 _PER_SECOND = "_per_second"
-# They do not overlap: together all the time in which a job trains, without its start.
+# These columns do not overlap. Their sum is the training time without startup.
 _TIMES = ("step_time", "evaluation_time", "save_time")
 
 
 def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
-    """Returns the unit of a batch's weight, such as "tokens"; None without such a column."""
+    """Returns the unit of a batch's weight, such as "tokens", or None without such a column."""
     units = [name.removesuffix(_PER_SECOND) for name in columns if name.endswith(_PER_SECOND)]
     units = [unit for unit in units if unit not in ("steps", "hours")]  # The other axes.
     usual = [unit for unit in ("tokens", "examples") if unit in units]
@@ -19,10 +19,10 @@ def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
 
 
 def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns "steps", the total weight by its unit, and "hours" after each line.
+    """Returns the horizontal axes: "steps", the total weight by its unit, and "hours".
 
-    Lost steps do not count. Hours are those of steps, evaluations and saves, without launches and
-    the time between them.
+    Lost steps do not count. Hours include steps, evaluations and saves, but not startup or the time
+    between launches.
     """
     axes = {"steps": columns["step"]}
     times = {name: _valid(columns[name]) for name in _TIMES if name in columns}
@@ -35,14 +35,14 @@ def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _valid(column: np.ndarray) -> np.ndarray:
-    """Returns a column with 0 in place of impossible seconds or weights."""
+    """Returns a column with invalid seconds or weights replaced by 0."""
     return np.where((column > 0) & (column < 1e15), column, 0.0)
 
 
 def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the values of all axes at given steps, such as those of evaluations.
+    """Returns the values of all axes at the given steps, for instance those of evaluations.
 
-    Steps before the first line have zeros, and those after the last line its values.
+    The values are 0 before the first line, and those of the last line after it.
     """
     known = {name: axis for name, axis in axes.items() if name != "steps"}
     lines = np.searchsorted(axes["steps"], steps, side="right")
@@ -54,11 +54,11 @@ def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Lines in groups of neighbours, smaller at the start of a run, where curves are steep.
+    """Groups of consecutive lines, which are smaller at the start of a run, where curves are steep.
 
     Attributes:
-      starts: the first line of each bucket, of shape (number of buckets,).
-      num_lines: of all buckets.
+      starts: First line of each bucket, int [buckets].
+      num_lines: Total number of lines.
     """
 
     starts: np.ndarray
@@ -66,35 +66,36 @@ class Buckets:
 
     @property
     def ends(self) -> np.ndarray:
-        """The last line of each bucket."""
+        """Last line of each bucket, int [buckets]."""
         return np.append(self.starts, self.num_lines)[1:] - 1
 
     @property
     def are_lines(self) -> bool:
-        """True if each bucket has a single line."""
+        """Whether each bucket consists of a single line."""
         return len(self.starts) == self.num_lines
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """Returns the mean of each bucket's finite values, NaN if it has none."""
+        """Returns the mean of the finite values in each bucket, or NaN if there is none."""
         is_finite = np.isfinite(values)
         counts = np.add.reduceat(is_finite, self.starts, dtype=float)
-        with np.errstate(over="ignore"):  # A sum beyond all floats is infinite.
+        with np.errstate(over="ignore"):  # The sum may overflow to infinity.
             sums = np.add.reduceat(np.where(is_finite, values, 0.0), self.starts)
         return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
 
     def lowest(self, values: np.ndarray) -> np.ndarray:
-        """Returns the lowest value of each bucket, -inf too; NaN if all are NaN."""
+        """Returns the minimum of each bucket, ignoring NaNs but not -inf."""
         return np.fmin.reduceat(values, self.starts)
 
     def highest(self, values: np.ndarray) -> np.ndarray:
-        """Returns the highest value of each bucket, inf too; NaN if all are NaN."""
+        """Returns the maximum of each bucket, ignoring NaNs but not inf."""
         return np.fmax.reduceat(values, self.starts)
 
 
 def buckets_of(num_lines: int, most: int) -> Buckets:
-    """Returns at most `most` buckets: three quarters of equal size, the others at the start.
+    """Divides lines into at most `most` buckets.
 
-    With `most` lines or fewer, each line is a bucket.
+    Three quarters of the buckets have equal size; the rest refines the start. If there are at most
+    `most` lines, each line is a bucket.
     """
     if num_lines <= most:
         return Buckets(np.arange(num_lines), num_lines)
@@ -105,10 +106,7 @@ def buckets_of(num_lines: int, most: int) -> Buckets:
 
 
 def with_extremes(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns the indices of the lowest and highest of neighbours and of the last, at most `most`.
-
-    They are in order.
-    """
+    """Returns at most `most` sorted indices that keep local extremes and the last value."""
     if len(values) <= most:
         return np.arange(len(values))
     bounds = np.linspace(0, len(values), (most - 1) // 2 + 1).astype(np.int64)

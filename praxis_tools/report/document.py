@@ -1,7 +1,7 @@
-"""The data of a report's page as one JSON document.
+"""Builds the JSON document with the data of a report's HTML page.
 
-Arrays are Base64 of their bytes, little-endian: float32, of axes float64. That keeps NaN and the
-infinities, and takes a third of the size as text.
+Arrays are encoded as Base64 of little-endian float32, and axes as float64. This preserves NaN and
+infinities and takes a third of the size of text.
 """
 
 import base64
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.trainer.metrics.json_lines import strict_json
-from praxis_tools.elastic.generation_log import ChangeOfHands
+from praxis_tools.elastic.generation_log import GenerationRecord
 from praxis_tools.goodput.goodput import Goodput
 from praxis_tools.report.curves import (
     Buckets,
@@ -25,33 +25,34 @@ from praxis_tools.report.curves import (
 from praxis_tools.report.job_reader import JobState, truncated
 from praxis_tools.report.step_certificates import failed, summary
 
-# Where the time of a step went, in the order in which they are drawn.
+# Columns with the parts of a step's time, in the order in which they are drawn.
 SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
-# Columns of events at single steps, which the page marks.
+# Columns with events at single steps, which the page marks.
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
 _NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
-# Of all curves, and of all evaluations: bytes of Base64, the fewest and the most points of each.
-# The page stays below 5 MB, and curves have more points than a screen.
+# (bytes of Base64 in total, minimum points per curve, maximum points per curve), for the curves of
+# training and of evaluations. The page stays below 5 MB, with more points than a screen can show.
 _CURVES_BUDGET, _EVALUATIONS_BUDGET = (3_000_000, 50, 2_000), (1_000_000, 11, 500)
 _MOST_METRICS, _MOST_MARKS, _MOST_ARRAYS = 80, 300, 12
-_AXES_BYTES = 3 * 8  # Of a point.
+_AXES_BYTES = 3 * 8  # Bytes of the axes per point.
 _MOST_DIFFERENCES = 500
-_MOST_OF_VALUE = 300  # Letters: one line of a config may hold a whole list of files.
-MOST_LETTERS = 600_000  # Of samples.
+_MOST_OF_VALUE = 300  # Characters. A value of a config may be a long list of files.
+MOST_LETTERS = 600_000  # Characters of all samples.
 
 
 def document(
     jobs: Sequence[JobState], *, written: datetime.datetime, reload_seconds: float | None
 ) -> dict[str, Any]:
-    """Returns the document: strict JSON.
+    """Returns the document of a report, as strict JSON values.
 
     Args:
-      written: when the jobs were read, with its time zone.
-      reload_seconds: after which an open page asks for a newer one; None: never.
+      jobs: States of the jobs.
+      written: Time at which the jobs were read, with a time zone.
+      reload_seconds: Interval at which an open page reloads itself; None for never.
     """
     names = metric_names(jobs)
     drawn = names[:_MOST_METRICS]
-    # A bucket of a curve has mean, lowest and highest, and that of a part of the time its mean.
+    # A bucket has mean, minimum and maximum of a metric, but only the mean of a time.
     num_values = sum(3 * (name in job.columns) for job in jobs for name in drawn)
     num_values += sum(name in job.columns for job in jobs for name in SPENT)
     num_buckets = _num_points(len(jobs) * _AXES_BYTES + 4 * num_values, _CURVES_BUDGET)
@@ -60,9 +61,11 @@ def document(
     rows, num_equal = config_differences([job.config for job in jobs])
     notes = [f"{job.name}: {note}" for job in jobs for note in job.notes]
     if len(names) > _MOST_METRICS:
-        notes.append(f"Of {len(names)} metrics the first {_MOST_METRICS} are drawn.")
+        notes.append(f"Only the first {_MOST_METRICS} of {len(names)} metrics are drawn.")
     if len(rows) > _MOST_DIFFERENCES:
-        notes.append(f"Of {len(rows)} differing settings the first {_MOST_DIFFERENCES} are shown.")
+        notes.append(
+            f"Only the first {_MOST_DIFFERENCES} of {len(rows)} differing settings are shown."
+        )
     return {
         "written": written.strftime("%Y-%m-%d %H:%M:%S %Z").strip(),
         "reload_seconds": reload_seconds,
@@ -75,7 +78,7 @@ def document(
 
 
 def metric_names(jobs: Sequence[JobState]) -> list[str]:
-    """Returns the metrics of training and of evaluations: loss first, then those of most jobs."""
+    """Returns the names of all metrics: loss first, then by the number of jobs that have them."""
     counts: dict[str, int] = {}
     for job in jobs:
         evaluated = [name for columns in job.evaluations.values() for name in columns]
@@ -88,10 +91,14 @@ def metric_names(jobs: Sequence[JobState]) -> list[str]:
 def config_differences(
     configs: Sequence[Mapping[str, str]],
 ) -> tuple[list[tuple[str, list[str | None]]], int]:
-    """Returns the paths whose values differ, and how many are equal in all configs.
+    """Compares the settings of several configs.
 
-    Each path has a value per config, or None where it is missing, in the order of the configs'
-    lines. Long values are truncated. An empty config is unknown and not compared.
+    Args:
+      configs: Values by path. An empty config is unknown and is not compared.
+
+    Returns:
+      (differences, num_equal): The paths whose values differ, each with a value per config (None
+      if missing, truncated if long), and the number of paths that are equal in all configs.
     """
     known = [bool(config) for config in configs]
     paths = list(dict.fromkeys(path for config in configs for path in config))
@@ -173,7 +180,7 @@ def _job(
 
 
 def _curve(values: np.ndarray, buckets: Buckets) -> dict[str, str]:
-    """Returns "mean", "min" and "max" of each bucket, or "mean" alone where each is a line."""
+    """Returns the "mean", "min" and "max" of each bucket, or only "mean" for single lines."""
     if not len(values):
         return {"mean": ""}
     if buckets.are_lines:
@@ -194,8 +201,8 @@ def _evaluation(
     }
 
 
-def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns a change of hands; "axes" is None if it made no step."""
+def _change(change: GenerationRecord, axes: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the start of a generation; "axes" is None if the generation made no step."""
     at = None
     if change.from_step is not None and change.reached:
         at = _axes(at_steps(axes, np.array([change.from_step], float)))
@@ -213,7 +220,7 @@ def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-    """Returns the number of devices by first step; None if the job is not elastic."""
+    """Returns the number of devices over time, or None if the job is not elastic."""
     known = [
         change for change in job.changes
         if change.reached and change.from_step is not None and change.num_devices
@@ -221,7 +228,7 @@ def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | 
     if not known:
         return None
     steps = np.array([change.from_step for change in known], float)
-    # Of repeated steps, the devices of the last repetition.
+    # If steps were repeated, show the devices of the last repetition.
     kept = np.minimum.accumulate(steps[::-1])[::-1] >= steps
     return {
         "axes": _axes(at_steps(axes, steps[kept])),
@@ -251,5 +258,5 @@ def _axes(axes: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def _base64(values: np.ndarray, dtype: str = "<f4") -> str:
-    with np.errstate(over="ignore"):  # Beyond float32 it is infinite.
+    with np.errstate(over="ignore"):  # Values beyond float32 become infinite.
         return base64.b64encode(values.astype(dtype).tobytes()).decode()

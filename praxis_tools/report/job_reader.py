@@ -1,4 +1,4 @@
-"""Reads the files of jobs for reports, also while they train; nothing is locked."""
+"""Reads the files of jobs for reports, without locking, also while the jobs train."""
 
 import dataclasses
 import os
@@ -17,12 +17,12 @@ from praxis_lite.trainer.layout_table import LayoutArray, read_layout
 from praxis_lite.trainer.metrics.columns import MetricsColumns, columns_by_dataset
 from praxis_lite.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.trainer.metrics.records import decoded_files
-from praxis_tools.elastic.generation_log import START, ChangeOfHands, changes_of_hands
+from praxis_tools.elastic.generation_log import START, GenerationRecord, read_generation_records
 from praxis_tools.goodput.goodput import Goodput, goodput_of
 from praxis_tools.goodput.spans import THE_END
 from praxis_tools.report.step_certificates import StepCertificate, step_certificates
 
-_NUM_PROMPTS, _MOST_OF_SAMPLE = 20, 2_000  # Letters of a prompt or a continuation.
+_NUM_PROMPTS, _MOST_OF_SAMPLE = 20, 2_000  # Characters of a prompt or a continuation.
 _MOST_PROFILES, _MOST_OF_PROFILE = 3, 20_000  # Bytes.
 
 # By dataset and step: prompts and continuations.
@@ -32,21 +32,23 @@ _Read = TypeVar("_Read")
 
 @dataclasses.dataclass(frozen=True)
 class JobState:
-    """The state of a job when it was read.
+    """The state of a job at the time when it was read.
 
     Attributes:
-      name: in the report.
-      experiment: its full name.
-      is_training: a process trains it.
-      columns: of metrics.jsonl.
-      evaluations: the columns of eval_metrics.jsonl by dataset, in the order of their steps.
-      config: values by path.
-      goodput: None if the job did not record where its time went.
-      changes: of hands, of an elastic job, in their order.
-      certificates: of recomputed steps, in the order of their lines.
-      layout: the arrays of its state, and a sentence about their sum.
-      profiles: the tables of its newest profiles by their first step.
-      notes: sentences on what could not be read or shown.
+      name: Name of the job in the report.
+      path: Directory of the job.
+      experiment: Full name of the experiment.
+      is_training: Whether a process is training the job.
+      columns: Columns of metrics.jsonl.
+      evaluations: Columns of eval_metrics.jsonl by dataset, in the order of steps.
+      config: Settings by path.
+      samples: Decoded samples by dataset and step.
+      goodput: Goodput of the job; None if the job did not record it.
+      changes: Generations of an elastic job, in order.
+      certificates: Certificates of steps, in the order of their lines.
+      layout: Arrays of the state, and a sentence about their total size.
+      profiles: Tables of the newest profiles, by their first step.
+      notes: Sentences about files that could not be read or shown.
     """
 
     name: str
@@ -58,7 +60,7 @@ class JobState:
     config: Mapping[str, str]
     samples: Samples
     goodput: Goodput | None
-    changes: Sequence[ChangeOfHands]
+    changes: Sequence[GenerationRecord]
     certificates: Sequence[StepCertificate]
     layout: tuple[Sequence[LayoutArray], str]
     profiles: Mapping[int, str]
@@ -66,19 +68,19 @@ class JobState:
 
     @property
     def last_step(self) -> int:
-        """The newest step in metrics.jsonl; 0 if there is none."""
+        """The last step in metrics.jsonl, or 0 if there is none."""
         steps = self.columns["step"]
         return int(steps[-1]) if len(steps) else 0
 
     @property
     def num_train_steps(self) -> int | None:
-        """The steps that the job is to make, or None if its config does not tell."""
+        """The number of training steps in the config, or None if it is unknown."""
         text = self.config.get("run.num_train_steps", "")
         return int(text) if text.isdecimal() and len(text) < 20 else None
 
     @property
     def state(self) -> str:
-        """ "trains", "has no steps", "was stopped" before its last step, or "has ended"."""
+        """One of "trains", "has no steps", "was stopped" (before the last step) and "has ended"."""
         if self.is_training:
             return "trains"
         if not self.last_step:
@@ -90,15 +92,15 @@ class JobState:
 
     @property
     def restarts(self) -> np.ndarray:
-        """The steps from which later launches resumed, without changes of hands."""
+        """The steps from which later launches resumed, not counting elastic generations."""
         launches = self.goodput.launches[1:] if self.goodput else ()
         changed = {change.from_step for change in self.changes}
         steps = [item.first_step for item in launches if item.first_step is not None]
         return np.array([step for step in steps if step not in changed], float)
 
     @property
-    def hands(self) -> Sequence[ChangeOfHands]:
-        """The changes of hands that made steps, without the job's first start."""
+    def hands(self) -> Sequence[GenerationRecord]:
+        """The generations that made steps, without the job's first one."""
         return [
             change for change in self.changes
             if change.from_step is not None and change.reached
@@ -113,20 +115,20 @@ class JobState:
 
 
 class JobReader:
-    """Reads a job again and again; only the new lines of metrics.jsonl."""
+    """Reads a job repeatedly. Of metrics.jsonl, only new lines are read."""
 
     def __init__(self, name: str, files: JobDir):
         self._name, self._files = name, files
         self._columns = MetricsColumns(files.metrics_jsonl)
 
     def read(self, most_letters: int) -> JobState:
-        """Returns the job's state now.
+        """Returns the current state of the job.
 
         Args:
-          most_letters: of its samples.
+          most_letters: Maximum number of characters of all samples.
 
         Raises:
-          ConfigError: metrics.jsonl cannot be read, or the directory is no longer a job's.
+          ConfigError: metrics.jsonl cannot be read, or the directory does not contain a job.
         """
         files, notes = self._files, list[str]()
 
@@ -137,17 +139,17 @@ class JobReader:
                 notes.append(str(error))
                 return default
 
-        # Checked first: what the job writes at its end is then read after it has ended.
+        # Check this first, so that the files of a job that has ended are complete when read.
         trains = is_training(files.path)
         self._columns.read()
         if number := self._columns.num_unreadable:
             lines = "1 line is" if number == 1 else f"{number} lines are"
-            notes.append(f"metrics.jsonl: {lines} left out, for want of a JSON object with a step.")
+            notes.append(f"metrics.jsonl: {lines} skipped, which are not JSON objects with a step.")
         columns = self._columns.columns()
         if not len(columns["step"]):
             notes.append("There is no step in metrics.jsonl yet.")
         if not (config := _config(files)):
-            notes.append("There is no config.txt, so its settings are not compared.")
+            notes.append("There is no config.txt, so the job's settings are not compared.")
         samples, notes_on_samples = read_samples(files, most_letters)
         notes += notes_on_samples
         eval_file, elastic_file = files.eval_metrics_jsonl, files.elastic_jsonl
@@ -157,7 +159,7 @@ class JobReader:
             evaluations=read_or_note(lambda: columns_by_dataset(lines_if_any(eval_file)), {}),
             config=config, samples=samples,
             goodput=read_or_note(lambda: goodput_of(files), None),
-            changes=read_or_note(lambda: changes_of_hands(elastic_file), []),
+            changes=read_or_note(lambda: read_generation_records(elastic_file), []),
             certificates=read_or_note(lambda: step_certificates(files.certificates_jsonl), []),
             layout=read_or_note(lambda: read_layout(files.layout_json), ([], "")),
             profiles=_profiles(files), notes=notes,
@@ -165,16 +167,16 @@ class JobReader:
 
 
 def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
-    """Returns the jobs of a report by name: as much of the end of a path as makes it unique.
+    """Returns the jobs of a report by the shortest end of their path that is unique.
 
-    A job that is given twice is returned once.
+    Duplicate jobs are returned once.
 
     Raises:
-      ConfigError: there is no path, or a path is not that of a job.
+      ConfigError: There are no paths, or a path is not the directory of a job.
     """
     if not paths:
         raise ConfigError(
-            "A report needs the directory of at least one job: --mode=report JOB [JOB ...]."
+            "A report requires at least one directory of a job: --mode=report JOB [JOB ...]."
         )
     jobs: dict[str, JobDir] = {}
     for path in paths:
@@ -185,16 +187,18 @@ def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
 
 
 def read_samples(files: JobDir, most: int) -> tuple[Samples, list[str]]:
-    """Returns continuations of at most `most` letters in all, and notes on those left out.
+    """Returns decoded samples, newest first, and notes about samples that were left out.
 
-    The newest steps come first.
+    Args:
+      files: The job.
+      most: Maximum number of characters of all samples.
     """
     samples: Samples = {}
     num_left_out = num_unreadable = 0
     for file in sorted(decoded_files(files), key=lambda file: (-file.step, file.dataset)):
         try:
             decoded = file.read(_NUM_PROMPTS)
-        except OSError:  # It was removed just now, or is not a plain file.
+        except OSError:  # The file was removed in the meantime, or is not a regular file.
             continue
         num_unreadable += decoded.num_unreadable
         pairs = [
@@ -210,20 +214,20 @@ def read_samples(files: JobDir, most: int) -> tuple[Samples, list[str]]:
     notes = []
     if num_left_out:
         number = "a file" if num_left_out == 1 else f"{num_left_out} files"
-        notes.append(f"The samples of {number} in decode are left out: the page has no room.")
+        notes.append(f"The samples of {number} in decode are left out to limit the page's size.")
     if num_unreadable:
         lines = "1 line is" if num_unreadable == 1 else f"{num_unreadable} lines are"
-        notes.append(f"decode: {lines} left out, for want of a JSON object.")
+        notes.append(f"decode: {lines} skipped, which are not JSON objects.")
     return samples, notes
 
 
 def truncated(text: str, most: int) -> str:
-    """Returns at most `most` letters of a text, and "..." if there are more."""
+    """Truncates a text to `most` characters followed by "..."."""
     return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _config(files: JobDir) -> dict[str, str]:
-    """Returns the values of config.txt by path; {} if it cannot be read."""
+    """Returns the settings in config.txt by path, or {} if it cannot be read."""
     try:
         text = content_of(files.config_txt).decode("utf-8", "replace")
     except OSError:
@@ -233,7 +237,7 @@ def _config(files: JobDir) -> dict[str, str]:
 
 
 def _profiles(files: JobDir) -> dict[int, str]:
-    """Returns the tables of a job's newest profiles by the first step of each."""
+    """Returns the tables of a job's newest profiles, by their first step."""
     found = [
         (int(file.parent.name), file) for file in files.profiles.glob("*/profile.txt")
         if file.parent.name.isdecimal()
@@ -242,6 +246,6 @@ def _profiles(files: JobDir) -> dict[int, str]:
     for step, file in sorted(found)[-_MOST_PROFILES:]:
         try:
             texts[step] = content_of(file)[:_MOST_OF_PROFILE].decode("utf-8", "replace")
-        except OSError:  # It was removed just now, or is not a plain file.
+        except OSError:  # The file was removed in the meantime, or is not a regular file.
             continue
     return texts

@@ -1,4 +1,4 @@
-"""Reports of jobs: once, or repeated until none of them trains."""
+"""Creates reports of jobs, once or repeatedly until no job is training."""
 
 import dataclasses
 import datetime
@@ -21,13 +21,11 @@ _MOST_WITHOUT_SCRIPT = 8  # Jobs.
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A comparison of jobs, from their files when they were read.
-
-    It prints as --mode=report does, and a notebook shows its page.
+    """A comparison of jobs. `print(report)` shows text, notebooks display the HTML page.
 
     Attributes:
-      jobs: with their metrics, evaluations, settings and samples.
-      read_at: the time, with its zone.
+      jobs: States of the jobs, with their metrics, evaluations, settings and samples.
+      read_at: Time at which the jobs were read, with a time zone.
     """
 
     jobs: Sequence[JobState] = dataclasses.field(repr=False)
@@ -42,12 +40,12 @@ class Report:
         return in_notebook(self.page(), height=900)
 
     def page(self, *, reload_seconds: float | None = None) -> str:
-        """Returns the page of --html, which loads nothing from the network.
+        """Returns the HTML page that --html writes. It works offline.
 
-        Without a script it shows the losses of the first jobs.
+        If scripts are disabled, the page shows the losses of the first jobs.
 
         Args:
-          reload_seconds: after which an open page asks for a newer one; None: never.
+          reload_seconds: Interval at which an open page reloads itself; None for never.
         """
         content = document(self.jobs, written=self.read_at, reload_seconds=reload_seconds)
         losses = [
@@ -57,26 +55,26 @@ class Report:
         parts = {
             "title": escape(", ".join(job.name for job in self.jobs)),
             "jobs": "".join(losses),
-            # Only "<" can end a script element; names may have any text.
+            # Escape "<", because names can contain any text and could end the script element.
             "document": json.dumps(content, separators=(",", ":"), allow_nan=False)
                         .replace("<", "\\u003c"),
         }
         pieces = [(resources.files(__package__) / "report_page.html").read_text("utf-8")]
         for name, value in parts.items():
-            # Inserted text is not searched for the next placeholder.
+            # Only replace placeholders of the template, not those in inserted text.
             before, after = pieces.pop().split("{{" + name + "}}")
             pieces += [before, value, after]
         return "".join(pieces)
 
 
 class ReportReader:
-    """Reads jobs again and again; see `JobReader`."""
+    """Reads several jobs repeatedly; see `JobReader`."""
 
     def __init__(self, jobs: Mapping[str, JobDir]):
         self._readers = [JobReader(name, files) for name, files in jobs.items()]
 
     def read(self) -> Report:
-        """Returns the report of now; raises ConfigError if a job cannot be read."""
+        """Returns a report of the current state. Raises ConfigError if a job cannot be read."""
         most_letters = MOST_LETTERS // len(self._readers)
         jobs = [reader.read(most_letters) for reader in self._readers]
         return Report(jobs, datetime.datetime.now().astimezone())
@@ -86,14 +84,17 @@ def print_reports(
     reader: ReportReader, *, html: Path | None, follow_seconds: float | None,
     write_line: Callable[[str], None] = print, sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Prints a report and writes its page, once or until no job trains any longer.
+    """Prints a report and writes its HTML page, once or until no job is training.
 
     Args:
-      html: the page's file, which is replaced atomically; None: none is written.
-      follow_seconds: between two readings; None: the jobs are read once.
+      reader: Reader of the jobs.
+      html: Path of the HTML page, which is replaced atomically; None to write no page.
+      follow_seconds: Interval between reports; None for a single report.
+      write_line: Function that prints a line.
+      sleep: Function that waits for a number of seconds.
 
     Raises:
-      ConfigError: a job cannot be read, or the page cannot be written.
+      ConfigError: A job cannot be read, or the page cannot be written.
     """
     if follow_seconds is not None and html is not None:
         write_line(f"writing {html} every {follow_seconds:g} s while a job trains")

@@ -1,4 +1,4 @@
-"""The certificates in flight of a job: the lines of certificates.jsonl."""
+"""Reads the certificates of training steps from certificates.jsonl."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,14 @@ from praxis_lite.trainer.metrics.json_lines import is_step
 
 @dataclasses.dataclass(frozen=True)
 class StepCertificate:
-    """A training step that was recomputed and compared.
+    """The certificate of a training step that was recomputed and compared.
 
     Attributes:
-      num_comparisons: how many numbers were compared.
-      closest: the array nearest to its tolerance and the share of it that it used, if known.
-      difference: as text; "" if there was none.
+      step: The step.
+      num_comparisons: Number of comparisons.
+      closest: The array closest to its tolerance, and its difference relative to the tolerance;
+        None if unknown.
+      difference: Description of the difference, or "" if there was none.
     """
 
     step: int
@@ -27,22 +29,22 @@ class StepCertificate:
 
 
 def step_certificates(path: Path) -> list[StepCertificate]:
-    """Returns the certificates of a file in the order of its lines, those of lost steps too.
+    """Reads the certificates in a file in the order of its lines, including those of lost steps.
 
-    Damaged lines are left out; without a file there are none. Raises ConfigError if the file cannot
-    be read.
+    Damaged lines are skipped. Returns an empty list if the file does not exist. Raises ConfigError
+    if it cannot be read.
     """
     read = map(_step_certificate, lines_of(path))
     return [certificate for certificate in read if certificate is not None]
 
 
 def failed(certificates: Sequence[StepCertificate]) -> list[StepCertificate]:
-    """Returns those that found a difference."""
+    """Returns the certificates that found a difference."""
     return [certificate for certificate in certificates if certificate.difference]
 
 
 def summary(certificates: Sequence[StepCertificate]) -> str:
-    """Returns a sentence on certificates; there is at least 1."""
+    """Returns a sentence that summarizes a non-empty list of certificates."""
     wrong = len(failed(certificates))
     number = sum(certificate.num_comparisons for certificate in certificates)
     known = [certificate.closest for certificate in certificates if certificate.closest]
@@ -73,6 +75,6 @@ def _step_certificate(text: str) -> StepCertificate | None:
 
 
 def _difference(fields: Mapping[str, Any]) -> str:
-    """Returns the fields of a difference as "cause device, leaf mdl_vars/w, ..."."""
+    """Formats the fields of a difference, as in "cause device, leaf mdl_vars/w, ..."."""
     texts = [f"{name} {value}" for name, value in fields.items() if value not in ("", None)]
     return shown(", ".join(texts), 500) or "not certified"

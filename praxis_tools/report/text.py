@@ -1,4 +1,4 @@
-"""A report as text for a terminal."""
+"""Formats a report as text for a terminal."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _MOST_CHANGES = 20
 
 
 def report_text(jobs: Sequence[JobState]) -> str:
-    """Returns a table of jobs, the differences of their configs, and what happened to them."""
+    """Returns tables of jobs, evaluations, differing settings and times, followed by events."""
     parts = [
         _jobs(jobs), _evaluations(jobs), _differences(jobs), _times(jobs), _events(jobs),
         *(changes_text(job) for job in jobs), *(_certificates(job) for job in jobs),
@@ -28,7 +28,7 @@ def report_text(jobs: Sequence[JobState]) -> str:
 
 
 def progress_text(job: JobState) -> str:
-    """Returns a line: how far a job has come."""
+    """Returns a line with the step, loss and state of a job."""
     of = f" of {job.num_train_steps}" if job.num_train_steps else ""
     loss = job.columns.get("loss", np.empty(0))
     end = f", loss {metric_text(loss[-1])}" if len(loss) else ""
@@ -84,7 +84,7 @@ def _differences(jobs: Sequence[JobState]) -> str:
     lines = table_lines([["settings that differ", *(job.name for job in jobs)], *cells])
     more = len(rows) - _MOST_DIFFERENCES
     if more > 0:
-        lines.append(f"and {more} more, which --html=FILE shows")
+        lines.append(f"and {more} more, shown by --html=FILE")
     return "\n".join([*lines, f"{num_equal} settings are equal"])
 
 
@@ -118,7 +118,7 @@ def _events(jobs: Sequence[JobState]) -> str:
 
 
 def changes_text(job: JobState) -> str:
-    """Returns a table of the newest changes of hands, or ""."""
+    """Returns a table of the newest generations of an elastic job, or "" for other jobs."""
     changes = job.changes
     if not changes:
         return ""

@@ -1,5 +1,4 @@
-"""A language model behind the HTTP API of OpenAI: `--mode=serve`.
+"""Serves a language model through OpenAI's HTTP API (`--mode=serve`).
 
-An engine owns the devices and knows nothing of HTTP; the endpoints know nothing of devices. Never
-sees how a model is trained.
+The engine runs the model and is independent of HTTP; the endpoints are independent of devices.
 """

@@ -1,4 +1,4 @@
-"""An answer to a request while it comes: generations in the engine, their texts, the time limit."""
+"""Streams the answer to a request: submits generations to the engine and collects their text."""
 
 import asyncio
 import contextlib
@@ -18,11 +18,13 @@ from praxis_tools.serve.served_model import ServedModel
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """A piece of a choice that can be sent.
+    """A part of a choice that is ready to be sent.
 
     Attributes:
-      choice: its number, prompt by prompt.
-      finish_reason: None: more follows.
+      choice: Index of the choice, counted over all prompts.
+      text: Text of the part.
+      tokens: Tokens whose text is complete, if log-probs were requested.
+      finish_reason: "stop" or "length" for the last part, else None.
     """
 
     choice: int
@@ -32,19 +34,24 @@ class Delta:
 
 
 class Answer:
-    """The choices of a request, in the engine from here on.
+    """The answer to a request, whose generations are submitted to the engine.
 
-    To be made in the event loop that iterates it.
+    Create it in the event loop that iterates over `deltas`.
 
     Args:
-      prompts: the ids of each prompt.
-      seconds: the most that it may take; what has not ended by then ends so, with "length".
+      request: The request.
+      prompts: Token ids of each prompt.
+      model: The served model.
+      engine: Engine that decodes the model.
+      seconds: Time limit. Choices that are incomplete by then end with "length".
 
     Attributes:
-      created: in Unix seconds.
+      request: The request.
+      id: Id of the answer.
+      created: Time of creation, in Unix seconds.
 
     Raises:
-      ApiError: the engine takes no more.
+      ApiError: The queue of the engine is full.
     """
 
     def __init__(
@@ -57,17 +64,18 @@ class Answer:
         self._num_prompt_tokens = sum(map(len, prompts))
         loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
         seed = secrets.randbits(32) if request.seed is None else request.seed % 2**32
-        is_drawn = request.seed is None
-        self._ends_at, self._generations, self._texts = loop.time() + seconds, [], []
+        has_random_seed = request.seed is None
+        self._deadline, self._generations, self._texts = loop.time() + seconds, [], []
         for prompt in prompts:
             for sample in range(request.n):
                 choice = len(self._generations)
-                # With its own seed a prompt gets the same answers as alone.
-                draw = choice if is_drawn else sample
+                # If the client sets the seed, the answers to a prompt do not depend on the other
+                # prompts of the request.
+                draw = choice if has_random_seed else sample
                 self._generations.append(Generation(
-                    prompt, model.most_new(len(prompt), request), request.temperature,
+                    prompt, model.max_new_tokens(len(prompt), request), request.temperature,
                     request.top_p, request.top_k, seed, draw, request.num_logprobs or 0,
-                    self._deliverer(loop, choice),
+                    self._deliver_to(loop, choice),
                 ))
                 self._texts.append(ChoiceText(
                     model.tokenizer, prompt, request.stop, model.eos_ids,
@@ -77,12 +85,12 @@ class Answer:
 
     @property
     def num_choices(self) -> int:
-        """How many choices it has: prompts times n."""
+        """Number of choices: prompts times n."""
         return len(self._texts)
 
     @property
     def usage(self) -> dict[str, int]:
-        """The tokens read and made, as in OpenAI's API."""
+        """Number of prompt tokens and generated tokens, as in OpenAI's API."""
         num_new = sum(text.num_tokens for text in self._texts)
         return {
             "prompt_tokens": self._num_prompt_tokens, "completion_tokens": num_new,
@@ -90,27 +98,27 @@ class Answer:
         }
 
     def cancel(self) -> None:
-        """Frees what has not ended."""
+        """Cancels the generations that have not finished."""
         self._engine.cancel([
             generation for generation, text in zip(self._generations, self._texts, strict=True)
             if text.finish_reason is None
         ])
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yields pieces of the choices as they come, until each has ended.
+        """Yields parts of the choices as they are generated, until all choices are complete.
 
         Raises:
-          ApiError: the time is up before the first token, or the server ends.
+          ApiError: The time limit is reached before the first token, or the server ends.
         """
-        has_begun, num_left = False, len(self._texts)
-        while num_left:
+        has_begun, num_unfinished = False, len(self._texts)
+        while num_unfinished:
             try:
-                async with asyncio.timeout_at(self._ends_at):
+                async with asyncio.timeout_at(self._deadline):
                     choice, piece = await self._pieces.get()
             except TimeoutError:
                 if not has_begun:
                     raise ApiError(
-                        504, f"No row was free within the {self._seconds:g} s that a request may "
+                        504, f"The server was busy for the {self._seconds:g} s that a request may "
                         "take. Try again later.", code="timeout",
                     ) from None
                 self.cancel()
@@ -120,14 +128,14 @@ class Answer:
                         yield self._delta(choice)
                 return
             has_begun, text = True, self._texts[choice]
-            if text.finish_reason is not None:  # Made before the engine heard of its end.
+            if text.finish_reason is not None:  # Generated before the cancellation took effect.
                 continue
             if piece.error is not None:
                 raise piece.error
             text.add(piece)
             delta = self._delta(choice)
             if text.finish_reason is not None:
-                num_left -= 1
+                num_unfinished -= 1
                 if not piece.done:
                     self._engine.cancel([self._generations[choice]])
             if delta.text or delta.tokens or delta.finish_reason:
@@ -137,9 +145,11 @@ class Answer:
         text = self._texts[choice]
         return Delta(choice, *text.take(), text.finish_reason)
 
-    def _deliverer(self, loop: asyncio.AbstractEventLoop, choice: int):
+    def _deliver_to(self, loop: asyncio.AbstractEventLoop, choice: int):
+        """Returns a function for the engine's thread that passes pieces to the event loop."""
+
         def deliver(piece: Piece) -> None:
-            # The loop has ended if the server was not let to drain.
+            # The loop has ended if the server did not drain in time.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._pieces.put_nowait, (choice, piece))
 

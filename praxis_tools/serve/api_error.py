@@ -1,9 +1,9 @@
-"""Errors for clients, in the form that OpenAI's client reads."""
+"""Errors that are sent to clients, in the format of OpenAI's API."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# The type of an error by its status; of others it is "invalid_request_error".
+# Type of an error by its HTTP status; "invalid_request_error" for all others.
 _TYPES = {
     401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error",
     500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
@@ -14,11 +14,11 @@ class ApiError(Exception):
     """An error that is sent to the client.
 
     Args:
-      status: of HTTP.
-      message: What was found, what was expected, what to change.
-      param: the field of the request that is wrong.
-      code: a word for programs.
-      headers: of the answer.
+      status: HTTP status.
+      message: What was found, what was expected and what to change.
+      param: Field of the request that is invalid.
+      code: Machine-readable code of the error.
+      headers: HTTP headers of the answer.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ApiError(Exception):
         self._param, self._code = param, code
 
     def body(self) -> dict[str, Any]:
-        """Returns the JSON of the answer."""
+        """Returns the JSON body of the answer."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {
             "error": {

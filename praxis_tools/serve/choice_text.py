@@ -1,4 +1,7 @@
-"""Tokens of an answer as text that can be sent: complete characters, no stop string, log-probs."""
+"""Converts the tokens of an answer to text that can be sent.
+
+Text is sent in complete characters, ends before a stop string, and comes with log-probs.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -14,9 +17,9 @@ STOP, LENGTH = "stop", "length"
 
 
 class NamedToken(NamedTuple):
-    """A token that could be made, its log-prob, and its bytes, or None if they are not known.
+    """A possible token with its text, its log-prob and its bytes (None if they are unknown).
 
-    The text of a part of a character is its bytes, "bytes:\\xe2\\x82", as in OpenAI's API.
+    The text of an incomplete character is "bytes:\\xe2\\x82", as in OpenAI's API.
     """
 
     text: str
@@ -25,13 +28,15 @@ class NamedToken(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token that was made.
+    """A generated token.
 
     Attributes:
-      text: what it adds to the answer: of the parts of a character only the last one has a text.
-      content: its bytes, which together are the answer's; None if they are not known.
-      offset: of its text in the answer.
-      likeliest: tokens that could be made in its place.
+      text: Text that the token adds to the answer. If a character consists of several tokens, only
+        the last one has text.
+      logprob: Log-prob of the token.
+      content: Bytes of the token; None if they are unknown.
+      offset: Offset of `text` in the answer.
+      likeliest: The most likely tokens at this position.
     """
 
     text: str
@@ -42,11 +47,18 @@ class Token(NamedTuple):
 
 
 class ChoiceText:
-    """The text of an answer while its tokens come.
+    """Accumulates the text of an answer from its tokens.
+
+    Args:
+      tokenizer: Tokenizer of the model.
+      prompt_ids: Token ids of the prompt.
+      stop: Texts that end the answer.
+      eos_ids: Tokens that end the answer.
+      has_logprobs: Whether log-probs were requested.
 
     Attributes:
-      num_tokens: that were made for it, up to the one that ended it.
-      finish_reason: "stop" (an end of text or a stop string) or "length"; None before the end.
+      num_tokens: Number of generated tokens, up to and including the one that ended the answer.
+      finish_reason: "stop" (end of text or stop string) or "length"; None before the end.
     """
 
     def __init__(
@@ -55,12 +67,12 @@ class ChoiceText:
     ):
         self._tokenizer, self._eos_ids, self._has_logprobs = tokenizer, eos_ids, has_logprobs
         self._text = ContinuationText(tokenizer, prompt_ids, stop)
-        self._tokens: list[Token] = []  # That are not taken.
+        self._tokens: list[Token] = []  # Tokens that `take` has not returned yet.
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
-        """Takes tokens of the model; those behind the end of the answer change nothing."""
+        """Adds tokens of the model. Tokens after the end of the answer are ignored."""
         for number, token in enumerate(piece.ids):
             if self._text.is_stopped:
                 break
@@ -77,45 +89,45 @@ class ChoiceText:
             self.end(STOP)
 
     def end(self, reason: str) -> None:
-        """Ends the answer, and lets what was held back go."""
+        """Ends the answer and releases text that was held back."""
         if self.finish_reason is None:
             self._add_rest(self._text.end())
             self.finish_reason = STOP if self._text.is_stopped else reason
 
     def take(self) -> tuple[str, list[Token]]:
-        """Returns the text that has become final, and the tokens of which all text is final."""
+        """Returns the text that has become final, and the tokens whose text is final."""
         text, end = self._text.take(), self._text.num_final
-        if self._text.is_stopped:  # The tokens of the stop string are not the answer's.
+        if self._text.is_stopped:  # Remove the tokens of the stop string.
             self._tokens = [
                 token._replace(text=token.text[: end - token.offset])
                 for token in self._tokens if token.offset < end
             ]
         num_taken = len(self._tokens)
-        if self.finish_reason is None:  # Parts of a character wait for the last one.
+        if self.finish_reason is None:  # Hold back incomplete characters.
             num_taken = max((
-                place for place, token in enumerate(self._tokens, 1)
+                count for count, token in enumerate(self._tokens, 1)
                 if token.text and token.offset + len(token.text) <= end
             ), default=0)
         taken, self._tokens = self._tokens[:num_taken], self._tokens[num_taken:]
         return text, taken
 
     def _add_rest(self, text: str) -> None:
-        """Gives the last token a text that was held back: parts of a character without its end."""
+        """Appends text that was held back to the last token: an incomplete character at the end."""
         if text and self._tokens:
             last = self._tokens[-1]
             self._tokens[-1] = last._replace(text=last.text + text)
 
     def _push(self, token: int, logprob: float, likeliest: Likeliest) -> None:
-        named = self._named(token, logprob)
-        others = [(other, self._named(other, x)) for other, x in likeliest]
+        named = self._named_token(token, logprob)
+        others = [(other, self._named_token(other, x)) for other, x in likeliest]
         offset = len(self._text.text)
         text = self._text.push(token)
-        # The chosen one has the same text here as in the answer.
+        # The generated token has the same text among the alternatives as in the answer.
         others = [x._replace(text=text) if other == token else x for other, x in others]
         self._tokens.append(Token(text, logprob, named.content, offset, others))
 
-    def _named(self, token: int, logprob: float) -> NamedToken:
-        """Returns a token as it is in the next place of the answer."""
+    def _named_token(self, token: int, logprob: float) -> NamedToken:
+        """Returns the text and bytes of a token at the next position of the answer."""
         text = self._text.text_of(token)
         if UNKNOWN not in text:
             return NamedToken(text, logprob, text.encode())

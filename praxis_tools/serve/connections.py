@@ -1,68 +1,69 @@
-"""uvicorn's HTTP connections with deadlines, so that silent or slow clients are closed."""
+"""HTTP connections with deadlines, so that silent or slow clients are disconnected."""
 
 import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-# Connections without a complete request. If there are more, the oldest is closed.
+# Maximum number of connections without a complete request. Beyond that, the oldest is closed.
 MOST_WAITING = 128
-# For a client to send the head of its request, from the connection or the answer before.
+# Time limit for the head of a request, since the connection or the previous answer.
 HEAD_SECONDS = 10.0
-# For a client to read some of an answer that fills the buffers.
+# Time limit for a client to read some data once the buffers are full.
 STALL_SECONDS = 30.0
-_LAST_SECONDS = 60.0  # To read the end of an answer.
-_LOOK_SECONDS = 1.0
+_LAST_SECONDS = 60.0  # Additional time limit for reading the end of an answer.
+_CHECK_SECONDS = 1.0
 
 
 def limited(request_seconds: float, body_seconds: float) -> type[asyncio.Protocol]:
-    """Returns uvicorn's protocol with deadlines.
+    """Returns uvicorn's protocol class with deadlines.
 
     Args:
-      request_seconds: the longest time that an answer may take.
-      body_seconds: for a client to send the body of a request.
+      request_seconds: Maximum time to answer a request.
+      body_seconds: Maximum time for a client to send the body of a request.
     """
 
-    class Limited(_Limited):
-        most_seconds = request_seconds + _LAST_SECONDS
-        most_body_seconds = body_seconds + HEAD_SECONDS
+    class Protocol(_DeadlineProtocol):
+        max_answer_seconds = request_seconds + _LAST_SECONDS
+        max_body_seconds = body_seconds + HEAD_SECONDS
 
-    return Limited
+    return Protocol
 
 
-class _Limited(AutoHTTPProtocol):
-    most_seconds = most_body_seconds = float("inf")
+class _DeadlineProtocol(AutoHTTPProtocol):
+    max_answer_seconds = max_body_seconds = float("inf")
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._state, self._since, self._writable_at = None, self.loop.time(), self.loop.time()
         waiting = [
-            one for one in self.connections if one.waits() and not one.transport.is_closing()
+            connection for connection in self.connections
+            if connection.is_waiting() and not connection.transport.is_closing()
         ]
         if len(waiting) > MOST_WAITING:
-            min(waiting, key=lambda one: one._since).transport.abort()
-        self._look()
+            min(waiting, key=lambda connection: connection._since).transport.abort()
+        self._check_deadlines()
 
-    def waits(self) -> bool:
-        """Returns True while the client has not sent a complete request."""
+    def is_waiting(self) -> bool:
+        """Returns whether the client has not sent a complete request yet."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
-    def _look(self) -> None:
+    def _check_deadlines(self) -> None:
         if self not in self.connections:
             return
-        # A cycle is a request with its answer; the last one stays until the next.
-        state, now = (self.cycle, self.waits()), self.loop.time()
+        # `self.cycle` is the current or last request with its answer.
+        state, now = (self.cycle, self.is_waiting()), self.loop.time()
         if state != self._state:
             self._state, self._since = state, now
         if not self.flow.write_paused:
             self._writable_at = now
-        if not self.waits():
-            seconds = self.most_seconds
+        if not self.is_waiting():
+            seconds = self.max_answer_seconds
         elif self.cycle is None or self.cycle.response_complete:
             seconds = HEAD_SECONDS
         else:
-            seconds = self.most_body_seconds
+            seconds = self.max_body_seconds
         if now - self._since > seconds or now - self._writable_at > STALL_SECONDS:
             self.transport.abort()
         else:
-            self.loop.call_later(_LOOK_SECONDS, self._look)
+            self.loop.call_later(_CHECK_SECONDS, self._check_deadlines)

@@ -1,4 +1,4 @@
-"""The HTTP endpoints: answers as one JSON body or as server-sent events."""
+"""The HTTP endpoints, which answer with a JSON body or with server-sent events."""
 
 import asyncio
 import contextlib
@@ -25,31 +25,31 @@ from praxis_tools.serve.engine import Engine
 from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 
-MOST_BYTES = 4 << 20  # Of a body.
-BODY_SECONDS = 30.0  # For a client to send it.
-# Of an answer that no client receives.
-_CLIENT_GONE = ApiError(499, "The client has gone.", code="client_gone")
-_PREFIX = "praxis_lite_serve"  # Of names in /metrics.
+MOST_BYTES = 4 << 20  # Maximum size of a request body.
+BODY_SECONDS = 30.0  # Maximum time for a client to send the body.
+# Recorded for requests whose client has disconnected.
+_CLIENT_GONE = ApiError(499, "The client has disconnected.", code="client_gone")
+_PREFIX = "praxis_lite_serve"  # Prefix of the names in /metrics.
 T = TypeVar("T")
 
 
 def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette:
-    """Returns the endpoints of a model."""
+    """Returns the ASGI application that serves a model."""
     registry = prometheus_client.CollectorRegistry()
-    registry.register(_EngineNumbers(engine))
+    registry.register(_EngineCollector(engine))
     answers = prometheus_client.Counter(
         f"{_PREFIX}_answers", "Answers by path and status.", ["path", "status"], registry=registry
     )
     card = {"id": model.name, "object": "model", "created": 0, "owned_by": "praxis_lite",
             "max_model_len": model.max_length}
 
-    def answering(
-        read: Callable[[bytes], requests.Request]
+    def generation_endpoint(
+        parse: Callable[[bytes], requests.Request]
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def endpoint(http: HttpRequest) -> Response:
-            request = read(await _body(http))
-            # Templates and long texts take time, in which others are answered.
-            prompts = await asyncio.to_thread(model.ids_of, request)
+            request = parse(await _body(http))
+            # Templates and long texts can be slow, so tokenize outside of the event loop.
+            prompts = await asyncio.to_thread(model.tokenize, request)
             answer = Answer(request, prompts, model, engine, limits.seconds)
             return await _response(http, answer, model.name)
 
@@ -60,7 +60,7 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
 
     async def named_model(http: HttpRequest) -> Response:
         if http.path_params["name"] != model.name:
-            raise ApiError(404, f"There is no such model; {model.name} is served here.",
+            raise ApiError(404, f"There is no such model; only {model.name} is served here.",
                            param="model", code="model_not_found")
         return _json(card)
 
@@ -69,27 +69,29 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
             return _json({"status": "draining"}, 503)
         return _json({"status": "ok"})
 
-    async def numbers(http: HttpRequest) -> Response:
+    async def metrics(http: HttpRequest) -> Response:
         text = prometheus_client.generate_latest(registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     routes = {
-        ("POST", "/v1/completions"): answering(requests.completion),
-        ("POST", "/v1/chat/completions"): answering(requests.chat),
+        ("POST", "/v1/completions"): generation_endpoint(requests.completion),
+        ("POST", "/v1/chat/completions"): generation_endpoint(requests.chat),
         ("GET", "/v1/models"): models,
         ("GET", "/v1/models/{name:path}"): named_model,
         ("GET", "/health"): health,
-        ("GET", "/metrics"): numbers,
+        ("GET", "/metrics"): metrics,
     }
 
     async def unknown_url(http: HttpRequest, error: HTTPException) -> Response:
         return _error(ApiError(
-            error.status_code, f"{http.method} {http.url.path}: {error.detail}. Known are "
+            error.status_code, f"{http.method} {http.url.path}: {error.detail}. Available are "
             f"{', '.join(map(' '.join, routes))}.", code="unknown_url",
         ))
 
     async def failed(http: HttpRequest, error: Exception) -> Response:
-        return _error(ApiError(500, "The server has failed. Its output shows why.", code="failed"))
+        return _error(
+            ApiError(500, "The server failed. Its output shows the reason.", code="failed")
+        )
 
     return Starlette(
         routes=[
@@ -104,15 +106,15 @@ def _checked(
     path: str, endpoint: Callable[[HttpRequest], Awaitable[Response]], limits: Limits,
     answers: prometheus_client.Counter,
 ) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """Returns the endpoint with checks of host and API key, and a count of its answers."""
+    """Returns an endpoint that checks the host and the API key, and counts its answers."""
 
     async def checked(http: HttpRequest) -> Response:
         try:
             hosts = http.headers.getlist("host")
             if limits.hosts is not None and not asks_for(hosts, limits.hosts):
                 raise ApiError(
-                    403, f"The request is for the host {', '.join(hosts)!a:.80}; this server "
-                    "answers to its own machine alone. Start it with --host to open it.",
+                    403, f"The request is for the host {', '.join(hosts)!a:.80}, but this server "
+                    "only answers its own machine. Start it with --host to open it.",
                 )
             _check_key(http, limits.api_key)
             response = await endpoint(http)
@@ -126,8 +128,8 @@ def _checked(
     return checked
 
 
-class _EngineNumbers(Collector):
-    """Collects the numbers of an engine for each request of /metrics."""
+class _EngineCollector(Collector):
+    """Collects the metrics of an engine for each request to /metrics."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -135,11 +137,11 @@ class _EngineNumbers(Collector):
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
         for kind, name, value, text in (
-            (GaugeMetricFamily, "rows", engine.num_rows, "Rows that are decoded at a time."),
+            (GaugeMetricFamily, "rows", engine.num_rows, "Rows decoded at the same time."),
             (GaugeMetricFamily, "rows_taken", engine.num_in_rows, "Rows with an answer."),
             (GaugeMetricFamily, "answers_waiting", engine.num_waiting, "Answers in the queue."),
-            (CounterMetricFamily, "prompts", engine.num_prompts, "Prompts that were read."),
-            (CounterMetricFamily, "tokens", engine.num_tokens, "Tokens that were made."),
+            (CounterMetricFamily, "prompts", engine.num_prompts, "Prompts read."),
+            (CounterMetricFamily, "tokens", engine.num_tokens, "Tokens generated."),
         ):
             yield kind(f"{_PREFIX}_{name}", text, value=value)
 
@@ -159,7 +161,7 @@ async def _body(http: HttpRequest) -> bytes:
     """Returns the body of a request. Raises ApiError if it is not JSON, too large or too slow."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Browsers let foreign pages send other types without asking the server first.
+        # Browsers let websites send other types across origins without a preflight request.
         raise ApiError(
             415, f"The Content-Type is {kind!a:.80}; expected application/json.",
         )
@@ -170,12 +172,12 @@ async def _body(http: HttpRequest) -> bytes:
                 body += piece
                 if len(body) > MOST_BYTES:
                     raise ApiError(
-                        413, f"The body has more than {MOST_BYTES} bytes. Send a shorter prompt.",
+                        413, f"The body exceeds {MOST_BYTES} bytes. Send a shorter prompt.",
                         code="body_too_large",
                     )
     except TimeoutError:
         raise ApiError(
-            408, f"The body did not come within {BODY_SECONDS:g} s. Send it again."
+            408, f"The body did not arrive within {BODY_SECONDS:g} s. Send it again."
         ) from None
     return bytes(body)
 
@@ -184,27 +186,28 @@ async def _response(http: HttpRequest, answer: Answer, name: str) -> Response:
     deltas = answer.deltas()
     try:
         if not answer.request.stream:
-            return _json(bodies.whole(answer, name, await _unless_gone(http, _all(deltas))))
-        # Before the first token an error still has its own status.
-        first = await _unless_gone(http, anext(deltas))
+            all_deltas = await _unless_disconnected(http, _collect(deltas))
+            return _json(bodies.whole(answer, name, all_deltas))
+        # Wait for the first token, since errors before it can still set the HTTP status.
+        first = await _unless_disconnected(http, anext(deltas))
     except BaseException:
         answer.cancel()
         raise
     return _EventStream(answer, _events(answer, name, first, deltas))
 
 
-async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
+async def _collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in deltas]
 
 
-async def _unless_gone(http: HttpRequest, result: Awaitable[T]) -> T:
-    """Returns the result; raises ApiError if the client disconnects first."""
+async def _unless_disconnected(http: HttpRequest, result: Awaitable[T]) -> T:
+    """Awaits a result. Raises ApiError if the client disconnects first."""
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(result), asyncio.ensure_future(gone())]
+    tasks = [asyncio.ensure_future(result), asyncio.ensure_future(disconnect())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
@@ -218,7 +221,7 @@ async def _unless_gone(http: HttpRequest, result: Awaitable[T]) -> T:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; at their end, generations that have not ended are cancelled."""
+    """Server-sent events. When the stream ends, unfinished generations are cancelled."""
 
     def __init__(self, answer: Answer, events: AsyncIterator[bytes]):
         super().__init__(

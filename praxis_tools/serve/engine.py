@@ -1,4 +1,8 @@
-"""The engine: requests wait in a queue, enter free rows while others decode, and get tokens."""
+"""The engine: decodes requests with continuous batching.
+
+Requests wait in a queue and enter a row of the batch as soon as it is free, while other rows
+continue to decode.
+"""
 
 import collections
 import dataclasses
@@ -14,10 +18,10 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching
 from praxis_lite.decode.rows import NewTokens, Prompt, Rows
 from praxis_tools.serve.api_error import ApiError
 
-# Most steps between two looks at the queue: so long a newcomer waits for a free row.
+# Maximum number of decoding steps after which the queue is checked for new requests.
 STEPS_BETWEEN_LOOKS = 4
-RETRY_SECONDS = 1  # Sent to a client that finds the queue full.
-# Tokens with their log-probs, the likeliest first.
+RETRY_SECONDS = 1  # Retry-After header if the queue is full.
+# Tokens with their log-probs, the most likely first.
 Likeliest = Sequence[tuple[int, float]]
 
 
@@ -26,9 +30,11 @@ class Piece:
     """New tokens of a generation.
 
     Attributes:
-      likeliest: For each token the likeliest ones in its place, if they were asked for.
-      done: nothing follows.
-      error: why it has ended before its time; None: it has not.
+      ids: The new tokens.
+      logprobs: Log-prob of each token.
+      likeliest: The most likely tokens at each position, if requested.
+      done: Whether this is the last piece.
+      error: Error that ended the generation; None if there is none.
     """
 
     ids: Sequence[int] = ()
@@ -43,12 +49,16 @@ class Generation:
     """A single answer to a prompt.
 
     Attributes:
-      ids: of the prompt.
-      seed, choice: the key is that of the seed, with this number folded in, as in
-        `Decoder.__call__` with the key of the seed. No two answers to a request without a seed
-        have the same number, whatever their prompts.
-      num_likeliest: Likeliest tokens to deliver with each token.
-      deliver: takes each piece, in the engine's thread.
+      ids: Token ids of the prompt.
+      max_tokens: Maximum number of new tokens.
+      temperature: Temperature of sampling.
+      top_p: Probability mass of nucleus sampling.
+      top_k: Number of most likely tokens to sample from; 0 for all.
+      seed: Seed of sampling. The random key is `fold_in(key(seed), choice)`, as in
+        `Decoder.__call__`.
+      choice: Number that distinguishes the answers with the same seed.
+      num_likeliest: Number of most likely tokens to deliver with each token.
+      deliver: Function that receives each piece, in the engine's thread.
     """
 
     ids: np.ndarray
@@ -63,31 +73,32 @@ class Generation:
 
 
 class Engine:
-    """Decodes generations in the rows of a continuous batch, as they come.
+    """Decodes generations in the rows of a continuous batch.
 
-    `run` is called in the thread that owns the devices; the other methods in any.
+    Call `run` in the thread that owns the devices. All other methods may be called in any thread.
 
     Args:
-      batching: of a SampleByRow.
-      mdl_vars: as its programs take them.
-      prompt_lengths: to which prompts are padded, upwards.
-      most_waiting: Generations in addition to those in rows.
+      batching: Programs that decode the rows with SampleByRow.
+      mdl_vars: Variables of the model, in the form that these programs take.
+      prompt_lengths: Lengths to which prompts are padded.
+      max_waiting: Maximum number of generations in the queue.
 
     Attributes:
-      num_tokens, num_prompts: made and read so far.
+      num_tokens: Number of tokens generated so far.
+      num_prompts: Number of prompts read so far.
     """
 
     def __init__(
         self, batching: ContinuousBatching, mdl_vars: Any, prompt_lengths: Sequence[int],
-        most_waiting: int,
+        max_waiting: int,
     ):
         self._batching, self._mdl_vars = batching, mdl_vars
-        self._prompt_lengths, self.most_waiting = sorted(prompt_lengths), most_waiting
+        self._prompt_lengths, self.max_waiting = sorted(prompt_lengths), max_waiting
         self._changed = threading.Condition()
         self._waiting: collections.deque[Generation] = collections.deque()
         self._in_rows: dict[int, Generation] = {}
         self._cancelled: set[Generation] = set()
-        self._ends_at: float | None = None  # Of time.monotonic, once it drains.
+        self._deadline: float | None = None  # In seconds of time.monotonic, once it is draining.
         self._rows: Rows | None = None
         self.num_tokens = self.num_prompts = 0
 
@@ -105,42 +116,42 @@ class Engine:
 
     @property
     def is_draining(self) -> bool:
-        return self._ends_at is not None
+        return self._deadline is not None
 
     def warm_up(self) -> None:
         """Compiles all programs.
 
         Raises:
-          OutOfMemory: this host cannot hold the rows.
+          OutOfMemory: The rows do not fit in memory.
         """
         rows = self._batching.rows(self._mdl_vars)
-        warm = Generation(np.zeros(1, np.int32), 1, 1.0, 0.5, 1, 0, 0, 1, print)
-        rows.warm_up(self._prompt(warm).key)
+        example = Generation(np.zeros(1, np.int32), 1, 1.0, 0.5, 1, 0, 0, 1, print)
+        rows.warm_up(self._prompt(example).key)
         self._rows = rows
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Puts generations into the queue, all or none.
+        """Adds generations to the queue, either all of them or none.
 
         Raises:
-          ApiError: the queue is full, or the engine is about to end.
+          ApiError: The queue is full, or the engine is draining.
         """
         with self._changed:
             if self.is_draining:
-                raise ApiError(503, "The server is about to end. Ask another one.", code="draining")
+                raise ApiError(503, "The server is about to end.", code="draining")
             num_free = self.num_rows - len(self._in_rows)
-            room = self.most_waiting + num_free - len(self._waiting)
+            room = self.max_waiting + num_free - len(self._waiting)
             if len(generations) > room:
                 raise ApiError(
-                    429, f"The queue is full: {len(self._waiting)} answers wait, and at most "
-                    f"{self.most_waiting} may; this request wants {len(generations)}. Try again "
-                    "later.",
+                    429, f"The queue is full: {len(self._waiting)} answers wait, at most "
+                    f"{self.max_waiting} may wait, and this request needs {len(generations)}. Try "
+                    "again later.",
                     code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)},
                 )
             self._waiting.extend(generations)
             self._changed.notify()
 
     def cancel(self, generations: Sequence[Generation]) -> None:
-        """Ends generations, in rows or in the queue; ignores those that have ended."""
+        """Cancels generations that are in rows or in the queue. Finished ones are ignored."""
         with self._changed:
             for generation in generations:
                 if generation in self._waiting:
@@ -150,40 +161,43 @@ class Engine:
             self._changed.notify()
 
     def drain(self, seconds: float) -> None:
-        """Makes `run` return once all generations have ended, or after `seconds`."""
+        """Makes `run` return once all generations have finished, or after `seconds`."""
         with self._changed:
             if not self.is_draining:
-                self._ends_at = time.monotonic() + seconds
+                self._deadline = time.monotonic() + seconds
             self._changed.notify()
 
     def run(self) -> None:
-        """Decodes until it is drained; in any case each generation gets its last piece."""
-        error = ApiError(500, "The server has failed. Its output shows why.", code="failed")
+        """Decodes until the engine is drained.
+
+        Every generation receives a last piece, even if this raises an error.
+        """
+        error = ApiError(500, "The server failed. Its output shows the reason.", code="failed")
         try:
-            while self._goes_on():
-                self._turn()
-            error = ApiError(503, "The server has ended before the answer.", code="draining")
+            while self._wait_for_work():
+                self._decode_steps()
+            error = ApiError(503, "The server ended before the answer.", code="draining")
         finally:
             with self._changed:
-                self._ends_at = self._ends_at or time.monotonic()
-                left = [*self._in_rows.values(), *self._waiting]
+                self._deadline = self._deadline or time.monotonic()
+                unfinished = [*self._in_rows.values(), *self._waiting]
                 self._in_rows.clear()
                 self._waiting.clear()
-            for generation in left:
+            for generation in unfinished:
                 generation.deliver(Piece(done=True, error=error))
 
-    def _goes_on(self) -> bool:
-        """Waits for work; returns False once there is none and none will come."""
+    def _wait_for_work(self) -> bool:
+        """Waits for work. Returns False if the engine is draining and should stop."""
         with self._changed:
             while not self._waiting and not self._in_rows and not self.is_draining:
                 self._changed.wait()
             if not self.is_draining:
                 return True
             has_work = bool(self._waiting or self._in_rows)
-            return has_work and time.monotonic() < self._ends_at
+            return has_work and time.monotonic() < self._deadline
 
-    def _turn(self) -> None:
-        """Frees the rows of cancelled generations, admits waiting ones, and makes a few steps."""
+    def _decode_steps(self) -> None:
+        """Frees the rows of cancelled generations, admits waiting ones, and decodes a few steps."""
         rows = self._rows
         with self._changed:
             for index, generation in list(self._in_rows.items()):

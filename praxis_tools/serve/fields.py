@@ -1,4 +1,4 @@
-"""The fields of a request in JSON: their expected values, and errors that name the field."""
+"""Validates the JSON fields of a request, with errors that name the field."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import orjson
 from praxis_lite.core.errors import did_you_mean, is_number, shown
 from praxis_tools.serve.api_error import ApiError
 
-# Returns a value as it is used, or None if it is not one of the expected values.
+# A function that returns the converted value, or None if the value is not valid.
 Check = Callable[[Any], Any]
 
 
@@ -21,7 +21,7 @@ class Field(NamedTuple):
 
 
 def whole(least: int, most: int) -> Field:
-    """Returns a field of whole numbers."""
+    """Returns a field for whole numbers in a range."""
     return Field(
         f"a whole number from {least} to {most}",
         lambda x: x if type(x) is int and least <= x <= most else None,
@@ -29,7 +29,7 @@ def whole(least: int, most: int) -> Field:
 
 
 def number(least: float, most: float) -> Field:
-    """Returns a field of numbers."""
+    """Returns a field for numbers in a range."""
     return Field(
         f"a number from {least:g} to {most:g}",
         lambda x: float(x) if is_number(x) and math.isfinite(x) and least <= x <= most else None,
@@ -41,7 +41,12 @@ TEXT = Field("a text", lambda x: x if isinstance(x, str) else None)
 
 
 def only(*values: Any, because: str) -> Field:
-    """Returns a field without effect, which may only have the values that change nothing."""
+    """Returns a field for an unsupported feature, which only accepts values without effect.
+
+    Args:
+      *values: Accepted values.
+      because: Reason why other values are not accepted.
+    """
 
     def check(x: Any) -> Any:
         return True if any(x == value and type(x) is type(value) for value in values) else None
@@ -50,10 +55,10 @@ def only(*values: Any, because: str) -> Field:
 
 
 def read(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
-    """Returns the fields of a request; a field of null counts as not given.
+    """Parses a request and returns its fields. Fields that are null count as missing.
 
     Raises:
-      ApiError: The body is not a JSON object, or has an unknown field or a wrong value.
+      ApiError: The body is not a JSON object, or has an unknown field or an invalid value.
     """
     try:
         given = orjson.loads(body)
@@ -65,32 +70,37 @@ def read(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
 
 
 def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -> dict[str, Any]:
-    """Returns the fields of an object; `within` precedes their names in messages.
+    """Checks the fields of a JSON object and returns their converted values.
+
+    Args:
+      given: The JSON object.
+      known: Known fields by name.
+      within: Prefix of the names in error messages.
 
     Raises:
-      ApiError: as `read`.
+      ApiError: There is an unknown field or an invalid value.
     """
-    result = {}
+    values = {}
     for name, value in given.items():
         path = shown(f"{within}{name}")
         if value is None:
             continue
         if name not in known:
             raise ApiError(
-                400, f"{path} is not a known field; known are {', '.join(known)}."
-                f"{did_you_mean(name, known)} Leave it out.", param=path, code="unknown_field",
+                400, f"{path} is not a known field; known fields are {', '.join(known)}."
+                f"{did_you_mean(name, known)} Remove it.", param=path, code="unknown_field",
             )
-        result[name] = known[name].check(value)
-        if result[name] is None:
+        values[name] = known[name].check(value)
+        if values[name] is None:
             raise ApiError(
                 400, f"{path} is {_json(value)}; expected {known[name].expected}.", param=path,
                 code="invalid_value",
             )
-    return result
+    return values
 
 
 def _json(value: Any) -> str:
     try:
         return shown(orjson.dumps(value).decode())
-    except TypeError:  # It reads deeper lists than it writes.
-        return "a value of too many levels"
+    except TypeError:  # orjson can read deeper lists than it can write.
+        return "a value with too many levels"

@@ -1,4 +1,4 @@
-"""`main.py --mode=serve`: a job's or Hugging Face's model, behind OpenAI's HTTP API."""
+"""`main.py --mode=serve`: serves a job's or a Hugging Face model through OpenAI's HTTP API."""
 
 import argparse
 import os
@@ -21,14 +21,14 @@ LOOPBACK = "127.0.0.1"
 
 
 class Serve(Mode):
-    """Serves completions and chats over HTTP until a signal comes: docs/serving.md."""
+    """Serves completions and chats over HTTP until it receives a signal. See docs/serving.md."""
 
     name = "serve"
     summary = "serves completions and chats over HTTP, as OpenAI's API does"
     goes_on = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
-        """Adds those of the model, of the port, and of the limits."""
+        """Adds the options for the model, the port and the limits."""
         add_step(options)
         options.add_argument(
             "--hf", metavar="DIR", help="a model of Hugging Face, instead of a job's"
@@ -73,24 +73,24 @@ class Serve(Mode):
     def run(
         self, command: CommandLine, *, step: int | str | None, hf: str | None, **options: Any
     ) -> None:
-        """Serves; raises ConfigError before anything compiles if it cannot."""
+        """Serves the model. Raises ConfigError for invalid options before anything compiles."""
         require_package("starlette", "--mode=serve")
         require_package("uvicorn", "--mode=serve")
         if (hf is None) == (command.job_log_dir is None):
             raise ConfigError(
-                "--mode=serve needs --job_log_dir=DIR, a job's directory, or --hf=DIR, a model of "
-                "Hugging Face; and one of them alone."
+                "--mode=serve requires exactly one of --job_log_dir=DIR, the directory of a job, "
+                "and --hf=DIR, a Hugging Face model."
             )
         for name in ("request_seconds", "drain_seconds"):
             seconds = options[name]
             require(0 < seconds < 1e6, f"--{name}", seconds, "a number of seconds above 0")
         require(
             hf is None or (step is None and command.exp is None), "--step or --exp, next to --hf,",
-            step or command.exp, "left out", "They belong to a job.",
+            step or command.exp, "left out", "They only apply to a job.",
         )
         from praxis_tools.serve.server import bound_socket
 
-        # Before the weights are read, so that a port that is taken is an error at once.
+        # Bind the port before reading the weights, so that a port in use fails immediately.
         with bound_socket(options["host"], options.pop("port")) as listening:
             if hf is not None:
                 _serve_huggingface(command, hf, listening, **options)
@@ -133,7 +133,7 @@ def _serve(
     max_length: int | None, max_queue: int, request_seconds: float, drain_seconds: float,
 ) -> None:
     from praxis_tools.serve.requests import Limits
-    from praxis_tools.serve.served_model import served
+    from praxis_tools.serve.served_model import create_served_model
     from praxis_tools.serve.server import serve
 
     api_key = None
@@ -143,16 +143,18 @@ def _serve(
             bool(api_key), f"The environment variable {api_key_variable}", api_key, "the API key",
             "Set it, or leave out --api_key_variable.",
         )
-    model, engine = served(
+    model, engine = create_served_model(
         partitioner, mdl_vars, model_name or Path(directory).absolute().name,
-        max_length=max_length, num_rows=num_rows, most_waiting=max_queue,
+        max_length=max_length, num_rows=num_rows, max_waiting=max_queue,
     )
     if not is_loopback(host) and api_key is None:
         print(
-            f"warning: other machines can reach --host={host}, and no API key is required, so "
-            "anyone who reaches it can use it. Set --api_key_variable=NAME.", flush=True,
+            f"warning: --host={host} is reachable from other machines without an API key. Set "
+            "--api_key_variable=NAME to require one.", flush=True,
         )
     if model.tokenizer.chat is None:
-        print("the tokenizer has no chat template: /v1/chat/completions is refused", flush=True)
+        print(
+            "the tokenizer has no chat template: /v1/chat/completions is not available", flush=True
+        )
     limits = Limits(request_seconds, api_key, LOOPBACK_HOSTS if is_loopback(host) else None)
     serve(model, engine, listening, limits, drain_seconds)

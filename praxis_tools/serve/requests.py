@@ -1,4 +1,4 @@
-"""Requests of the two kinds, completions and chat, read from JSON into a single form."""
+"""Parses and validates the JSON of completion and chat requests."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,26 +11,33 @@ from praxis_lite.inputs.tokenizers.chat_messages import Message
 from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.fields import FLAG, TEXT, Field, checked, number, only, read, whole
 
-# Prompts times n: of a request.
-MOST_CHOICES = 128
+MOST_CHOICES = 128  # Maximum of prompts times n in a request.
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
-# Likeliest tokens that a request may ask for in addition to the chosen one.
+# Maximum number of alternatives to each token that a request may ask for.
 MOST_LOGPROBS = 20
-COMPLETION_TOKENS = 16  # Where max_tokens is not given, as in OpenAI's API.
+COMPLETION_TOKENS = 16  # Default of max_tokens for completions, as in OpenAI's API.
 
 Prompt = str | Sequence[int] | Conversation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A client's request for completions, its fields checked.
+    """A validated request for completions.
 
     Attributes:
-      is_chat: the answer is a message.
-      prompts: a text or token ids each; of a chat its conversation.
-      max_tokens: most new ones; None: of a chat as many as there is room for, else 16.
-      seed: None: drawn.
-      num_logprobs: Tokens in addition to the chosen one; None: no log-probs at all.
+      is_chat: Whether it is a chat request, whose answer is a message.
+      model: Name of the model.
+      prompts: Texts or token ids; for a chat request, its conversation.
+      max_tokens: Maximum number of new tokens. By default, as many as fit for a chat, else 16.
+      temperature: Temperature of sampling.
+      top_p: Probability mass of nucleus sampling.
+      top_k: Number of most likely tokens to sample from; 0 for all.
+      n: Number of answers to each prompt.
+      seed: Seed of sampling; None for a random seed.
+      stop: Texts that end the answer.
+      num_logprobs: Number of alternatives to report for each token; None to report no log-probs.
+      stream: Whether to stream the answer.
+      include_usage: Whether a stream ends with the token counts.
     """
 
     is_chat: bool
@@ -50,13 +57,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of a request.
+    """Limits that apply to each request.
 
     Attributes:
-      seconds: The most that it may take, including its time in the queue.
-      api_key: The key that clients must send; None: none.
-      hosts: Host headers that are answered; None: any. A foreign page in a browser on this machine
-        would send another one.
+      seconds: Maximum duration, including the time in the queue.
+      api_key: API key that clients must send; None to require no key.
+      hosts: Allowed Host headers; None for any. This protects against DNS rebinding, where a
+        website in a browser on this machine sends requests with its own host name.
     """
 
     seconds: float
@@ -65,7 +72,7 @@ class Limits:
 
 
 def completion(body: bytes) -> Request:
-    """Returns the request of /v1/completions; raises ApiError for anything that is not followed."""
+    """Parses a request to /v1/completions. Raises ApiError if it is invalid or not supported."""
     given = read(body, _COMPLETION)
     prompts = _required(given, "prompt")
     return Request(
@@ -75,24 +82,25 @@ def completion(body: bytes) -> Request:
 
 
 def chat(body: bytes) -> Request:
-    """Returns the request of /v1/chat/completions, as `completion`."""
+    """Parses a request to /v1/chat/completions. Raises ApiError like `completion`."""
     given = read(body, _CHAT)
     num_logprobs = given.get("top_logprobs", 0) if given.get("logprobs") else None
     if num_logprobs is None and "top_logprobs" in given:
         raise ApiError(
-            400, "top_logprobs is given without logprobs; set logprobs: true.",
+            400, "top_logprobs requires logprobs. Set logprobs: true.",
             param="top_logprobs", code="invalid_value",
         )
     if given.get("tools") and "tool_choice" not in given:
         raise ApiError(
-            400, "tools are given without tool_choice; set tool_choice: none. The prompt names the "
-            "tools then, and a call is part of the answer's text.", param="tools",
+            400, "tools without tool_choice are not supported. Set tool_choice: none; the prompt "
+            "then describes the tools, and calls are part of the answer's text.", param="tools",
             code="invalid_value",
         )
     _required(given, "messages")
     row = {name: given[name] for name in ("messages", *_CONTEXT) if name in given}
     return Request(
-        is_chat=True, prompts=[_checked(lambda: conversation_of(row, "The request"), "messages")],
+        is_chat=True,
+        prompts=[_api_errors(lambda: conversation_of(row, "The request"), "messages")],
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         num_logprobs=num_logprobs, **_common(given, 1),
     )
@@ -102,13 +110,13 @@ def _common(given: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
     stream, options = given.get("stream", False), given.get("stream_options", {})
     if options and not stream:
         raise ApiError(
-            400, "stream_options is given without stream; set stream: true, or leave it out.",
+            400, "stream_options requires stream. Set stream: true, or remove stream_options.",
             param="stream_options", code="invalid_value",
         )
     if num_prompts * given.get("n", 1) > MOST_CHOICES:
         raise ApiError(
-            400, f"{num_prompts} prompts with n = {given.get('n', 1)} are more than "
-            f"{MOST_CHOICES} answers. Ask for them in several requests.", param="n",
+            400, f"{num_prompts} prompts with n = {given.get('n', 1)} exceed the limit of "
+            f"{MOST_CHOICES} answers. Split them into several requests.", param="n",
             code="invalid_value",
         )
     names = ("temperature", "top_p", "top_k", "n", "seed", "stop")
@@ -121,7 +129,9 @@ def _common(given: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
 
 def _required(given: Mapping[str, Any], name: str) -> Any:
     if name not in given:
-        raise ApiError(400, f"{name} is missing. Give it.", param=name, code="missing_field")
+        raise ApiError(
+            400, f"The required field {name} is missing.", param=name, code="missing_field"
+        )
     return given[name]
 
 
@@ -141,32 +151,33 @@ def _are_ids(x: Any) -> bool:
 def _messages(x: Any) -> Sequence[Message] | None:
     if not isinstance(x, list) or not x:
         return None
-    return _checked(lambda: conversation(x, "The request"), "messages")
+    return _api_errors(lambda: conversation(x, "The request"), "messages")
 
 
-def _checked(made: Callable[[], Any], param: str) -> Any:
+def _api_errors(parse: Callable[[], Any], param: str) -> Any:
+    """Returns `parse()`, with a ConfigError converted to an ApiError."""
     try:
         with none_skipped():
-            return made()
+            return parse()
     except ConfigError as error:
         raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
 
 def _stops(x: Any) -> Sequence[str] | None:
     stops = [x] if isinstance(x, str) else x
-    is_right = isinstance(stops, list) and len(stops) <= MOST_STOPS and all(
+    is_valid = isinstance(stops, list) and len(stops) <= MOST_STOPS and all(
         isinstance(stop, str) and 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops
     )
-    return tuple(stops) if is_right else None
+    return tuple(stops) if is_valid else None
 
 
 def _stream_options(x: Any) -> Mapping[str, Any] | None:
-    known = {"include_usage": FLAG, "include_obfuscation": _NOT_FOLLOWED_FLAG}
+    known = {"include_usage": FLAG, "include_obfuscation": _UNSUPPORTED_FLAG}
     return checked(x, known, "stream_options.") if isinstance(x, dict) else None
 
 
-_NOT_FOLLOWED_FLAG = only(False, because="nothing else is offered")
-_PENALTY = only(0, 0.0, because="penalties are not offered")
+_UNSUPPORTED_FLAG = only(False, because="other values are not supported")
+_PENALTY = only(0, 0.0, because="penalties are not supported")
 _SAMPLING = {
     "model": TEXT,
     "max_tokens": whole(1, 2**31 - 1),
@@ -175,7 +186,7 @@ _SAMPLING = {
         "a number above 0 and at most 1",
         lambda x: number(0, 1).check(x) or None,
     ),
-    # As in vLLM, where -1 means all as well.
+    # As in vLLM, -1 also means all tokens.
     "top_k": Field(
         "a whole number, 0 or -1 for all tokens",
         lambda x: max(x, 0) if type(x) is int and -1 <= x < 2**31 else None,
@@ -188,14 +199,14 @@ _SAMPLING = {
     ),
     "stream": FLAG,
     "stream_options": Field('{"include_usage": true or false}', _stream_options),
-    # Names for OpenAI's own accounts, which change no token.
+    # Fields for the accounting of OpenAI, which are ignored.
     "user": TEXT,
     "metadata": Field("an object", lambda x: x if isinstance(x, dict) else None),
     "frequency_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
-    "logit_bias": only({}, because="biases are not offered"),
+    "logit_bias": only({}, because="biases are not supported"),
 }
-# Next to the messages of a chat, as in vLLM; see docs/finetuning.md.
+# Additional inputs of chat templates, as in vLLM; see docs/finetuning.md.
 _CONTEXT = ("tools", "documents", "chat_template_kwargs")
 _COMPLETION = {
     "prompt": Field(
@@ -203,23 +214,23 @@ _COMPLETION = {
     ),
     "logprobs": whole(0, MOST_LOGPROBS),
     **_SAMPLING,
-    "best_of": only(1, because="the likeliest of several is not offered. Use n"),
-    "echo": only(False, because="the prompt is not given back"),
-    "suffix": only("", because="text before a suffix is not offered"),
+    "best_of": only(1, because="choosing the most likely of several is not supported. Use n"),
+    "echo": only(False, because="returning the prompt is not supported"),
+    "suffix": only("", because="inserting text before a suffix is not supported"),
 }
 _CHAT = {
     "messages": Field(
-        'a list of {"role": TEXT, "content": TEXT}, at least one of them; of content in parts only '
-        'those of {"type": "text"} are read', _messages,
+        'a non-empty list of {"role": TEXT, "content": TEXT}, where content may be a list of '
+        '{"type": "text"} parts', _messages,
     ),
-    **{name: Field("as in a row of training data", lambda x: x) for name in _CONTEXT},
+    **{name: Field("a value as in a row of training data", lambda x: x) for name in _CONTEXT},
     "max_completion_tokens": whole(1, 2**31 - 1),
     "logprobs": FLAG,
     "top_logprobs": whole(0, MOST_LOGPROBS),
     **_SAMPLING,
-    "tool_choice": only("none", because="calls stay in the answer's text"),
-    "parallel_tool_calls": only(True, False, because="calls stay in the answer's text"),
-    "response_format": only({"type": "text"}, because="answers are free text"),
-    "modalities": only(["text"], because="answers are text"),
-    "store": only(False, because="nothing is stored"),
+    "tool_choice": only("none", because="tool calls are returned as text"),
+    "parallel_tool_calls": only(True, False, because="tool calls are returned as text"),
+    "response_format": only({"type": "text"}, because="only free text is supported"),
+    "modalities": only(["text"], because="only text is supported"),
+    "store": only(False, because="answers are not stored"),
 }

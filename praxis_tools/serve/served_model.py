@@ -1,4 +1,4 @@
-"""The model that is served: its weights on a mesh, its tokenizer, and its prompts as ids."""
+"""The served model: its tokenizer and limits, and the engine that decodes it."""
 
 import dataclasses
 import functools
@@ -19,20 +19,20 @@ from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.engine import STEPS_BETWEEN_LOOKS, Engine
 from praxis_tools.serve.requests import COMPLETION_TOKENS, MOST_LOGPROBS, Request
 
-# Most tokens of a row by default: a cache for more may not fit.
+# Default limit of tokens per row, since a cache for more may not fit in memory.
 USUAL_LENGTH = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """A language model that reads text.
+    """A language model with the properties that requests depend on.
 
     Attributes:
-      name: by which clients ask for it.
-      tokenizer: of its task.
-      num_ids: the size of its vocabulary; None: not known.
-      max_length: most tokens of a prompt and its answer together.
-      eos_ids: tokens that end an answer.
+      name: Name of the model in requests.
+      tokenizer: Tokenizer of the task.
+      num_ids: Size of the vocabulary; None if unknown.
+      max_length: Maximum number of tokens of a prompt and its answer together.
+      eos_ids: Tokens that end an answer.
     """
 
     name: str
@@ -41,16 +41,16 @@ class ServedModel:
     max_length: int
     eos_ids: Collection[int]
 
-    def ids_of(self, request: Request) -> list[np.ndarray]:
-        """Returns the ids of each prompt of a request. Takes time, and is safe in any thread.
+    def tokenize(self, request: Request) -> list[np.ndarray]:
+        """Returns the token ids of each prompt. May be slow; safe to call in any thread.
 
         Raises:
-          ApiError: there is another model's name; a prompt is empty, too long, has ids that the
-            model lacks, or is refused by the chat template.
+          ApiError: The request is for another model, or a prompt is empty, too long, has ids
+            outside of the vocabulary, or is not valid for the chat template.
         """
         if request.model != self.name:
             raise ApiError(
-                404, f"There is no model {request.model!a:.80}; {self.name} is served here.",
+                404, f"There is no model {request.model!a:.80}; only {self.name} is served here.",
                 param="model", code="model_not_found",
             )
         param = "messages" if request.is_chat else "prompt"
@@ -65,8 +65,8 @@ class ServedModel:
             self._check(ids, request, param)
         return prompts
 
-    def most_new(self, num_ids: int, request: Request) -> int:
-        """Returns how many tokens may follow a prompt of `num_ids` ids."""
+    def max_new_tokens(self, num_ids: int, request: Request) -> int:
+        """Returns the maximum number of tokens to generate after a prompt of `num_ids` ids."""
         room = self.max_length - num_ids
         if request.max_tokens is None:
             return room if request.is_chat else min(room, COMPLETION_TOKENS)
@@ -75,47 +75,53 @@ class ServedModel:
     def _check(self, ids: np.ndarray, request: Request, param: str) -> None:
         if not len(ids):
             raise ApiError(
-                400, f"{param} has no token. Give a text.", param=param, code="invalid_value"
+                400, f"{param} is empty; expected at least one token.", param=param,
+                code="invalid_value",
             )
         if self.num_ids is not None and int(ids.max()) >= self.num_ids:
             raise ApiError(
-                400, f"{param} has the token {int(ids.max())}, and the model only {self.num_ids}.",
-                param=param, code="invalid_value",
+                400, f"{param} has the token {int(ids.max())}, but the model only has "
+                f"{self.num_ids} tokens.", param=param, code="invalid_value",
             )
         num_new = request.max_tokens or 1
         if len(ids) + num_new > self.max_length:
             raise ApiError(
-                400, f"{param} has {len(ids)} tokens, and {num_new} at least are to follow: "
-                f"{len(ids) + num_new}. This server's limit is {self.max_length} together. Shorten "
-                "it, or ask for fewer tokens.", param=param, code="context_length_exceeded",
+                400, f"{param} has {len(ids)} tokens and at least {num_new} are to be generated, "
+                f"{len(ids) + num_new} in total, but the limit of this server is "
+                f"{self.max_length}. Shorten the prompt or request fewer tokens.", param=param,
+                code="context_length_exceeded",
             )
 
 
-def served(
+def create_served_model(
     partitioner: Partitioner, mdl_vars: Any, name: str, *, max_length: int | None, num_rows: int,
-    most_waiting: int,
+    max_waiting: int,
 ) -> tuple[ServedModel, Engine]:
-    """Returns a model and the engine that decodes it; nothing is compiled yet.
+    """Returns a served model and the engine that decodes it, without compiling anything.
 
     Args:
-      mdl_vars: of the partitioner; donated where their form changes for decoding.
-      max_length: None: the model's positions, at most USUAL_LENGTH.
-      num_rows, most_waiting: as of `Engine`.
+      partitioner: Partitioner of the model.
+      mdl_vars: Variables of the model. They are donated if decoding needs them in another form.
+      name: Name of the model in requests.
+      max_length: Maximum number of tokens of a prompt and its answer. By default, the number of the
+        model's positions, and at most USUAL_LENGTH.
+      num_rows: Number of answers that are decoded at the same time.
+      max_waiting: Number of answers that may wait in the queue.
 
     Raises:
-      ConfigError: It is not a causal language model with a tokenizer, has too few positions, or
-        there are several processes.
+      ConfigError: The model is not a causal language model with a tokenizer, has too few positions,
+        or there are several processes.
     """
     task = partitioner.task
     check_language_model(task, "--mode=serve")
     num_positions = task.num_ids().get("segment_pos")
     if max_length is None:
         max_length = min(num_positions or USUAL_LENGTH, USUAL_LENGTH)
-    most = {} if num_positions is None else {"most": num_positions}
-    max_length = whole_number(max_length, "--max_length", 2, **most)
+    limit = {} if num_positions is None else {"most": num_positions}
+    max_length = whole_number(max_length, "--max_length", 2, **limit)
     whole_number(num_rows, "--num_rows", 1)
-    whole_number(most_waiting, "--max_queue", 1)
-    # The job's settings of how tokens are computed, but not of which tokens are chosen.
+    whole_number(max_waiting, "--max_queue", 1)
+    # Use the job's settings for the computation of tokens. Requests determine the sampling.
     settings = {
         name: getattr(task.decoder, name, getattr(SampleByRow, name))
         for name in (
@@ -123,7 +129,7 @@ def served(
             "num_cached_prefixes",
         )
     }
-    # Each row has room for max_length tokens, however many of them are the prompt's.
+    # Each row has room for max_length tokens, for any length of the prompt.
     decoder = SampleByRow(
         max_decode_steps=max_length - 1, seqlen=max_length, eos_id=task.decoder.eos_id,
         num_likeliest=min(MOST_LOGPROBS, task.num_ids().get("ids", MOST_LOGPROBS)),
@@ -134,10 +140,10 @@ def served(
         decoder, task.module, num_rows, lengths,
         wrap=functools.partial(partitioner.with_mdl_vars, has_splits=True),
         compiler_options=partitioner.decode_options,
-        advice="Make --num_rows or --max_length smaller.",
+        advice="Reduce --num_rows or --max_length.",
     )
     model = ServedModel(
         name, task.tokenizer, task.num_ids().get("ids"), max_length, decoder.eos_ids
     )
     mdl_vars = partitioner.for_decoding(mdl_vars, donates=True)
-    return model, Engine(batching, mdl_vars, lengths, most_waiting)
+    return model, Engine(batching, mdl_vars, lengths, max_waiting)

@@ -1,4 +1,4 @@
-"""A server's life: its port, the threads of the devices and of HTTP, and its end by a signal."""
+"""Runs a server: opens the port, runs the engine and the HTTP thread, and drains on a signal."""
 
 import socket
 import threading
@@ -12,34 +12,33 @@ from praxis_tools.serve.engine import Engine
 from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 
-# For the last bytes of answers to reach their clients.
-LAST_SECONDS = 5
-# Connections in addition to those whose requests wait or are in rows.
+LAST_SECONDS = 5  # Time to send the last bytes of answers before the server exits.
+# Maximum number of connections in addition to those whose requests wait or are in rows.
 MORE_CONNECTIONS = 256
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound to the port, and accepts no connection yet.
+    """Returns a socket that is bound to a port but not listening yet.
 
     Raises:
-      ConfigError: The port is taken, or the address is not one of this machine.
+      ConfigError: The port is in use, or the address does not belong to this machine.
     """
-    require(0 <= port < 2**16, "--port", port, "a number from 0 (a free one) to 65535")
-    result = None
+    require(0 <= port < 2**16, "--port", port, "a number from 0 (any free port) to 65535")
+    bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
         )[0]
-        result = socket.socket(family, kind, protocol)
-        result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        result.bind(address)
-        return result
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        return bound
     except OSError as error:
-        if result is not None:
-            result.close()
+        if bound is not None:
+            bound.close()
         raise ConfigError(
-            f"--host={host} --port={port} cannot be opened: {error.strerror or error}. Name "
-            "another port, or 0 for a free one."
+            f"--host={host} --port={port} cannot be opened: {error.strerror or error}. Choose "
+            "another port, or 0 for any free port."
         ) from None
 
 
@@ -47,15 +46,18 @@ def serve(
     model: ServedModel, engine: Engine, listening: socket.socket, limits: Limits,
     drain_seconds: float,
 ) -> None:
-    """Serves until a signal comes, then ends the requests under way. In the main thread.
+    """Serves until a signal arrives, then finishes the running requests. Call in the main thread.
 
     Args:
-      listening: From `bound_socket`; opened once everything is compiled.
-      drain_seconds: Time for the requests under way after a signal.
+      model: The served model.
+      engine: Engine that decodes the model.
+      listening: Socket from `bound_socket`. It starts to listen once everything is compiled.
+      limits: Limits of each request.
+      drain_seconds: Time for running requests to finish after a signal.
     """
     with (
         Running(model, engine, listening, limits) as running,
-        _DrainsBySignal(engine, drain_seconds),
+        _DrainOnSignal(engine, drain_seconds),
     ):
         print(
             f"ready: {running.url}/v1 serves {model.name}: {engine.num_rows} answers at a time, of "
@@ -65,12 +67,13 @@ def serve(
 
 
 class Running:
-    """Serves the endpoints of an engine in a separate thread while it is entered.
+    """Serves the endpoints of an engine in a separate thread; a context manager.
 
-    Entering compiles the engine's programs and opens the port; the caller calls `Engine.run`.
+    Entering it compiles the engine's programs and opens the port. The caller must call
+    `Engine.run`.
 
     Attributes:
-      url: Without a path.
+      url: URL of the server, without a path.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Running:
             log_level="warning", access_log=False, server_header=False, lifespan="off",
             http=limited(limits.seconds, BODY_SECONDS), ws="none",
             timeout_graceful_shutdown=LAST_SECONDS,
-            limit_concurrency=engine.num_rows + engine.most_waiting + MORE_CONNECTIONS,
+            limit_concurrency=engine.num_rows + engine.max_waiting + MORE_CONNECTIONS,
         ))
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
@@ -107,11 +110,11 @@ class Running:
         try:
             self._server.run(sockets=[self._socket])
         finally:
-            self._engine.drain(0)  # Nobody can ask any longer.
+            self._engine.drain(0)  # No more requests can arrive.
 
 
-class _DrainsBySignal(signals.SignalListener):
-    """Drains an engine at the first signal; the second ends the process at once."""
+class _DrainOnSignal(signals.SignalListener):
+    """Drains an engine on the first signal. The second one ends the process immediately."""
 
     def __init__(self, engine: Engine, seconds: float):
         super().__init__()
@@ -120,7 +123,7 @@ class _DrainsBySignal(signals.SignalListener):
     def _on_signal(self, signum: int) -> None:
         if not self._engine.is_draining:
             signals.write_line(
-                f"{signals.name(signum)}: no new requests are taken; {self._engine.num_in_rows} "
+                f"{signals.name(signum)}: no new requests are accepted; {self._engine.num_in_rows} "
                 f"answers in rows and {self._engine.num_waiting} in the queue have "
                 f"{self._seconds:g} s"
             )

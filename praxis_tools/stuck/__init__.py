@@ -1,7 +1,7 @@
-"""Which process of a job is alive but stuck, and what do the others wait for?
+"""Finds the process of a job that is alive but stuck, and what the other processes wait for.
 
-The decision is a function of the progress that all processes report; it never sees a process, a
-clock or a file.
+The decision is a function of the progress that all processes report; it never accesses a process,
+a clock or a file.
 """
 
 from praxis_tools.stuck.decision import Decision, Stuck

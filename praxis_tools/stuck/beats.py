@@ -1,4 +1,4 @@
-"""Heartbeats with the progress of each process, by which the first process finds stuck ones."""
+"""Sends heartbeats with the progress of each process; the first process finds stuck ones."""
 
 import dataclasses
 import time
@@ -15,21 +15,21 @@ from praxis_tools.stuck.on_host import own_progress, state_in_words
 from praxis_tools.stuck.progress import Progress, own
 from praxis_tools.stuck.stuck_report import details, paragraph
 
-_NUM_ASKED = 4  # Beats in which a process that is asked for its stacks may give them.
+_STACKS_BEATS = 4  # Number of heartbeats to wait for the stacks of a stuck process.
 _STACKS = "praxis_lite/stacks"
 
 
 class StuckBeats(Beats):
     """Heartbeats with the progress of each process.
 
-    The first process lists in "asks" of its own beat the stuck processes whose stacks it needs.
+    The heartbeat of the first process lists the stuck processes whose stacks it needs ("asks").
     """
 
     def __init__(self, seconds: float):
         super().__init__(seconds)
         events.add_listener(own)
         self._decision = Decision(processes.count())
-        self._asked: dict[int, str] = {}  # Stuck processes that are asked, and their stacks.
+        self._asked: dict[int, str] = {}  # Maps stuck processes to their stacks, "" if not yet.
         self._num_asked, self._reported = 0, ()
 
     def extra_fields(self) -> dict[str, Any]:
@@ -39,18 +39,18 @@ class StuckBeats(Beats):
     def check(self, service: Any) -> int | None:
         process = processes.index()
         if 0 in self._last and process in self._last[0]["asks"]:
-            key = _stacks_of(own.progress_of(process))
+            key = _stacks_key(own.progress_of(process))
             service.key_value_set(key, stacks(), allow_overwrite=True)
         if not processes.is_first():
             return None
-        found = self._stuck(lambda item: value_of(service, _stacks_of(item)))
+        found = self._find_stuck(lambda item: value_of(service, _stacks_key(item)))
         if found is None:
             return None
         stuck, report = found
         return stuck.processes[0].process if say(report) and stuck.processes else None
 
     def why_silent(self, process: int, seconds: float) -> str:
-        """Returns why a process may be silent, how far it had come, and where the others wait."""
+        """Returns why a process may be silent, its last progress, and where the others wait."""
         why, last = super().why_silent(process, seconds), self._last.get(process)
         if last is None:
             return why
@@ -61,11 +61,15 @@ class StuckBeats(Beats):
         stuck = Stuck((silent,), seconds, (own.progress_of(processes.index()),), why)
         return f"{why}; {details(stuck, processes.name, own.first_collective)}"
 
-    def _stuck(self, given: Callable[[Progress], str | None]) -> tuple[Stuck, str] | None:
-        """Returns who is stuck, and a report with stacks, once for each; for the first process.
+    def _find_stuck(
+        self, read_stacks: Callable[[Progress], str | None]
+    ) -> tuple[Stuck, str] | None:
+        """Returns the stuck processes and a report with their stacks, once for each set of them.
+
+        Only the first process calls this.
 
         Args:
-          given: returns the stacks that a process gave which was asked for them, None: not yet.
+          read_stacks: Returns the stacks that a process sent on request, or None if not yet.
         """
         progress = [
             Progress(**beat["progress"] | {"unheard_seconds": self.silent_seconds(k)})
@@ -82,9 +86,9 @@ class StuckBeats(Beats):
         for item in stuck.processes:
             if not self._asked.get(item.process):
                 is_own = item.process == processes.index()
-                self._asked[item.process] = stacks() if is_own else given(item) or ""
+                self._asked[item.process] = stacks() if is_own else read_stacks(item) or ""
         self._num_asked += 1
-        if not all(self._asked.values()) and self._num_asked <= _NUM_ASKED:
+        if not all(self._asked.values()) and self._num_asked <= _STACKS_BEATS:
             return None
         self._reported, answers = who, self._asked
         self._asked, self._num_asked = {}, 0
@@ -94,13 +98,13 @@ class StuckBeats(Beats):
         return stuck, report
 
 
-def _stacks_of(progress: Progress) -> str:
-    """Returns the key of the stacks of a process where it is now."""
+def _stacks_key(progress: Progress) -> str:
+    """Returns the key for the stacks of a process at its present synchronization point."""
     return f"{_STACKS}/{progress.process}/{progress.arrived}"
 
 
 def say(report: str) -> bool:
-    """Reports that a process is stuck; returns True if the job is to end for that."""
+    """Reports that a process is stuck; returns whether this should end the job."""
     dog = watchdog.entered()
     if dog is None:
         watchdog.write_report(report, None)

@@ -1,8 +1,8 @@
-"""The decision which process is stuck, from the progress of all of them over time.
+"""Decides which process is stuck, from the progress of all processes over time.
 
-In a collective program all processes wait for the one that has come to the fewest places. It is
-stuck if the others have waited long and it does no work. How long is long depends on its phase, and
-on how long the same phase has taken it before (`Observed`).
+In a collective program, all processes wait for the one that has reached the fewest synchronization
+points. It is stuck if the others have waited for long, and it does no work. The time limit depends
+on its phase, and on how long the same phase took before (`Observed`).
 """
 
 import dataclasses
@@ -11,23 +11,23 @@ from collections.abc import Iterable, Sequence
 from praxis_tools.stuck.progress import ON_DEVICES, Progress
 from praxis_tools.stuck.progress_history import LONG, Observed
 
-# Longer than a debugger stops a process to look at it.
+# Longer than a debugger or profiler stops a process to inspect it.
 STOPPED_SECONDS = 5.0
 _TOGETHER_SECONDS = 60.0
-# Observations further apart say nothing of the time between: the observer may have been stopped.
-_MOST_BETWEEN = 5.0
+# Maximum time to count between observations, because the observer may have been stopped.
+_MAX_GAP_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Stuck:
-    """Who is stuck, and why.
+    """The stuck processes of a job.
 
     Attributes:
-      processes: the last progress of each process that is stuck; (): none is, for no process is
+      processes: Last progress of each stuck process; empty if all processes wait, and none is
         behind the others.
-      seconds: how long the others have waited for them, or all together.
-      waiting: the last progress of the processes that wait.
-      why: as text.
+      seconds: How long the other processes have waited for them, or how long all have waited.
+      waiting: Last progress of the processes that wait.
+      why: The reason, as text.
     """
 
     processes: tuple[Progress, ...]
@@ -37,12 +37,12 @@ class Stuck:
 
 
 class Decision:
-    """Decides from observations which process is stuck. It has no clock, so it is deterministic.
+    """Decides from observations which process is stuck; deterministic, because it has no clock.
 
-    Of an elastic job the leading supervisor makes one for each generation.
+    In an elastic job, the leading supervisor creates one for each generation.
 
     Args:
-      num_processes: that meet: of the job, or of a generation.
+      num_processes: Number of processes in the job or the generation.
     """
 
     def __init__(self, num_processes: int):
@@ -50,14 +50,14 @@ class Decision:
         self._now, self._last = 0.0, None
 
     def add(self, seconds: float, progress: Iterable[Progress]) -> Stuck | None:
-        """Returns who is stuck, after another observation; None: nobody, as it seems.
+        """Adds an observation, and returns the stuck processes, or None if there seem to be none.
 
         Args:
-          seconds: of a clock of the observer, when it was made; about 1 s after the one before.
-          progress: of the processes, with seconds as of now. One that is not there is as it was.
+          seconds: Time of the observation on the observer's clock, about 1 s after the previous.
+          progress: Progress of the processes at that time. A missing process has not changed.
         """
         if self._last is not None:
-            self._now += min(max(0.0, seconds - self._last), _MOST_BETWEEN)
+            self._now += min(max(0.0, seconds - self._last), _MAX_GAP_SECONDS)
         self._last = seconds
         for item in progress:
             self._observed[item.process].take(item, self._now)
@@ -70,25 +70,29 @@ class Decision:
             return self._stuck(stopped, since, "stopped by a signal (state T) and not continued")
         if len(self._known()) < len(self._observed):
             return None
-        places = [item.last.arrived for item in self._observed]
-        return self._one_behind(max(places)) if min(places) < max(places) else self._together()
+        arrived = [item.last.arrived for item in self._observed]
+        if min(arrived) < max(arrived):
+            return self._check_behind(max(arrived))
+        return self._check_all_waiting()
 
     def _known(self) -> list[Observed]:
         return [item for item in self._observed if item.last is not None]
 
-    def _one_behind(self, most: int) -> Stuck | None:
+    def _check_behind(self, most: int) -> Stuck | None:
+        """Checks whether the processes that are behind the others are stuck."""
         for item in self._observed:
             if item.last.arrived < most and item.behind_since is None:
                 item.behind_since = self._now
         least = min(item.last.arrived for item in self._observed)
         behind = [item for item in self._observed if item.last.arrived == least]
         reasons = [item.why_stuck(self._now) for item in behind]
-        if not all(reasons):  # One of them makes progress: the rest may wait for it.
+        if not all(reasons):  # One of them makes progress, so the rest may wait for it.
             return None
         since = min(item.behind_since for item in behind)
         return self._stuck(behind, since, "; ".join(dict.fromkeys(reasons)))
 
-    def _together(self) -> Stuck | None:
+    def _check_all_waiting(self) -> Stuck | None:
+        """Checks whether all processes wait at the same synchronization point."""
         doing = {item.last.doing for item in self._observed}
         silent = min(item.silent(self._now) for item in self._observed)
         patience = max(item.patience_together() for item in self._observed)

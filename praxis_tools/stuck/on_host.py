@@ -1,4 +1,4 @@
-"""The state and the work of a process, as reported by the operating system of its host."""
+"""Reads the state and the work of a process from the operating system of its host."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ _STATES = {
 
 
 def own_progress(process: int) -> Progress:
-    """Returns the progress of this process, whose index in the job is given; from any thread."""
+    """Returns the progress of this process, given its index in the job; callable in any thread."""
     return _with_work(own.progress_of(process), os.getpid())
 
 
@@ -27,10 +27,10 @@ def seen_by_host(
     """Returns the progress of another process of this host, such as a supervisor's worker.
 
     Args:
-      pid: its number.
-      told: the fields of `Progress` that it reported last; {}: none yet.
-      process: its index among those that meet.
-      unheard_seconds: since it reported them, or since it was started.
+      pid: The process ID.
+      told: The fields of `Progress` in its last report; empty before the first report.
+      process: Its index in the generation.
+      unheard_seconds: Time since the report, or since the process was started.
     """
     progress = Progress(**{"doing": "import", **told, "process": process})
     return _with_work(dataclasses.replace(
@@ -40,7 +40,7 @@ def seen_by_host(
 
 
 def state_in_words(pid: int) -> str:
-    """Returns as text the state of a living process of this host; "": unknown."""
+    """Describes the state of a running process of this host; returns "" if it is unknown."""
     words = []
     if (state := _stat(pid)[0]) not in ("", "Z"):
         words.append(f"it {_STATES.get(state, 'lives')} (state {state})")
@@ -65,9 +65,9 @@ def _with_work(progress: Progress, pid: int) -> Progress:
 
 
 def _stat(pid: int) -> tuple[str, float]:
-    """Returns the state, and the CPU seconds of a process and its ended children."""
+    """Returns the state of a process, and the CPU seconds of it and its exited children."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name of the program, in brackets, may hold blanks and brackets.
+        # The name of the program, in parentheses, may contain spaces and parentheses.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         fields = text.rpartition(")")[2].split()
         return fields[0], sum(map(int, fields[11:15])) / _TICKS
@@ -75,7 +75,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _threads(pid: int) -> tuple[list[int], float]:
-    """Returns the living children of a process, and the seconds that its threads were ready."""
+    """Returns the running children of a process, and the seconds its threads ran or were ready."""
     children: list[int] = []
     seconds = 0.0
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The progress of a process, noted by its main thread; the basis for finding stuck processes."""
+"""Records the progress of a process in its main thread, to find stuck processes."""
 
 import collections
 import dataclasses
@@ -8,34 +8,34 @@ from collections.abc import Callable
 from praxis_lite.job import events
 from praxis_lite.job.events import DISPATCH, MEETING, Listener, Phase
 
-ON_DEVICES = f" {events.ON_DEVICES}"  # The end of `Phase.doing`.
-_NUM_KNOWN = 3  # Times that something was done: from then on it is known how long it takes.
+ON_DEVICES = f" {events.ON_DEVICES}"  # Suffix of `Phase.doing`.
+_MIN_TIMES = 3  # Number of times after which the usual duration of an activity is known.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The work of a process, and how far it has come.
+    """The activity and progress of a process.
 
     Attributes:
-      process: its index in the job (elastic: in the generation).
-      doing: what its main thread does: a kind of goodput's, such as "step", "connect", "hook NAME",
-        each of them also with ON_DEVICES, or MEETING; "": it does not say.
-      usual_seconds: the longest that the process has been silent before while it did the same;
-        None: it has done so less than three times.
-      step: the last training step that it ended; None: none yet.
-      dispatched: the last training step that it handed to the devices; None: none yet.
-      arrived: to how many of the places it has come at which all processes meet: steps and batches
-        of evaluations that it was about to hand to the devices, barriers on the host. All come to
-        the same places in the same order, so the others wait for the one with the fewest.
-      silent_seconds: since its last sign of life, as its own host measures it: it came to a place,
-        ended a step, or began or ended to do something.
-      unheard_seconds: since a thread of it last reported all this; grows while the process is
-        stopped, or while C code holds Python's lock.
-      cpu_seconds: used so far by the process and its children.
-      ready_seconds: that its living threads, and those of its children, ran or waited for a core.
-      io_bytes: read and written so far by the process.
-      state: of the process, as /proc/PID/stat has it: "R" runs, "S" sleeps, "D" waits for a disk or
-        a network file system, "T" is stopped; "": unknown.
+      process: Index of the process in the job, or in the generation of an elastic job.
+      doing: Activity of the main thread: a kind of time of goodput, such as "step", "connect" or
+        "hook NAME", also followed by ON_DEVICES; or MEETING; or "" if unknown.
+      usual_seconds: Longest time without a sign of life during earlier times of this activity, or
+        None after fewer than three of them.
+      step: Last training step that finished, or None before the first.
+      dispatched: Last training step that was dispatched to the devices, or None before the first.
+      arrived: Number of synchronization points that the process has reached: steps and batches of
+        evaluations that it is about to dispatch, and barriers on the host. All processes reach
+        the same points in the same order, so they wait for the process with the lowest number.
+      silent_seconds: Time since the last sign of life, measured on the host of the process. A sign
+        of life is a synchronization point, a finished step, or the start or end of an activity.
+      unheard_seconds: Time since a thread of the process last reported its progress. It grows while
+        the process is stopped, or while C code holds Python's lock.
+      cpu_seconds: CPU time of the process and its children so far.
+      ready_seconds: Time that its threads, and those of its children, ran or waited for a core.
+      io_bytes: Number of bytes that the process has read and written so far.
+      state: State in /proc/PID/stat: "R" runs, "S" sleeps, "D" waits for a disk or a network file
+        system, "T" is stopped, "" is unknown.
     """
 
     process: int
@@ -53,14 +53,14 @@ class Progress:
 
 
 class Noted(Listener):
-    """What this process does and how far it has come, as the events of its main thread tell it.
+    """Records the activity and progress of this process from the events of its main thread.
 
     Attributes:
-      first_collective: returns the first collective of a training step that needs the devices of a
-        process, by its index, as text; "": it is not known.
+      first_collective: Returns a description of the first collective of a training step that needs
+        the devices of a process, given its index; "" if it is unknown.
 
     Args:
-      now: seconds that never go back.
+      now: Returns the time of a monotonic clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
@@ -73,7 +73,7 @@ class Noted(Listener):
         self._num_times: collections.Counter[str] = collections.Counter()
 
     def sign(self) -> None:
-        """Notes a sign of life."""
+        """Records a sign of life."""
         now, doing = self._now(), self._doing
         self._longest[doing] = max(self._longest[doing], now - self._last_sign)
         self._num_times[doing] += 1
@@ -92,26 +92,25 @@ class Noted(Listener):
         self.sign()
 
     def does(self, doing: str) -> None:
-        """Notes its work from now on."""
+        """Records the start of an activity."""
         if doing != self._doing:
             self.sign()
             self._doing = doing
 
     def arrives(self, dispatched: int | None = None) -> None:
-        """Notes that it has come to a place at which all processes meet.
+        """Records that the process has reached a synchronization point.
 
         Args:
-          dispatched: the training step that it is about to hand to the devices; None: it is
-            something else.
+          dispatched: Training step that is about to be dispatched, or None for any other point.
         """
         self._arrived += 1
         self._dispatched = self._dispatched if dispatched is None else dispatched
         self.sign()
 
     def progress_of(self, process: int) -> Progress:
-        """Returns the progress of this process, whose index is given; from any thread."""
+        """Returns the progress of this process, given its index; callable in any thread."""
         doing = self._doing
-        is_known = self._num_times[doing] >= _NUM_KNOWN
+        is_known = self._num_times[doing] >= _MIN_TIMES
         return Progress(
             process=process, doing=doing, step=self._step, dispatched=self._dispatched,
             usual_seconds=self._longest[doing] if is_known else None,

@@ -1,4 +1,4 @@
-"""The paragraph that names a stuck process, for people."""
+"""Writes the paragraph that tells users which process is stuck."""
 
 from collections.abc import Callable
 
@@ -12,12 +12,13 @@ _HEARD_SECONDS = 5.0
 def paragraph(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
 ) -> str:
-    """Returns who is stuck, where and since when, and where the others wait.
+    """Returns which processes are stuck, where and since when, and where the others wait.
 
     Args:
-      name: returns "process 1 (its host)" for the index of a process.
-      first_collective: returns the first collective of a training step that needs the devices of a
-        process, by its index; "": unknown.
+      stuck: The stuck processes.
+      name: Returns "process 1 (its host)" for the index of a process.
+      first_collective: Returns a description of the first collective of a training step that needs
+        the devices of a process, given its index; "" if it is unknown.
     """
     if not stuck.processes:
         return f"no process is to blame, but nothing goes on for {stuck.seconds:.0f} s: {stuck.why}"
@@ -29,7 +30,10 @@ def paragraph(
 def details(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
 ) -> str:
-    """Returns how far stuck processes have come, and where the others wait; as `paragraph`."""
+    """Returns the progress of the stuck processes, and where the others wait.
+
+    The arguments are those of `paragraph`.
+    """
     where = "; ".join(dict.fromkeys(map(_where, stuck.processes)))
     if not stuck.waiting:
         return where
@@ -44,7 +48,7 @@ def details(
 
 
 def _where(progress: Progress) -> str:
-    """Returns the work of a process, and its last step."""
+    """Returns the activity of a process and its last step."""
     last = f"it has ended {'no step yet' if progress.step is None else f'step {progress.step}'}"
     if progress.unheard_seconds > _HEARD_SECONDS:
         last = f"as it said last, {last}"
@@ -70,7 +74,7 @@ def _perhaps_in_what(
 def _in_what(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str]
 ) -> str:
-    """Returns where the others wait, as far as it is known: "" if it is not."""
+    """Returns where the others wait, or "" if it is unknown."""
     item = stuck.processes[0]
     others = [other for other in stuck.waiting if other.arrived > item.arrived]
     if not others:
@@ -79,9 +83,9 @@ def _in_what(
     if doing == {MEETING}:
         return ", at a barrier on the hosts"
     if item.doing.endswith(ON_DEVICES):
-        return ""  # It has handed them the program: how far they came in it is unknown.
+        return ""  # Its devices run the program, and their position in it is unknown.
     step = (item.dispatched or 0) + 1
-    # A resumed job has dispatched none yet: the others tell the number.
+    # A resumed process may not have dispatched a step, so take the number from the others.
     ahead = [other.dispatched for other in others if other.dispatched is not None]
     if item.dispatched is None and ahead:
         step = min(ahead)

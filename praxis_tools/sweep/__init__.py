@@ -1,4 +1,4 @@
-"""Sweeps: trains an experiment with many settings, which Optuna chooses, a process per trial.
+"""Runs sweeps: trains an experiment with many settings chosen by Optuna, a process per trial.
 
-Reads the files of jobs and launches `main.py --mode=train`; never computes a step.
+This package reads the files of jobs and launches `main.py --mode=train`; it never computes a step.
 """

@@ -1,4 +1,4 @@
-"""Checks a sweep, runs or prints its trials, and reports them."""
+"""Implements the sweep command: checks a sweep, runs or prints its trials, and reports them."""
 
 import shlex
 import sys
@@ -25,7 +25,7 @@ from praxis_tools.sweep.running import (
     record_result,
     run_trials,
 )
-from praxis_tools.sweep.space import Space, described, space_of
+from praxis_tools.sweep.space import Space, describe, space_of
 from praxis_tools.sweep.study import OpenTrial, Study
 from praxis_tools.sweep.sweep_settings import NUM_TRIALS, SweepSettings, metric_of
 from praxis_tools.sweep.trial_job import TrialJob
@@ -38,18 +38,23 @@ def sweep(
     """Runs the trials of a sweep, or prints their commands; returns 1 if no trial is complete.
 
     Args:
-      directory: --job_log_dir. Without --exp its sweep is reported, and nothing is run.
-      topology: devices, as for --mode=plan: trials that do not fit on them are not started.
-      chosen: search, better, pruner and seed, as of `SweepSettings`.
+      command: The parsed command line.
+      directory: The value of --job_log_dir. Without --exp, the sweep in it is only reported.
+      parallel: Number of trials that run at a time.
+      prints: Whether to print the commands of the trials instead of running them.
+      num_trials: Number of trials, or None for the default.
+      metric: The value of --metric, or None for the default.
+      topology: Devices, as for --mode=plan. Trials that do not fit on them are not started.
+      chosen: The search, better, pruner and seed of `SweepSettings`.
 
     Raises:
-      ConfigError: a setting, a value to try, or the directory is wrong; or as `run_trials`.
+      ConfigError: A setting, a value to try or the directory is wrong, or `run_trials` raises.
     """
     path = local_directory(directory)
     journal = path / "sweep.journal"
     _check_directory(path, journal, is_new=command.exp is not None)
     if command.exp is None:
-        return _reported(Study(journal), path)
+        return _report(Study(journal), path)
     # The output of --print is for a scheduler and has no other lines.
     note = _print_error if prints else _print
     settings = _settings(command, num_trials, metric, note, **chosen)
@@ -68,18 +73,18 @@ def sweep(
 
     with JobLock(path, note):
         study = Study(journal, settings)
-        for trial in study.begun():
+        for trial in study.unfinished():
             if (job := job_of(trial)).is_complete():
                 record_result(trial, job, status=0)
         if prints:
-            if _printed(study, job_of, topology):
+            if _print_commands(study, job_of, topology):
                 return None
         else:
             _announce(settings, path, parallel)
             if reason := run_trials(study, job_of, parallel, topology, _print):
                 _print(f"stopped by {reason}: the same command goes on with the sweep: {path}")
                 return None
-        return _reported(study, path)
+        return _report(study, path)
 
 
 def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
@@ -103,7 +108,7 @@ def _settings(
     command: CommandLine, num_trials: int | None, metric: str | None, note: Callable[[str], None],
     *, search: str, **chosen: Any,
 ) -> SweepSettings:
-    """Returns the settings of a sweep, after checking every value in the experiment's config."""
+    """Returns the settings of a sweep after checking every value in the experiment's config."""
     packages = registry.allowed_packages(command.packages)
     experiment = registry.get_experiment(command.exp, command.packages)
     space = space_of(
@@ -121,7 +126,7 @@ def _settings(
         num_trials, to_check = num_trials or NUM_TRIALS, space.to_check()
     config = first = None
     for settings in to_check:
-        config = _checked(command, settings, space)
+        config = _check_trial(command, settings, space)
         first = first or config
     run = build(first.run)
     metric = metric_of(metric, [name for name in first.datasets if name != TRAIN])
@@ -142,8 +147,8 @@ def _settings(
     )
 
 
-def _checked(command: CommandLine, settings: list[str], space: Space) -> Any:
-    """Returns the config of a trial; raises ConfigError, with its values, if it is wrong."""
+def _check_trial(command: CommandLine, settings: list[str], space: Space) -> Any:
+    """Returns the config of a trial; raises ConfigError with the trial's values if it is wrong."""
     try:
         config = config_of_experiment(command.exp, settings, command.packages).config
         check_required(config)
@@ -154,11 +159,11 @@ def _checked(command: CommandLine, settings: list[str], space: Space) -> Any:
     return config
 
 
-def _printed(
+def _print_commands(
     study: Study, job_of: Callable[[OpenTrial], TrialJob], topology: str | None
 ) -> bool:
-    """Prints the commands of trials without a result; returns False if there are none."""
-    trials = study.begun()
+    """Prints the commands of all trials without a result; returns False if there are none."""
+    trials = study.unfinished()
     while (trial := study.next()) is not None:
         trials.append(trial)
     trials = [x for x in trials if not is_refused_by_plan(x, job_of(x), topology, _print_error)]
@@ -180,10 +185,11 @@ def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
         f"{prunes}"
     )
     for path_and_values in settings.space.searched.items():
-        _print(f"  {described(*path_and_values)}")
+        _print(f"  {describe(*path_and_values)}")
 
 
-def _reported(study: Study, path: Path) -> int | None:
+def _report(study: Study, path: Path) -> int | None:
+    """Prints the trials and draws them; returns 1 if no trial is complete."""
     _print(_table(study, path))
     if study.best() is None:
         return 1
@@ -196,7 +202,10 @@ def _reported(study: Study, path: Path) -> int | None:
 
 
 def _table(study: Study, directory: Path) -> str:
-    """Returns the trials as a table, '*' before the best, and its settings as --set has them."""
+    """Returns a table of the trials, with '*' before the best, and the --set options of the best.
+
+    The table also has the reasons of trials that failed or were refused.
+    """
     sweep, records, best = study.settings, study.records(), study.best()
     paths = list(sweep.space.searched)
     names = map(".".join, unique_ends([path.split(".") for path in paths]))
@@ -223,7 +232,7 @@ def _table(study: Study, directory: Path) -> str:
 
 
 def _shown(text: str) -> str:
-    """Returns a fraction with at most four digits, any other text unchanged."""
+    """Returns the text of a fraction with at most four digits, or any other text unchanged."""
     if text.isdecimal():
         return text
     try:

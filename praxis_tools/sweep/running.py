@@ -1,4 +1,4 @@
-"""Runs the trials of a sweep as processes of this machine, prunes them and records results."""
+"""Runs the trials of a sweep as local processes, prunes them and records their results."""
 
 import contextlib
 import math
@@ -14,18 +14,18 @@ from praxis_tools.sweep.study import OpenTrial, Study
 from praxis_tools.sweep.trial_job import TrialJob
 
 _POLL_SECONDS, _PROGRESS_SECONDS = 0.2, 15.0
-# How long the trials of a killed sweep may take to end.
-_LEFT_SECONDS = 60.0
+# Time limit for the remaining trials of a killed sweep to end.
+_REMAINING_SECONDS = 60.0
 _PLATFORM = (
     "from praxis_lite.core.sharding.mesh import attached_devices; print(attached_devices()[1])"
 )
 
 
 class _EndRequest(signals.SignalListener):
-    """Listens for the signal that ends all trials softly; a second one ends them at once.
+    """Listens for a signal to end all trials gracefully; a second signal ends them at once.
 
     Attributes:
-      reason: the signal's name, or None.
+      reason: Name of the signal, or None before a signal.
     """
 
     reason: str | None = None
@@ -50,8 +50,8 @@ class RunningTrial:
     def judge(self) -> None:
         """Reports the trial's new values to the study, and ends the process if it is pruned.
 
-        Values are judged in their order, also those that came since the process ended: whether a
-        trial is pruned, and where, does not depend on when the files are read.
+        Values are reported in order, even after the process has ended. So whether and where a
+        trial is pruned does not depend on when the files are read.
         """
         for step, value in self.job.values():
             if self._pruned_at is not None or not math.isfinite(value):
@@ -63,12 +63,12 @@ class RunningTrial:
                     self.end()
 
     def end(self) -> None:
-        """Asks the process to save and to end."""
+        """Asks the process to save and exit."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
     def record(self) -> str:
-        """Records how the trial ended; returns it as text."""
+        """Records how the trial ended, and returns a description."""
         self.judge()
         if self._pruned_at is not None:
             self.trial.pruned(self._pruned_at)
@@ -77,16 +77,16 @@ class RunningTrial:
 
 
 def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
-    """Records the result of a job that ended with this exit status; returns it as text."""
+    """Records the result of a job with the given exit status, and returns a description."""
     try:
         values = job.read_values()
         lacks_metric = "" if values else job.lacks_metric()
     except ConfigError as error:
         return trial.failed("failed", str(error))
-    # A job checks its settings, its data and its memory before its first step.
+    # A job checks its settings, data and memory before its first step.
     if status == 2 and not job.has_stepped():
         return trial.failed("refused", job.last_error())
-    # A job that was stopped from outside ends with status 0, and is not complete.
+    # A job that was stopped from outside exits with status 0 but is not complete.
     if status or job.last_error().startswith("stopped by "):
         return trial.failed("failed", f"status {status}: {job.last_error()}")
     if not values:
@@ -102,17 +102,22 @@ def run_trials(
     study: Study, job_of: Callable[[OpenTrial], TrialJob], parallel: int,
     topology: str | None, note: Callable[[str], None],
 ) -> str | None:
-    """Runs the trials without a result; returns the signal that ended the sweep early, or None.
+    """Runs all trials without a result.
 
     Args:
-      job_of: returns the job of a trial.
-      parallel: how many run at a time.
-      topology: as of `is_refused_by_plan`.
+      study: The trials of the sweep.
+      job_of: Returns the job of a trial.
+      parallel: Number of trials that run at a time.
+      topology: As in `is_refused_by_plan`.
+      note: Called with each line of progress.
+
+    Returns:
+      The name of the signal that ended the sweep early, or None.
 
     Raises:
-      ConfigError: a trial is trained by another process; or as `is_refused_by_plan`.
+      ConfigError: Another process trains a trial, or `is_refused_by_plan` raises.
     """
-    waiting, running = study.begun(), list[RunningTrial]()
+    waiting, running = study.unfinished(), list[RunningTrial]()
     printed_at = time.monotonic()
     with _EndRequest() as request, _ending_all(running):
         while request.reason is None:
@@ -121,7 +126,7 @@ def run_trials(
                 if trial is None:
                     break
                 if not is_refused_by_plan(trial, job_of(trial), topology, note):
-                    running.append(_begun(trial, job_of(trial), request, note))
+                    running.append(_start(trial, job_of(trial), request, note))
             if not running:
                 break
             for item in [item for item in running if item.process.poll() is not None]:
@@ -138,7 +143,7 @@ def run_trials(
 
 @contextlib.contextmanager
 def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
-    """On exit, asks the running trials to save and to end, and waits for them."""
+    """Asks the running trials to save and exit, and waits for them, on leaving the context."""
     try:
         yield
     finally:
@@ -151,13 +156,16 @@ def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
 def is_refused_by_plan(
     trial: OpenTrial, job: TrialJob, topology: str | None, note: Callable[[str], None]
 ) -> bool:
-    """Plans a trial without steps; records that it is refused if it does not fit.
+    """Plans a trial that has made no step; records it as refused if it does not fit.
 
     Args:
-      topology: the devices, as for --topology; None: nothing is planned.
+      trial: The trial.
+      job: The job of the trial.
+      topology: Devices, as for --topology. With None nothing is planned.
+      note: Called with the reason of a refusal.
 
     Raises:
-      ConfigError: there is no such topology, or its compiler is not installed.
+      ConfigError: The topology does not exist, or its compiler is not installed.
     """
     if topology is None or job.has_stepped():
         return False
@@ -175,10 +183,11 @@ def is_refused_by_plan(
     return True
 
 
-def _begun(
+def _start(
     trial: OpenTrial, job: TrialJob, request: _EndRequest, note: Callable[[str], None]
 ) -> RunningTrial:
-    deadline = time.monotonic() + _LEFT_SECONDS
+    """Starts or resumes a trial, after any other process that trains it has ended."""
+    deadline = time.monotonic() + _REMAINING_SECONDS
     if job.is_training():
         note(f"trial {trial.number}: waiting for the process that trains it to end")
     while job.is_training() and request.reason is None:
@@ -208,12 +217,13 @@ def _progress(study: Study, running: list[RunningTrial]) -> str:
 
 
 def check_parallel(parallel: int) -> None:
-    """Checks that several trials can share this machine: a process takes all accelerators.
+    """Checks that several trials can share this machine.
 
-    Another process looks for devices, because it may take them.
+    On a machine with accelerators they cannot, because each process holds all accelerators. The
+    check for devices runs in another process, because it may also take hold of them.
 
     Raises:
-      ConfigError: the number is below 1, or there are accelerators.
+      ConfigError: The number is below 1, or it is above 1 and there are accelerators.
     """
     require(parallel >= 1, "--parallel", parallel, "a number of trials, 1 or more")
     if parallel == 1:

@@ -1,4 +1,4 @@
-"""The search space of a sweep: parses the settings of --set into Optuna's distributions."""
+"""Parses the settings of --set into the search space of a sweep."""
 
 import dataclasses
 import itertools
@@ -15,21 +15,21 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
 _WORD, _QUOTED = re.compile(r"\w+"), re.compile(r"'[^']*'|\"[^\"]*\"")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
-# A range whose upper end is at least this many times the lower one is searched by the logarithm.
+# Minimum ratio between the ends of a range that is searched on a logarithmic scale.
 _LOG_FROM = 10.0
 
-Distribution = Any  # A distribution of Optuna, which is imported late.
-# The value that a path has after settings; raises ConfigError.
+Distribution = Any  # A distribution of Optuna, which is imported lazily.
+# Returns the value at a config path after applying settings; raises ConfigError.
 ValueAfter = Callable[[Sequence[str], str], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The settings of a sweep.
+    """The search space of a sweep.
 
     Attributes:
-      fixed: settings that all trials have, `path=value` each.
-      searched: the distribution of each setting with several values, by path. The choices of a
+      fixed: Settings of all trials, as `path=value`.
+      searched: Maps the path of each searched setting to its distribution. The choices of a
         categorical distribution are the texts of the values.
     """
 
@@ -37,29 +37,29 @@ class Space:
     searched: Mapping[str, Distribution]
 
     def combinations(self) -> Iterator[dict[str, str]]:
-        """Yields each combination of values by path; raises ConfigError if there is a range."""
+        """Yields each combination of values, by path; raises ConfigError for a range."""
         for path, item in self.searched.items():
             require(
-                hasattr(item, "choices"), f"{path} of --search=grid", described(path, item),
+                hasattr(item, "choices"), f"{path} of --search=grid", describe(path, item),
                 "a list of values", "A range needs --search=random or --search=tpe.",
             )
         for texts in itertools.product(*(item.choices for item in self.searched.values())):
             yield dict(zip(self.searched, texts, strict=True))
 
     def to_check(self) -> Iterator[list[str]]:
-        """Yields settings of trials in which each value and each end of a range occurs once."""
+        """Yields settings of trials that together contain each value and each end of a range."""
         first = {path: _examples(item)[0] for path, item in self.searched.items()}
         for path, item in self.searched.items():
             for text in _examples(item):
                 yield self.settings({**first, path: text})
 
     def settings(self, values: Mapping[str, str]) -> list[str]:
-        """Returns the settings of a trial, `path=value` each."""
+        """Returns the settings of a trial, as `path=value`."""
         return [*self.fixed, *(f"{path}={text}" for path, text in values.items())]
 
 
-def described(path: str, item: Distribution) -> str:
-    """Returns a setting and its values as text."""
+def describe(path: str, item: Distribution) -> str:
+    """Returns a description of a setting and its values."""
     if hasattr(item, "choices"):
         return f"{path}: {', '.join(item.choices)}"
     kind = "whole numbers " if type(item.low) is int else ""
@@ -68,7 +68,7 @@ def described(path: str, item: Distribution) -> str:
 
 
 def text_of(value: str | float) -> str:
-    """Returns a value that Optuna chose as --set takes it."""
+    """Returns the --set text of a value that Optuna chose."""
     return value if isinstance(value, str) else repr(value)
 
 
@@ -77,15 +77,19 @@ def _examples(item: Distribution) -> Sequence[str]:
 
 
 def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
-    """Returns the fixed and the searched settings of --set.
+    """Parses the settings of --set into fixed and searched settings.
 
     Commas outside of brackets and quotes separate values to try if the field holds a single value,
-    and items of one value if the field holds a sequence. Texts to try are single words, or each is
-    in quotes. `LOW..HIGH` is a range of numbers, searched by the logarithm if HIGH is at least ten
-    times LOW, or if `:log` follows; `:linear` turns that off.
+    or the items of one value if the field holds a sequence. Strings to try are single words, or
+    each is quoted. `LOW..HIGH` is a range of numbers. It is searched on a logarithmic scale if
+    HIGH is at least ten times LOW or if `:log` follows; `:linear` turns that off.
+
+    Args:
+      settings: The settings, as `path=value`.
+      value_after: Returns the value at a path after applying settings.
 
     Raises:
-      ConfigError: there is no such field or value, a list is ambiguous, or nothing is to be tried.
+      ConfigError: A field or value does not exist, a list is ambiguous, or no setting is searched.
     """
     searched: dict[str, Distribution] = {}
     fixed, before = [], []
@@ -112,7 +116,7 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
 def _searched(
     path: str, text: str, setting: str, before: Sequence[str], value_after: ValueAfter
 ) -> Distribution | None:
-    """Returns the values to try of a setting, or None if it has a single value."""
+    """Returns the distribution of a setting, or None if it has a single value."""
     is_range, items = _RANGE.fullmatch(text), items_of(text)
     if not is_range and len(items) < 2:
         return None
@@ -187,7 +191,7 @@ def _range(
 
 
 def items_of(text: str) -> list[str]:
-    """Returns the items between commas outside of brackets and quotes; an empty last item goes."""
+    """Splits a text at commas outside of brackets and quotes, and drops an empty last item."""
     items, closing, quote = [""], [], ""
     for letter in text:
         if quote:

@@ -1,6 +1,6 @@
-"""The trials of a sweep: Optuna chooses and prunes them, and records them in a journal.
+"""Manages the trials of a sweep: Optuna chooses, prunes and records them in a journal.
 
-A trial that is running when the sweep is killed stays so in the journal, and is resumed.
+A trial that runs when the sweep is killed stays marked as running in the journal, and is resumed.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from praxis_lite.host.whole_files import DISK_FULL, not_written, write_picture
 from praxis_tools.sweep.space import text_of
 from praxis_tools.sweep.sweep_settings import SweepSettings
 
-# The first quarter of a trial is not judged: rates are warming up there.
+# The first quarter of a trial is never pruned, because learning rates warm up there.
 _UNJUDGED_PART = 4
 
 
@@ -27,11 +27,12 @@ class TrialRecord:
     """A trial as recorded in the journal.
 
     Attributes:
-      number: from 0.
-      values: the text of each value that the trial tries, by path.
+      number: Number of the trial, from 0.
+      values: Maps each searched path to the text of the trial's value.
       status: "waits", "runs", "complete", "pruned", "failed" or "refused".
-      value: of the metric, at `step`; None if there was none.
-      reason: why it failed or was refused, or "".
+      value: The metric at `step`, or None without a value.
+      step: The step of `value`, or None.
+      reason: Why the trial failed or was refused, or "".
     """
 
     number: int
@@ -46,11 +47,11 @@ class Study:
     """The trials of a sweep.
 
     Args:
-      journal: the file. Only the holder of the sweep's directory may write it.
-      settings: of the sweep, to begin or to resume it; None: to read it.
+      journal: Path of the journal. Only the process that locks the directory may write it.
+      settings: Settings to start or resume the sweep, or None to only read it.
 
     Raises:
-      ConfigError: Optuna is missing, the journal is damaged, or of another sweep.
+      ConfigError: Optuna is missing, the journal is damaged, or it belongs to another sweep.
     """
 
     def __init__(self, journal: Path, settings: SweepSettings | None = None):
@@ -88,18 +89,18 @@ class Study:
                 self._study.enqueue_trial(values, skip_if_exists=True)
 
     def records(self) -> list[TrialRecord]:
-        """Returns all trials in their order."""
+        """Returns all trials in order of their numbers."""
         return [_record(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRecord | None:
-        """Returns the complete trial with the best value, the first of equals; None if none is."""
+        """Returns the first complete trial with the best value, or None without a complete one."""
         try:
             return _record(self._study.best_trial)
         except ValueError:
             return None
 
     def draw(self, path: Path) -> None:
-        """Draws the metric of complete trials against each setting, a panel per setting, as a PNG.
+        """Draws the metric of complete trials against each setting as a PNG, a panel per setting.
 
         Raises:
           ConfigError: matplotlib is missing, or the file cannot be written.
@@ -123,26 +124,26 @@ class Study:
                 pyplot.close(figure)
 
     def next(self) -> "OpenTrial | None":
-        """Returns the next trial to begin, or None if all have begun."""
+        """Returns the next trial to start, or None if all have started."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(trial.state.name == "WAITING" for trial in trials)
         if not is_waiting and len(trials) >= self.settings.num_trials:
             return None
-        with self._choosing(sum(trial.state.name != "WAITING" for trial in trials)):
-            return self._opened(self._study.ask())
+        with self._sampler_for(sum(trial.state.name != "WAITING" for trial in trials)):
+            return self._open(self._study.ask())
 
-    def begun(self) -> "list[OpenTrial]":
-        """Returns the trials that were running when the sweep ended."""
+    def unfinished(self) -> "list[OpenTrial]":
+        """Returns the started trials without a result, which ran when the sweep ended."""
         opened = []
         for trial in self._study.get_trials(deepcopy=False):
             if trial.state.name == "RUNNING":
-                with self._choosing(trial.number):
+                with self._sampler_for(trial.number):
                     again = self._optuna.trial.Trial(self._study, trial._trial_id)
-                    opened.append(self._opened(again))
+                    opened.append(self._open(again))
         return opened
 
-    def _opened(self, trial: Any) -> "OpenTrial":
-        # As Study.ask does with distributions; a trial whose values are recorded keeps them.
+    def _open(self, trial: Any) -> "OpenTrial":
+        # Does what Study.ask does with distributions; a trial keeps its recorded values.
         values = {
             path: text_of(trial._suggest(path, item))
             for path, item in self.settings.space.searched.items()
@@ -150,11 +151,11 @@ class Study:
         return OpenTrial(self._study, trial, values)
 
     @contextlib.contextmanager
-    def _choosing(self, number: int) -> Iterator[None]:
-        """Sets a sampler for a trial whose draws depend on the seed and the trial's number only."""
+    def _sampler_for(self, number: int) -> Iterator[None]:
+        """Sets a sampler whose draws depend only on the seed and the number of the trial."""
         seed, samplers = self.settings.seed + 1_000_003 * number, self._optuna.samplers
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Of what is experimental in Optuna.
+            warnings.simplefilter("ignore")  # Optuna warns about experimental features.
             self._study.sampler = (
                 samplers.TPESampler(seed=seed % 2**32) if self.settings.search == "tpe"
                 else samplers.RandomSampler(seed=seed % 2**32)
@@ -174,7 +175,7 @@ class Study:
 
 @dataclasses.dataclass(frozen=True)
 class OpenTrial:
-    """A running trial: records its metric and how it ended."""
+    """A trial without a result, which records its metric and how it ends."""
 
     _study: Any
     _trial: Any
@@ -182,11 +183,11 @@ class OpenTrial:
 
     @property
     def number(self) -> int:
-        """The number of the trial, from 0."""
+        """Number of the trial, from 0."""
         return self._trial.number
 
     def should_prune(self, step: int, value: float) -> bool:
-        """Records the metric at a step; returns whether the trial is to end there."""
+        """Records the metric at a step, and returns whether to prune the trial there."""
         # A resumed trial has already reported its earlier steps.
         trials = self._study.get_trials(deepcopy=False)
         if step not in trials[self.number].intermediate_values:
@@ -194,20 +195,21 @@ class OpenTrial:
         return self._trial.should_prune()
 
     def completed(self, step: int, value: float) -> None:
-        """Records the trial's result."""
+        """Records the result of the trial."""
         self._trial.set_user_attr("step", step)
         self._study.tell(self._trial, value)
 
     def pruned(self, step: int) -> None:
-        """Records that the trial was ended early, after this step."""
+        """Records that the trial was pruned after a step."""
         self._trial.set_user_attr("step", step)
         self._study.tell(self._trial, state=_state("PRUNED"))
 
     def failed(self, status: str, reason: str) -> str:
-        """Records why there is no result, and returns it as text.
+        """Records why the trial has no result, and returns a description.
 
         Args:
           status: "failed" or "refused".
+          reason: The reason.
         """
         self._trial.set_user_attr("status", status)
         self._trial.set_user_attr("reason", reason)
@@ -216,7 +218,7 @@ class OpenTrial:
 
 
 def _cut_torn_line(journal: Path) -> None:
-    """Removes a last line without its end, to which Optuna would append."""
+    """Removes an incomplete last line, to which Optuna would otherwise append."""
     if journal.is_file():
         content = journal.read_bytes()
         os.truncate(journal, content.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""The settings of a sweep: its space, its search, its metric; they are recorded with it."""
+"""The recorded settings of a sweep: its search space, search and metric."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require, require_choice
 from praxis_lite.host.optional_packages import optional_module
-from praxis_tools.sweep.space import Space, described
+from praxis_tools.sweep.space import Space, describe
 
 SEARCHES, PRUNERS, BETTER = ("grid", "random", "tpe"), ("median", "halving", "none"), ("min", "max")
 NUM_TRIALS = 20
@@ -17,15 +17,16 @@ class SweepSettings:
     """The settings of a sweep.
 
     Attributes:
-      experiment: the full name of its class.
-      packages: of --packages.
-      space: what is tried.
-      search: "grid": each combination in its order; "random"; or "tpe", by the results so far.
-      num_trials: how many trials.
-      metric: "heldout/loss" of evaluations, or "loss" of training.
-      better: "min" or "max": which values of it are better.
-      pruner: "median", "halving" or "none": what ends the worst trials early.
-      seed: of the search.
+      experiment: Full name of the experiment's class.
+      packages: Packages of --packages.
+      space: The search space.
+      search: "grid" for each combination in order, "random", or "tpe" for a choice by the results
+        so far.
+      num_trials: Number of trials.
+      metric: The metric to compare, such as "heldout/loss" of evaluations or "loss" of training.
+      better: "min" or "max", whichever is better.
+      pruner: "median", "halving" or "none", which decides which trials end early.
+      seed: Random seed of the search.
       num_steps: run.num_train_steps of the first trial.
     """
 
@@ -47,7 +48,7 @@ class SweepSettings:
         require(self.num_trials >= 1, "--trials", self.num_trials, "a number of trials, 1 or more")
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the settings for the record of the sweep."""
+        """Returns the settings in the form in which they are recorded."""
         to_json = optional_module("optuna.distributions", "--mode=sweep").distribution_to_json
         searched = {path: to_json(item) for path, item in self.space.searched.items()}
         space = {"fixed": [*self.space.fixed], "searched": searched}
@@ -55,7 +56,7 @@ class SweepSettings:
 
     @classmethod
     def of_json(cls, recorded: Mapping[str, Any]) -> "SweepSettings":
-        """Returns the settings that `as_json` recorded."""
+        """Returns the settings from the result of `as_json`."""
         of_json = optional_module("optuna.distributions", "--mode=sweep").json_to_distribution
         space = recorded["space"]
         searched = {path: of_json(text) for path, text in space["searched"].items()}
@@ -75,8 +76,8 @@ class SweepSettings:
                 )
 
     def _fixed(self) -> dict[str, object]:
-        """Returns the settings that stay the same when a sweep is continued, by option."""
-        searched = (described(path, item) for path, item in self.space.searched.items())
+        """Returns the settings that must not change when a sweep is continued, by option."""
+        searched = (describe(path, item) for path, item in self.space.searched.items())
         return {
             "--exp": self.experiment, "--set": "; ".join([*self.space.fixed, *searched]),
             "--search": self.search, "--metric": self.metric, "--better": self.better,
@@ -85,14 +86,14 @@ class SweepSettings:
 
 
 def metric_of(given: str | None, eval_sets: Sequence[str]) -> str:
-    """Returns the metric of a sweep: as given, or the loss of the only dataset to evaluate on.
+    """Returns the given metric, or by default the loss on the only evaluation dataset.
 
     Args:
-      given: of --metric, or None.
-      eval_sets: the datasets of the experiment but `train`.
+      given: The value of --metric, or None.
+      eval_sets: Datasets of the experiment except `train`.
 
     Raises:
-      ConfigError: there is no such dataset, or there are several to choose from.
+      ConfigError: The dataset does not exist, or no metric is given for several datasets.
     """
     if given is None:
         require(

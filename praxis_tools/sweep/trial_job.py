@@ -1,4 +1,4 @@
-"""A trial's job: its command, its process, its output, and its metric."""
+"""The job of a trial: its command, process, output and metric."""
 
 import contextlib
 import os
@@ -20,12 +20,12 @@ from praxis_lite.trainer.job_history import evaluations, is_complete
 from praxis_lite.trainer.metrics.columns import MetricsColumns
 from praxis_tools.sweep.sweep_settings import SweepSettings
 
-# Values of training's own loss that are judged in a trial.
-_MOST_LOSSES = 50
-_MOST_OUTPUT = 1 << 20  # Bytes of a launch's output, from its end.
-# Lets the kernel send SIGHUP to a process once its parent is gone (PR_SET_PDEATHSIG), however that
-# ended, and turns it into the command that follows. The kernel sends it again for each thread of
-# the parent that ends; a job ends at once at a second SIGTERM, and never at a second SIGHUP.
+# Maximum number of training losses of a trial that are reported to the pruner.
+_MAX_LOSSES = 50
+_MAX_OUTPUT = 1 << 20  # Bytes to read from the end of a launch's output.
+# Asks the kernel to send SIGHUP to the process when its parent ends in any way (PR_SET_PDEATHSIG),
+# and executes the command that follows. The signal is SIGHUP, because the kernel sends it again
+# for each thread of the parent that ends, and a job ends at once at a second SIGTERM.
 _WITH_PARENT = (
     "import ctypes, os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "ctypes.CDLL(None).prctl(1, signal.SIGHUP); os.execv(sys.argv[1], sys.argv[1:])"
@@ -35,10 +35,12 @@ Values = list[tuple[int, float]]
 
 
 class TrialJob:
-    """The job of a trial, in SWEEP/trials/NNNN; its output is in the file SWEEP/trials/NNNN.txt.
+    """The job of a trial, in SWEEP/trials/NNNN, with its output in SWEEP/trials/NNNN.txt.
 
     Attributes:
-      metric: by which trials are compared.
+      files: Directory of the job.
+      output: Path of the output of its processes.
+      metric: Name of the metric by which trials are compared.
     """
 
     def __init__(self, sweep_dir: Path, number: int, sweep: SweepSettings, settings: Sequence[str]):
@@ -62,11 +64,11 @@ class TrialJob:
         ]
 
     def plan_command(self, topology: str) -> list[str]:
-        """Returns the command that plans the job; its status is 2 if the job does not fit."""
+        """Returns the command that plans the job, which exits with status 2 if it does not fit."""
         return self._main("plan", f"--topology={topology}")
 
     def start(self, command: list[str]) -> subprocess.Popen:
-        """Starts a command, which gets SIGHUP when this process ends (on Linux)."""
+        """Starts a command as a process that on Linux gets SIGHUP when this process ends."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -82,11 +84,11 @@ class TrialJob:
             )
 
     def is_training(self) -> bool:
-        """Returns True if a process trains the job now, whoever started it."""
+        """Returns whether any process trains the job now."""
         return is_training(self.files.path)
 
     def is_complete(self) -> bool:
-        """Returns whether the job has made its last step and no process trains it."""
+        """Returns whether the job has made its last step, and no process trains it."""
         if self.is_training() or not self.files.config_json.is_file():
             return False
         steps = committed_steps(self.files.checkpoints)
@@ -103,23 +105,27 @@ class TrialJob:
         return len(self._metrics.columns()["step"]) > 0
 
     def values(self) -> Values:
-        """Returns the metric by step so far, in order; at most `_MOST_LOSSES` losses.
+        """Returns (step, metric) so far in order of steps, at most `_MAX_LOSSES` training losses.
 
-        The files are read only if they have grown. While a file is damaged the last values stay.
+        The files are only read if they have grown. While a file is damaged, the previous values
+        are returned.
         """
         paths = self.files.metrics_jsonl, self.files.eval_metrics_jsonl
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
         if sizes != self._sizes:
             self._sizes = sizes
             with contextlib.suppress(ConfigError):
-                self._values = self.read_values(max(1, self._sweep.num_steps // _MOST_LOSSES))
+                self._values = self.read_values(max(1, self._sweep.num_steps // _MAX_LOSSES))
         return self._values
 
     def read_values(self, every: int = 1) -> Values:
-        """Returns the metric by step, in order; of the training loss only multiples of `every`.
+        """Returns (step, metric) in order of steps.
+
+        Args:
+          every: Training losses are only returned at multiples of this number of steps.
 
         Raises:
-          ConfigError: the file is damaged.
+          ConfigError: The file is damaged.
         """
         dataset, slash, name = self.metric.rpartition("/")
         if not slash:
@@ -136,7 +142,7 @@ class TrialJob:
         )
 
     def lacks_metric(self) -> str:
-        """Returns the error of a job without a value of the metric; names its other metrics."""
+        """Returns the error message for a missing metric, which lists the available ones."""
         names = sorted({
             f"{dataset}/{name}" for _, dataset, metrics in evaluations(self.files)
             for name in metrics
@@ -144,11 +150,11 @@ class TrialJob:
         return f"it has no {self.metric}; its evaluations have {', '.join(names) or 'none'}"
 
     def last_error(self) -> str:
-        """Returns the error that the job's last launch ended with, or its last line."""
+        """Returns the error with which the job's last launch ended, or its last line."""
         if not self.output.exists():
             return ""
         with opened(self.output) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_OUTPUT))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_OUTPUT))
             launch = file.read().decode("utf-8", "replace").rpartition("\n$ ")[2]
         before, error, paragraph = launch.rpartition("\nerror: ")
         text = paragraph if error else (launch.strip().splitlines() or [""])[-1]

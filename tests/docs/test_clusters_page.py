@@ -5,8 +5,8 @@ import shlex
 
 from praxis_lite.main import MODES
 from praxis_lite.modes.on_clusters import Grace
-from praxis_lite.modes.options import parsed
-from praxis_tools.elastic.decisions import MOST_FRUITLESS
+from praxis_lite.modes.options import parse_command_line
+from praxis_tools.elastic.decisions import MAX_FRUITLESS
 from praxis_tools.elastic.liveness import SILENT_SECONDS
 from tests.clusters.recipes import CLUSTERS, ROOT
 from tests.clusters.test_jobset import CONTAINER, JOB, POD, SPEC
@@ -20,7 +20,7 @@ COMMANDS = re.findall(r"^    python main\.py (.*?)(?:  +#.*)?$", PAGE.replace("\
 def test_the_command_lines_are_read_by_the_program():
     assert len(COMMANDS) >= 3
     for command in COMMANDS:
-        parsed(shlex.split(command.replace("process_id=K", "process_id=3")), MODES)
+        parse_command_line(shlex.split(command.replace("process_id=K", "process_id=3")), MODES)
 
 
 def test_the_recipes_are_all_there_and_named():
@@ -31,7 +31,7 @@ def test_the_recipes_are_all_there_and_named():
 
 def test_the_numbers_are_those_of_the_program():
     assert f"after at most {SILENT_SECONDS:.0f} s without a sign of life" in TEXT
-    assert f"after {MOST_FRUITLESS} in a row the job ends" in TEXT
+    assert f"after {MAX_FRUITLESS} in a row the job ends" in TEXT
     assert f"--signal={directives()['signal']}" in TEXT
     assert f"terminationGracePeriodSeconds: {POD['terminationGracePeriodSeconds']}" in TEXT
     assert f"`backoffLimitPerIndex: {JOB['backoffLimitPerIndex']}`" in TEXT

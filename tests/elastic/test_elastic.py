@@ -118,7 +118,7 @@ def test_what_two_neighbours_had_is_restored_from_the_disk(history):
     change = history.changes["two die at once"]
     assert (change["kind"], change["source"]) == ("died", "disk")
     assert len(change["who"]) == 2 and len(change["members"]) == 1
-    assert "nobody holds the part of process" in history.log
+    assert "no host has the part of process" in history.log
 
 
 def test_a_host_that_hangs_is_left_behind_and_takes_part_again_once_it_is_replaced_or_wakes(

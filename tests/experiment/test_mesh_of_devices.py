@@ -13,7 +13,7 @@ from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.experiment.launched_config import LaunchedConfig
 from praxis_lite.experiments import lm
 from praxis_lite.job.processes.membership import Membership
-from praxis_tools.elastic.mesh_of_devices import on_devices_of
+from praxis_tools.elastic.mesh_of_devices import fit_job_to_devices
 
 PART = Membership(
     generation=3, member=0, members=(0,), num_slots=1, coordinator="", key=b"", lost_status=75,
@@ -41,7 +41,7 @@ def meshes(answer, *settings, chosen=None):
     experiment = type("Asked", (Asked,), {"ANSWER": staticmethod(answer) if answer else None})
     made, config = experiment_and_config(experiment, settings)
     launched = LaunchedConfig(config, "zoo.Asked", mesh_for=made.mesh_for)
-    job = on_devices_of(PART, build(config), launched, choose)
+    job = fit_job_to_devices(PART, build(config), launched, choose)
     assert build(config).mesh == job.mesh
     return job.mesh, config
 
@@ -80,10 +80,10 @@ def test_without_an_answer_the_plan_chooses_and_all_else_stays():
     ("answer", "message"),
     [
         (lambda num: MeshConfig(ici_mesh_shape=(1, num, 1)), r"mesh_for\(8\) returns .*MeshConfig"),
-        (lambda num: (1, num, 1), r"mesh_for\(8\) returns .*\(1, 8, 1\).*; expected the config"),
-        (lambda num: fdl.Config(dict, a=num), "expected the config of a MeshConfig"),
-        (of_shape(1, 4, 1), r"ici_mesh_shape \(1, 4, 1\).*; expected 8 devices"),
-        (of_shape(3, -1, 1), r"ici_mesh_shape \(3, -1, 1\).*; expected 8 devices"),
+        (lambda num: (1, num, 1), r"mesh_for\(8\) returns .*\(1, 8, 1\).*, but expected a config"),
+        (lambda num: fdl.Config(dict, a=num), "expected a config of a MeshConfig"),
+        (of_shape(1, 4, 1), r"ici_mesh_shape \(1, 4, 1\).*, but expected 8 devices"),
+        (of_shape(3, -1, 1), r"ici_mesh_shape \(3, -1, 1\).*, but expected 8 devices"),
         (of_shape(8, axis_names=("data",)), r"axes \('data',\), but.*\('replica', 'data', 'mdl'"),
         (of_shape(1, 8), "mesh.ici_mesh_shape"),
     ],

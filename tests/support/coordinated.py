@@ -12,7 +12,7 @@ from jax._src.lib import _jax
 
 from praxis_lite.job import processes
 from praxis_lite.job.processes.start import connect_member, start
-from praxis_tools.elastic.worker_order import Order
+from praxis_tools.elastic.worker_assignment import Assignment
 
 NAME = "praxis_lite/newest"
 
@@ -40,7 +40,7 @@ def main() -> None:
         _stranger(coordinator, int(index))
         os._exit(0)
     if kind == "elastic":
-        connect_member(Order(
+        connect_member(Assignment(
             generation=1, member=int(index), members=(0, 1), stores=("", ""),
             key=b"the key of the job", coordinator=coordinator, num_slots=2,
         ), 30)

@@ -57,7 +57,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from praxis_lite.modes.mode import CommandLine
     from praxis_tools.lm_eval import harness_model
     from praxis_tools.lm_eval.__main__ import evaluate
-    from praxis_tools.plan.search.search_report import picture
+    from praxis_tools.plan.search.search_report import plot_plans
     from praxis_tools.plan.topology import topology_of
     from praxis_tools.serve.mode import Serve
     from praxis_tools.sweep.study import Study
@@ -80,7 +80,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         "FromDataset": lambda: FromDataset(dict, 2).check(),
         "quantized": lambda: quantized(model=nnx.Linear, rules=[], rngs=nnx.Rngs(0)),
         "load of Hugging Face": lambda: load(GOLDENS / "hf/llama"),
-        "the picture of a search": lambda: picture([], None, folder / "pareto.png"),
+        "the picture of a search": lambda: plot_plans([], None, folder / "pareto.png"),
         "--topology": lambda: topology_of("v5e:2x4"),
         "vision.digits": lambda: vision.digits("train"),
         "harness_model": lambda: harness_model(None),

@@ -1,1 +1,1 @@
-"""Assertions for your own tests: collectives within a budget, layers as on a single device."""
+"""Assertions for tests of your models: budgets for collectives, and layers on a mesh."""

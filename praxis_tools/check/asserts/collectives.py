@@ -1,4 +1,4 @@
-"""Assertions about the collectives of a compiled step: bytes, gathers and resharding."""
+"""Asserts limits on the collectives of a compiled step: bytes, gathers and resharding."""
 
 import dataclasses
 import math
@@ -25,13 +25,13 @@ _RESHARDS = ("all-to-all", "ragged-all-to-all", "collective-permute", "all-gathe
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step, as `assert_collectives` reads it.
+    """A compiled step with its collectives, the argument of `assert_collectives`.
 
     Attributes:
       name: "train", "eval" or "decode".
-      collectives: that a run of it executes, with their mesh axes.
-      layout: of the state.
-      compiled: None for a text.
+      collectives: The collectives that one step executes, with their mesh axes.
+      layout: Layout of the train state.
+      compiled: The compiled program; None if the collectives come from HLO text.
     """
 
     name: str
@@ -48,23 +48,28 @@ def compiled_step(
     mesh: Sequence[int] | None = None,
     topology: str = "cpu:8",
 ) -> CompiledStep:
-    """Returns a step of an experiment, compiled; none of its data is read, and nothing is run.
+    """Compiles a step of an experiment, without reading its data or running it.
 
     Args:
-      experiment: an Experiment, its class, the config of its job; or a Partitioner of your own.
+      experiment: An Experiment, its class, the config of its job, or a Partitioner.
       step: "train", "eval" or "decode".
-      batch: with a Partitioner: shapes and types of a global batch.
-      mesh: devices along each axis, in place of the experiment's own.
-      topology: as --topology of --mode=plan; the CPU's compiler makes other collectives than a
-        TPU's (all-reduces of reduce-scatters).
+      batch: Shapes and types of a global batch; required with a Partitioner.
+      mesh: Number of devices along each axis; None for the experiment's own mesh.
+      topology: Devices to compile for, as for --topology of --mode=plan. The compilers of CPUs and
+        TPUs choose different collectives, such as all-reduces instead of reduce-scatters.
+
+    Returns:
+      The compiled step.
 
     Raises:
-      ConfigError: the experiment, its mesh or the topology is refused.
+      ConfigError: The experiment, its mesh or the topology is not valid.
     """
     require_choice("The step of compiled_step", step, ("train", "eval", "decode"))
     if isinstance(experiment, Partitioner):
         if batch is None:
-            raise TypeError("compiled_step of a Partitioner needs batch=, the shapes of a batch.")
+            raise TypeError(
+                "compiled_step of a Partitioner needs batch=, the shapes and types of a batch."
+            )
         partitioner, spec = experiment, dict(batch)
     else:
         if isinstance(experiment, type):
@@ -78,8 +83,8 @@ def compiled_step(
         partitioner = planned_partitioner(job, topology_of(topology))
         ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
     compiled = mended(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
-    result = hlo.collectives(compiled, dict(partitioner.mesh.shape))
-    return CompiledStep(step, result, partitioner.layout, compiled)
+    collectives = hlo.collectives(compiled, dict(partitioner.mesh.shape))
+    return CompiledStep(step, collectives, partitioner.layout, compiled)
 
 
 def assert_collectives(
@@ -91,90 +96,93 @@ def assert_collectives(
     no_gather_of_whole_weights: bool = False,
     max_resharding_bytes: int | None = None,
 ) -> None:
-    """Checks a step's traffic; bytes are of results on a device, all executions together.
+    """Asserts that a step communicates at most a given number of bytes.
+
+    Bytes are those of the results on one device, summed over all executions in a step.
 
     Args:
-      max_bytes: of all collectives.
-      max_bytes_over: by mesh axis, of the collectives that run along it, alone or with others.
-      no_gather_in_backward_of: paths of layers ("transformer/blocks/ff_layer"; a part of a path at
-        its start counts) in whose backward pass nothing is gathered.
-      no_gather_of_whole_weights: no all-gather has a weight of the model, or one layer's of a
-        stack, as its result.
-      max_resharding_bytes: of one execution of what is no gather of a weight and turns an array
-        from one split to another: all-to-all, collective-permute, all-gather.
+      step: The compiled step.
+      max_bytes: Limit for all collectives together.
+      max_bytes_over: Limits by mesh axis, for the collectives that run along it, possibly together
+        with other axes.
+      no_gather_in_backward_of: Paths of layers whose backward pass must not contain an all-gather,
+        such as "transformer/blocks/ff_layer". A path includes all layers inside it.
+      no_gather_of_whole_weights: Whether to forbid all-gathers whose result is an entire weight, or
+        an entire layer of a stacked weight.
+      max_resharding_bytes: Limit for each execution of a collective that changes the sharding of an
+        array other than a weight: all-to-all, collective-permute and all-gather.
 
     Raises:
-      AssertionError: names for each limit that is passed the layer, the source line, what was
-        found and what was allowed.
+      AssertionError: A limit is exceeded. The message has the layer, the source line, the actual
+        bytes and the limit.
     """
-    result, message = step.collectives, []
+    collectives, failures = step.collectives, []
     axes = dict(step.layout.axis_sizes)
     if max_bytes is not None:
-        message += _over("all collectives", result, max_bytes)
+        failures += _check_total("all collectives", collectives, max_bytes)
     for axis, limit in (max_bytes_over or {}).items():
         require_choice("An axis of max_bytes_over", axis, axes)
-        message += _over(f"collectives over {axis}", [c for c in result if axis in c.axes], limit)
+        along_axis = [x for x in collectives if axis in x.axes]
+        failures += _check_total(f"collectives over {axis}", along_axis, limit)
     for layer in no_gather_in_backward_of:
         prefix = GRADIENT_OF + layer.strip("/")
-        gathers = [
-            item for item in result
-            if item.kind == "all-gather" and any(_within(name, prefix) for name, _ in item.layers)
-        ]
-        message += [
-            f"a gather in the backward pass of {layer}: {_line(gather)}" for gather in gathers
+        failures += [
+            f"all-gather in the backward pass of {layer}: {_line(x)}" for x in collectives
+            if x.kind == "all-gather" and any(_is_within(name, prefix) for name, _ in x.layers)
         ]
     weights = _weight_dims(step.layout)
     if no_gather_of_whole_weights:
-        message += [
-            f"a weight is gathered whole: {_line(element)}, as large as {weights[dims]}"
-            for element in result if element.kind == "all-gather"
-            for dims in _dims(element) if dims in weights
+        failures += [
+            f"all-gather of an entire weight: {_line(x)}, the size of {weights[dims]}"
+            for x in collectives if x.kind == "all-gather"
+            for dims in _dims(x) if dims in weights
         ]
     if max_resharding_bytes is not None:
-        message += [
-            f"an array is resharded: {_line(item)}; allowed are {max_resharding_bytes:,} bytes"
-            for item in result
-            if item.kind in _RESHARDS and item.bytes > max_resharding_bytes
-            and not any(dims in weights for dims in _dims(item))
+        failures += [
+            f"an array is resharded: {_line(x)}; the limit is {max_resharding_bytes:,} bytes"
+            for x in collectives
+            if x.kind in _RESHARDS and x.bytes > max_resharding_bytes
+            and not any(dims in weights for dims in _dims(x))
         ]
-    assert not message, f"The {step.name} step sends more than it may:\n  " + "\n  ".join(message)
+    assert not failures, f"The {step.name} step exceeds its limits:\n  " + "\n  ".join(failures)
 
 
-def _over(what: str, result: Iterable[hlo.Collective], limit: int) -> list[str]:
-    result = sorted(result, key=lambda item: -item.count * item.bytes)
-    size = sum(element.count * element.bytes for element in result)
+def _check_total(what: str, collectives: Iterable[hlo.Collective], limit: int) -> list[str]:
+    collectives = sorted(collectives, key=lambda x: -x.count * x.bytes)
+    size = sum(x.count * x.bytes for x in collectives)
     if size <= limit:
         return []
-    largest = "; ".join(map(_line, result[:3]))
-    return [f"{what}: {size:,} bytes, allowed are {limit:,}. The largest: {largest}"]
+    largest = "; ".join(map(_line, collectives[:3]))
+    return [f"{what}: {size:,} bytes, but the limit is {limit:,}. The largest: {largest}"]
 
 
-def _line(item: hlo.Collective) -> str:
-    where = f" ({item.source})" if item.source else ""
+def _line(collective: hlo.Collective) -> str:
+    source = f" ({collective.source})" if collective.source else ""
     return (
-        f"{item.kind} over {'+'.join(item.axes) or '?'} of {item.layer}{where}, {item.count:,} x "
-        f"{item.bytes:,} bytes"
+        f"{collective.kind} over {'+'.join(collective.axes) or '?'} of {collective.layer}{source}, "
+        f"{collective.count:,} x {collective.bytes:,} bytes"
     )
 
 
-def _within(layer: str, prefix: str) -> bool:
+def _is_within(layer: str, prefix: str) -> bool:
     return layer == prefix or layer.startswith(prefix + "/")
 
 
 def _dims(collective: hlo.Collective) -> list[tuple[int, ...]]:
+    """Returns the sorted dims of each result, without dims of size 1."""
     return [tuple(sorted(size for size in dims if size > 1)) for dims in collective.dims]
 
 
 def _weight_dims(layout: StateLayout) -> dict[tuple[int, ...], str]:
-    """Returns the sorted dims of the sharded weights: of the array, and of one layer of a stack."""
-    result: dict[tuple[int, ...], str] = {}
+    """Returns the paths of sharded weights by their sorted dims, with and without the stack dim."""
+    paths: dict[tuple[int, ...], str] = {}
     for leaf in layout.leaves():
         if not leaf.path.startswith("mdl_vars/params") or leaf.num_shards == 1:
             continue
         for shape in (leaf.shape, leaf.padded_shape):
-            # A stack's first dim is that of its layers; a gather takes one at a time.
+            # The first dim of a stack is its layers, which are usually gathered one at a time.
             for dims in (shape, shape[1:]):
                 sorted_dims = tuple(sorted(size for size in dims if size > 1))
                 if math.prod(sorted_dims) > 1:
-                    result.setdefault(sorted_dims, leaf.path)
-    return result
+                    paths.setdefault(sorted_dims, leaf.path)
+    return paths

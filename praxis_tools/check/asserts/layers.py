@@ -1,4 +1,4 @@
-"""Runs layers on a mesh or one device, to compare outputs, gradients and statistics in tests."""
+"""Runs layers on a mesh or on one device, for tests that compare outputs and gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,12 +13,19 @@ from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 
-# What builds a layer (called with rngs=), what calls it on (module, x, key), and its inputs.
+# (build, call, x): `build(rngs=...)` returns a layer, and `call(layer, x, key)` its outputs.
 LayerCase = tuple[Callable[..., Any], Callable[..., jax.Array], np.ndarray]
 
 
 def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
-    """Returns variables drawn by NumPy (no init is compiled), variances positive."""
+    """Returns random variables for a model, with positive variances.
+
+    They are drawn with NumPy, so that no init function is compiled.
+
+    Args:
+      model: Model that determines the shapes.
+      scale: Standard deviation of the values.
+    """
     rng = np.random.default_rng(7)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -29,9 +36,10 @@ def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
 
 
 def revealing(outputs: jax.Array) -> jax.Array:
-    """Returns a sum of outputs whose gradient is not 0 in the padding of uneven shards either.
+    """Returns a scalar loss whose gradient is also nonzero in the padding of uneven shards.
 
-    Padding must enter no gradient. An array of weights would be 0 there and hide that it did.
+    Use it to test that padding does not contribute to gradients. A loss that only multiplies
+    outputs with an array of weights has zero gradients in the padding, and would hide such a bug.
     """
     weights = jnp.cos(jnp.arange(outputs.size, dtype=jnp.float32)).reshape(outputs.shape)
     return jnp.sum(outputs * weights + 0.02 * jax.nn.softplus(outputs))
@@ -40,7 +48,16 @@ def revealing(outputs: jax.Array) -> jax.Array:
 def run_layers(
     cases: Mapping[str, LayerCase], mesh_shape: tuple[int, ...] | None
 ) -> dict[str, dict[str, Any]]:
-    """Returns by name outputs, gradients (weights, x) and statistics: a single program for all."""
+    """Runs layers forward and backward, all in a single program.
+
+    Args:
+      cases: Layers with their inputs, by name.
+      mesh_shape: Shape of the mesh; None for one device.
+
+    Returns:
+      For each name, "outputs", "grads" (of the weights and of x) and "statistics" (non-trainable
+      variables after the call).
+    """
     mesh = mesh_shape and make_mesh(MeshConfig(ici_mesh_shape=mesh_shape))
     models = {name: NnxModel(build) for name, (build, _, _) in cases.items()}
 
@@ -55,21 +72,21 @@ def run_layers(
     @jax.jit
     @without_xla_errors
     def run(all_vars, inputs, key):
-        def one(name: str) -> dict[str, Any]:
+        def run_layer(name: str) -> dict[str, Any]:
             model, call = models[name], cases[name][1]
             mdl_vars = place(model, all_vars[name])
 
-            def objective(params, x):
+            def loss_fn(params, x):
                 module = model.module({**mdl_vars, "params": params})
                 outputs = call(module, x, key)
                 return revealing(outputs), (outputs, mdl_vars_of(module)["non_trainable"])
 
-            grads, (outputs, statistics) = jax.grad(objective, argnums=(0, 1), has_aux=True)(
+            grads, (outputs, statistics) = jax.grad(loss_fn, argnums=(0, 1), has_aux=True)(
                 mdl_vars["params"], inputs[name]
             )
             return {"outputs": outputs, "grads": grads, "statistics": statistics}
 
-        return {name: one(name) for name in models}
+        return {name: run_layer(name) for name in models}
 
     arguments = (
         {name: drawn(model) for name, model in models.items()},
@@ -82,7 +99,14 @@ def run_layers(
 
 
 def assert_near(found: Any, wanted: Any, *, tolerance: float = 2e-6) -> None:
-    """Checks two trees: each leaf to `tolerance` of its largest element, and 1e-5 of each."""
+    """Asserts that two trees have the same structure and nearly equal arrays.
+
+    Args:
+      found: Actual values.
+      wanted: Expected values.
+      tolerance: Allowed difference relative to the largest element of a leaf, in addition to 1e-5
+        of each element.
+    """
     paths, treedef = jax.tree.flatten_with_path(found)
     assert treedef == jax.tree.structure(wanted)
     for (path, a), b in zip(paths, jax.tree.leaves(wanted), strict=True):

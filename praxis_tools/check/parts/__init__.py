@@ -1,1 +1,1 @@
-"""Comparisons on a mesh, a part of a check each: data, training, properties, resuming."""
+"""The parts of a check, such as data, training, decoding and resuming."""

@@ -1,4 +1,4 @@
-"""A mesh's first step in the experiment's own types: how far rounding may take it."""
+"""Checks the first step on a mesh in the experiment's own types, such as float32 or bfloat16."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -10,84 +10,89 @@ from praxis_tools.check.certificate import Comparison, differences, largest
 from praxis_tools.check.check import Check
 from praxis_tools.check.runs import config_variants
 from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, report
-from praxis_tools.check.runs.states import nudged
+from praxis_tools.check.runs.states import nudge_state
 from praxis_tools.check.tolerances import kind_of
 
-# Between the rounding of float32, 2^-24, and of bfloat16, 2^-9: far from the one, below the other.
-FLOAT32_OFF = 2.0**-11
+# Largest relative error of float32 arithmetic: between the epsilons of float32, 2^-24, and of
+# bfloat16, 2^-9.
+FLOAT32_ERROR = 2.0**-11
 FLOAT32_ROUNDING = 2.0**-24
 _MORE_PATTERNS = 9
 
 
 def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """The first step, as the experiment's own types make it."""
+    """Compares the first step in the experiment's own types with float64."""
     name, reference = runner.name, check.reference_of(runner)
-    (expected, *_), _ = check.trained_on_one(reference, 1)
-    actual = _report(check, runner)
-    local = _report(check, reference)
+    (expected, *_), _ = check.train_reference(reference, 1)
+    actual = _train_in_own_types(check, runner)
+    one_device = _train_in_own_types(check, reference)
     measured = [leaf for leaf in expected if kind_of(leaf) in ("loss", "metrics", "gradients")]
-    expected, local, actual = (
-        {leaf: x[leaf] for leaf in measured} for x in (expected, local, actual)
+    expected, one_device, actual = (
+        {leaf: x[leaf] for leaf in measured} for x in (expected, one_device, actual)
     )
-    low = config_variants.low_precision_settings(check.config)
-    if low:
-        check.remark(f"Sums are not held against float32, for {low[0]} is of fewer bits.")
-        yield tolerances.in_own_types(name, expected, local, actual, {})
+    low_precision = config_variants.low_precision_settings(check.config)
+    if low_precision:
+        check.add_note(
+            f"Float32 precision is not checked, because {low_precision[0]} has fewer bits."
+        )
+        yield tolerances.in_own_types(name, expected, one_device, actual, {})
         return
-    # One pattern of nudges shows what rounding does, as a rule. A ReLU whose input is 0 but for
-    # rounding is moved over its edge by half of them: what differs is held against more.
+    # One perturbation usually shows the effect of rounding. But if the input of a ReLU is close to
+    # 0, only half of the perturbations move it across, so retry differences with more of them.
     for patterns in (range(1), range(1, _MORE_PATTERNS)):
-        moved = _moved(check, reference, expected, patterns)
-        on_mesh = tolerances.in_own_types(name, expected, local, actual, moved)
-        on_one = _in_float32(expected, local, moved)
-        if all(item.is_equal for item in (*on_mesh, *on_one)):
+        rounding = _float32_rounding(check, reference, expected, patterns)
+        on_mesh = tolerances.in_own_types(name, expected, one_device, actual, rounding)
+        on_one_device = _check_float32_precision(expected, one_device, rounding)
+        if all(x.is_equal for x in (*on_mesh, *on_one_device)):
             break
     yield on_mesh
-    yield on_one
+    yield on_one_device
 
 
-def _moved(
+def _float32_rounding(
     check: Check, reference: TaskRunner, expected: Leaves, patterns: Iterable[int]
 ) -> dict[str, float]:
-    """Returns how far rounding in float32 moves each leaf: in float64, by moving the weights."""
-    moved: dict[str, float] = {}
+    """Returns how far each leaf moves in float64 if weights are perturbed by float32 rounding."""
+    rounding: dict[str, float] = {}
     for pattern in patterns:
-        state = nudged(check.state, FLOAT32_ROUNDING, pattern)
-        (report_of_moved, *_), _, _ = reference.train(state, check.batches[:1], check.seed)
-        for leaf, apart in differences(expected, report_of_moved).items():
-            moved[leaf] = max(moved.get(leaf, 0.0), apart)
-    return moved
+        state = nudge_state(check.state, FLOAT32_ROUNDING, pattern)
+        (nudged, *_), _, _ = reference.train(state, check.batches[:1], check.seed)
+        for leaf, difference in differences(expected, nudged).items():
+            rounding[leaf] = max(rounding.get(leaf, 0.0), difference)
+    return rounding
 
 
-def _report(check: Check, runner: TaskRunner) -> Leaves:
-    """Returns the report of the first step."""
+def _train_in_own_types(check: Check, runner: TaskRunner) -> Leaves:
+    """Trains one step in the experiment's own types and returns its report."""
     partitioner = runner.partitioner
-    placed, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)
-    state = runner.stored(check.state)
-    mended(partitioner.train_step.lower(state, placed, key), runner.mesh)
+    batch, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)
+    state = runner.place_state(check.state)
+    mended(partitioner.train_step.lower(state, batch, key), runner.mesh)
     with jax.transfer_guard("disallow"):
-        _, outputs = partitioner.train_step(state, placed, key)
+        _, outputs = partitioner.train_step(state, batch, key)
     return report(jax.device_get(outputs))
 
 
-def _in_float32(
-    expected: Leaves, local: Leaves, moved: Mapping[str, float]
+def _check_float32_precision(
+    expected: Leaves, one_device: Leaves, rounding: Mapping[str, float]
 ) -> list[Comparison]:
-    """Returns comparisons that tell sums in bfloat16 from sums in float32, on a single device.
+    """Compares results on one device with a tolerance that sums in bfloat16 exceed.
 
     Args:
-      moved: how far rounding moves each leaf; a difference of large numbers, such as a reward
-        before anything is learnt, moves far, and so does what is on a ReLU's edge.
+      expected: Results in float64.
+      one_device: Results in the experiment's own types.
+      rounding: Known rounding error of each leaf. It is large for differences of large numbers,
+        such as a reward before training, and for ReLUs with inputs close to 0.
     """
     gradients = [largest(x) for leaf, x in expected.items() if kind_of(leaf) == "gradients"]
     of_all = {"gradients": 1e-5 * max(gradients, default=0.0)}
     why = "float32 on one device: 2^-11 of the leaf, 4 x what rounding moves; bfloat16 is further"
     return [
         Comparison(
-            "one device", f"{kind_of(leaf)} in float32", leaf, 0, apart,
-            FLOAT32_OFF * largest(expected[leaf]) + of_all.get(kind_of(leaf), 1e-6)
-            + 4.0 * moved.get(leaf, 0.0),
+            "one device", f"{kind_of(leaf)} in float32", leaf, 0, difference,
+            FLOAT32_ERROR * largest(expected[leaf]) + of_all.get(kind_of(leaf), 1e-6)
+            + 4.0 * rounding.get(leaf, 0.0),
             why,
         )
-        for leaf, apart in differences(expected, local).items()
+        for leaf, difference in differences(expected, one_device).items()
     ]

@@ -1,4 +1,4 @@
-"""The batches that a check trains on, and whether a pipeline gives the same twice."""
+"""Provides the batches of a check, and checks that datasets are reproducible."""
 
 import contextlib
 import itertools
@@ -14,43 +14,48 @@ from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.runs.on_mesh import Batch, structs
 from praxis_tools.check.tolerances import exact
 
-# Few rows, which divide by 4 micro-batches and not by 3 or 8 devices, if the task takes them.
+# Candidate batch sizes. The first ones are small, divisible by 4 micro-batches, and not divisible
+# by 8 devices, so that batches need padding rows.
 ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
 
 
-def first_batches(pipeline: InputPipeline, number: int) -> list[dict[str, np.ndarray]]:
-    """Returns the first batches; those of a short pass come again."""
-    result = [
+def first_batches(pipeline: InputPipeline, num_batches: int) -> list[dict[str, np.ndarray]]:
+    """Returns the first batches of a pipeline, repeated if it has fewer."""
+    batches = [
         {name: np.asarray(x) for name, x in batch.items()}
-        for batch in itertools.islice(pipeline.batches(), number)
+        for batch in itertools.islice(pipeline.batches(), num_batches)
     ]
-    return [result[i % len(result)] for i in range(number)] if result else []
+    return [batches[i % len(batches)] for i in range(num_batches)] if batches else []
 
 
 def with_rows(batch: Batch, rows: slice) -> dict[str, np.ndarray]:
-    """Returns some rows of a batch."""
+    """Returns a slice of the rows of a batch."""
     return {name: x[rows] if x.ndim else x for name, x in batch.items()}
 
 
-def folded(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.ndarray], str]:
-    """Returns a batch with ids modulo how many there are, and which leaves that changed.
+def fold_ids(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.ndarray], str]:
+    """Takes ids modulo the number of ids of the model.
 
     Args:
-      num_ids: as of `Task.num_ids`.
+      batch: The batch.
+      num_ids: Number of ids by name of the array, from `Task.num_ids`.
+
+    Returns:
+      The new batch, and the names of the changed arrays, joined by commas.
     """
-    result, names = dict(batch), []
-    for name, number in num_ids.items():
-        if name in result and np.any(result[name] >= number):
-            result[name] = result[name] % number
+    folded, names = dict(batch), []
+    for name, count in num_ids.items():
+        if name in folded and np.any(folded[name] >= count):
+            folded[name] = folded[name] % count
             names.append(name)
-    return result, ", ".join(names)
+    return folded, ", ".join(names)
 
 
 def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size: int) -> int:
-    """Returns how many rows of each batch are enough, and are taken by these partitioners.
+    """Returns the number of rows per batch: the first of `ROWS` that all partitioners accept.
 
     Raises:
-      ConfigError: the partitioners refuse the batches as they are.
+      ConfigError: A partitioner does not accept the batches, not even with all rows.
     """
 
     def check(num_rows: int) -> None:
@@ -67,17 +72,17 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
     return batch_size
 
 
-def repeatable(job: Job) -> list[Comparison]:
-    """Returns whether each dataset repeats itself: from the start, from a later batch, by rows."""
-    result = []
+def compare_repeated(job: Job) -> list[Comparison]:
+    """Compares the batches of each dataset when read again, from a later batch, and by rows."""
+    comparisons = []
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():
             once = list(itertools.islice(pipeline.batches(), 3))
             again = list(itertools.islice(pipeline.batches(), 3))
-            result += _compared(f"{root}.{name}, made twice", once, again)
+            comparisons += _compare_batches(f"{root}.{name}, made twice", once, again)
             start = min(1, len(once) - 1)
             later = list(itertools.islice(pipeline.batches(start=start), 3 - start))
-            result += _compared(
+            comparisons += _compare_batches(
                 f"{root}.{name}, from batch {start}", once[start:], later[: len(once) - start]
             )
             middle = max(1, pipeline.batch_size // 3)
@@ -91,11 +96,11 @@ def repeatable(job: Job) -> list[Comparison]:
                 if np.ndim(blocks[0][key]) else blocks[0][key]
                 for key in blocks[0]
             }
-            result += _compared(f"{root}.{name}, by rows", once[:1], [joined])
-    return result
+            comparisons += _compare_batches(f"{root}.{name}, by rows", once[:1], [joined])
+    return comparisons
 
 
-def _compared(name: str, expected: list[Batch], actual: list[Batch]) -> list[Comparison]:
+def _compare_batches(name: str, expected: list[Batch], actual: list[Batch]) -> list[Comparison]:
     def leaves(batches: list[Batch]) -> dict[str, np.ndarray]:
         return {
             f"{name}: batch {i}, {key}": np.asarray(x)

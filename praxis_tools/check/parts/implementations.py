@@ -1,4 +1,4 @@
-"""The same numbers however a model computes them: remat, unrolled stacks, other settings."""
+"""Checks that implementation settings, such as remat and unrolled stacks, do not change results."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -13,135 +13,148 @@ from praxis_tools.check.runs import config_variants
 from praxis_tools.check.runs.implementation_settings import (
     ImplementationSetting,
     implementation_settings,
-    remat_switched,
-    switched,
+    switch_remat,
+    switch_setting,
 )
-from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, leaves_of, reporting
-from praxis_tools.check.runs.states import restacked, stacked_like
+from praxis_tools.check.runs.on_mesh import (
+    Leaves,
+    TaskRunner,
+    leaves_of,
+    with_reported_gradients,
+)
+from praxis_tools.check.runs.states import restack, restack_like
 
 
 def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A step and its state with remat on where it is off, and off where it is on.
+    """Compares a step with remat enabled where it is disabled, and the other way round.
 
-    Dropout is on in both: what is computed again draws the same masks, and updates nothing twice.
+    Both steps use dropout: recomputation must draw the same masks, and must not update variables
+    twice.
     """
-    task = remat_switched(check.task)
+    task = switch_remat(check.task)
     if task is None:
-        check.remark("remat switched: not checked, for no layer has an attribute that says that.")
+        check.add_note("remat switched: not checked, because no layer has an attribute for remat.")
         return
-    other = check.tried("remat switched", lambda: check.on_mesh(check.own_shape, task))
+    other = check.run_or_skip("remat switched", lambda: check.on_mesh(check.own_shape, task))
     if other is not None:
-        yield from _same_step("remat switched", check, runner, other, with_state=True)
+        yield from _compare_step("remat switched", check, runner, other, with_state=True)
 
 
 def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A step of the model with its scanned stacks in a row, and the other way."""
-    config = config_variants.unrolled(check.config)
+    """Compares a step with scanned stacks unrolled, and unrolled stacks scanned."""
+    config = config_variants.toggle_unroll(check.config)
     if config is None:
-        check.remark("unrolled: not checked, for no layer's config says that.")
+        check.add_note("unrolled: not checked, because no layer's config has this setting.")
         return
 
-    def changed() -> TaskRunner:
-        return check.on_mesh(check.own_shape, reporting(build(config).task))
+    def build_runner() -> TaskRunner:
+        return check.on_mesh(check.own_shape, with_reported_gradients(build(config).task))
 
-    other = check.tried("unrolled", changed)
+    other = check.run_or_skip("unrolled", build_runner)
     if other is not None:
-        yield from _same_step("unrolled", check, runner, other)
+        yield from _compare_step("unrolled", check, runner, other)
 
 
-def _same_step(
+def _compare_step(
     what: str, check: Check, runner: TaskRunner, other: TaskRunner, with_state: bool = False
 ) -> Iterator[list[Comparison]]:
-    state = restacked(check.state, other)
+    """Compares the first step of another task with that of the check, optionally with its state."""
+    state = restack(check.state, other)
     if state is None:
-        check.remark(f"{what}: not checked, for its weights have other names.")
+        check.add_note(f"{what}: not checked, because the weights have other names.")
         return
     reference = check.reference_of(runner)
-    (expected,), last = check.trained_on_one(reference, 1)
-    (moved,), last_moved = check.trained_on_one(reference, 1, nudged=True)
+    (expected,), expected_state = check.train_reference(reference, 1)
+    (nudged,), nudged_state = check.train_reference(reference, 1, nudged=True)
     (report,), new, _ = other.train(state, check.batches[:1], check.seed)
     if with_state:
-        expected, moved, report = expected | last, moved | last_moved, report | leaves_of(new)
-    actual = stacked_like(expected, report)
-    yield tolerances.with_what(what, tolerances.by_kind(runner.name, expected, actual, moved, 0))
+        expected, nudged = expected | expected_state, nudged | nudged_state
+        report = report | leaves_of(new)
+    actual = restack_like(expected, report)
+    comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
+    yield tolerances.with_suffix(what, comparisons)
 
 
 def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A step, an evaluation and decoding with each such setting switched, against a device.
+    """Compares training, evaluation and decoding with each implementation setting switched.
 
-    A setting of remat changes no random draw, so the step is with dropout and its state compared.
+    Remat settings do not change random numbers, so for these the step has dropout, and its state is
+    compared, too.
     """
 
     @functools.cache
-    def reference(is_of_remat: bool) -> Sequence[dict[str, Leaves]]:
-        device = check.reference_of(runner)
+    def reference_results(is_remat: bool) -> Sequence[dict[str, Leaves]]:
+        reference = check.reference_of(runner)
         return [
-            _results(check, device, state, check.one_device, is_of_remat)
+            _results(check, reference, state, check.one_device, is_remat)
             for state in (check.state, check.nudged)
         ]
 
     for setting in implementation_settings(check.config):
-        refusals = []
-        for value in setting.others:
+        reasons = []
+        for value in setting.alternatives:
             try:
-                result = _with_value(check, setting, value)
+                actual = _results_with_value(check, setting, value)
             except Exception as error:  # A custom model may raise anything.
-                refusals.append(f"{value!r}: {str(error).splitlines()[0][:200] or type(error)}")
+                reasons.append(f"{value!r}: {str(error).splitlines()[0][:200] or type(error)}")
                 continue
-            if result is None:
-                refusals.append(f"{value!r}: its weights have other names")
+            if actual is None:
+                reasons.append(f"{value!r}: its weights have other names")
                 continue
             what = f"{setting.name} {value!r}"
-            yield from _compared(runner.name, what, *reference(setting.is_of_remat), result)
+            expected, nudged = reference_results(setting.is_remat)
+            yield from _compare_results(runner.name, what, expected, nudged, actual)
             break
         else:
-            why = "; ".join(refusals) or "no other value of it is known"
-            check.remark(f"{setting.name} = {setting.value!r}: not switched ({why}).")
+            reason = "; ".join(reasons) or "no other value is known"
+            check.add_note(f"{setting.name} = {setting.value!r}: not switched ({reason}).")
 
 
-def _with_value(
+def _results_with_value(
     check: Check, setting: ImplementationSetting, value: object
 ) -> dict[str, Leaves] | None:
-    """Returns the results with another value, by kind; None if it has other weights."""
-    task = reporting(build(switched(check.config, setting, value)).task)
+    """Returns the results with another value of a setting, or None if the weights then differ."""
+    config = switch_setting(check.config, setting, value)
+    task = with_reported_gradients(build(config).task)
     other = check.on_mesh(check.own_shape, task)
-    state = restacked(check.state, other)
+    state = restack(check.state, other)
     if state is None:
         return None
-    return _results(check, other, state, other, setting.is_of_remat)
+    return _results(check, other, state, other, setting.is_remat)
 
 
 def _results(
-    check: Check, mesh: TaskRunner, state: TrainState, decoding: TaskRunner, is_of_remat: bool
+    check: Check, runner: TaskRunner, state: TrainState, decode_runner: TaskRunner, is_remat: bool
 ) -> dict[str, Leaves]:
-    """Returns the results of a step, an evaluation and decoding, by kind."""
+    """Returns the results of training, evaluation and decoding, by kind."""
     batch = check.batches[0]
-    (report,), last, _ = mesh.train(
-        state, [batch], check.seed, without_randomness=check.is_random and not is_of_remat
+    (report,), last, _ = runner.train(
+        state, [batch], check.seed, without_randomness=check.is_random and not is_remat
     )
-    if is_of_remat:
+    if is_remat:
         report |= leaves_of(last)
-    results = {"training": report, "evaluation": mesh.evaluate(state.mdl_vars, batch)}
+    results = {"training": report, "evaluation": runner.evaluate(state.mdl_vars, batch)}
     for name, prompts in _prompts(check).items():
-        results[name] = decoding.decode(state.mdl_vars, prompts)
+        results[name] = decode_runner.decode(state.mdl_vars, prompts)
     return results
 
 
-def _compared(
-    mesh: str, what: str, expected: dict[str, Leaves], moved: dict[str, Leaves],
+def _compare_results(
+    mesh: str, what: str, expected: dict[str, Leaves], nudged: dict[str, Leaves],
     actual: dict[str, Leaves],
 ) -> Iterator[list[Comparison]]:
-    report = stacked_like(expected["training"], actual["training"])
-    yield tolerances.with_what(
-        what, tolerances.by_kind(mesh, expected["training"], report, moved["training"], 0)
+    report = restack_like(expected["training"], actual["training"])
+    yield tolerances.with_suffix(
+        what, tolerances.by_kind(mesh, expected["training"], report, nudged["training"], 0)
     )
     for kind in [kind for kind in actual if kind != "training"]:
         yield tolerances.in_float64(
-            mesh, f"{kind.split()[0]}, {what}", expected[kind], actual[kind], moved[kind]
+            mesh, f"{kind.split()[0]}, {what}", expected[kind], actual[kind], nudged[kind]
         )
 
 
 def _prompts(check: Check) -> dict[str, dict]:
+    """Returns the first batch of each decode dataset, by "decoding NAME"."""
     return {
         f"decoding {name}": check.with_known_ids(data.first_batches(pipeline, 1)[0])
         for name, pipeline in check.job.decode_datasets.items()

@@ -1,4 +1,4 @@
-"""The parts of a check that are made on the experiment's own mesh only."""
+"""The parts of a check that only run on the experiment's own mesh."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -21,42 +21,50 @@ from praxis_tools.check.parts.resumed import resumed
 from praxis_tools.check.parts.types import types_of
 from praxis_tools.check.runs.batch_parts import micro_batches_in_turn
 from praxis_tools.check.runs.float64 import in_float64
-from praxis_tools.check.runs.on_mesh import TaskRunner, leaves_of, names_of, reporting
+from praxis_tools.check.runs.on_mesh import (
+    TaskRunner,
+    leaves_of,
+    names_of,
+    with_reported_gradients,
+)
 
 
 def check_parts(check: Check, runner: TaskRunner) -> None:
-    """Adds the comparisons on a mesh to a check, in the order of the time they take."""
+    """Runs the parts of a check on a mesh, the fastest first."""
     for what, compare in PARTS.items():
         if not check.includes(what):
             continue
-        check.note(f"mesh {runner.name}: {what}")
+        check.print_progress(f"mesh {runner.name}: {what}")
         for comparisons in compare(check, runner):
             check.add(runner, comparisons)
 
 
 def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Metrics and outputs of each row; and that a batch's metrics are the means of its halves'."""
-    plain, reference = check.one_device, check.reference_of(runner)
-    mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
-    for of_what, batch in check.evaluated.items():
-        expected, moved = reference.evaluate(mdl_vars, batch), reference.evaluate(nudged, batch)
+    """Compares metrics and per-row outputs, and the metrics of a batch with those of its halves."""
+    one_device, reference = check.one_device, check.reference_of(runner)
+    mdl_vars, nudged_vars = check.state.mdl_vars, check.nudged.mdl_vars
+    for what, batch in check.evaluated.items():
+        expected = reference.evaluate(mdl_vars, batch)
+        nudged = reference.evaluate(nudged_vars, batch)
         yield tolerances.in_float64(
-            runner.name, f"evaluation{of_what}", expected, runner.evaluate(mdl_vars, batch), moved
+            runner.name, f"evaluation{what}", expected, runner.evaluate(mdl_vars, batch), nudged
         )
         if "weights" in batch and not check.couplings:
-            parts = [plain.evaluate(mdl_vars, half) for half in rows.halves(batch)]
+            parts = [one_device.evaluate(mdl_vars, half) for half in rows.halves(batch)]
             metrics = {name: x for name, x in expected.items() if name.startswith("metrics/")}
-            actual = tolerances.in_float64(
-                plain.name, f"metrics of halves{of_what}", metrics, rows.sums(parts), moved
+            comparisons = tolerances.in_float64(
+                one_device.name, f"metrics of halves{what}", metrics, rows.combine_reports(parts),
+                nudged,
             )
-            yield list(map(tolerances.with_epsilon, actual))
+            yield list(map(tolerances.with_loss_epsilon, comparisons))
     yield from rows.in_evaluation(check, runner)
 
 
 def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Weights and averages after the steps of a single device, recomputed from its gradients."""
-    plain, number = check.one_device, check.num_steps
-    bound, shapes = plain.partitioner.learner, plain.layout.shapes
+    """Recomputes weights and moving averages on one device with `plain_update` from its gradients.
+    """
+    one_device, num_steps = check.one_device, check.num_steps
+    bound, shapes = one_device.partitioner.learner, one_device.layout.shapes
 
     def step(state: TrainState, grads: dict[str, jax.Array], loss: jax.Array) -> TrainState:
         squares = {path: jnp.sum(g * g) for path, g in grads.items()}
@@ -69,33 +77,36 @@ def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
         new |= plain_update.updated_counts(bound, state, is_kept, is_finite)
         return jax.tree.map_with_path(lambda keys, x: new.get(path_of(keys), x), state)
 
-    reports, expected = check.trained_on_one(plain, number)
-    _, moved = check.trained_on_one(plain, number, nudged=True)
+    reports, expected = check.train_reference(one_device, num_steps)
+    _, nudged = check.train_reference(one_device, num_steps, nudged=True)
     trained, _ = bound.groups.split(shapes.mdl_vars["params"])
     paths, state = names_of(trained), check.state
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-    like = {
+    state_spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    grad_specs = {
         path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in leaves_with_path(trained)
     }
-    # An optimizer may run its own shard_map: the mesh is set as in a step.
-    in_context = jax.sharding.use_abstract_mesh(plain.mesh.abstract_mesh)
-    with in_context, jax.enable_x64(True):
-        run = jax.jit(in_float64(step, given, like, jax.ShapeDtypeStruct((), jnp.float32)))
+    loss_spec = jax.ShapeDtypeStruct((), jnp.float32)
+    # Set the mesh as in a step, because an optimizer may use shard_map.
+    mesh_context = jax.sharding.use_abstract_mesh(one_device.mesh.abstract_mesh)
+    with mesh_context, jax.enable_x64(True):
+        run = jax.jit(in_float64(step, state_spec, grad_specs, loss_spec))
         for report in reports:
             grads = {path: report[f"gradients/{path}"] for path in paths}
             state = run(state, grads, report["metrics/loss/value"])
         actual = leaves_of(jax.device_get(state))
     names = [name for name in expected if name.startswith(("mdl_vars/params/", "opt_states/ema/"))]
-    expected, actual, moved = ({name: x[name] for name in names} for x in (expected, actual, moved))
+    expected, actual, nudged = (
+        {name: x[name] for name in names} for x in (expected, actual, nudged)
+    )
     yield tolerances.in_float64(
-        "one device", "update by hand", expected, actual, moved, number - 1
+        "one device", "update by hand", expected, actual, nudged, num_steps - 1
     )
 
 
 def _layer_by_layer(group: Group, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `fn`, of a layer's trees, applied to one layer after the other without jax.vmap."""
+    """Returns a function that applies `fn` to each layer of stacked trees, without jax.vmap."""
 
-    def applied(*trees: Any) -> Any:
+    def apply(*trees: Any) -> Any:
         layers = [
             fn(*jax.tree.map(lambda x, index=index: x[index], trees))
             for index in np.ndindex(group.stack_shape)
@@ -104,58 +115,61 @@ def _layer_by_layer(group: Group, fn: Callable[..., Any]) -> Callable[..., Any]:
             lambda *xs: jnp.stack(xs).reshape(*group.stack_shape, *xs[0].shape), *layers
         )
 
-    return applied
+    return apply
 
 
 def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A batch whose last rows have weight 0: their contents change no result."""
+    """Checks that the contents of rows with weight 0 do not change any result."""
     batch, reference = check.batches[0], check.reference_of(runner)
     if "weights" not in batch:
-        check.remark("Rows of filler: not checked, for batches have no weights.")
+        check.add_note("Padding rows: not checked, because batches have no weights.")
         return
     num_padding_rows = max(1, len(batch["weights"]) // 2)
-    others = data.with_rows(check.batches[-1], slice(None, None, -1))
-    same = rows.with_padding_rows(batch, num_padding_rows, batch)
-    other = rows.with_padding_rows(batch, num_padding_rows, others)
-    expected, _ = check.train_once(reference, same)
-    moved, _ = check.train_once(reference, same, nudged=True)
-    for kind, filled in (("the same", same), ("other", other)):
+    other_rows = data.with_rows(check.batches[-1], slice(None, None, -1))
+    with_same = rows.with_padding_rows(batch, num_padding_rows, batch)
+    with_other = rows.with_padding_rows(batch, num_padding_rows, other_rows)
+    expected, _ = check.train_once(reference, with_same)
+    nudged, _ = check.train_once(reference, with_same, nudged=True)
+    for kind, padded in (("the same", with_same), ("other", with_other)):
         if kind == "other" and properties.STATISTICS in check.couplings:
-            check.remark("Batch statistics see rows of filler: their contents are not exchanged.")
+            check.add_note("Batch statistics include padding rows: their contents are not varied.")
             continue
-        actual, _ = check.train_once(runner, filled)
-        compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
-        yield tolerances.with_what(f"{kind} rows of filler", compared)
+        actual, _ = check.train_once(runner, padded)
+        comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
+        yield tolerances.with_suffix(f"{kind} rows of filler", comparisons)
     if not check.couplings:
-        plain = check.one_device
-        runner = runner if reference is plain else plain
-        fewer = data.with_rows(same, slice(len(batch["weights"]) - num_padding_rows))
+        one_device = check.one_device
+        runner = runner if reference is one_device else one_device
+        fewer = data.with_rows(with_same, slice(len(batch["weights"]) - num_padding_rows))
         what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
-        expected = check.tried(what, lambda: plain.evaluate(mdl_vars, fewer))
+        expected = check.run_or_skip(what, lambda: one_device.evaluate(mdl_vars, fewer))
         if expected is not None:
-            moved = plain.evaluate(check.nudged.mdl_vars, fewer)
-            actual = runner.evaluate(mdl_vars, other)
-            yield tolerances.in_float64(runner.name, what, expected, actual, moved)
+            nudged = one_device.evaluate(check.nudged.mdl_vars, fewer)
+            actual = runner.evaluate(mdl_vars, with_other)
+            yield tolerances.in_float64(runner.name, what, expected, actual, nudged)
 
 
 def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A batch in 1, 2 and 4 micro-batches, without dropout, whose masks differ by micro-batch."""
+    """Compares a batch in 1, 2 and 4 micro-batches.
+
+    Dropout is disabled, because its masks depend on the micro-batch.
+    """
     batch, reference = check.batches[0], check.one_device
-    num_steps = check.job.task.learner.gradient_accumulation_steps
-    if num_steps != 1:
-        reference = check.on_one_device(task=reporting(check.job.task, 1))
+    own_number = check.job.task.learner.gradient_accumulation_steps
+    if own_number != 1:
+        reference = check.on_one_device(task=with_reported_gradients(check.job.task, 1))
     for number in (1, 2, 4):
-        if number == num_steps and not check.is_random:
-            continue  # It was trained so.
-        by_hand = runner.partitioner.gradients.num_parts is not None
-        if check.num_rows % number or (by_hand and check.couplings):
-            check.remark(f"{number} micro-batches: not checked.")
+        if number == own_number and not check.is_random:
+            continue  # "training" already compared this.
+        is_manual = runner.partitioner.gradients.num_parts is not None
+        if check.num_rows % number or (is_manual and check.couplings):
+            check.add_note(f"{number} micro-batches: not checked.")
             continue
-        task = reporting(check.job.task, number)
+        task = with_reported_gradients(check.job.task, number)
         if check.couplings:
             in_turn = micro_batches_in_turn(runner.partitioner.gradients.num_micro_batches)
             reference = check.on_one_device(in_turn, task)
-        trained = check.tried(
+        trained = check.run_or_skip(
             f"{number} micro-batches",
             lambda task=task: check.train_once(check.on_mesh(check.own_shape, task), batch),
         )
@@ -163,16 +177,18 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
             continue
         actual, actual_state = trained
         expected, expected_state = check.train_once(reference, batch)
-        moved, moved_state = check.train_once(reference, batch, nudged=True)
-        compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
-        compared += tolerances.by_kind(runner.name, expected_state, actual_state, moved_state, 0)
+        nudged, nudged_state = check.train_once(reference, batch, nudged=True)
+        comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
+        comparisons += tolerances.by_kind(
+            runner.name, expected_state, actual_state, nudged_state, 0
+        )
         if not check.couplings:
-            compared = list(map(tolerances.with_epsilon, compared))
-        yield tolerances.with_what(f"{number} micro-batches", compared)
+            comparisons = list(map(tolerances.with_loss_epsilon, comparisons))
+        yield tolerances.with_suffix(f"{number} micro-batches", comparisons)
 
 
 def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """The task's decoded outputs of the first batch of each of its prompts."""
+    """Compares the decoded outputs of the first batch of each decode dataset."""
     reference, mdl_vars = check.one_device, check.state.mdl_vars
     for pipeline in check.job.decode_datasets.values():
         batch = check.with_known_ids(data.first_batches(pipeline, 1)[0])
@@ -184,21 +200,21 @@ def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def two_ways(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A function of `properties` that computes the same in two ways."""
+    """Compares the two results of a function in `properties`."""
     batch = check.batches[0]
     function = None if check.couplings else properties.FUNCTIONS[what](check.task, batch)
     if function is None:
         return
     length = batch["ids"].shape[1]
-    if what != "packed segments" and length > properties.MOST_TOKENS:
-        check.remark(f"{what}: the first {properties.MOST_TOKENS} of {length} tokens.")
-    actual = check.tried(what, lambda: runner.call(function, check.state.mdl_vars, batch))
+    if what != "packed segments" and length > properties.MAX_TOKENS:
+        check.add_note(f"{what}: the first {properties.MAX_TOKENS} of {length} tokens.")
+    actual = check.run_or_skip(what, lambda: runner.call(function, check.state.mdl_vars, batch))
     if actual is None:
         return
-    moved = runner.call(function, check.nudged.mdl_vars, batch)
-    expected, moved = (x.pop(properties.EXPECTED) for x in (actual, moved))
+    nudged = runner.call(function, check.nudged.mdl_vars, batch)
+    expected, nudged = (x.pop(properties.EXPECTED) for x in (actual, nudged))
     (name,) = actual
-    yield tolerances.in_float64(runner.name, what, {name: expected}, actual, {name: moved})
+    yield tolerances.in_float64(runner.name, what, {name: expected}, actual, {name: nudged})
 
 
 PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {

@@ -1,4 +1,8 @@
-"""Properties of tasks: coupled rows; caches and packed segments, which change no result."""
+"""Properties of tasks: which rows affect each other, and equivalent ways to compute a result.
+
+For instance, decoding with a cache must give the logits of a forward pass over the entire row, and
+packed segments the same loss as separate rows.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -16,15 +20,15 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.layers.base.variables import rebuilt
 from praxis_tools.check.runs.on_mesh import Batch
 
-MOST_TOKENS = 256  # Decoded one by one.
+MAX_TOKENS = 256  # Number of tokens that are decoded one by one.
 STATISTICS = "batch statistics"
-EXPECTED = "expected"  # The result to trust, of the two that a function returns.
+EXPECTED = "expected"  # Key of the trusted result, of the two results that a function returns.
 
 
 def couplings(task: Task) -> list[str]:
-    """Returns the reasons that rows depend on each other, as the task and its layers declare.
+    """Returns why the results of a row depend on other rows, as the task and its layers declare it.
 
-    Flax declares batch statistics by their kind (`nnx.BatchStat`, the collection "batch_stats").
+    Batch statistics are recognized by `nnx.BatchStat` and Linen's collection "batch_stats".
     """
     couplings = [] if task.couples_rows is None else [task.couples_rows]
     module = task.model.abstract_module()
@@ -42,45 +46,47 @@ def couplings(task: Task) -> list[str]:
 
 
 def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
-    """Returns a function of (mdl_vars, inputs): logits of complete rows, and token by token.
+    """Returns a function that computes logits both in one forward pass and token by token.
 
-    Returns None if the task's model is no causal language model with a cache.
+    The function takes (mdl_vars, inputs). Returns None if the model is not a causal language model
+    with a cache.
     """
     if not _has_cache(task, batch):
         return None
 
     def logits(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
         model = task.module(mdl_vars)
-        ids = inputs["ids"][:, :MOST_TOKENS]
+        ids = inputs["ids"][:, :MAX_TOKENS]
         num_rows, length = ids.shape
 
         def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:
-            item, cache = rebuilt(model)(
+            step_logits, cache = rebuilt(model)(
                 jax.lax.dynamic_slice_in_dim(ids, t, 1, axis=1),
                 positions=jnp.full((num_rows, 1), t, jnp.int32), cache=cache,
             )
-            return cache, item[:, 0].astype(jnp.float32)
+            return cache, step_logits[:, 0].astype(jnp.float32)
 
         _, steps = jax.lax.scan(step, model.init_cache(num_rows, length), jnp.arange(length))
-        whole = rebuilt(model)(ids)[0].astype(jnp.float32)
-        return {EXPECTED: whole, "token_by_token": jnp.swapaxes(steps, 0, 1)}
+        full_logits = rebuilt(model)(ids)[0].astype(jnp.float32)
+        return {EXPECTED: full_logits, "token_by_token": jnp.swapaxes(steps, 0, 1)}
 
     return logits
 
 
 def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
-    """Returns a function of (mdl_vars, inputs): logits of complete rows, and after ragged prompts.
+    """Returns a function that computes logits both in one forward pass and after ragged prompts.
 
-    The beginnings of rows, of several lengths, are read in two chunks, and continued a token at a
-    time. Returns None if the task's model is no causal language model with a cache.
+    The function takes (mdl_vars, inputs). Prompts of different lengths are prefilled in two chunks
+    and continued token by token. Returns None if the model is not a causal language model with a
+    cache.
 
     Raises:
-      ConfigError: no row of its cache can be kept.
+      ConfigError: The model's cache does not support prompts of different lengths.
     """
     if not _has_cache(task, batch):
         return None
     num_rows, length = batch["ids"].shape
-    length = min(length, MOST_TOKENS)
+    length = min(length, MAX_TOKENS)
     chunk = length // 3
     if not chunk:
         return None
@@ -97,26 +103,27 @@ def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
         def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:
             positions = lengths + t
-            item, cache = rebuilt(model)(
+            step_logits, cache = rebuilt(model)(
                 ids[rows, positions][:, None], positions=positions[:, None], cache=cache
             )
-            return cache, item[:, 0].astype(jnp.float32)
+            return cache, step_logits[:, 0].astype(jnp.float32)
 
         _, steps = jax.lax.scan(step, prefix.cache, jnp.arange(num_steps))
-        whole = rebuilt(model)(ids)[0].astype(jnp.float32)
-        places = lengths[:, None] - 1 + jnp.arange(1 + num_steps)[None, :]
+        full_logits = rebuilt(model)(ids)[0].astype(jnp.float32)
+        compared = lengths[:, None] - 1 + jnp.arange(1 + num_steps)[None, :]
         return {
-            EXPECTED: whole[rows[:, None], places],
+            EXPECTED: full_logits[rows[:, None], compared],
             "ragged": jnp.concatenate([prefix.logits[:, None], jnp.swapaxes(steps, 0, 1)], axis=1),
         }
 
     return logits
 
 
-def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
-    """Returns a function of (mdl_vars, inputs): the loss of packed rows, and of each alone.
+def packed_segments(task: Task, batch: Batch) -> Callable[..., Any] | None:
+    """Returns a function that computes the loss of both packed and separate segments.
 
-    Returns None if the model's `compute_loss` takes no segments, or has no causal rows of ids.
+    The function takes (mdl_vars, inputs). Returns None if the model's `compute_loss` does not take
+    segments, or the model is not a causal language model.
     """
     model = task.model.abstract_module()
     ids = batch.get("ids")
@@ -130,32 +137,32 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
     if not half or not num_pairs:
         return None
 
-    def losses(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
+    def compute_losses(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
         names = ("ids", "labels")
-        alone = {name: inputs[name][: 2 * num_pairs, :half] for name in names}
-        # Different weights, so that exchanged tokens are noticed.
+        separate = {name: inputs[name][: 2 * num_pairs, :half] for name in names}
+        # With a different weight for each token, swapped tokens change the loss.
         weights = 1.0 + jnp.cos(jnp.arange(2.0 * num_pairs * half)).reshape(-1, half)
-        alone["weights"] = weights.astype(jnp.float32)
-        together = {
+        separate["weights"] = weights.astype(jnp.float32)
+        packed = {
             name: jnp.concatenate([x[:num_pairs], x[num_pairs:]], axis=1)
-            for name, x in alone.items()
+            for name, x in separate.items()
         }
         segments = jnp.repeat(jnp.array([[1, 2]], jnp.int32), half, axis=1)
-        together["segment_ids"] = jnp.broadcast_to(segments, together["ids"].shape)
-        together["segment_pos"] = jnp.broadcast_to(
-            jnp.tile(jnp.arange(half, dtype=jnp.int32), 2)[None], together["ids"].shape
+        packed["segment_ids"] = jnp.broadcast_to(segments, packed["ids"].shape)
+        packed["segment_pos"] = jnp.broadcast_to(
+            jnp.tile(jnp.arange(half, dtype=jnp.int32), 2)[None], packed["ids"].shape
         )
-        result = {}
-        for name, given in (("packed", together), (EXPECTED, alone)):
-            metrics, _ = task.outputs(task.compute_loss, task.module(mdl_vars), given, None)
-            result[name] = metrics["loss"][0]
-        return result
+        losses = {}
+        for name, rows in (("packed", packed), (EXPECTED, separate)):
+            metrics, _ = task.outputs(task.compute_loss, task.module(mdl_vars), rows, None)
+            losses[name] = metrics["loss"][0]
+        return losses
 
-    return losses
+    return compute_losses
 
 
 def _has_cache(task: Task, batch: Batch) -> bool:
-    """Returns True if the task's model is a causal language model with a cache."""
+    """Returns whether the model is a causal language model with a cache."""
     model = task.model.abstract_module()
     ids = batch.get("ids")
     if ids is None or ids.ndim != 2 or getattr(model, "model_type", "causal") != "causal":
@@ -170,13 +177,14 @@ def _has_cache(task: Task, batch: Batch) -> bool:
 
 
 FUNCTIONS = {
-    "token by token": token_by_token, "ragged prompts": ragged_prompts, "packed segments": packed,
+    "token by token": token_by_token, "ragged prompts": ragged_prompts,
+    "packed segments": packed_segments,
 }
 
 
 def _parameters(function: Any) -> dict[str, inspect.Parameter]:
     if function is None:
         return {}
-    result = dict(inspect.signature(function).parameters)
-    result.pop("self", None)
-    return result
+    parameters = dict(inspect.signature(function).parameters)
+    parameters.pop("self", None)
+    return parameters

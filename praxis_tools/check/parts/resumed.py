@@ -1,4 +1,7 @@
-"""A job as it is launched: a stop and a resume change no bit, and the program is as promised."""
+"""Checks a job as it is launched: stopping and resuming must not change any bit of the results.
+
+Also checks that the compiled train step donates the state, stays on the devices and compiles once.
+"""
 
 import contextlib
 import dataclasses
@@ -27,7 +30,7 @@ from praxis_tools.check import tolerances
 from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.check import Check
 from praxis_tools.check.parts.data import with_rows
-from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, cut, leaves_of, structs
+from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, leaves_of, structs, unpad
 from praxis_tools.explain import hlo
 
 NUM_STEPS, STOPPED_AT = 3, 1
@@ -35,51 +38,52 @@ _HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]
 
 
 def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """An uninterrupted job and one that is launched twice; the state of a checkpoint."""
+    """Compares an uninterrupted job with a resumed one, and saved with restored states."""
     runner = check.on_mesh(check.own_shape, check.job.task)
-    yield from _saved_and_restored(check, runner)
-    pipeline = _AsChecked(check)
+    yield from _compare_restored(check, runner)
+    pipeline = _CheckedData(check)
     with tempfile.TemporaryDirectory() as folder:
         losses = [
-            _losses(check, runner, pipeline, Path(folder) / name, stops)
+            _train_job(check, runner, pipeline, Path(folder) / name, stops)
             for name, stops in (("whole", ()), ("stopped", (STOPPED_AT,)))
         ]
         yield tolerances.exact(runner.name, "losses of a job that goes on", *losses)
         directories = [JobDir(Path(folder) / name).checkpoints for name in ("whole", "stopped")]
-        states = [_restored(directory, runner) for directory in directories]
+        states = [_restore_state(directory, runner) for directory in directories]
         yield tolerances.exact(
             runner.name, "state of a job that goes on", *map(leaves_of, states)
         )
-    yield _of_the_program(check, runner)
+    yield _check_program(check, runner)
 
 
-def _saved_and_restored(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Random numbers in every leaf, saved on a mesh and restored on each."""
+def _compare_restored(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+    """Saves a random state on one mesh, and compares it after restoring it on each mesh."""
     rng = np.random.default_rng(7)
 
-    def drawn(x: jax.ShapeDtypeStruct) -> np.ndarray:
+    def draw(x: jax.ShapeDtypeStruct) -> np.ndarray:
         if jax.dtypes.issubdtype(x.dtype, np.floating):
             return rng.normal(size=x.shape).astype(x.dtype)
         return rng.integers(0, 100, x.shape).astype(x.dtype)
 
     shapes = runner.layout.shapes
     if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(shapes)):
-        check.remark("Restored: not checked, for a variable is a key.")
+        check.add_note("Restored: not checked, because a variable is a random key.")
         return
-    state = jax.tree.map(drawn, shapes)
+    state = jax.tree.map(draw, shapes)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        with Checkpoints(directory, saving=SaveSettings(), note=lambda line: None) as saved:
-            saved.save(int(state.step), runner.stored(state), runner.layout, {}, is_last=True)
+        with Checkpoints(directory, saving=SaveSettings(), note=lambda line: None) as checkpoints:
+            placed = runner.place_state(state)
+            checkpoints.save(int(state.step), placed, runner.layout, {}, is_last=True)
         for other in (check.one_device, *check.meshes.values()):
             yield tolerances.exact(
                 f"{runner.name} to {other.name}", "restored", leaves_of(state),
-                leaves_of(_restored(directory, other)),
+                leaves_of(_restore_state(directory, other)),
             )
 
 
-class _AsChecked(InputPipeline):
-    """The training data as it is checked: few rows, of ids that the model has."""
+class _CheckedData(InputPipeline):
+    """The training data of a check: fewer rows per batch, with ids in the model's range."""
 
     def __init__(self, check: Check):
         self.check, self.pipeline = check, check.job.datasets[TRAIN]
@@ -95,25 +99,25 @@ class _AsChecked(InputPipeline):
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        expected = self.whole_or(rows)
+        rows = self.whole_or(rows)
         for batch in self.pipeline.batches(start=start):
-            whole = self.check.with_known_ids(with_rows(batch, slice(self.batch_size)))
-            yield with_rows(whole, expected)
+            checked_batch = self.check.with_known_ids(with_rows(batch, slice(self.batch_size)))
+            yield with_rows(checked_batch, rows)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.pipeline.fingerprint()
 
 
-def _losses(
+def _train_job(
     check: Check, runner: TaskRunner, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
 ) -> Leaves:
-    """Trains a job, launched anew after each of `stops`; returns its losses by step."""
+    """Trains a job that is launched again after each step in `stops`; returns losses by step."""
     folder.mkdir()
     launched = LaunchedConfig(check.config, check.certificate.experiment, packages=check.packages)
     for num_steps in (*stops, NUM_STEPS):
         run = RunConfig(
             num_train_steps=num_steps, seed=check.seed,
-            frozen_may_be_new=True,  # What a check trains is random, and nothing of it is kept.
+            frozen_may_be_new=True,  # Random weights are fine, since the result is discarded.
             checkpoints=SaveSettings(save_non_finite=True),
             stopping=StopSettings(watchdog_seconds=None, max_skipped_steps_in_a_row=None),
         )
@@ -131,14 +135,17 @@ def _losses(
     }
 
 
-def _restored(directory: Path, runner: TaskRunner) -> Any:
-    with Checkpoints(directory, note=lambda line: None) as saved:
-        state = saved.restore(runner.layout, runner.mesh).state
-    return cut(runner.layout, jax.device_get(state))[0]
+def _restore_state(directory: Path, runner: TaskRunner) -> Any:
+    with Checkpoints(directory, note=lambda line: None) as checkpoints:
+        state = checkpoints.restore(runner.layout, runner.mesh).state
+    return unpad(runner.layout, jax.device_get(state))[0]
 
 
-def _of_the_program(check: Check, runner: TaskRunner) -> list[Comparison]:
-    """Returns the exact figures of the compiled train step, after it was called."""
+def _check_program(check: Check, runner: TaskRunner) -> list[Comparison]:
+    """Checks donation, host transfers and the number of compilations of the train step.
+
+    Call this after the step has run.
+    """
     partitioner = runner.partitioner
     compiled = partitioner.train_step.lower(structs(check.batches[0])).compile().as_text()
     state_bytes = sum(leaf.bytes_per_device for leaf in runner.layout.leaves())

@@ -18,21 +18,23 @@ EXAMPLES = "examples/"
 
 
 def shuffled(batches: Sequence[Batch]) -> tuple[Batches, np.ndarray]:
-    """Returns batches of the same rows in another order, and that order.
+    """Shuffles the rows of several batches.
 
-    Row i of the new batches, counted through all of them, was row `order[i]` of the old ones.
+    Returns:
+      (batches, order): Row i of the new batches, counted over all of them, is row `order[i]` of the
+      old ones.
     """
     num_rows = num_rows_of(batches[0])
     order = np.random.default_rng(11).permutation(num_rows * len(batches))
-    together = {
+    all_rows = {
         name: np.concatenate([batch[name] for batch in batches])[order] if x.ndim else x
         for name, x in batches[0].items()
     }
-    return list(blocks(together, num_rows)), order
+    return list(blocks(all_rows, num_rows)), order
 
 
 def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the rows of a batch, `num_rows` at a time, and the rest."""
+    """Yields consecutive blocks of at most `num_rows` rows."""
     for start in range(0, num_rows_of(batch), num_rows):
         yield data.with_rows(batch, slice(start, start + num_rows))
 
@@ -40,18 +42,18 @@ def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
 def with_padding_rows(
     batch: Batch, num_padding_rows: int, contents: Batch
 ) -> dict[str, np.ndarray]:
-    """Returns a batch whose last rows have no weight, and other contents."""
-    result = {}
+    """Returns a batch whose last rows have weight 0 and the values of `contents`."""
+    padded = {}
     for name, x in batch.items():
         x = x.copy()
         if x.ndim:
             x[-num_padding_rows:] = 0 if name == "weights" else contents[name][:num_padding_rows]
-        result[name] = x
-    return result
+        padded[name] = x
+    return padded
 
 
 def halves(batch: Batch) -> Batches:
-    """Returns a batch twice, with weights in complementary rows."""
+    """Returns two copies of a batch, each with weight 0 in the rows that the other one counts."""
     num_rows = len(batch["weights"])
     is_first = np.arange(num_rows) < num_rows // 2 + 1
     shape = (num_rows,) + (1,) * (batch["weights"].ndim - 1)
@@ -61,158 +63,173 @@ def halves(batch: Batch) -> Batches:
     ]
 
 
-def sums(reports: Sequence[Leaves]) -> Leaves:
-    """Returns the metrics and gradients of several batches taken together: means by weight."""
-    result = {}
-    for name in (item.removesuffix("/value") for item in reports[0] if item.endswith("/value")):
+def combine_reports(reports: Sequence[Leaves]) -> Leaves:
+    """Combines the metrics and gradients of several batches into weighted means."""
+    combined = {}
+    for name in (key.removesuffix("/value") for key in reports[0] if key.endswith("/value")):
         weights = [report[f"{name}/weight"] for report in reports]
-        result[f"{name}/value"] = _mean([report[f"{name}/value"] for report in reports], weights)
-        result[f"{name}/weight"] = sum(weights)
+        values = [report[f"{name}/value"] for report in reports]
+        combined[f"{name}/value"] = _weighted_mean(values, weights)
+        combined[f"{name}/weight"] = sum(weights)
     weights = [report["metrics/loss/weight"] for report in reports]
-    for name in (item for item in reports[0] if item.startswith("gradients/")):
-        result[name] = _mean([report[name] for report in reports], weights)
-    return result
+    for name in (key for key in reports[0] if key.startswith("gradients/")):
+        combined[name] = _weighted_mean([report[name] for report in reports], weights)
+    return combined
 
 
-def _mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.ndarray:
+def _weighted_mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.ndarray:
     total = sum(weights)
     scaled = sum(np.where(w != 0, x * w, 0.0) for x, w in zip(values, weights, strict=True))
     return scaled / np.where(total == 0, 1.0, total)
 
 
 def in_training(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Metrics and gradients of rows that change places and batches, and of all in a batch."""
-    yield from _sums_over_rows(
+    """Compares metrics and gradients for shuffled rows, and for a full batch split into parts."""
+    yield from _compare_regrouped_rows(
         check, "", check.batches[:2], check.full_batch,
         lambda batch, nudged: check.train_once(check.one_device, batch, nudged=nudged)[0],
     )
 
 
 def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """The same in an evaluation; and the outputs of each row at other positions."""
-    plain = check.one_device
-    for what, local in check.evaluated.items():
-        batches, whole = (check.batches[:2], check.full_batch) if what == "" else ([local], None)
-        is_random = plain.traced(plain.partitioner.eval_examples, batches[0]).draws
+    """Compares metrics and per-row outputs of evaluations for shuffled and regrouped rows."""
+    one_device = check.one_device
+    for what, batch in check.evaluated.items():
+        batches, full_batch = [batch], None
+        if what == "":
+            batches, full_batch = check.batches[:2], check.full_batch
+        is_random = one_device.traced(one_device.partitioner.eval_examples, batches[0]).draws
 
         def run(batch: Batch, nudged: bool, is_random: bool = is_random) -> Leaves:
             state = check.nudged if nudged else check.state
-            return plain.evaluate(state.mdl_vars, batch, without_randomness=is_random)
+            return one_device.evaluate(state.mdl_vars, batch, without_randomness=is_random)
 
-        yield from _sums_over_rows(check, f"evaluation{what}, ", batches, whole, run)
+        yield from _compare_regrouped_rows(check, f"evaluation{what}, ", batches, full_batch, run)
 
 
 def in_decoding(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Outputs of each row at other positions, and next to other padding rows."""
+    """Compares decoded outputs for shuffled rows and for other padding rows."""
     for pipeline in check.job.decode_datasets.values():
         if not check.couplings:
             batches = [check.with_known_ids(batch) for batch in data.first_batches(pipeline, 2)]
-            yield from _of_prompts(check, batches)
+            yield from _compare_decoded_rows(check, batches)
 
 
-def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
-    plain, num_rows = check.one_device, num_rows_of(batches[0])
-    is_random = plain.traced(plain.partitioner.decode_step, batches[0]).draws
+def _compare_decoded_rows(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
+    one_device, num_rows = check.one_device, num_rows_of(batches[0])
+    is_random = one_device.traced(one_device.partitioner.decode_step, batches[0]).draws
 
     def run(batch: Batch, is_nudged: bool = False) -> Leaves:
         mdl_vars = (check.nudged if is_nudged else check.state).mdl_vars
-        result = plain.decode(mdl_vars, batch, without_randomness=is_random)
-        return {k: x for k, x in result.items() if x.ndim and len(x) == num_rows_of(batch)}
+        decoded = one_device.decode(mdl_vars, batch, without_randomness=is_random)
+        return {k: x for k, x in decoded.items() if x.ndim and len(x) == num_rows_of(batch)}
 
     others, order = shuffled(batches)
     expected, nudged = (
-        _concatenated([run(item, is_nudged) for item in batches]) for is_nudged in (False, True)
+        _concatenate([run(batch, is_nudged) for batch in batches]) for is_nudged in (False, True)
     )
     yield tolerances.in_float64(
-        plain.name, "decoding, rows moved", _taken(expected, order),
-        _concatenated(list(map(run, others))), _taken(nudged, order),
+        one_device.name, "decoding, rows moved", _take(expected, order),
+        _concatenate(list(map(run, others))), _take(nudged, order),
     )
     if "weights" not in batches[0] or num_rows < 2:
         return
-    true = slice(0, num_rows - num_rows // 2)
+    real_rows = slice(0, num_rows - num_rows // 2)
     reverse = data.with_rows(batches[-1], slice(None, None, -1))
-    filled = with_padding_rows(batches[0], num_rows - true.stop, reverse)
-    expected, nudged, actual = (_taken(x, true) for x in (expected, nudged, run(filled)))
+    padded = with_padding_rows(batches[0], num_rows - real_rows.stop, reverse)
+    expected, nudged, actual = (_take(x, real_rows) for x in (expected, nudged, run(padded)))
     yield tolerances.in_float64(
-        plain.name, "decoding, other rows of filler", expected, actual, nudged
+        one_device.name, "decoding, other rows of filler", expected, actual, nudged
     )
     what = "decoding, fewer rows"
-    fewer = check.tried(what, lambda: run(data.with_rows(filled, true)))
+    fewer = check.run_or_skip(what, lambda: run(data.with_rows(padded, real_rows)))
     if fewer is not None:
-        yield tolerances.in_float64(plain.name, what, expected, fewer, nudged)
+        yield tolerances.in_float64(one_device.name, what, expected, fewer, nudged)
 
 
-def _sums_over_rows(
-    check: Check, prefix: str, batches: Sequence[Batch], whole: Batch | None, run: Run
+def _compare_regrouped_rows(
+    check: Check, prefix: str, batches: Sequence[Batch], full_batch: Batch | None, run: Run
 ) -> Iterator[list[Comparison]]:
-    """Yields comparisons of batches with the same rows in other batches, on a single device.
+    """Compares batches with the same rows grouped into other batches, on a single device.
 
     Args:
-      prefix: of the names of the comparisons.
-      batches: of equally many rows.
-      whole: a batch of more rows, or None.
-      run: (batch, whether weights are moved by rounding) -> its report.
+      check: The check.
+      prefix: Prefix for the kind of each comparison.
+      batches: Batches with equal numbers of rows.
+      full_batch: Batch with more rows, to compare with its parts; None to skip this.
+      run: Function (batch, whether weights are perturbed) that returns a report.
+
+    Yields:
+      Lists of comparisons.
     """
     if check.couplings:
         return
     if num_rows_of(batches[0]) > 1:
         others, order = shuffled(batches)
-        yield _compared(check, f"{prefix}rows moved", batches, others, order, run)
-    if whole is not None:
-        parts, order = _parts(whole, num_rows_of(batches[0]))
-        what = f"{num_rows_of(whole)} rows in parts"
-        yield check.tried(
-            what, lambda: _compared(check, prefix + what, parts, [whole], order, run)
-        ) or []
+        yield _compare_groupings(check, f"{prefix}rows moved", batches, others, order, run)
+    if full_batch is not None:
+        parts, order = _split_into_parts(full_batch, num_rows_of(batches[0]))
+        what = f"{num_rows_of(full_batch)} rows in parts"
+
+        def compare() -> list[Comparison]:
+            return _compare_groupings(check, prefix + what, parts, [full_batch], order, run)
+
+        yield check.run_or_skip(what, compare) or []
 
 
-def _compared(
+def _compare_groupings(
     check: Check, what: str, batches: Sequence[Batch], others: Sequence[Batch],
     order: np.ndarray, run: Run,
 ) -> list[Comparison]:
+    """Compares two groupings of the same rows; `order` is as returned by `shuffled`."""
     expected, nudged = ([run(batch, is_nudged) for batch in batches] for is_nudged in (False, True))
     actual = [run(other, False) for other in others]
-    kinds = tolerances.by_kind(
-        check.one_device.name, sums(expected), sums(actual), sums(nudged), 0
+    comparisons = tolerances.by_kind(
+        check.one_device.name, combine_reports(expected), combine_reports(actual),
+        combine_reports(nudged), 0,
     )
-    comparisons = list(map(tolerances.with_epsilon, tolerances.with_what(what, kinds)))
+    comparisons = tolerances.with_suffix(what, comparisons)
+    comparisons = list(map(tolerances.with_loss_epsilon, comparisons))
     examples = _examples(expected)
     if examples:
-        is_true = np.concatenate([is_true_row(item) for item in batches])
-        # Outputs are of true rows alone: the place of a row among these.
-        places = np.cumsum(is_true) - 1
-        kept = places[order[is_true[order]]]
+        is_real = np.concatenate([is_true_row(batch) for batch in batches])
+        # Outputs only contain real rows, so convert row numbers to indices among real rows.
+        index_among_real = np.cumsum(is_real) - 1
+        real_order = index_among_real[order[is_real[order]]]
         comparisons += tolerances.in_float64(
-            check.one_device.name, f"outputs, {what}", _taken(examples, kept), _examples(actual),
-            _taken(_examples(nudged), kept),
+            check.one_device.name, f"outputs, {what}", _take(examples, real_order),
+            _examples(actual), _take(_examples(nudged), real_order),
         )
     return comparisons
 
 
-def _parts(whole: Batch, num_rows: int) -> tuple[Batches, np.ndarray]:
-    """Returns the rows of a batch in parts of `num_rows`, and the position of each in them.
+def _split_into_parts(full_batch: Batch, num_rows: int) -> tuple[Batches, np.ndarray]:
+    """Splits a batch into parts of `num_rows` rows.
 
-    The last part is filled up with rows before it, of weight 0, if rows have weights.
+    If rows have weights, the last part is padded with preceding rows of weight 0.
+
+    Returns:
+      (parts, order): Row i of the batch is row `order[i]` of the parts.
     """
-    parts, count = list(blocks(whole, num_rows)), num_rows_of(whole)
-    order, left = np.arange(count), count % num_rows
-    if left and "weights" in whole:
-        missing = num_rows - left
-        parts[-1] = {name: x[-num_rows:].copy() if x.ndim else x for name, x in whole.items()}
+    parts, count = list(blocks(full_batch, num_rows)), num_rows_of(full_batch)
+    order, remainder = np.arange(count), count % num_rows
+    if remainder and "weights" in full_batch:
+        missing = num_rows - remainder
+        parts[-1] = {name: x[-num_rows:].copy() if x.ndim else x for name, x in full_batch.items()}
         parts[-1]["weights"][:missing] = 0
-        order[-left:] += missing
+        order[-remainder:] += missing
     return parts, order
 
 
 def _examples(reports: Sequence[Leaves]) -> Leaves:
-    return _concatenated([
+    return _concatenate([
         {name: x for name, x in report.items() if name.startswith(EXAMPLES)} for report in reports
     ])
 
 
-def _concatenated(reports: Sequence[Leaves]) -> Leaves:
+def _concatenate(reports: Sequence[Leaves]) -> Leaves:
     return {name: np.concatenate([report[name] for report in reports]) for name in reports[0]}
 
 
-def _taken(leaves: Leaves, index: Any) -> Leaves:
+def _take(leaves: Leaves, index: Any) -> Leaves:
     return {name: x[index] for name, x in leaves.items()}

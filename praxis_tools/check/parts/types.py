@@ -1,7 +1,7 @@
-"""What JAX's own types confirm of a layout: weights after a step, and arrays at layers' borders.
+"""Checks a layout against JAX's sharding-in-types: the new state and the activations of layers.
 
-JAX infers the type of each result from those of its arguments, operation by operation, while a step
-is traced over Explicit axes. Nothing is compiled or run, and XLA has no part in it.
+While a step is traced over Explicit axes, JAX infers the sharding of each result from those of its
+operands. Nothing is compiled or run, so this is independent of XLA.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from praxis_tools.check.runs.on_mesh import TaskRunner, on_mesh, structs
 from praxis_tools.explain.hlo_layers import GRADIENT_OF, layers_of_name
 
 PyTree = Any
-# What comes behind a typed result: it leaves the types, and is padded and laid out.
-_LEAVING = ("reshard", "sharding_constraint", "pad")
+# Operations after the typed result of a step: it leaves the Explicit axes, is padded and laid out.
+_FINAL_OPERATIONS = ("reshard", "sharding_constraint", "pad")
 
 
 @dataclasses.dataclass(frozen=True)
 class TypeWitness:
-    """Arrays of a traced training step by what JAX's types say of them.
+    """The sharding types that JAX infers in a traced training step.
 
     Attributes:
-      confirmed: paths of the state's leaves whose new value has, by JAX's rules, the layout's type.
-      others: of leaves that have not: "PATH is PartitionSpec(...), declared is ...".
-      as_declared: activations that arrive at a constraint with the type that it states.
-      moved: of those that do not: "LAYER: float32[16, 12, 32] from ... to ...".
-      untyped: by path of a layer why JAX has no types of its inside.
+      confirmed: Paths of the leaves whose new value has the layout's spec as its inferred type.
+      others: For all other leaves, "PATH is PartitionSpec(...), declared is ...".
+      as_declared: Number of activations that already have the sharding of their constraint.
+      moved: For all other activations with a constraint, "LAYER: float32[16, 12, 32] ... to ...".
+      untyped: Reasons why JAX cannot infer types inside a layer, by path of the layer.
     """
 
     confirmed: tuple[str, ...]
@@ -43,49 +43,51 @@ class TypeWitness:
     untyped: dict[str, str]
 
     def lines(self) -> list[str]:
-        """Returns the lines of a report."""
+        """Returns the report as sentences."""
         num = len(self.confirmed) + len(self.others)
         lines = [
             f"JAX's types confirm the layout of {len(self.confirmed)} of {num} arrays of the state "
             f"after a step{_more(self.others)}",
             f"They confirm {self.as_declared} of {self.as_declared + len(self.moved)} activations "
-            f"as they reach a constraint; it moves the others{_more(self.moved)}",
+            f"at a sharding constraint; the others are resharded{_more(self.moved)}",
         ]
         if self.untyped:
             reasons = [f"{path} ({reason})" for path, reason in self.untyped.items()]
-            lines.append(f"They say nothing of the inside of {few(reasons, 2, '; ')}")
+            lines.append(f"They do not cover the inside of {few(reasons, 2, '; ')}")
         return [f"{line}." for line in lines]
 
 
 def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
-    """Returns the witness of a training step for batches of `element_spec`.
+    """Traces a training step and compares the types that JAX infers with the layout.
 
     Args:
-      partitioner: on a mesh that has Explicit axes.
+      partitioner: Partitioner on a mesh with Explicit axes.
+      element_spec: Shapes and types of a batch.
 
     Raises:
-      ConfigError: JAX has no types of the model; names the line, or what is not divided.
+      ConfigError: JAX cannot infer the types of the model. The message has the source line, or the
+        dim that is not divisible.
     """
     step = partitioner.train_step
     jaxpr = open_jaxpr(step.trace(element_spec).jaxpr)
-    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    producers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     confirmed, others = [], []
     for leaf, var in zip(partitioner.layout.leaves(), jaxpr.outvars, strict=False):
-        actual = _type_of(var, made_by)
+        actual = _inferred_spec(var, producers)
         if actual == leaf.spec:
             confirmed.append(leaf.path)
         else:
             others.append(f"{leaf.path} is {actual}, declared is {leaf.spec}")
-    borders = list(_borders(jaxpr))
+    changes = list(_constraint_changes(jaxpr))
     return TypeWitness(
-        tuple(confirmed), tuple(others), sum(not text for text in borders),
-        tuple(dict.fromkeys(text for text in borders if text)), dict(step.untyped),
+        tuple(confirmed), tuple(others), sum(not text for text in changes),
+        tuple(dict.fromkeys(text for text in changes if text)), dict(step.untyped),
     )
 
 
-def _type_of(var: Any, made_by: dict[Any, Any]) -> PartitionSpec | None:
-    """Returns the spec of a result's type, or None if it has none."""
-    while (eqn := made_by.get(var)) is not None and eqn.primitive.name in _LEAVING:
+def _inferred_spec(var: Any, producers: dict[Any, Any]) -> PartitionSpec | None:
+    """Returns the spec in the inferred type of a result, or None without Explicit axes."""
+    while (eqn := producers.get(var)) is not None and eqn.primitive.name in _FINAL_OPERATIONS:
         (var, *_) = eqn.invars
         if explicit_axes_of(var.aval.sharding.mesh):
             return _spec_of(var.aval)
@@ -98,8 +100,8 @@ def _spec_of(aval: Any) -> PartitionSpec:
     return PartitionSpec(*spec, *(None,) * (aval.ndim - len(spec)))
 
 
-def _borders(jaxpr: Any) -> Iterator[str]:
-    """Yields "" for an array that reaches a constraint as it states, else where it is moved."""
+def _constraint_changes(jaxpr: Any) -> Iterator[str]:
+    """Yields the change of sharding at each constraint on activations; "" for no change."""
     for eqn in all_eqns(jaxpr.eqns):
         name = str(eqn.source_info.name_stack)
         if eqn.primitive.name != "reshard" or name.rpartition("/")[2] != RESHARD_SCOPE:
@@ -107,10 +109,10 @@ def _borders(jaxpr: Any) -> Iterator[str]:
         (layer, *_) = layers_of_name(f"{name.removesuffix(RESHARD_SCOPE)}operation") or [""]
         if layer.startswith(GRADIENT_OF):
             continue
-        x, result = eqn.invars[0].aval, eqn.outvars[0].aval
-        old, new = _spec_of(x), _spec_of(result)
-        is_same = old == new
-        yield "" if is_same else f"{layer or 'the step'}: {x.dtype}{list(x.shape)} {old} to {new}"
+        x = eqn.invars[0].aval
+        old, new = _spec_of(x), _spec_of(eqn.outvars[0].aval)
+        layer = layer or "the step"
+        yield "" if old == new else f"{layer}: {x.dtype}{list(x.shape)} {old} to {new}"
 
 
 def _more(texts: tuple[str, ...]) -> str:
@@ -118,14 +120,14 @@ def _more(texts: tuple[str, ...]) -> str:
 
 
 def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Notes in a check's certificate what JAX's types confirm; it compares no numbers."""
+    """Adds notes about the types that JAX infers to a check. Does not compare numbers."""
     shape = tuple(runner.mesh.shape.values())
     try:
         typed = on_mesh(check.job, check.task, shape, axis_types="explicit")
         witness = type_witness(typed.partitioner, structs(check.batches[0]))
     except ValueError as error:
-        check.remark(f"JAX's types confirm nothing. {error}")
+        check.add_note(f"JAX's types confirm nothing. {error}")
         return
     for line in witness.lines():
-        check.remark(line)
+        check.add_note(line)
     yield []

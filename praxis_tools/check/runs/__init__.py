@@ -1,4 +1,4 @@
-"""Runs to be compared: steps in float64, on a mesh or a single device, whole or in parts.
+"""Runs steps on a mesh or a single device, in float64, with an entire batch or in parts.
 
-Never says how far two runs may differ.
+Tolerances are in `praxis_tools.check.tolerances`.
 """

@@ -1,4 +1,7 @@
-"""Gradients of a batch part by part on a single device, the reference for steps in parts."""
+"""Computes gradients part by part on a single device, the reference for steps in parts.
+
+The parts are the rows of each device (ExplicitCollectives), or micro-batches.
+"""
 
 import contextlib
 import functools
@@ -18,31 +21,33 @@ PyTree = Any
 
 
 def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None) -> Gradients:
-    """Returns a strategy that takes rows r, r + N, r + 2 N, ... together, in turn.
+    """Returns a strategy for a single device that processes N micro-batches one after another.
 
-    Each part is a batch of its own; what comes of them is added by the weight of "loss".
+    Micro-batch r consists of the rows r, r + N, r + 2 N, ... Gradients are averaged with the
+    weights of "loss".
 
     Args:
-      num_micro_batches: as of `Gradients`, of a strategy whose parts are a pipeline's microbatches:
-        the pipeline cuts them no further.
+      num_micro_batches: `Gradients.num_micro_batches` of a pipeline strategy, whose microbatches
+        are the parts; the pipeline does not split them further. None for gradient accumulation.
     """
 
     def value_and_grad(*args: Any, **settings: Any) -> tuple[Any, PyTree, PyTree]:
-        number, inputs = settings["num_micro_batches"], args[4]
+        num_parts, inputs = settings["num_micro_batches"], args[4]
+        context = contextlib.nullcontext()
         if num_micro_batches is not None:
-            number = num_micro_batches(inputs, number)
-        whole = contextlib.nullcontext() if num_micro_batches is None else in_one_microbatch()
-        with whole:
-            return _value_and_grad(*args, num_parts=number, is_strided=True, **settings)
+            num_parts = num_micro_batches(inputs, num_parts)
+            context = in_one_microbatch()
+        with context:
+            return _value_and_grad(*args, num_parts=num_parts, is_strided=True, **settings)
 
     return Gradients(value_and_grad)
 
 
 def devices_in_turn(num_parts: int) -> Gradients:
-    """Returns a strategy for a single device that works on N devices' rows in turn.
+    """Returns a strategy for a single device that processes the rows of N devices in turn.
 
-    Part d is the d-th block of rows, filled up with copies of the first row of weight 0; its key is
-    the step's, folded with d. It is what ExplicitCollectives promise of N devices.
+    Part d is the d-th block of rows, padded with copies of the first row with weight 0. Its key is
+    the key of the step, folded with d. ExplicitCollectives has the same results on N devices.
     """
 
     return Gradients(
@@ -56,31 +61,32 @@ def _value_and_grad(
     inputs: Mapping[str, jax.Array], key: jax.Array, *, num_micro_batches: int, num_parts: int,
     is_strided: bool, inputs_split_mapping: Any = None, lay_out: Any = None,
 ) -> tuple[Any, PyTree, PyTree]:
-    del inputs_split_mapping, lay_out  # There is one device.
-    parts = _parts(inputs, num_parts, is_strided, num_micro_batches)
-    total, by_part, grad_sums, changes = 0.0, [], None, None
-    is_whole = is_strided and num_parts == 1  # As of accumulation in one part: its key is as it is.
+    del inputs_split_mapping, lay_out  # There is only one device.
+    parts = _split_rows(inputs, num_parts, is_strided, num_micro_batches)
+    total_weight, by_part, grad_sums, changes = 0.0, [], None, None
+    # Accumulation in a single part does not fold its key.
+    is_single_part = is_strided and num_parts == 1
     state = non_trainable
     for index, part in enumerate(parts):
         metrics, new, grads = accumulation.value_and_grad(
             loss_fn, fixed, params, state, part,
-            key if is_whole else jax.random.fold_in(key, index),
+            key if is_single_part else jax.random.fold_in(key, index),
             num_micro_batches=1 if is_strided else num_micro_batches,
         )
-        metrics = _counted(metrics, part)
+        metrics = _with_row_weights(metrics, part)
         by_part.append(metrics)
         weight = metrics["loss"][1]
         counts = weight != 0
-        total = total + weight
-        add = lambda x, counts=counts, weight=weight: jnp.where(counts, x * weight, 0.0)  # noqa: E731
-        grads = jax.tree.map(add, grads)
+        total_weight = total_weight + weight
+        scale = lambda x, counts=counts, weight=weight: jnp.where(counts, x * weight, 0.0)  # noqa: E731
+        grads = jax.tree.map(scale, grads)
         grad_sums = grads if grad_sums is None else jax.tree.map(jnp.add, grad_sums, grads)
-        if is_strided:  # One micro-batch after the other.
+        if is_strided:  # Each micro-batch continues from the variables of the previous one.
             state = jax.tree.map(lambda n, o, c=counts: jnp.where(c, n, o), new, state)
-        else:  # Each device starts from the same.
+        else:  # All devices start from the same variables.
             change = jax.tree.map(functools.partial(_change, counts, weight), new, non_trainable)
-            changes = change if changes is None else jax.tree.map(_added, changes, change)
-    divisor = jnp.where(total == 0, 1.0, total)
+            changes = change if changes is None else jax.tree.map(_add_change, changes, change)
+    divisor = jnp.where(total_weight == 0, 1.0, total_weight)
     if not is_strided:
         state = jax.tree.map(
             lambda old, change: (old + change / divisor).astype(old.dtype)
@@ -89,24 +95,24 @@ def _value_and_grad(
     return _means(by_part), state, jax.tree.map(lambda g: g / divisor, grad_sums)
 
 
-def _counted(metrics: WeightedScalars, part: Mapping[str, jax.Array]) -> WeightedScalars:
-    """Returns a part's metrics; their weights are 0 if none of its rows has a weight."""
-    is_there = jnp.any(part["weights"] != 0) if "weights" in part else True
+def _with_row_weights(metrics: WeightedScalars, part: Mapping[str, jax.Array]) -> WeightedScalars:
+    """Returns the metrics of a part, with weight 0 if the part only has padding rows."""
+    has_rows = jnp.any(part["weights"] != 0) if "weights" in part else True
     return {
-        name: (value, jnp.where(is_there, jnp.asarray(weight, jnp.float32), 0.0))
+        name: (value, jnp.where(has_rows, jnp.asarray(weight, jnp.float32), 0.0))
         for name, (value, weight) in metrics.items()
     }
 
 
 def _means(by_part: Sequence[WeightedScalars]) -> WeightedScalars:
-    """Returns the means of metrics by weight, and the sums of the weights."""
-    result = {}
+    """Returns the weighted mean of each metric, and the sum of its weights."""
+    means = {}
     for name in by_part[0]:
-        pairs = [item[name] for item in by_part]
+        pairs = [metrics[name] for metrics in by_part]
         total = sum(weight for _, weight in pairs)
         scaled = sum(jnp.where(weight != 0, value * weight, 0.0) for value, weight in pairs)
-        result[name] = scaled / jnp.where(total == 0, 1.0, total), total
-    return result
+        means[name] = scaled / jnp.where(total == 0, 1.0, total), total
+    return means
 
 
 def _change(counts: Any, weight: Any, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -115,7 +121,7 @@ def _change(counts: Any, weight: Any, new: jax.Array, old: jax.Array) -> jax.Arr
     return jnp.where(counts & (new != old), (new - old) * weight, 0.0)
 
 
-def _added(a: jax.Array, b: jax.Array) -> jax.Array:
+def _add_change(a: jax.Array, b: jax.Array) -> jax.Array:
     return a + b if jnp.issubdtype(a.dtype, jnp.inexact) else jnp.maximum(a, b)
 
 
@@ -125,21 +131,22 @@ def _evaluate(
 ) -> tuple[Any, Any]:
     key, by_part, outputs = jax.random.key(0) if key is None else key, [], []
     num_rows = num_rows_of(inputs)
-    for index, part in enumerate(_parts(inputs, num_parts, False, 1)):
+    for index, part in enumerate(_split_rows(inputs, num_parts, False, 1)):
         metrics, examples = steps.eval_step(
             task, mdl_vars, part, jax.random.fold_in(key, index)
         )
-        by_part.append(_counted(metrics, part))
+        by_part.append(_with_row_weights(metrics, part))
         outputs.append(examples)
     examples = {
-        name: jnp.concatenate([item[name] for item in outputs])[:num_rows] for name in outputs[0]
+        name: jnp.concatenate([x[name] for x in outputs])[:num_rows] for name in outputs[0]
     }
     return _means(by_part), examples
 
 
-def _parts(
+def _split_rows(
     inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
 ) -> list[dict[str, jax.Array]]:
+    """Splits a batch into parts: every num_parts-th row, or blocks padded with rows of weight 0."""
     num_rows = num_rows_of(inputs)
     if is_strided:
         return [

@@ -1,4 +1,4 @@
-"""Settings in an experiment's config: found, and changed to what must compute the same."""
+"""Finds settings in an experiment's config, and builds variants that must compute the same."""
 
 import copy
 import inspect
@@ -13,10 +13,11 @@ from fiddle import daglish
 LOW_PRECISION = {np.dtype(jnp.bfloat16), np.dtype(jnp.float16)}
 
 
-def unrolled(config: "fdl.Config") -> "fdl.Config | None":
-    """Returns a config whose scanned stacks are in a row, and the other way; None: it has none.
+def toggle_unroll(config: "fdl.Config") -> "fdl.Config | None":
+    """Returns a config whose scanned stacks are unrolled and whose unrolled stacks are scanned.
 
-    What a layer makes by default, such as `stacked_transformer_tpl=Repeat`, is reached too.
+    This includes stacks that a layer builds by default, such as `stacked_transformer_tpl=Repeat`.
+    Returns None if the config has no stacks.
     """
     config, has_stack = copy.deepcopy(config), False
     for buildable in list(buildables(config.task)):
@@ -35,42 +36,43 @@ def _is_stack(function: Callable[..., Any]) -> bool:
 
 
 def low_precision_settings(config: "fdl.Config") -> list[str]:
-    """Returns the paths of the settings, defaults among them, that are bfloat16 or float16."""
+    """Returns the paths of settings, including defaults, that are bfloat16 or float16."""
     return [
         f"{daglish.path_str(path)}.{name}".lstrip(".")
-        for value, path in daglish.iterate(config.task) if isinstance(value, fdl.Buildable)
-        for name, item in settings_of(value).items()
-        # JAX's `jnp.bfloat16` is neither a dtype nor a NumPy type.
-        if isinstance(item, np.dtype | type(jnp.bfloat16)) and jnp.dtype(item) in LOW_PRECISION
+        for buildable, path in daglish.iterate(config.task) if isinstance(buildable, fdl.Buildable)
+        for name, value in settings_of(buildable).items()
+        # `jnp.bfloat16` is neither a dtype nor a NumPy type.
+        if isinstance(value, np.dtype | type(jnp.bfloat16)) and jnp.dtype(value) in LOW_PRECISION
     ]
 
 
 def buildables(config: Any) -> Iterator[fdl.Buildable]:
-    """Yields each Config and Partial in a config."""
+    """Yields each Config and Partial in a config once."""
     seen = []
     for value, _ in daglish.iterate(config):
-        if isinstance(value, fdl.Buildable) and not any(value is item for item in seen):
+        if isinstance(value, fdl.Buildable) and not any(value is other for other in seen):
             seen.append(value)
             yield value
 
 
 def settings_of(buildable: fdl.Buildable) -> dict[str, Any]:
-    """Returns the settings of a Config, set or by default."""
+    """Returns the settings of a Config, including defaults."""
     parameters = parameters_of(fdl.get_callable(buildable))
+    arguments = fdl.ordered_arguments(buildable)
     return {
-        name: getattr(buildable, name) for name, item in parameters.items()
-        if item.default is not inspect.Parameter.empty or name in fdl.ordered_arguments(buildable)
+        name: getattr(buildable, name) for name, parameter in parameters.items()
+        if parameter.default is not inspect.Parameter.empty or name in arguments
     }
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Returns a function's parameters that have names, by them; none if it does not say them."""
+    """Returns the keyword parameters of a function, or {} if its signature is unknown."""
     try:
-        result = inspect.signature(function).parameters
+        parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
-        name: item for name, item in result.items()
-        if item.kind not in (*variadic, inspect.Parameter.POSITIONAL_ONLY)
+        name: parameter for name, parameter in parameters.items()
+        if parameter.kind not in (*variadic, inspect.Parameter.POSITIONAL_ONLY)
     }

@@ -1,4 +1,4 @@
-"""A program run in float64: what rounding hides in float32 differs by 1e-9 or not at all."""
+"""Runs a program in float64, where rounding errors do not hide differences."""
 
 import functools
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from jax.extend.core import primitives
 
 from praxis_lite.core.jaxprs import all_eqns
 from praxis_tools.check.runs.layer_recorder import LayerRecorder
-from praxis_tools.interpreter import bound
+from praxis_tools.interpreter import bind
 
 PyTree = Any
-# What computes in the types it was written for: callbacks, kernels, draws by their bits.
+# Primitives that only work in the types they were traced with: callbacks, kernels, random bits.
 _KEEPS_TYPES = {
     "bitcast_convert_type", "random_gamma", "pure_callback", "io_callback", "debug_callback",
     "pallas_call", "ffi_call", "custom_partitioning", "custom_linear_solve",
@@ -40,34 +40,39 @@ def in_float64(
     function: Callable[..., PyTree], *args: PyTree, without_randomness: bool = False,
     by_layer: bool = False,
 ) -> Callable[..., PyTree]:
-    """Returns `function` with each float of up to 32 bits that it computes with in float64.
+    """Returns a version of `function` that computes in float64 instead of narrower float types.
 
-    It is traced once, as written, for arguments like `args`, and its operations are then done in
-    float64, in its loops, branches and calls too; so it holds for models of others and for every
-    optimizer. Random numbers are drawn from the same bits. To be compiled and called where 64-bit
-    types are on (`jax.enable_x64(True)`). Its attribute `draws` says whether it draws any.
+    The function is traced once in its own types. The operations of the jaxpr, including those in
+    loops, branches and calls, are then executed in float64. So this works for any model and any
+    optimizer. Random numbers are derived from the same bits.
+
+    Compile and call the result with 64-bit types enabled (`jax.enable_x64(True)`). Its attribute
+    `draws` is True if the function draws random numbers.
 
     Args:
-      args: arrays or ShapeDtypeStructs in the types that `function` is written for.
-      without_randomness: all random bits are 0, so that dropout keeps everything.
-      by_layer: the function also returns `LayerRecorder.records`, the `fingerprint` of arrays.
+      function: The function to convert.
+      *args: Arrays or ShapeDtypeStructs, in the types that `function` expects.
+      without_randomness: Whether to set all random bits to 0, so that dropout keeps everything.
+      by_layer: Whether to return also `LayerRecorder.records`, with a `fingerprint` of each array.
     """
     with jax.enable_x64(False):
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed_jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     treedef = jax.tree.structure(shapes)
 
     @functools.wraps(function)
-    def wide(*args: PyTree) -> PyTree:
+    def run_in_float64(*args: PyTree) -> PyTree:
         run = Float64Run(fingerprint if by_layer else None, without_randomness)
-        outputs = jax.tree.unflatten(treedef, run.call(closed, jax.tree.leaves(args)))
+        outputs = jax.tree.unflatten(treedef, run.call(closed_jaxpr, jax.tree.leaves(args)))
         return (outputs, run.records) if by_layer else outputs
 
-    wide.draws = any(eqn.primitive.name == "random_bits" for eqn in all_eqns(closed.eqns))
-    return wide
+    run_in_float64.draws = any(
+        eqn.primitive.name == "random_bits" for eqn in all_eqns(closed_jaxpr.eqns)
+    )
+    return run_in_float64
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Returns two sums [2] over an array, the second with weights that differ by element."""
+    """Returns the sum of an array, and a weighted sum that depends on the order; float64 [2]."""
     x = jnp.where(jnp.isfinite(x), x, 0.0).astype(np.float64)
     weights = jnp.ones((), np.float64)
     for dim in range(x.ndim):
@@ -77,7 +82,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 class Float64Run(LayerRecorder):
-    """A run in float64."""
+    """Interprets a program in float64 and records its layers."""
 
     def __init__(
         self, summary: Callable[[jax.Array], jax.Array] | None = fingerprint,
@@ -88,8 +93,8 @@ class Float64Run(LayerRecorder):
 
     def constant(self, value: Any, aval: Any) -> Any:
         if isinstance(value, jax.Array):
-            return widened(value)
-        return np.asarray(value, wide_dtype(aval.dtype))  # A Python float has all of its digits.
+            return widen(value)
+        return np.asarray(value, wide_dtype(aval.dtype))  # A Python float keeps all its digits.
 
     def results(self, eqn: Any, operands: list[Any]) -> list[Any]:
         with jax.enable_x64(True):
@@ -97,21 +102,21 @@ class Float64Run(LayerRecorder):
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name == "reduce_precision":  # It rounds to what float32 holds.
+        if name == "reduce_precision":  # Skip it, because it rounds to a narrower type.
             return operands
         if eqn.primitive in _SCATTERS:
-            return [_scattered(eqn, operands)]
+            return [_scatter(eqn, operands)]
         if name in _KEEPS_TYPES:
             narrow = [
                 _as_dtype(x, atom.aval.dtype) for x, atom in zip(operands, eqn.invars, strict=True)
             ]
-            return [widened(x) for x in bound(eqn, narrow)]
+            return [widen(x) for x in bind(eqn, narrow)]
         params = {key: _wide_param(x) for key, x in eqn.params.items()}
-        results = bound(eqn, operands, params)
+        results = bind(eqn, operands, params)
         if name == "random_bits" and self._without_randomness:
             results = [lax.bitwise_and(x, lax.full_like(x, 0)) for x in results]
-        # What an operation returns in float32 whatever it is given is widened.
-        return [widened(x) for x in results]
+        # Some operations return float32 regardless of the types of their operands.
+        return [widen(x) for x in results]
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -121,17 +126,17 @@ def wide_dtype(dtype: Any) -> Any:
 
 
 def wide_structs(tree: PyTree) -> PyTree:
-    """Returns a tree of ShapeDtypeStructs with floats in float64; shardings stay."""
+    """Returns ShapeDtypeStructs with all floats in float64 and unchanged shardings."""
 
-    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def widen_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
         return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype), sharding=sharding)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(widen_struct, tree)
 
 
 def _wide_param(value: Any) -> Any:
-    """Returns an operation's parameter for float64: a dtype widened, no algorithm of few bits."""
+    """Widens a dtype that is a parameter of an operation, and drops low-precision algorithms."""
     if isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return None
     is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(
@@ -139,18 +144,21 @@ def _wide_param(value: Any) -> Any:
     return wide_dtype(value) if is_dtype else value
 
 
-def widened(x: Any) -> Any:
-    """Returns an array in its wide dtype; other values as they are."""
+def widen(x: Any) -> Any:
+    """Converts an array to its `wide_dtype`. Other values are returned unchanged."""
     return _as_dtype(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
 
 
 def _as_dtype(x: Any, dtype: Any) -> Any:
-    """Returns an array in a dtype; a key as it is."""
+    """Converts an array to a dtype. Random keys are returned unchanged."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
     return x if is_key or x.dtype == dtype else lax.convert_element_type(x, dtype)
 
 
-def _scattered(eqn: Any, args: list[Any]) -> Any:
-    """Returns the result of a scatter of wide arrays; its parameters hold a narrow program."""
+def _scatter(eqn: Any, args: list[Any]) -> Any:
+    """Runs a scatter on wide arrays.
+
+    The primitive cannot be bound again, because its parameters contain a jaxpr in narrow types.
+    """
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     return _SCATTERS[eqn.primitive](*args, **{name: eqn.params[name] for name in names})

@@ -1,6 +1,7 @@
-"""Settings that only change how a model computes: of custom models by their names, remat of any.
+"""Finds and switches settings that change how a model computes, but not what it computes.
 
-Settings of a config are switched there; attributes of remat in the built NNX model.
+Examples are remat, attention kernels and chunk sizes. In configs of custom models, such settings
+are recognized by their names. Remat of NNX models is switched by attributes of the built layers.
 """
 
 import collections.abc
@@ -23,15 +24,16 @@ from praxis_lite.core.task import Task
 from praxis_lite.layers.stacking.remat_policies import CHECKPOINT_POLICIES
 from praxis_tools.check.runs.config_variants import buildables, parameters_of, settings_of
 
-KEEP_EVERYTHING = "save_everything"
-# Words of a setting's name, split at underscores: of switches, numbers and texts.
+SAVE_EVERYTHING = "save_everything"
+# The following sets contain words in the names of settings, which are split at underscores.
+# A bool with one of these words is such a setting, and so is an int with one of NUMBERS.
 SWITCHES = {
     "scan", "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit",
     "vmap", "vectorize", "vectorized", "offload",
 }
 NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
-BLOCKS = {"block", "blocks"}  # Next to a word of ATTENTION: "blocks" alone are layers.
-# Of settings about recomputation in the backward pass.
+BLOCKS = {"block", "blocks"}  # Only together with a word of ATTENTION; otherwise they are layers.
+# Words about recomputation in the backward pass.
 ONLY_REMAT = {
     "remat", "remats", "rematerialize", "rematerialise", "rematerialization", "rematerialisation",
     "recompute", "recomputes", "recomputation",
@@ -39,9 +41,9 @@ ONLY_REMAT = {
 REMAT = ONLY_REMAT | {"checkpoint", "checkpointing"}
 KERNELS = {"implementation", "impl", "kernel", "backend"}
 ATTENTION = {"attention", "attn", "atten", "flash", "q", "k", "kv", "query", "key"}
-# Of settings about files, or about what is computed.
-OTHERS = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
-# Values to try for a text without a Literal type; a model may refuse them.
+# Settings with these words are about files, or change what is computed.
+UNRELATED = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
+# Values to try for a str setting without a Literal type. The model may reject them.
 POLICIES = (
     "none", "save_everything", "save_nothing", "full", "minimal", "nothing", "nothing_saveable",
     "everything_saveable",
@@ -54,71 +56,72 @@ FASTER = {
 
 @dataclasses.dataclass(frozen=True)
 class ImplementationSetting:
-    """A setting that only changes how a model computes, at all its places in a task's config.
+    """A setting that changes how a model computes, but not what it computes.
 
     Attributes:
-      name: of the setting.
-      value: as the experiment has it.
-      others: values to switch it to; the first that the model accepts is used.
+      name: Name of the setting. It stands for all settings with this name in a task's config.
+      value: Value in the experiment.
+      alternatives: Values to switch to. The first that the model accepts is used.
     """
 
     name: str
     value: Any
-    others: tuple[Any, ...]
+    alternatives: tuple[Any, ...]
 
     @property
-    def is_of_remat(self) -> bool:
-        """Whether it is about recomputation in the backward pass, which keeps random draws."""
-        return is_of_remat(self.name)
+    def is_remat(self) -> bool:
+        """Whether the setting controls recomputation, which does not change random numbers."""
+        return is_remat_name(self.name)
 
 
-def is_of_remat(name: str) -> bool:
-    """Returns whether a setting, by its name, is about recomputation in the backward pass."""
-    parts = set(name.lower().split("_"))
-    return bool(parts & ONLY_REMAT or (parts & REMAT and not parts & OTHERS))
+def is_remat_name(name: str) -> bool:
+    """Returns whether a setting's name is about recomputation in the backward pass."""
+    words = set(name.lower().split("_"))
+    return bool(words & ONLY_REMAT or (words & REMAT and not words & UNRELATED))
 
 
 def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]:
-    """Returns the settings of a task's custom models that are known by name."""
+    """Returns the implementation settings of a task's custom models, recognized by their names."""
     found: dict[str, ImplementationSetting] = {}
 
     def record(name: str, value: Any, hint: Any) -> Any:
-        if name not in found and _is_known(name, value):
-            found[name] = ImplementationSetting(name, value, tuple(_others(name, value, hint)))
+        if name not in found and _is_implementation_setting(name, value):
+            alternatives = tuple(_alternatives(name, value, hint))
+            found[name] = ImplementationSetting(name, value, alternatives)
         return value
 
-    for buildable in _of_others(_with_templates(config)):
-        hints = _hints(fdl.get_callable(buildable))
+    for buildable in _custom_buildables(_with_templates(config)):
+        hints = _type_hints(fdl.get_callable(buildable))
         for name, value in _settings(buildable).items():
-            _mapped(str(name), value, hints.get(name), record)
+            _map_setting(str(name), value, hints.get(name), record)
     return list(found.values())
 
 
-def switched(config: "fdl.Config", setting: ImplementationSetting, new: Any) -> "fdl.Config":
-    """Returns a copy of a config in which a setting has another value, at every place."""
+def switch_setting(config: "fdl.Config", setting: ImplementationSetting, new: Any) -> "fdl.Config":
+    """Returns a copy of a config in which all settings with this name have another value."""
 
     def switch(name: str, value: Any, hint: Any) -> Any:
-        if name != setting.name or not _is_known(name, value):
+        if name != setting.name or not _is_implementation_setting(name, value):
             return value
         return not value if isinstance(value, bool) else new
 
     config = _with_templates(config)
-    for buildable in _of_others(config):
+    for buildable in _custom_buildables(config):
         for name, value in _settings(buildable).items():
-            changed = _mapped(str(name), value, None, switch)
-            if changed is value:
+            new_value = _map_setting(str(name), value, None, switch)
+            if new_value is value:
                 continue
             if isinstance(name, int):
-                buildable[name] = changed
+                buildable[name] = new_value
             else:
-                setattr(buildable, name, changed)
+                setattr(buildable, name, new_value)
     return config
 
 
 def _with_templates(config: "fdl.Config") -> "fdl.Config":
-    """Returns a copy in which bare classes and functions with such settings are an fdl.Partial."""
+    """Returns a copy in which classes and functions with such settings become an fdl.Partial."""
 
-    def opened(value: Any, state: daglish.State) -> Any:
+    def to_partial(value: Any, state: daglish.State) -> Any:
         if isinstance(value, functools.partial) and _is_template(value.func):
             value = fdl.Partial(value.func, *value.args, **value.keywords)
         elif _is_template(value):
@@ -126,27 +129,30 @@ def _with_templates(config: "fdl.Config") -> "fdl.Config":
         return state.map_children(value) if state.is_traversable(value) else value
 
     config = copy.deepcopy(config)
-    config.task = daglish.MemoizedTraversal.run(opened, config.task)
+    config.task = daglish.MemoizedTraversal.run(to_partial, config.task)
     return config
 
 
 def _is_template(value: Any) -> bool:
-    if not (inspect.isclass(value) or inspect.isfunction(value)) or _is_own(value):
+    """Returns whether a value is a custom class or function with implementation settings."""
+    if not (inspect.isclass(value) or inspect.isfunction(value)) or _is_library(value):
         return False
     build = value.__init__ if inspect.isclass(value) else value
-    return any(_is_known(name, x.default) for name, x in parameters_of(build).items())
+    return any(
+        _is_implementation_setting(name, x.default) for name, x in parameters_of(build).items()
+    )
 
 
-def _is_own(build: Any) -> bool:
-    """Returns True for the library's classes and functions, but for those of its experiments."""
+def _is_library(build: Any) -> bool:
+    """Returns whether a class or function belongs to the library, not counting experiments."""
     module = getattr(build, "__module__", None) or ""
     return module.startswith("praxis_lite.") and not module.startswith("praxis_lite.experiments")
 
 
 def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
-    """Returns settings by name, or by place where a class does not tell fiddle their names."""
+    """Returns settings by name, or by position if fiddle does not know the names."""
     build = fdl.get_callable(buildable)
-    # What an NNX class is called with, its metaclass hides.
+    # The metaclass of NNX modules hides the signature of __init__.
     defaults = {
         name: x.default for name, x in parameters_of(getattr(build, "__init__", build)).items()
         if isinstance(build, type) and x.default is not inspect.Parameter.empty
@@ -154,167 +160,175 @@ def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
     return {**defaults, **settings_of(buildable), **fdl.ordered_arguments(buildable)}
 
 
-def _of_others(config: "fdl.Config") -> Iterator[fdl.Buildable]:
-    """Yields the buildables of a task's config that are not the library's own."""
+def _custom_buildables(config: "fdl.Config") -> Iterator[fdl.Buildable]:
+    """Yields the Configs and Partials of a task that do not belong to the library."""
     for buildable in buildables(config.task):
-        if not _is_own(fdl.get_callable(buildable)):
+        if not _is_library(fdl.get_callable(buildable)):
             yield buildable
 
 
-def _is_known(name: str, value: Any) -> bool:
-    parts = set(name.lower().split("_"))
-    if is_of_remat(name):
+def _is_implementation_setting(name: str, value: Any) -> bool:
+    words = set(name.lower().split("_"))
+    if is_remat_name(name):
         if isinstance(value, int) and not isinstance(value, bool):
-            return bool(parts & ONLY_REMAT)
-        kinds = bool | str | enum.Enum | tuple | Mapping | None
-        return isinstance(value, kinds) or _is_policy(value)
-    if parts & OTHERS:
+            return bool(words & ONLY_REMAT)
+        types = bool | str | enum.Enum | tuple | Mapping | None
+        return isinstance(value, types) or _is_policy_function(value)
+    if words & UNRELATED:
         return False
     if isinstance(value, bool):
-        return bool(parts & SWITCHES)
+        return bool(words & SWITCHES)
     if isinstance(value, int):
-        return bool(parts & NUMBERS or (parts & BLOCKS and parts & ATTENTION))
+        return bool(words & NUMBERS or (words & BLOCKS and words & ATTENTION))
     if not isinstance(value, str | enum.Enum | type(None)):
         return False
-    is_kernel = parts & KERNELS and parts & (ATTENTION | {"scan", "loss"})
-    is_named = parts & (KERNELS | ATTENTION) and value in FASTER.union(IMPLEMENTATIONS[:-1])
-    return bool(is_kernel or is_named)
+    is_kernel = words & KERNELS and words & (ATTENTION | {"scan", "loss"})
+    has_known_value = words & (KERNELS | ATTENTION) and (
+        value in FASTER.union(IMPLEMENTATIONS[:-1])
+    )
+    return bool(is_kernel or has_known_value)
 
 
-def _is_of_policies(name: str, value: Any) -> bool:
-    """Returns True for a policy of remat that is an object: a place by name, or a function."""
-    return is_of_remat(name) and (isinstance(value, Mapping) or _is_policy(value))
+def _is_remat_policy(name: str, value: Any) -> bool:
+    """Returns whether a setting is a remat policy given as a mapping or a function."""
+    return is_remat_name(name) and (isinstance(value, Mapping) or _is_policy_function(value))
 
 
-def _is_policy(value: Any) -> bool:
-    """Returns True for a function that could be a policy of `jax.checkpoint`."""
+def _is_policy_function(value: Any) -> bool:
+    """Returns whether a value may be a policy function for `jax.checkpoint`."""
     return callable(value) and not isinstance(value, type | fdl.Buildable)
 
 
-def _others(name: str, value: Any, hint: Any) -> Iterator[Any]:
+def _alternatives(name: str, value: Any, hint: Any) -> Iterator[Any]:
+    """Yields other values to try for a setting, given its value and type hint."""
     if isinstance(value, bool):
         yield not value
-    elif is_of_remat(name) and isinstance(value, int):
+    elif is_remat_name(name) and isinstance(value, int):
         yield from (0, False) if value else (1, True)
     elif isinstance(value, tuple | Mapping):
         yield from ("save_everything", None)
-    elif _is_policy(value):
+    elif _is_policy_function(value):
         yield from (None, jax.checkpoint_policies.everything_saveable)
     elif isinstance(value, int):
-        # A chunk is to divide what it is cut from, as a rule.
+        # Chunk sizes usually must divide the size of a dim.
         yield from (x for x in (value // 2, value * 2, 1) if x > 0 and x != value)
     elif isinstance(value, enum.Enum):
         yield from (x for x in type(value) if x is not value)
     else:
-        choices = [x for x in _literals(hint) if isinstance(x, str)]
+        choices = [x for x in _literal_values(hint) if isinstance(x, str)]
         if not choices and (isinstance(value, str) or str in typing.get_args(hint)):
-            choices = POLICIES if is_of_remat(name) else IMPLEMENTATIONS
-        if value is None and is_of_remat(name) and _names_functions(hint):
+            choices = POLICIES if is_remat_name(name) else IMPLEMENTATIONS
+        if value is None and is_remat_name(name) and _contains_callable(hint):
             choices = [jax.checkpoint_policies.nothing_saveable]
         yield from (x for x in choices if x != value)
 
 
-def _names_functions(hint: Any) -> bool:
-    """Returns True for a type hint that has a Callable in it."""
+def _contains_callable(hint: Any) -> bool:
+    """Returns whether a type hint is or contains Callable."""
     if (typing.get_origin(hint) or hint) is collections.abc.Callable:
         return True
-    return any(map(_names_functions, typing.get_args(hint)))
+    return any(map(_contains_callable, typing.get_args(hint)))
 
 
-def _literals(hint: Any) -> list[Any]:
-    """Returns the values that a type hint names, such as Literal["none", "full"] | None."""
+def _literal_values(hint: Any) -> list[Any]:
+    """Returns the values in a type hint such as Literal["none", "full"] | None."""
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
-    return [x for inner in typing.get_args(hint) for x in _literals(inner)]
+    return [x for inner in typing.get_args(hint) for x in _literal_values(inner)]
 
 
-def _mapped(name: str, value: Any, hint: Any, change: Callable[[str, Any, Any], Any]) -> Any:
-    """Returns `change(name, value, type hint)` of a setting, or of each in an object or a dict.
+def _map_setting(name: str, value: Any, hint: Any, change: Callable[[str, Any, Any], Any]) -> Any:
+    """Applies `change(name, value, type hint)` to a setting, or to the fields of its dataclass.
 
-    An object or a dict in which nothing changes is returned itself.
+    Dicts are treated like dataclasses. An object without changes is returned itself.
     """
-    if not _is_of_policies(name, value):
-        if _is_object(value):
-            hints, fields = _hints(type(value)), _fields(value)
-            new = {key: _mapped(key, x, hints.get(key), change) for key, x in fields.items()}
+    if not _is_remat_policy(name, value):
+        if _is_dataclass_instance(value):
+            hints, fields = _type_hints(type(value)), _fields(value)
+            new = {key: _map_setting(key, x, hints.get(key), change) for key, x in fields.items()}
             changed = {key: x for key, x in new.items() if x is not fields[key]}
             return dataclasses.replace(value, **changed) if changed else value
         if isinstance(value, Mapping):
-            new = {key: _mapped(str(key), x, None, change) for key, x in value.items()}
+            new = {key: _map_setting(str(key), x, None, change) for key, x in value.items()}
             return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
     return change(name, value, hint)
 
 
-def _is_object(value: Any) -> bool:
+def _is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type | nnx.Module)
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    # A Linen module has its parent among them.
+    # Leave out the fields that every Linen module has.
     return {
         field.name: getattr(value, field.name) for field in dataclasses.fields(value)
         if field.init and field.name not in ("parent", "name")
     }
 
 
-def _hints(build: Any) -> dict[str, Any]:
-    """Returns annotations of a function's arguments, or of a class' fields and its init's."""
-    local = inspect.get_annotations(build) if callable(build) else {}
+def _type_hints(build: Any) -> dict[str, Any]:
+    """Returns the annotations of a function, or those of a class and its __init__."""
+    annotations = inspect.get_annotations(build) if callable(build) else {}
     init = getattr(build, "__init__", None) if isinstance(build, type) else None
-    return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **local}
+    return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **annotations}
 
 
-def remat_switched(task: Task) -> Task | None:
-    """Returns a task with remat switched off where it was on, and on where it was off.
+def switch_remat(task: Task) -> Task | None:
+    """Returns a task with remat disabled in layers that enable it, and enabled in all others.
 
-    An attribute counts if its name is about remat and its value is a bool, or a policy of the
-    library. Returns None if no layer has such an attribute, or the model is not of NNX.
+    Attributes of layers count if their name is about remat and their value is a bool, or a
+    checkpoint policy of the library. Returns None if there are no such attributes, or the model
+    does not use NNX.
     """
     module = task.model.abstract_module()
     if not isinstance(task.model, NnxModel) or module is None:
         return None
-    if not any(_switched_remat(layer) for _, layer in nnx.compat.iter_modules(module)):
+    if not any(_switched_attributes(layer) for _, layer in nnx.compat.iter_modules(module)):
         return None
     task = copy.copy(task)
-    task.model = NnxModel(_RematSwitched(task.model.build))
+    task.model = NnxModel(_SwitchedBuild(task.model.build))
     return task
 
 
 @dataclasses.dataclass(frozen=True)
-class _RematSwitched:
-    """Builds the modules of `build`, remat switched."""
+class _SwitchedBuild:
+    """Builds the modules of `build` and switches remat in them."""
 
     build: Callable[..., nnx.Module]
 
     def __call__(self, **rngs: Any) -> nnx.Module:
         module = self.build(**rngs)
         for _, layer in nnx.compat.iter_modules(module):
-            for name, value in _switched_remat(layer).items():
+            for name, value in _switched_attributes(layer).items():
                 setattr(layer, name, value)
         return module
 
 
-def _switched_remat(layer: nnx.Module) -> dict[str, Any]:
-    """Returns new values of a layer's attributes, of its class or of an object of settings."""
+def _switched_attributes(layer: nnx.Module) -> dict[str, Any]:
+    """Returns the attributes of a layer that control remat, with their switched values.
+
+    These include attributes of the layer's class, and dataclasses with such fields.
+    """
 
     def switch(name: str, value: Any, hint: Any) -> Any:
-        if not is_of_remat(name):
+        if not is_remat_name(name):
             return value
         if isinstance(value, bool):
             return not value
-        is_places = isinstance(value, tuple) and all(isinstance(x, tuple) for x in value)
-        if is_places or (isinstance(value, str) and value in CHECKPOINT_POLICIES):
-            return "save_nothing" if value == KEEP_EVERYTHING else KEEP_EVERYTHING
+        # A policy as a tuple of (name, placement).
+        is_placement = isinstance(value, tuple) and all(isinstance(x, tuple) for x in value)
+        if is_placement or (isinstance(value, str) and value in CHECKPOINT_POLICIES):
+            return "save_nothing" if value == SAVE_EVERYTHING else SAVE_EVERYTHING
         return value
 
-    result = {}
-    for name in {*vars(layer), *filter(is_of_remat, dir(type(layer)))}:
+    switched = {}
+    for name in {*vars(layer), *filter(is_remat_name, dir(type(layer)))}:
         if isinstance(inspect.getattr_static(type(layer), name, None), property):
             continue
         value = getattr(layer, name)
-        new = value if isinstance(value, Mapping) else _mapped(name, value, None, switch)
+        new = value if isinstance(value, Mapping) else _map_setting(name, value, None, switch)
         if new is not value:
-            result[name] = new
-    if getattr(layer, "split_backward", False) and result:
-        result["split_backward"] = False  # It computes all again, whatever the policy.
-    return result
+            switched[name] = new
+    if getattr(layer, "split_backward", False) and switched:
+        switched["split_backward"] = False  # It recomputes everything, regardless of the policy.
+    return switched

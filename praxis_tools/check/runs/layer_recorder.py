@@ -1,4 +1,4 @@
-"""A program run operation by operation, with a record of what each of its layers computes."""
+"""Interprets a program operation by operation, and records what each layer computes."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -13,89 +13,94 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.jaxprs import split_loop_operands
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS
 from praxis_tools.explain.hlo_layers import layers_of_name, own_frames
-from praxis_tools.interpreter import CALLS, Interpreter, bound, mapped
+from praxis_tools.interpreter import CALLS, Interpreter, bind, run_shard_map
 
-_MOST_ITERATIONS = 128  # Of a scan that is recorded by iteration: one over layers, not over tokens.
+# Longer scans are over tokens rather than layers, and are not recorded per iteration.
+_MAX_ITERATIONS = 128
 
 
 class LayerRecorder(Interpreter):
-    """A run of a program in its own types.
+    """Interprets a program in its own types, and records its layers.
 
-    It records the last array of each stretch of operations of one layer, in each iteration of a
-    scan ([iterations, ...] of many), on each device in a shard_map. Where no layer is named it is
-    the user's line of code. Other loops and branches are passed over.
+    For each run of consecutive operations of the same layer, the last array is recorded: once per
+    iteration of a scan (as one array [iterations, ...] if there are many), and once per device in
+    a shard_map. Operations outside of named layers are recorded by the user's line of code. While
+    loops and branches are not recorded.
 
     Args:
-      summary: returns the few numbers that are recorded of an array; None: nothing is recorded.
+      summary: Function that reduces an array to the few numbers to record; None to record nothing.
     """
 
     def __init__(self, summary: Callable[[jax.Array], jax.Array] | None):
         super().__init__()
         self._summary, self._is_recording = summary, summary is not None
-        self._seen: list[tuple[str, jax.Array]] = []
-        self._last: tuple[str, jax.Array] | None = None
+        self._recorded: list[tuple[str, jax.Array]] = []  # (layer, summary)
+        self._last: tuple[str, jax.Array] | None = None  # Layer and array of the last operation.
 
     @property
     def records(self) -> dict[str, jax.Array]:
-        """What was recorded, by "NUMBER|LAYER" in the program's order."""
-        return {f"{i:06d}|{name}": x for i, (name, x) in enumerate(self._seen)}
+        """The recorded summaries, by "NUMBER|LAYER" in the program's order."""
+        return {f"{i:06d}|{name}": x for i, (name, x) in enumerate(self._recorded)}
 
     def constant(self, value: Any, aval: Any) -> Any:
         return value if isinstance(value, jax.Array) else np.asarray(value, aval.dtype)
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        return bound(eqn, operands)
+        return bind(eqn, operands)
 
     def results(self, eqn: Any, operands: list[Any]) -> list[Any]:
         results = super().results(eqn, operands)
         if self._is_recording and results and eqn.primitive.name not in CALLS:
-            self._look_at(eqn, results[-1])
+            self._observe(eqn, results[-1])
         return results
 
-    def _look_at(self, eqn: Any, x: Any) -> None:
+    def _observe(self, eqn: Any, x: Any) -> None:
         if not jnp.issubdtype(x.dtype, np.floating):
             return
-        layer = layers_of_name(f"{self.name_stack}/operation", _users_line(eqn))[0]
+        layer = layers_of_name(f"{self.name_stack}/operation", _user_line(eqn))[0]
         if self._last is not None and self._last[0] != layer:
-            self._end_stretch()
+            self._record_last()
         self._last = layer, x
 
-    def _end_stretch(self) -> None:
+    def _record_last(self) -> None:
         if self._last is not None:
             layer, x = self._last
-            self._seen.append((layer, self._summary(x)))
+            self._recorded.append((layer, self._summary(x)))
         self._last = None
 
     def scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
         params, (consts, carry, xs) = eqn.params, split_loop_operands(eqn, operands)
-        self._end_stretch()
+        self._record_last()
         layers: list[str] = []
 
+        # Summaries are tracers of the scan's body, so they leave it as additional outputs.
         def body(carry: tuple, xs: list[Any]) -> tuple:
-            outs, layers[:], seen = self._apart(params["jaxpr"], [*consts, *carry, *xs])
-            return tuple(outs[: len(carry)]), (outs[len(carry) :], seen)
+            outs, layers[:], summaries = self._record_separately(
+                params["jaxpr"], [*consts, *carry, *xs]
+            )
+            return tuple(outs[: len(carry)]), (outs[len(carry) :], summaries)
 
-        last, (ys, seen) = lax.scan(
+        last, (ys, summaries) = lax.scan(
             body, tuple(map(jnp.asarray, carry)), list(map(jnp.asarray, xs)), params["length"],
             reverse=params["reverse"], unroll=params["unroll"],
         )
         iterations = range(params["length"])
-        if len(iterations) > _MOST_ITERATIONS:
-            self._seen += zip(layers, seen, strict=True)
+        if len(iterations) > _MAX_ITERATIONS:
+            self._recorded += zip(layers, summaries, strict=True)
             return [*last, *ys]
         for i in reversed(iterations) if params["reverse"] else iterations:
-            self._seen += [(layer, x[i]) for layer, x in zip(layers, seen, strict=True)]
+            self._recorded += [(layer, x[i]) for layer, x in zip(layers, summaries, strict=True)]
         return [*last, *ys]
 
-    def _apart(
+    def _record_separately(
         self, jaxpr: Any, args: Sequence[Any]
     ) -> tuple[list[Any], list[str], list[jax.Array]]:
-        """Returns the outputs of a program, and the layers and summaries seen in it alone."""
-        before, self._seen = self._seen, []
+        """Runs a jaxpr; returns its outputs, and the layers and summaries recorded within it."""
+        outer, self._recorded = self._recorded, []
         outs = self.call(jaxpr, args)
-        self._end_stretch()
-        seen, self._seen = self._seen, before
-        return outs, [name for name, _ in seen], [x for _, x in seen]
+        self._record_last()
+        inner, self._recorded = self._recorded, outer
+        return outs, [name for name, _ in inner], [x for _, x in inner]
 
     def while_loop(self, eqn: Any, operands: list[Any]) -> list[Any]:
         params, (of_cond, of_body, carry) = eqn.params, split_loop_operands(eqn, operands)
@@ -119,29 +124,30 @@ class LayerRecorder(Interpreter):
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> list[Any]:
         axes = tuple(sorted(eqn.params["newly_manual_axes"]))
-        self._end_stretch()
+        self._record_last()
         layers: list[str] = []
 
         def body(values: tuple) -> tuple:
-            outs, layers[:], seen = self._apart(eqn.params["jaxpr"], values)
-            return tuple(outs), [x[None] for x in seen]
+            outs, layers[:], summaries = self._record_separately(eqn.params["jaxpr"], values)
+            return tuple(outs), [x[None] for x in summaries]
 
-        outs, seen = mapped(eqn, body, more_out=[PartitionSpec(axes)])(tuple(operands))
-        for layer, x in zip(layers, seen, strict=True):
-            self._seen += [(layer, of_device) for of_device in x]
+        run = run_shard_map(eqn, body, extra_out_specs=[PartitionSpec(axes)])
+        outs, summaries = run(tuple(operands))
+        for layer, x in zip(layers, summaries, strict=True):
+            self._recorded += [(layer, of_device) for of_device in x]
         return list(outs)
 
     def _unrecorded(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        # Its values stay in a loop or a branch: they cannot be looked at from outside.
+        # Values inside a while loop or a branch are tracers that cannot leave it.
         before, self._is_recording = self._is_recording, False
         outs = self.call(jaxpr, args)
         self._is_recording = before
         return outs
 
 
-def _users_line(eqn: Any) -> str:
-    """Returns "my_model.py:12", the user's innermost line of an operation, or ""."""
+def _user_line(eqn: Any) -> str:
+    """Returns the user's innermost source line of an operation, such as "my_model.py:12", or ""."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else [(x.file_name, x.line_num) for x in traceback.frames]
-    users = [x for x in own_frames(frames) if not x[0].startswith(LIBRARY_FOLDERS)]
-    return f"{os.path.basename(users[0][0])}:{users[0][1]}" if users else ""
+    user_frames = [x for x in own_frames(frames) if not x[0].startswith(LIBRARY_FOLDERS)]
+    return f"{os.path.basename(user_frames[0][0])}:{user_frames[0][1]}" if user_frames else ""

@@ -1,4 +1,4 @@
-"""A task on a mesh, its steps in float64: from NumPy states to NumPy states."""
+"""Runs the steps of a task on a mesh in float64, with states as NumPy arrays."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,15 @@ from praxis_tools.check.runs.float64 import in_float64, wide_dtype, wide_structs
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
 Leaves = dict[str, np.ndarray]
-PADDING_VALUE = 3.0  # Of the padding of a step's inputs, which must change no result.
+# Padding of the inputs of a step. It is not 0, so that results reveal a step that reads padding.
+PADDING_VALUE = 3.0
 
 
 class TaskRunner:
-    """A task on a mesh, with the compiled steps that a check needs.
+    """Compiles and runs the steps of a task on a mesh.
 
     Args:
-      partitioner: of the task on the mesh.
+      partitioner: Partitioner of the task on the mesh.
     """
 
     def __init__(self, partitioner: Partitioner):
@@ -43,30 +44,35 @@ class TaskRunner:
         self.name = mesh_name(self.mesh.shape)
         self._programs: dict[Any, Callable[..., Any]] = {}
 
-    def stored(self, state: TrainState) -> TrainState:
-        """Returns a NumPy state of true shapes in its own types, padded by zeros, on the mesh."""
-        placed = _padded(state, self.layout.abstract(self.mesh), 0.0)
-        # Copies of JAX's own: views of NumPy's buffers would not be donated.
+    def place_state(self, state: TrainState) -> TrainState:
+        """Places an unpadded NumPy state on the mesh, in the task's own types and zero-padded."""
+        placed = _pad_and_place(state, self.layout.abstract(self.mesh), 0.0)
+        # Copy, because JAX cannot donate views of NumPy buffers.
         return jax.tree.map(lambda x: x.copy(), placed)
 
     def init(self, seed: int) -> TrainState:
-        """Returns the initial state as the partitioner makes it, padded, on the mesh."""
+        """Returns the initial state of the partitioner, padded and on the mesh."""
         return self.partitioner.init(self.partitioner.key(seed))
 
     def train(
         self, state: TrainState, batches: Sequence[Batch], seed: int, *,
         without_randomness: bool = False,
     ) -> tuple[list[Leaves], TrainState, dict[str, float]]:
-        """Returns the reports of each step, the last state, and the largest padding of its leaves.
+        """Trains for one step per batch.
 
         Args:
-          state: NumPy arrays of true shapes, in float64.
-          batches: a step for each.
+          state: Unpadded NumPy state in float64.
+          batches: Batches to train on.
+          seed: Seed of the random key.
+          without_randomness: Whether to set all random bits to 0.
 
         Returns:
-          By step: "metrics/NAME/value", "metrics/NAME/weight", "learner/NAME", "gradients/PATH".
+          (reports, state, padding): The report of each step, a mapping with the keys
+          "metrics/NAME/value", "metrics/NAME/weight", "learner/NAME" and "gradients/PATH"; the last
+          state as unpadded NumPy arrays; and the largest absolute value in the padding of each
+          padded leaf, by path.
         """
-        placed, reports, key = self._placed(self.layout, state), [], self.partitioner.key(seed)
+        placed, reports, key = self._place(self.layout, state), [], self.partitioner.key(seed)
         for inputs in batches:
             batch = self.batch(inputs)
             step = self._program(
@@ -75,14 +81,16 @@ class TaskRunner:
             with jax.enable_x64(True):
                 placed, outputs = step(placed, batch, key)
             reports.append(report(jax.device_get(outputs)))
-        return reports, *cut(self.layout, jax.device_get(placed))
+        return reports, *unpad(self.layout, jax.device_get(placed))
 
     def evaluate(
         self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
-        """Returns the metrics and outputs of each real row of a batch, as `train` names them."""
+        """Evaluates a batch; returns metrics like `train`, and "examples/NAME" of the real rows."""
         step = self.partitioner.eval_examples
-        metrics, examples, is_real = self._of_vars(step, mdl_vars, inputs, without_randomness)
+        metrics, examples, is_real = self._run_on_weights(
+            step, mdl_vars, inputs, without_randomness
+        )
         return report({"metrics": metrics}) | {
             f"examples/{name}": x[np.asarray(is_real)] for name, x in examples.items()
         }
@@ -90,48 +98,49 @@ class TaskRunner:
     def decode(
         self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
-        """Returns the arrays that the task decodes of a batch."""
+        """Decodes a batch of prompts and returns the decoded arrays."""
         with jax.enable_x64(True):
             mdl_vars = self.partitioner.decoding_weights.form_of(mdl_vars)
         step = self.partitioner.decode_step
-        return leaves_of(self._of_vars(step, mdl_vars, inputs, without_randomness))
+        return leaves_of(self._run_on_weights(step, mdl_vars, inputs, without_randomness))
 
-    def _of_vars(
+    def _run_on_weights(
         self, step: Step, mdl_vars: MdlVars, inputs: Batch, without_randomness: bool
     ) -> PyTree:
         key = self.partitioner.batch_key(0, 0, 0)
         run = self._program(step, inputs, without_randomness=without_randomness)
         with jax.enable_x64(True):
-            return jax.device_get(run(self._placed(step.layout, mdl_vars), self.batch(inputs), key))
+            mdl_vars = self._place(step.layout, mdl_vars)
+            return jax.device_get(run(mdl_vars, self.batch(inputs), key))
 
     def call(
         self, function: Callable[..., Any], mdl_vars: MdlVars, inputs: Batch
     ) -> Leaves:
-        """Returns `function(mdl_vars, inputs)` of unpadded arrays, run on the mesh in float64."""
+        """Runs `function(mdl_vars, inputs)` on the mesh in float64, with unpadded arguments."""
         layout = self.layout.select("mdl_vars")
-        batch, given = self.batch(inputs), self._placed(layout, mdl_vars)
+        batch, placed = self.batch(inputs), self._place(layout, mdl_vars)
         wide = in_float64(
             self.partitioner.with_mdl_vars(function), layout.abstract(self.mesh),
             abstract_global_batch(structs(inputs), self.mesh),
         )
         run = self._jitted(wide, self.partitioner.replicated)
         with jax.enable_x64(True):
-            return leaves_of(jax.device_get(run(given, batch)))
+            return leaves_of(jax.device_get(run(placed, batch)))
 
     def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
-        """Returns the values that `in_float64(by_layer=True)` records of a training step."""
+        """Returns what `in_float64(by_layer=True)` records for each layer of a training step."""
         run = self._program(self.partitioner.train_step, inputs, by_layer=True)
         key = self.partitioner.key(seed)
         with jax.enable_x64(True):
-            _, seen = run(self._placed(self.layout, state), self.batch(inputs), key)
-            return {name: np.asarray(x) for name, x in seen.items()}
+            _, records = run(self._place(self.layout, state), self.batch(inputs), key)
+            return {name: np.asarray(x) for name, x in records.items()}
 
     def traced(self, step: Step, inputs: Batch, **settings: Any) -> Callable[..., Any]:
-        """Returns a step of the partitioner in float64, before it is compiled."""
+        """Returns a step of the partitioner in float64, not compiled yet."""
         return in_float64(step.function, *step.abstract(inputs), **settings)
 
     def batch(self, inputs: Batch) -> GlobalBatch:
-        """Returns a batch in float64; the rows that fill it up are copies of the last row."""
+        """Places a batch on the mesh in float64. Padding rows are copies of the last row."""
         num_rows = len(next(x for x in inputs.values() if x.ndim))
         missing = -num_rows % self.mesh.size
 
@@ -160,67 +169,76 @@ class TaskRunner:
     def _jitted(self, function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
         jitted = jax.jit(
             without_xla_errors(function), out_shardings=out_shardings,
-            compiler_options=_options(self.mesh),
+            compiler_options=_compiler_options(self.mesh),
         )
         return MendedFunction(jitted, self.mesh)
 
-    def _placed(self, layout: StateLayout, tree: PyTree) -> PyTree:
-        """Returns NumPy arrays of true shapes, padded by PADDING_VALUE, on the mesh."""
+    def _place(self, layout: StateLayout, tree: PyTree) -> PyTree:
+        """Places unpadded NumPy arrays on the mesh in float64, padded with PADDING_VALUE."""
         with jax.enable_x64(True):
-            return _padded(tree, wide_structs(layout.abstract(self.mesh)), PADDING_VALUE)
+            abstract = wide_structs(layout.abstract(self.mesh))
+            return _pad_and_place(tree, abstract, PADDING_VALUE)
 
 
-def _padded(tree: PyTree, like: PyTree, padding: float) -> PyTree:
-    def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-            return jax.device_put(x, like.sharding)
-        padded = np.full(like.shape, padding, like.dtype)
+def _pad_and_place(tree: PyTree, structs: PyTree, padding: float) -> PyTree:
+    def place(x: np.ndarray, struct: jax.ShapeDtypeStruct) -> jax.Array:
+        if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key):
+            return jax.device_put(x, struct.sharding)
+        padded = np.full(struct.shape, padding, struct.dtype)
         padded[tuple(map(slice, np.shape(x)))] = x
-        return jax.device_put(padded, like.sharding)
+        return jax.device_put(padded, struct.sharding)
 
-    return jax.tree.map(place, tree, like)
+    return jax.tree.map(place, tree, structs)
 
 
-def _options(mesh: Mesh) -> dict[str, int] | None:
-    """Returns options under which CPU programs, which run a few times, compile a third faster."""
+def _compiler_options(mesh: Mesh) -> dict[str, int] | None:
+    """Returns options that make CPU programs compile a third faster; they only run a few times."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return {"xla_backend_optimization_level": 0} if is_cpu else None
 
 
 def structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes and dtypes of a batch."""
+    """Returns the shape and dtype of each array in a batch."""
     return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
 
 
-def cut(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
-    """Returns padded NumPy arrays cut to true shapes, and by path the largest number cut off.
+def unpad(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
+    """Removes the padding of NumPy arrays.
 
-    Only what has padding is among the latter.
+    Args:
+      layout: Layout of the tree.
+      tree: Padded NumPy arrays.
+
+    Returns:
+      (unpadded tree, largest absolute value in the padding of each padded leaf by path).
     """
     padding = {}
 
-    def one(path: tuple, x: Any, true: jax.ShapeDtypeStruct) -> Any:
-        if x.shape == true.shape:
+    def unpad_leaf(path: tuple, x: Any, logical: jax.ShapeDtypeStruct) -> Any:
+        if x.shape == logical.shape:
             return x
         x = np.array(x)
-        inside = tuple(map(slice, true.shape))
-        kept = x[inside].copy()
+        inside = tuple(map(slice, logical.shape))
+        unpadded = x[inside].copy()
         x[inside] = 0
         padding[path_of(path)] = float(np.max(np.abs(x.astype(np.float64)), initial=0.0))
-        return kept
+        return unpadded
 
-    return jax.tree.map_with_path(one, tree, layout.shapes), padding
+    return jax.tree.map_with_path(unpad_leaf, tree, layout.shapes), padding
 
 
 def on_mesh(
     job: Job, task: Task, shape: Sequence[int], build: Any = None,
     axis_types: str | Sequence[str] | None = None,
 ) -> TaskRunner:
-    """Returns `task` on a mesh of the job's axes.
+    """Returns a runner of a task on a mesh with the job's axes.
 
     Args:
-      axis_types: of the axes; None: the job's own.
-      build: of a partitioner, called with the task and the mesh; None: the job's own.
+      job: Job that determines the axes of the mesh.
+      task: Task to run.
+      shape: Number of devices along each axis.
+      build: Function (task, mesh) that returns a partitioner; None for that of the job.
+      axis_types: Types of the mesh axes; None for those of the job.
     """
     config = MeshConfig(
         ici_mesh_shape=tuple(shape), axis_names=tuple(job.mesh.axis_names),
@@ -229,22 +247,25 @@ def on_mesh(
     return TaskRunner((build or job.partitioner or Partitioner)(task, make_mesh(config)))
 
 
-def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
-    """Returns a task whose learner also reports the gradients, as they come in.
+def with_reported_gradients(task: Task, num_micro_batches: int | None = None) -> Task:
+    """Returns a task whose learner also reports the gradients before clipping.
 
     Args:
-      num_micro_batches: in place of the learner's own; None: its own.
+      task: The task.
+      num_micro_batches: Number of gradient accumulation steps; None for that of the learner.
     """
     task, learner = copy.copy(task), copy.copy(task.learner)
     bind = task.learner.bind
-    learner.bind = lambda *weights: _Reporting(**vars(bind(*weights)) | {"learner": learner})
+    learner.bind = lambda *weights: _ReportingLearner(**vars(bind(*weights)) | {"learner": learner})
     if num_micro_batches is not None:
         learner.gradient_accumulation_steps = num_micro_batches
     task.learner = learner
     return task
 
 
-class _Reporting(BoundLearner):
+class _ReportingLearner(BoundLearner):
+    """A learner that adds the gradients to its reported scalars."""
+
     def update(self, grads: PyTree, *args: Any) -> tuple:
         params, opt_states, scalars, is_skipped = super().update(grads, *args)
         gradients = self._to_device({"params": grads})["params"]
@@ -252,27 +273,27 @@ class _Reporting(BoundLearner):
 
 
 def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:
-    """Returns the arrays of a tree by their paths; a key as its bits."""
-    result = {}
+    """Returns the arrays of a tree by path, with random keys as their data."""
+    leaves = {}
     for name, x in zip(names_of(tree), jax.tree.leaves(tree), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
-        result[prefix + name] = np.asarray(x)
-    return result
+        leaves[prefix + name] = np.asarray(x)
+    return leaves
 
 
 def names_of(tree: PyTree) -> list[str]:
-    """Returns the paths of a tree's leaves, whatever these are."""
+    """Returns the paths of a tree's leaves."""
     return [path for path, _ in leaves_with_path(tree)]
 
 
 def report(outputs: Mapping[str, Any]) -> Leaves:
-    """Returns the report of a step, in the names of `TaskRunner.train`."""
-    result = {}
+    """Returns the report of a step, with the keys of `TaskRunner.train`."""
+    leaves = {}
     for name, (value, weight) in outputs["metrics"].items():
-        result[f"metrics/{name}/value"] = np.asarray(value)
-        result[f"metrics/{name}/weight"] = np.asarray(weight)
+        leaves[f"metrics/{name}/value"] = np.asarray(value)
+        leaves[f"metrics/{name}/weight"] = np.asarray(weight)
     scalars = dict(outputs.get("learner", {}))
     gradients = scalars.pop("gradients", {})
-    result |= {f"learner/{name}": np.asarray(x) for name, x in scalars.items()}
-    return result | leaves_of(gradients, "gradients/")
+    leaves |= {f"learner/{name}": np.asarray(x) for name, x in scalars.items()}
+    return leaves | leaves_of(gradients, "gradients/")

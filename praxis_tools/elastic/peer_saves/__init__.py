@@ -1,4 +1,4 @@
-"""Saves of the state in the memory of hosts, and restoring them on another mesh.
+"""Saves the train state in the memory of hosts, and restores it on any mesh.
 
-Uses the disk only to compare steps, and does not decide when a job saves.
+When a job saves is decided in `praxis_tools.elastic.job_saves`.
 """

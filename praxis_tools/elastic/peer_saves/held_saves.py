@@ -1,4 +1,4 @@
-"""The saves in the memory of hosts: the newest complete save, and its arrays."""
+"""Finds the newest complete save in the memory of hosts, and reads its arrays."""
 
 import collections
 import dataclasses
@@ -18,13 +18,14 @@ from praxis_tools.elastic.store_messages import SaveId, StoreClient, StoreFailed
 _NUM_THREADS = 16
 
 
-class Choice(NamedTuple):
-    """A complete save that was found. It is a list in JSON, from which `Choice(*list)` restores it.
+class SaveChoice(NamedTuple):
+    """A complete save. In JSON it is a list, from which `SaveChoice(*list)` restores it.
 
     Attributes:
-      generation, number: of the save.
-      step: of the state.
-      holders: the origin of each part, and the indices of the stores that hold it.
+      generation: Generation that saved it.
+      number: Number of the save within the generation.
+      step: Step of the state.
+      holders: For each part, its origin and the indices of the stores that have it.
     """
 
     generation: int
@@ -33,24 +34,27 @@ class Choice(NamedTuple):
     holders: Sequence[tuple[int, Sequence[int]]]
 
 
-def newest_whole(stores: Sequence[StoreClient]) -> tuple[Choice | None, list[str]]:
-    """Returns the newest save of which each part is stored undamaged somewhere, or None.
+def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | None, list[str]]:
+    """Returns the newest save whose parts are all available without damage.
 
-    All stores compare their parts of that save with their digests at the same time. Also returns
-    the reasons why newer saves cannot be used.
+    All stores verify their parts at the same time.
+
+    Returns:
+      (save, reasons): The save, or None if there is none, and the reasons why newer saves cannot be
+      used.
     """
     reasons: list[str] = []
-    held: dict[tuple[int, int], dict[int, list[int]]] = collections.defaultdict(dict)
+    found: dict[tuple[int, int], dict[int, list[int]]] = collections.defaultdict(dict)
     with ThreadPoolExecutor(len(stores)) as pool:
-        for index, listed in enumerate(pool.map(lambda store: _tried(store.saves), stores)):
-            if isinstance(listed, str):
-                reasons.append(listed)
+        for index, saves in enumerate(pool.map(lambda store: _try(store.saves), stores)):
+            if isinstance(saves, str):
+                reasons.append(saves)
                 continue
-            for save in listed:
-                held[save[:2]].setdefault(save.origin, []).append(index)
-    for generation, number in sorted(held, reverse=True):
-        holders, damaged = _undamaged(stores, generation, number, held[generation, number])
-        reasons += damaged
+            for save in saves:
+                found[save[:2]].setdefault(save.origin, []).append(index)
+    for generation, number in sorted(found, reverse=True):
+        holders, damage = _verify(stores, generation, number, found[generation, number])
+        reasons += damage
         headers = [
             header for origin, indices in holders.items()
             if (header := _header(stores, SaveId(generation, number, origin), indices))
@@ -59,56 +63,56 @@ def newest_whole(stores: Sequence[StoreClient]) -> tuple[Choice | None, list[str
             continue
         step, members = headers[0]["step"], headers[0]["members"]
         if all(covers(*leaf) for leaf in _boxes(headers)):
-            return Choice(generation, number, step, list(holders.items())), reasons
+            return SaveChoice(generation, number, step, list(holders.items())), reasons
         missing = [f"process {member}" for member in members if member not in holders]
-        reasons.append(f"nobody holds the part of {' and '.join(missing)} of step {step} any more")
+        reasons.append(f"no host has the part of {' and '.join(missing)} of step {step} any more")
     return None, reasons
 
 
-def _tried(ask: Callable[[], Any]) -> Any:
-    """Returns an answer, or the reason why there is none."""
+def _try(call: Callable[[], Any]) -> Any:
+    """Returns the result of a call, or the message if it raises StoreFailed."""
     try:
-        return ask()
+        return call()
     except StoreFailed as failed:
         return str(failed)
 
 
-def _undamaged(
+def _verify(
     stores: Sequence[StoreClient], generation: int, number: int,
     holders: Mapping[int, Sequence[int]],
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """Returns the holders of undamaged parts, and the damage as text."""
-    asked = [(origin, index) for origin, indices in holders.items() for index in indices]
+    """Returns the holders of undamaged parts, and messages about damaged ones."""
+    copies = [(origin, index) for origin, indices in holders.items() for index in indices]
 
-    def ask(item: tuple[int, int]) -> Any:
-        origin, index = item
-        return _tried(lambda: stores[index].is_undamaged(SaveId(generation, number, origin)))
+    def verify(copy: tuple[int, int]) -> Any:
+        origin, index = copy
+        return _try(lambda: stores[index].is_undamaged(SaveId(generation, number, origin)))
 
-    result: dict[int, list[int]] = {}
-    damaged = []
+    undamaged: dict[int, list[int]] = {}
+    messages = []
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for (origin, index), answer in zip(asked, pool.map(ask, asked), strict=True):
+        for (origin, index), answer in zip(copies, pool.map(verify, copies), strict=True):
             if answer is True:
-                result.setdefault(origin, []).append(index)
+                undamaged.setdefault(origin, []).append(index)
             else:
-                wrong = f"the part of process {origin} is damaged in {stores[index].name}"
-                damaged.append(answer or wrong)
-    return result, damaged
+                damage = f"the part of process {origin} is damaged in {stores[index].name}"
+                messages.append(answer or damage)
+    return undamaged, messages
 
 
 def _header(
     stores: Sequence[StoreClient], save: SaveId, indices: Sequence[int]
 ) -> dict[str, Any] | None:
-    """Returns the manifest of a part from the first store that gives it."""
+    """Returns the manifest of a part from the first store that answers, or None."""
     for index in indices:
-        answer = _tried(lambda index=index: stores[index].header(save))
+        answer = _try(lambda index=index: stores[index].header(save))
         if not isinstance(answer, str):
             return parse_manifest(bytes(answer))
     return None
 
 
 def _boxes(headers: Sequence[Mapping[str, Any]]) -> list[tuple[list[Box], tuple[int, ...]]]:
-    """Returns for each array the boxes that are held, and its shape."""
+    """Returns the available boxes and the shape of each array."""
     boxes: dict[str, list[Box]] = collections.defaultdict(list)
     for header in headers:
         for piece in header["pieces"]:
@@ -116,31 +120,33 @@ def _boxes(headers: Sequence[Mapping[str, Any]]) -> list[tuple[list[Box], tuple[
     return [(boxes[path], tuple(leaf["shape"])) for path, leaf in headers[0]["leaves"].items()]
 
 
-class HeldSave:
-    """A save that was chosen, to be read.
-
-    Attributes:
-      step: of the state.
-      manifest: as of a checkpoint's step.
-      arrays: by path, for `read_arrays`.
+class StoredSave:
+    """Reads a save from the memory of hosts.
 
     Args:
-      own: the index of this host's store, which is asked first.
+      stores: Stores of all members, in the order of their processes.
+      own: Index of this host's store, which is preferred.
+      choice: The save to read.
+
+    Attributes:
+      step: Step of the state.
+      manifest: Manifest, as in a checkpoint.
+      arrays: Arrays by path, which are read on demand.
 
     Raises:
-      PeerLost: a part is not held any more: another choice is to be made.
+      PeerLost: A part is not available any more, so another save must be chosen.
     """
 
-    def __init__(self, stores: Sequence[StoreClient], own: int, choice: Choice):
+    def __init__(self, stores: Sequence[StoreClient], own: int, choice: SaveChoice):
         self.step, pieces = choice.step, collections.defaultdict(list)
-        items = [
+        parts = [
             (SaveId(choice.generation, choice.number, origin),
              sorted(indices, key=lambda index: index != own))
             for origin, indices in choice.holders
         ]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            headers = list(pool.map(lambda item: _header(stores, *item), items))
-        for (save, indices), header in zip(items, headers, strict=True):
+            headers = list(pool.map(lambda part: _header(stores, *part), parts))
+        for (save, indices), header in zip(parts, headers, strict=True):
             if header is None:
                 raise PeerLost(
                     f"The part of process {save.origin} of step {self.step} is not in the memory "
@@ -148,20 +154,20 @@ class HeldSave:
                 )
             holders = [stores[index] for index in indices]
             for piece in header["pieces"]:
-                pieces[piece["path"]].append(_HeldPiece(
+                pieces[piece["path"]].append(_StoredPiece(
                     tuple(map(tuple, piece["box"])), save, holders, piece["start"],
                     piece["num_bytes"], piece["xxh3_128"],
                 ))
         self.manifest = headers[0]
         self.arrays = {
-            path: HeldArray(path, np.dtype(leaf["dtype"]), pieces[path])
+            path: StoredArray(path, np.dtype(leaf["dtype"]), pieces[path])
             for path, leaf in self.manifest["leaves"].items()
         }
 
 
 @dataclasses.dataclass(frozen=True)
-class _HeldPiece:
-    """A part of an array in the stores."""
+class _StoredPiece:
+    """A part of an array, with the stores that have a copy of it."""
 
     box: Box
     save: SaveId
@@ -171,35 +177,35 @@ class _HeldPiece:
     digest: str
 
     def read(self) -> bytearray | None:
-        """Returns its bytes from the first store that has them undamaged; None if none has."""
+        """Reads the piece from the first store with an undamaged copy; None if there is none."""
         for store in self.holders:
-            data = _tried(lambda store=store: store.read(self.save, self.start, self.num_bytes))
+            data = _try(lambda store=store: store.read(self.save, self.start, self.num_bytes))
             if not isinstance(data, str) and xxhash.xxh3_128_hexdigest(data) == self.digest:
                 return data
         return None
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldArray:
-    """An array in the memory of hosts, read when it is asked for."""
+class StoredArray:
+    """An array in the memory of hosts, which is read on demand."""
 
     path: str
     dtype: np.dtype
-    pieces: Sequence[_HeldPiece]
+    pieces: Sequence[_StoredPiece]
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Returns a part of the unpadded array.
+        """Reads a block of the unpadded array.
 
         Raises:
-          PeerLost: no store gives it undamaged.
+          PeerLost: No store has an undamaged copy.
         """
-        block = np.empty([item.stop - item.start for item in index], self.dtype)
+        block = np.empty([s.stop - s.start for s in index], self.dtype)
         for piece in self.pieces:
-            common = [
-                (max(a, item.start), min(b, item.stop))
-                for (a, b), item in zip(piece.box, index, strict=True)
+            overlap = [
+                (max(a, s.start), min(b, s.stop))
+                for (a, b), s in zip(piece.box, index, strict=True)
             ]
-            if any(a >= b for a, b in common):
+            if any(a >= b for a, b in overlap):
                 continue
             if (data := piece.read()) is None:
                 names = few([store.name for store in piece.holders])
@@ -208,11 +214,11 @@ class HeldArray:
                     f"the memory of {names}."
                 )
             values = np.frombuffer(data, self.dtype).reshape([b - a for a, b in piece.box])
-            in_block = _within(common, [item.start for item in index])
-            block[in_block] = values[_within(common, [start for start, _ in piece.box])]
+            in_block = _relative_index(overlap, [s.start for s in index])
+            block[in_block] = values[_relative_index(overlap, [start for start, _ in piece.box])]
         return block
 
 
-def _within(part: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Returns the index of a part in an array that begins at `origin`."""
-    return tuple(slice(a - c, b - c) for (a, b), c in zip(part, origin, strict=True))
+def _relative_index(box: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Returns the index of a box in an array that starts at `origin`."""
+    return tuple(slice(a - c, b - c) for (a, b), c in zip(box, origin, strict=True))

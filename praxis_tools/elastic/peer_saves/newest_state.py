@@ -1,4 +1,4 @@
-"""The newest state from which a job can resume: on disk, or in the memory of hosts."""
+"""Chooses the newest state from which a job can resume: on disk, or in the memory of hosts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,23 +11,28 @@ from praxis_lite.checkpoints.sharded_reading import read_state
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.job import processes
 from praxis_lite.job.processes.broadcast import from_first
-from praxis_tools.elastic.peer_saves.held_saves import Choice, HeldSave, newest_whole
+from praxis_tools.elastic.peer_saves.held_saves import (
+    SaveChoice,
+    StoredSave,
+    newest_complete_save,
+)
 from praxis_tools.elastic.store_messages import StoreClient
 
 
 class NewestState:
-    """The newest state of a job, chosen when it is made; the same on all processes.
+    """The newest saved state of a job, the same in all processes.
 
-    A complete peer save is used unless the disk has a newer step, because it is read faster.
-
-    Attributes:
-      step: the number of steps that were made; None: there is no state.
-      source: "peers", "disk" or "new".
+    The state is chosen in the constructor. A complete peer save is preferred unless the disk has a
+    newer step, because it is read faster.
 
     Args:
-      checkpoints: on disk.
-      stores: of the members, in the order of their processes; none in a job without peer saves.
-      note: prints a line, in the first process.
+      checkpoints: Checkpoints on disk.
+      stores: Stores of the members, in the order of their processes; empty without peer saves.
+      note: Prints a line, in the first process.
+
+    Attributes:
+      step: Step of the state; None if there is no state.
+      source: "peers", "disk" or "new".
     """
 
     step: int | None = None
@@ -35,42 +40,48 @@ class NewestState:
     def __init__(
         self, checkpoints: Checkpoints, stores: Sequence[StoreClient], note: Callable[[str], None]
     ):
-        self._checkpoints, self._held = checkpoints, None
-        chosen = on_disk = None
+        self._checkpoints, self._peer_save = checkpoints, None
+        choice = step_on_disk = None
         if stores:
-            told = from_first("newest state", lambda: _decided(checkpoints, stores))
+            decision = from_first("newest state", lambda: _decide(checkpoints, stores))
             if processes.is_first():
-                for line in told["lines"]:
+                for line in decision["lines"]:
                     note(line)
-            chosen, on_disk = told["choice"] and Choice(*told["choice"]), told["on_disk"]
-        # The disk's steps are verified only if one of them may be used: that reads all of it.
-        if chosen is None or (on_disk is not None and on_disk > chosen.step):
+            choice = decision["choice"] and SaveChoice(*decision["choice"])
+            step_on_disk = decision["on_disk"]
+        # Verifying a step on disk reads all of its files, so do it only if the step may be used.
+        if choice is None or (step_on_disk is not None and step_on_disk > choice.step):
             self.step = checkpoints.latest_step()
-        if chosen is not None and (self.step is None or self.step <= chosen.step):
-            self.step, self._held = chosen.step, HeldSave(stores, processes.index(), chosen)
-        self.source = "peers" if self._held else "new" if self.step is None else "disk"
+        if choice is not None and (self.step is None or self.step <= choice.step):
+            self.step, self._peer_save = choice.step, StoredSave(stores, processes.index(), choice)
+        self.source = "peers" if self._peer_save else "new" if self.step is None else "disk"
 
     def latest_step(self) -> int | None:
         """Returns `step`."""
         return self.step
 
     def latest_data(self) -> Mapping[str, Any]:
-        """Returns the data that were saved with the state."""
-        return self._held.manifest["data"] if self._held else self._checkpoints.latest_data()
+        """Returns the data that was saved with the state."""
+        if self._peer_save:
+            return self._peer_save.manifest["data"]
+        return self._checkpoints.latest_data()
 
     def restore(self, layout: StateLayout, mesh: Mesh) -> Restored:
-        """Returns the state on `mesh`, saved on any mesh; raises as `Checkpoints.restore`."""
-        if not self._held:
+        """Restores the state on a mesh, which may differ from the one it was saved on.
+
+        Raises the same errors as `Checkpoints.restore`.
+        """
+        save = self._peer_save
+        if not save:
             return self._checkpoints.restore(layout, mesh)
-        held = self._held
-        named = Path("the memory of hosts") / str(held.step)
-        state = read_state(named, held.manifest["leaves"], lambda: held.arrays, layout, mesh)
-        return Restored(held.step, state, held.manifest["data"], from_memory=True)
+        name = Path("the memory of hosts") / str(save.step)
+        state = read_state(name, save.manifest["leaves"], lambda: save.arrays, layout, mesh)
+        return Restored(save.step, state, save.manifest["data"], from_memory=True)
 
 
-def _decided(checkpoints: Checkpoints, stores: Sequence[StoreClient]) -> dict[str, Any]:
-    """Returns the peer save to resume from, if any, and the lines to print; for JSON."""
-    choice, lines = newest_whole(stores)
+def _decide(checkpoints: Checkpoints, stores: Sequence[StoreClient]) -> dict[str, Any]:
+    """Returns, as JSON values, the newest peer save, the lines to print and the step on disk."""
+    choice, lines = newest_complete_save(stores)
     if lines:
         lines = [f"the memory of hosts: {'; '.join(lines)}"]
     on_disk = max(checkpoints.all_steps(), default=None)

@@ -1,7 +1,7 @@
-"""The pieces of a state: boxes of its unpadded arrays, each stored by a single process.
+"""Divides a state into pieces: boxes of its unpadded arrays, each saved by a single process.
 
-The boxes are the shards of the mesh. The processes that hold a replicated shard divide such shards
-among them, so each of them stores only a part of a replicated state.
+The boxes are the shards on the mesh, cut into rows. A replicated shard is saved by one of the
+processes that have it, so that each process saves only a part of a replicated state.
 """
 
 import collections
@@ -14,19 +14,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
-Box = tuple[tuple[int, int], ...]  # From and to, along each dim.
-_MOST_BYTES = 2**24  # Of a piece with several rows, because a reader may need a part of it.
+Box = tuple[tuple[int, int], ...]  # (start, stop) along each dim.
+_MAX_BYTES = 2**24  # Limit for pieces with several rows, since readers may only need some of them.
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of an array that a process keeps.
+    """A part of an array that one process saves.
 
     Attributes:
-      path: of the array.
-      device: a device of the process that holds it.
-      box: its place in the unpadded array.
-      local: its place in what the device holds.
+      path: Path of the array.
+      device: Device of this process that has the data.
+      box: Position in the unpadded array.
+      local: Index in the shard on the device.
     """
 
     path: str
@@ -36,7 +36,7 @@ class Piece:
 
 
 def process_of(device: jax.Device) -> int:
-    """Returns the index of the process that has a device."""
+    """Returns the process index of a device."""
     return device.process_index
 
 
@@ -44,12 +44,16 @@ def own_pieces(
     layout: StateLayout, mesh: Mesh, process: int,
     process_of: Callable[[jax.Device], int] = process_of,
 ) -> list[Piece]:
-    """Returns the pieces that a process keeps; those of all processes cover each array once.
+    """Returns the pieces that a process saves.
 
-    Every process finds the same shares.
+    The pieces of all processes cover each array exactly once. All processes compute the same
+    division.
 
     Args:
-      layout: of a TrainState on the mesh; its `step` is not among the pieces.
+      layout: Layout of a TrainState on the mesh. Its `step` is left out.
+      mesh: The mesh.
+      process: Index of the process.
+      process_of: Returns the process index of a device.
     """
     load: collections.Counter[int] = collections.Counter()
     pieces = []
@@ -57,39 +61,37 @@ def own_pieces(
         if leaf.path == "step":
             continue
         for box, devices in _shards(leaf, mesh):
-            # The device whose process has the least to keep so far; the first of several such.
+            # Choose the device whose process has the fewest bytes so far.
             device = min(devices, key=lambda device: load[process_of(device)])
             load[process_of(device)] += _volume(box) * leaf.dtype.itemsize
             if process_of(device) == process:
-                pieces += _in_parts(leaf, box, device)
+                pieces += _split_rows(leaf, box, device)
     return pieces
 
 
 def _shards(leaf: LeafLayout, mesh: Mesh) -> Iterator[tuple[Box, list[jax.Device]]]:
-    """Yields each part of a padded array, with the devices that hold it."""
-    holders: dict[Box, list[jax.Device]] = {}
+    """Yields each shard of a padded array, with the devices that have it."""
+    devices_of_box: dict[Box, list[jax.Device]] = {}
     indices = NamedSharding(mesh, leaf.spec).devices_indices_map(leaf.padded_shape)
     for device, index in indices.items():
-        box = tuple(
-            item.indices(dim)[:2] for item, dim in zip(index, leaf.padded_shape, strict=True)
-        )
-        holders.setdefault(box, []).append(device)
-    yield from holders.items()
+        box = tuple(s.indices(dim)[:2] for s, dim in zip(index, leaf.padded_shape, strict=True))
+        devices_of_box.setdefault(box, []).append(device)
+    yield from devices_of_box.items()
 
 
-def _in_parts(leaf: LeafLayout, box: Box, device: jax.Device) -> Iterator[Piece]:
-    """Yields the unpadded values of a shard, some rows at a time."""
-    true = tuple((a, min(b, dim)) for (a, b), dim in zip(box, leaf.shape, strict=True))
-    if any(start >= stop for start, stop in true):
-        return  # It is all padding.
-    if not true:
-        yield Piece(leaf.path, device, true, ())
+def _split_rows(leaf: LeafLayout, box: Box, device: jax.Device) -> Iterator[Piece]:
+    """Splits the unpadded part of a shard into pieces of a limited number of rows."""
+    unpadded = tuple((a, min(b, dim)) for (a, b), dim in zip(box, leaf.shape, strict=True))
+    if any(start >= stop for start, stop in unpadded):
+        return  # The shard consists of padding.
+    if not unpadded:
+        yield Piece(leaf.path, device, unpadded, ())
         return
-    row_bytes = _volume(true[1:]) * leaf.dtype.itemsize
-    num_rows = max(1, _MOST_BYTES // row_bytes)
-    first, last = true[0]
+    row_bytes = _volume(unpadded[1:]) * leaf.dtype.itemsize
+    num_rows = max(1, _MAX_BYTES // row_bytes)
+    first, last = unpadded[0]
     for start in range(first, last, num_rows):
-        part = ((start, min(start + num_rows, last)), *true[1:])
+        part = ((start, min(start + num_rows, last)), *unpadded[1:])
         local = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, box, strict=True))
         yield Piece(leaf.path, device, part, local)
 
@@ -99,23 +101,23 @@ def _volume(box: Box) -> int:
 
 
 def covers(boxes: list[Box], shape: tuple[int, ...]) -> bool:
-    """Returns True if boxes of a single mesh are all of an array.
+    """Returns whether boxes cover an entire array.
 
-    Boxes of a mesh are equal or apart, so their volumes tell.
+    Boxes from the same mesh are either equal or disjoint, so it is enough to add up their volumes.
     """
     return sum(map(_volume, set(boxes))) == _volume(tuple((0, dim) for dim in shape))
 
 
-def on_host(pieces: list[Piece], arrays: dict[str, jax.Array]) -> list[np.ndarray]:
-    """Returns the values of pieces; the arrays may be donated after that.
+def copy_to_host(pieces: list[Piece], arrays: dict[str, jax.Array]) -> list[np.ndarray]:
+    """Returns the values of pieces in host memory. The arrays may be donated afterwards.
 
-    On CPU these are views of the devices' memory, which XLA leaves alone as long as there are such.
+    On CPU, the values are views of device buffers, which XLA does not reuse as long as they exist.
     """
     shards = {}
     for path in dict.fromkeys(piece.path for piece in pieces):
         shards |= {(path, x.device): x.data for x in arrays[path].addressable_shards}
-    own = dict.fromkeys((piece.path, piece.device) for piece in pieces)
-    for key in own:
+    needed = dict.fromkeys((piece.path, piece.device) for piece in pieces)
+    for key in needed:
         shards[key].copy_to_host_async()
-    copied = {key: np.asarray(shards[key]) for key in own}
+    copied = {key: np.asarray(shards[key]) for key in needed}
     return [copied[piece.path, piece.device][piece.local] for piece in pieces]

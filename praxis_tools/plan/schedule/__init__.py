@@ -1,1 +1,1 @@
-"""Simulates a compiled program: when each instruction runs, and what it waits for."""
+"""Simulates when each instruction of a compiled program runs and which transfers it waits for."""

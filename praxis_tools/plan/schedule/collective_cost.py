@@ -1,4 +1,4 @@
-"""The cost of one collective: bytes that a device sends, links that carry them, hops."""
+"""Cost model of collectives: seconds from the bytes sent, the links in use and the hops."""
 
 import dataclasses
 import re
@@ -12,24 +12,24 @@ from praxis_tools.plan.chips import Chip
 from praxis_tools.plan.costs import Efficiencies, bytes_of
 from praxis_tools.plan.topology import PhysicalMesh
 
-# Collectives whose result, or sum, is the same on all devices of a chip.
+# All devices of a chip receive the same result, or add to the same sum, so the data crosses each
+# of the chip's links once for all of them.
 _SHARED_BY_CHIP = ("all-gather", "all-reduce", "reduce-scatter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveSpec:
-    """What the cost of a collective depends on.
+    """The properties of a collective that determine its cost.
 
     Attributes:
-      kind: one of `hlo.KINDS`.
-      axes: the mesh axes it runs along.
-      operand_bytes: on one device.
-      group_size: devices in a group.
-      num_links: links that carry it at once, each in one direction.
-      devices_per_chip: devices of a group on each chip. They share the chip's links: data that all
-        of them receive or sum crosses a link once.
-      is_ring: whether the links close into rings; on a line half of the links idle.
-      crosses: whether it leaves the slice (TPU) or node (GPU).
+      kind: One of `hlo.KINDS`.
+      operand_bytes: Bytes of the operands on one device.
+      group_size: Number of devices in each replica group.
+      axes: Mesh axes along which the collective runs.
+      num_links: Number of links that carry data at the same time, counting one per direction.
+      devices_per_chip: Number of devices of a group on each chip. They share the chip's links.
+      is_ring: Whether the links form rings. On a line, half of the links are idle.
+      crosses: Whether the collective leaves its slice (TPU) or node (GPU).
     """
 
     kind: str
@@ -43,7 +43,7 @@ class CollectiveSpec:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in a ring algorithm."""
+        """Bytes that each device sends, assuming a ring algorithm."""
         others = self.group_size - 1
         if self.kind == "all-gather":
             return self.operand_bytes * others
@@ -54,7 +54,7 @@ class CollectiveSpec:
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of the result on one device."""
+        """Size of the result on one device, in bytes."""
         if self.kind == "all-gather":
             return self.operand_bytes * self.group_size
         if self.kind == "reduce-scatter":
@@ -63,25 +63,25 @@ class CollectiveSpec:
 
 
 def collective_seconds(spec: CollectiveSpec, chip: Chip, efficiencies: Efficiencies) -> float:
-    """Returns the seconds of a collective by itself: bytes over bandwidth, and latency per hop."""
+    """Returns how long a collective takes on idle links: bytes / bandwidth plus latency per hop."""
     if spec.group_size <= 1 and spec.kind != "collective-permute":
         return 0.0
     if spec.crosses:
-        share = efficiencies.network if chip.torus_dims else efficiencies.nodes
-        bandwidth = chip.network_bandwidth * share
+        efficiency = efficiencies.network if chip.torus_dims else efficiencies.nodes
+        bandwidth = chip.network_bandwidth * efficiency
         return spec.sent_bytes / bandwidth + efficiencies.network_seconds
-    if not chip.torus_dims:  # NVLink: every device reaches every other one directly.
+    if not chip.torus_dims:  # NVLink connects every pair of devices directly.
         bandwidth = chip.link_bandwidth * efficiencies.link
         return spec.sent_bytes / bandwidth + 2 * efficiencies.hop_seconds
-    links = spec.num_links if spec.is_ring else max(1, spec.num_links // 2)
-    hops = 1 if spec.kind == "collective-permute" else spec.group_size / 2
-    shared = spec.devices_per_chip if spec.kind in _SHARED_BY_CHIP else 1
-    bandwidth = links * shared * chip.link_bandwidth * efficiencies.link
-    return spec.sent_bytes / bandwidth + hops * efficiencies.hop_seconds
+    num_links = spec.num_links if spec.is_ring else max(1, spec.num_links // 2)
+    num_hops = 1 if spec.kind == "collective-permute" else spec.group_size / 2
+    num_sharing = spec.devices_per_chip if spec.kind in _SHARED_BY_CHIP else 1
+    bandwidth = num_links * num_sharing * chip.link_bandwidth * efficiencies.link
+    return spec.sent_bytes / bandwidth + num_hops * efficiencies.hop_seconds
 
 
 def is_slice_transfer(instruction: Instruction) -> bool:
-    """Returns whether an instruction sends a TPU's data to another slice (send ... send-done)."""
+    """Returns whether an instruction is a TPU's `send` to another slice, ended by `send-done`."""
     return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.attributes
 
 
@@ -89,15 +89,23 @@ def collective_spec(
     instruction: Instruction, computation: Computation, program: Program, chip: Chip,
     mesh: PhysicalMesh, *, in_fusion: bool, both_links: bool,
 ) -> CollectiveSpec:
-    """Reads the spec of a collective from its instruction.
+    """Reads the cost-relevant properties of a collective from its HLO instruction.
 
     Args:
-      in_fusion: whether `computation` belongs to a fusion.
-      both_links: whether a collective-permute uses the links of both directions.
+      instruction: The collective, or the `send` of a transfer between slices.
+      computation: Computation that contains the instruction.
+      program: Program that contains the computation.
+      chip: Chip for which the program was compiled.
+      mesh: Positions of the devices in the topology.
+      in_fusion: Whether `computation` is the body of a fusion.
+      both_links: Whether a collective-permute uses the links of both directions.
+
+    Returns:
+      The spec, with bytes per device.
     """
     groups = device_groups(instruction.attributes, program)
     if instruction.opcode == "send":
-        # Of a collective over several slices the text has only the message between them.
+        # For a collective over several slices, the text shows only the transfer between slices.
         operand_bytes = sum(array.bytes for array in arrays_of(instruction.shape)[:1])
         kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
         kind = kind.group(1).lower().replace("_", "-")
@@ -109,7 +117,7 @@ def collective_spec(
             for name in instruction.operands if name in computation
         )
         kind = instruction.opcode.removesuffix("-start")
-        # An all-reduce whose result is sliced in the same fusion is a reduce-scatter.
+        # XLA writes a fused reduce-scatter as an all-reduce followed by a dynamic-slice.
         has_slice = any(other.opcode == "dynamic-slice" for other in computation.values())
         if kind == "all-reduce" and in_fusion and has_slice:
             kind = "reduce-scatter"
@@ -128,7 +136,7 @@ def _links(
     instruction: Instruction, kind: str, groups: np.ndarray | None, chip: Chip, mesh: PhysicalMesh,
     both_links: bool,
 ) -> tuple[int, bool]:
-    """Returns the links that carry a collective at once, and whether they close into rings."""
+    """Returns how many links a collective uses at the same time, and whether they form rings."""
     if not chip.torus_dims:
         return 1, True
     if kind == "collective-permute":
@@ -137,17 +145,17 @@ def _links(
     if colors := re.search(r"UniDirection\w*\{colors:(\d+)", attributes):
         return int(colors.group(1)), True
     if rings := attributes.count('"phase_rings":'):
-        # A SparseCore's rings, one direction each. "_MESH" is a dim whose ends no link joins.
+        # A SparseCore lists one ring per direction. "_MESH" marks a dim without wraparound links.
         return rings, "_MESH" not in attributes
-    dims = _num_torus_dims(attributes)
-    return 2 * dims, dims > 1 or mesh.is_ring(groups)
+    num_dims = _num_torus_dims(attributes)
+    return 2 * num_dims, num_dims > 1 or mesh.is_ring(groups)
 
 
 def _num_torus_dims(attributes: str) -> int:
-    """Returns over how many torus dims libtpu spreads a collective, by its algorithm's name.
+    """Returns the number of torus dims over which libtpu spreads a collective.
 
-    The name is `"emitter":"3DAllGatherOnMajorDim"`, or a strategy with `num_dims` and flags for the
-    dims in use, `active_dims:101`.
+    The attributes name either an emitter, such as `"emitter":"3DAllGatherOnMajorDim"`, or a
+    strategy with `num_dims` and one flag per dim, such as `active_dims:101`.
     """
     if emitter := re.search(r'"emitter":"(\d)DAll', attributes):
         return int(emitter.group(1))

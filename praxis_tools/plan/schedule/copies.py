@@ -1,6 +1,6 @@
-"""Copies that run concurrently with instructions: within a device (HBM, VMEM), and to its host.
+"""Models asynchronous copies: between HBM and VMEM, and between a device and its host.
 
-Copies within a device share the bandwidth of HBM with the instructions.
+Copies within a device compete with the running instructions for the bandwidth of HBM.
 """
 
 import re
@@ -12,20 +12,20 @@ from praxis_tools.explain.hlo_text import Computation, Instruction, arrays_of
 HBM_COPY_STARTS, HBM_COPY_DONES = ("copy-start", "slice-start"), ("copy-done", "slice-done")
 TO_HOST, FROM_HOST = "copy to the host", "copy from the host"
 _ARRAY = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?")
-_HOST_MEMORY_SPACE = "S(5)"  # In the layout of an array that is in host memory.
+_HOST_MEMORY_SPACE = "S(5)"  # Part of an array's layout if the array is in host memory.
 
 
 class HostCopy(NamedTuple):
-    """A copy over the link between a device and its host; `kind` is TO_HOST or FROM_HOST."""
+    """A copy between a device and its host. `kind` is TO_HOST or FROM_HOST."""
 
     kind: str
     bytes: int
 
 
 def host_copy(instruction: Instruction, computation: Computation) -> HostCopy | None:
-    """Returns the copy to or from the host that an instruction makes or starts, or None.
+    """Returns the host copy that an instruction performs or starts, or None if it is not a copy.
 
-    It copies a complete array, or a slice from or into an array, such as one layer of a stack.
+    The instruction copies an entire array, or a slice of one, such as one layer of a stack.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
@@ -33,7 +33,7 @@ def host_copy(instruction: Instruction, computation: Computation) -> HostCopy | 
     operands = [
         computation[name].shape if name in computation else "" for name in instruction.operands
     ]
-    # copy-start returns (result, operand, context), others ((operands), result, context).
+    # copy-start returns (result, operand, context); other starts ((operands), result, context).
     arrays = _ARRAY.findall(instruction.shape)
     result_is_last = instruction.opcode.endswith("-start") and opcode != "copy"
     result = arrays[-2 if result_is_last else 0]
@@ -48,7 +48,7 @@ def host_copy(instruction: Instruction, computation: Computation) -> HostCopy | 
 
 
 def bytes_in_hbm(shape: str) -> int:
-    """Returns the bytes of a shape's arrays that are in HBM: layouts without a memory space."""
+    """Returns the bytes of the arrays in HBM, whose layouts do not name a memory space."""
     return sum(
         sum(array.bytes for array in arrays_of(text))
         for text in _ARRAY.findall(shape) if not re.search(r"S\(\d+\)", text)
@@ -56,35 +56,40 @@ def bytes_in_hbm(shape: str) -> int:
 
 
 class HbmTraffic:
-    """Shares the bandwidth of a device's HBM between instructions and asynchronous copies.
+    """Splits the HBM bandwidth of a device between instructions and asynchronous copies.
 
-    Instructions take precedence. Copies get the bandwidth that a running instruction leaves, in
-    the order in which they start.
+    Instructions take precedence. The remaining bandwidth goes to the copies in the order in which
+    they started.
 
     Args:
-      bandwidth: bytes per second.
+      bandwidth: Bandwidth of the HBM, in bytes per second.
     """
 
     def __init__(self, bandwidth: float):
         self.bandwidth = bandwidth
         self._started_bytes, self._moved_bytes = 0.0, 0.0
-        # By start instruction: the value of `_moved_bytes` at which its copy is complete.
-        self._ends: dict[str, float] = {}
+        # Copies complete in order, so a copy is done once `_moved_bytes` reaches its value here.
+        # The keys are the names of the start instructions.
+        self._done_at_bytes: dict[str, float] = {}
 
     def start(self, copy: Instruction) -> None:
-        """Starts a copy. Its bytes count once for each of its ends that is in HBM."""
-        ends = _ARRAY.findall(copy.shape)[:2]
-        size = min(sum(array.bytes for array in arrays_of(text)) for text in ends)
-        self._started_bytes += size * sum(bytes_in_hbm(text) > 0 for text in ends)
-        self._ends[copy.name] = self._started_bytes
+        """Starts a copy. A copy from HBM to HBM counts its bytes twice: read and written."""
+        source_and_target = _ARRAY.findall(copy.shape)[:2]
+        size = min(sum(array.bytes for array in arrays_of(text)) for text in source_and_target)
+        self._started_bytes += size * sum(bytes_in_hbm(text) > 0 for text in source_and_target)
+        self._done_at_bytes[copy.name] = self._started_bytes
 
     def advance(self, seconds: float, instruction_bytes: int = 0) -> None:
-        """Lets time pass in which an instruction moves bytes of its own."""
-        free = max(0.0, seconds * self.bandwidth - instruction_bytes)
-        self._moved_bytes = min(self._started_bytes, self._moved_bytes + free)
+        """Advances the clock by an instruction that itself moves `instruction_bytes`."""
+        free_bytes = max(0.0, seconds * self.bandwidth - instruction_bytes)
+        self._moved_bytes = min(self._started_bytes, self._moved_bytes + free_bytes)
 
     def wait_for(self, start: str) -> float:
-        """Returns the seconds until the copy of a start instruction ends, and lets them pass."""
-        left = max(0.0, self._ends.pop(start, 0.0) - self._moved_bytes)
-        self._moved_bytes += left
-        return left / self.bandwidth
+        """Advances the clock until a copy completes, and returns the seconds waited.
+
+        Args:
+          start: Name of the instruction that started the copy.
+        """
+        remaining_bytes = max(0.0, self._done_at_bytes.pop(start, 0.0) - self._moved_bytes)
+        self._moved_bytes += remaining_bytes
+        return remaining_bytes / self.bandwidth

@@ -1,4 +1,4 @@
-"""Finds collectives and host copies nested in instructions: in fusions and asynchronous calls."""
+"""Finds collectives and host copies inside fusions and asynchronous calls."""
 
 import re
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from praxis_tools.plan.schedule.copies import HostCopy, host_copy
 
 
 class NestedCollective(NamedTuple):
-    """A collective in a fusion or call, and the computation that contains it.
+    """A collective inside a fusion or call, with the computation that contains it.
 
-    A TPU spreads a collective over several fusions, each with a copy of the instruction; copies of
-    one collective have the same `chain`.
+    The TPU compiler may spread one collective over several fusions, each with a copy of the
+    instruction. The copies have the same `chain`.
     """
 
     chain: str
@@ -28,14 +28,14 @@ class NestedCollective(NamedTuple):
 
 
 class NestedTransfers:
-    """Looks up what is nested in the instructions of a program."""
+    """Finds the transfers inside the fusions and asynchronous calls of a program."""
 
     def __init__(self, program: Program):
         self._program = program
         self._in_fusion: dict[str, list[NestedCollective]] = {}
 
     def in_fusion(self, fusion: Instruction) -> list[NestedCollective]:
-        """Returns the collectives in a fusion; empty for other instructions."""
+        """Returns the collectives inside a fusion, or an empty list for any other instruction."""
         if fusion.opcode != "fusion":
             return []
         if fusion.name not in self._in_fusion:
@@ -58,9 +58,9 @@ class NestedTransfers:
                     yield from self._collectives(callee)
 
     def in_async_call(self, call: Instruction) -> tuple[Instruction, Computation] | None:
-        """Returns the collective of an asynchronous call (GPU, SparseCore), or None.
+        """Returns the collective that an asynchronous call performs (GPU, SparseCore), or None.
 
-        A SparseCore's is one level deeper, in a custom call.
+        On a SparseCore, the collective is one level deeper, inside a custom call.
         """
         for name in callees(call, "calls") or callees(call, "called_computations"):
             computation = self._program.computations[name]
@@ -74,7 +74,7 @@ class NestedTransfers:
         return None
 
     def host_copy_in_async_call(self, call: Instruction) -> HostCopy | None:
-        """Returns the copy to or from the host of an asynchronous call, or None."""
+        """Returns the host copy that an asynchronous call performs, or None."""
         computations = [self._program.computations[name] for name in callees(call, "calls")]
         copies = (host_copy(root_of(computation), computation) for computation in computations)
         return next(filter(None, copies), None)

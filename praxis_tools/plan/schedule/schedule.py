@@ -1,14 +1,14 @@
-"""Simulates a compiled step on a clock: when each instruction runs, and what it waits for.
+"""Simulates a compiled step: when each instruction runs, and how long it waits for transfers.
 
-The overlap rule: instructions run one after another, in the order of the compiled program. Next to
-them four resources carry transfers, each one transfer at a time: the links within a slice, the
-network between slices, and the link to the host in either direction. Instructions between the start
-and the end of a transfer overlap with it. What is left of the transfer at its end is waited for:
-its exposed seconds.
+Instructions run one after another, in the order of the compiled program. In the background, four
+resources carry transfers, each resource one transfer at a time: the links within a slice, the
+network between slices, and the host link in each direction. A transfer overlaps with all
+instructions between its start and its end instruction. If it has not finished by then, the device
+waits; that waiting time is the exposed part of the transfer.
 
-Where to look: `_ComputationRun` is where time passes, with one method per kind of instruction.
-`_Scheduler` adds up costs over the program. The costs themselves are in costs.py (instructions),
-collective_cost.py, and copies.py (bandwidth of HBM).
+Start reading at `_ComputationRun`, which advances the clock and has one method per kind of
+instruction. `_Scheduler` adds the costs to the timeline. The cost model is in costs.py
+(instructions), collective_cost.py (collectives) and copies.py (HBM bandwidth).
 """
 
 import collections
@@ -59,13 +59,17 @@ def schedule(
     text: str, chip: Chip, mesh: PhysicalMesh, efficiencies: Efficiencies = FITTED, *,
     both_links: bool = False, loop_body: str | None = None, skipped_loop: str | None = None,
 ) -> Timeline:
-    """Returns the timeline of a compiled program.
+    """Simulates a compiled program and returns its timeline.
 
     Args:
-      text: the program, as `Compiled.as_text()` writes it.
-      both_links: whether a collective-permute sends in both directions of a ring, over two links.
-      loop_body: if given, only one iteration of the loop with this body is scheduled.
-      skipped_loop: body of a loop that takes no time.
+      text: HLO text of the program, from `Compiled.as_text()`.
+      chip: Chip for which the program was compiled.
+      mesh: Positions of the devices in the topology.
+      efficiencies: Fractions of the chip's peak rates that programs reach.
+      both_links: Whether a collective-permute uses both directions of a ring, that is, two links.
+      loop_body: Name of a loop's body. If given, one iteration of this loop is simulated instead
+        of the entire program.
+      skipped_loop: Name of the body of a loop to leave out.
     """
     program = parse(text)
     scheduler = _Scheduler(program, chip, mesh, efficiencies, both_links, skipped_loop)
@@ -74,7 +78,7 @@ def schedule(
 
 
 class _Scheduler:
-    """Runs computations and adds the cost of their instructions to one timeline."""
+    """Simulates the computations of a program and adds their costs to one timeline."""
 
     def __init__(
         self, program: Program, chip: Chip, mesh: PhysicalMesh, efficiencies: Efficiencies,
@@ -87,18 +91,18 @@ class _Scheduler:
         self.hbm = HbmTraffic(chip.hbm_bandwidth * efficiencies.hbm)
 
     def run(self, name: str, count: int) -> float:
-        """Returns the seconds of a computation, and adds `count` runs of it to the timeline."""
+        """Adds `count` runs of a computation to the timeline, and returns the seconds of one."""
         return _ComputationRun(self, name, count).seconds()
 
-    def seconds_apart(self, name: str) -> float:
-        """Returns the seconds of one run of a computation without adding them to the timeline."""
+    def seconds_off_timeline(self, name: str) -> float:
+        """Returns the seconds of one run of a computation, without adding it to the timeline."""
         return _Scheduler(
             self.program, self.chip, self.mesh, self.efficiencies, self.both_links,
             self.skipped_loop,
         ).run(name, 1)
 
     def compute(self, instruction: Instruction, computation: Computation, count: int) -> float:
-        """Returns the seconds of an instruction that is not a transfer, and adds its costs."""
+        """Adds an instruction that is not a transfer to the timeline, and returns its seconds."""
         seconds = compute_seconds(
             instruction, computation, self.program, self.chip, self.efficiencies
         )
@@ -106,10 +110,10 @@ class _Scheduler:
         if "tpu_custom_call" in instruction.attributes and not flops and not seconds:
             self.timeline.unknown_kernels.add(instruction.name)
         if self.chip.clock is not None and seconds:
-            # The compiler's cycles leave out HBM's bandwidth, which copies in flight use too.
-            moved = bytes_moved(instruction, computation, self.program, bytes_in_hbm)
-            seconds = max(seconds, moved / self.hbm.bandwidth)
-            self.hbm.advance(seconds, moved)
+            # The compiler's cycle counts ignore the limit set by HBM bandwidth.
+            num_bytes = bytes_moved(instruction, computation, self.program, bytes_in_hbm)
+            seconds = max(seconds, num_bytes / self.hbm.bandwidth)
+            self.hbm.advance(seconds, num_bytes)
         is_compute = bool(flops) or is_matmul(instruction, self.program)
         self.add_seconds(instruction, seconds * count, is_compute=is_compute)
         return seconds
@@ -117,6 +121,7 @@ class _Scheduler:
     def add_seconds(
         self, instruction: Instruction, seconds: float, *, is_compute: bool = False
     ) -> None:
+        """Adds an instruction's time to the timeline, as compute or as memory time."""
         if not seconds:
             return
         if is_compute:
@@ -126,10 +131,13 @@ class _Scheduler:
         self.timeline.instruction_seconds[instruction.name] += seconds
 
     def _add_flops(self, instruction: Instruction, computation: Computation, count: int) -> int:
-        """Returns the matmul flops of an instruction, with its fusion, and adds `count` times."""
+        """Adds the matmul flops of an instruction `count` times, and returns them once.
+
+        For a fusion, these are the flops of the fused instructions.
+        """
         if instruction.opcode in FUSIONS:
-            inside = self.program.computations[callees(instruction, "calls")[0]]
-            return sum(self._add_flops(inner, inside, count) for inner in inside.values())
+            fused = self.program.computations[callees(instruction, "calls")[0]]
+            return sum(self._add_flops(inner, fused, count) for inner in fused.values())
         timeline = self.timeline
         flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
         if flops:
@@ -151,10 +159,15 @@ class _Scheduler:
         """Adds a collective to the timeline.
 
         Args:
-          fusion: the last fusion, in `outer`, that carries the collective, if it is fused.
+          instruction: The collective.
+          computation: Computation that contains the collective.
+          count: Number of executions to add.
+          fusion: Last fusion that carries the collective; None if it is not fused.
+          outer: Computation that contains `fusion`.
 
         Returns:
-          The resource that it occupies, for how many seconds, and its entry in the timeline.
+          (resource, seconds, transfer): The resource that the collective occupies, the seconds of
+          one execution, and its entry in the timeline.
         """
         spec = collective_spec(
             instruction, computation, self.program, self.chip, self.mesh,
@@ -176,7 +189,7 @@ class _Scheduler:
     def add_host_copy(
         self, instruction: Instruction, computation: Computation, copy: HostCopy, count: int
     ) -> tuple[str, float, Transfer]:
-        """Adds a copy to or from the host to the timeline; returns as `add_collective`."""
+        """Adds a host copy to the timeline. Returns the same tuple as `add_collective`."""
         seconds = copy.bytes / (self.chip.host_bandwidth * self.efficiencies.host)
         layer = self._layer_of(instruction, computation, instruction, computation)
         transfer = self.timeline.host_copies.setdefault(
@@ -189,14 +202,14 @@ class _Scheduler:
         self, instruction: Instruction, computation: Computation, outer_instruction: Instruction,
         outer: Computation,
     ) -> str:
-        """Returns the layer of an instruction, else the nearest one to the fusion around it."""
+        """Returns the layer of an instruction, or else the layer nearest to the outer one."""
         return (
             layer_of(self.program, instruction, computation)
             or nearest_layer(self.program, outer_instruction, outer) or "unknown"
         )
 
     def costliest_branch(self, conditional: Instruction) -> str:
-        """Returns the name of the branch whose instructions take longest, collectives aside."""
+        """Returns the computation of the slowest branch, not counting its collectives."""
         def cost(name: str) -> float:
             computation = self.program.computations[name]
             return sum(
@@ -216,18 +229,23 @@ class _Scheduler:
 
 
 class _ComputationRun:
-    """One run of a computation: its clock, and the transfers that are in flight."""
+    """Simulates one run of a computation: a clock and the transfers in flight.
+
+    Costs are added to the timeline for `count` identical runs.
+    """
 
     def __init__(self, scheduler: _Scheduler, name: str, count: int):
         self._scheduler, self._count = scheduler, count
         self._computation = scheduler.program.computations[name]
         self._now = 0.0
         self._free_at: dict[str, float] = collections.defaultdict(float)  # By resource.
-        # By the instruction, or chain of fusions, that started a transfer: its end, and its entry.
+        # Transfers in flight: the time at which each ends, and its entry in the timeline. The key
+        # is the name of the start instruction, or the chain of a fused collective.
         self._in_flight: dict[str, tuple[float, Transfer]] = {}
-        # A SparseCore's call is started first, and gets its data by a later async-update.
+        # A SparseCore's async-start has no operands. The collective starts at the async-update
+        # that passes the data.
         self._sparsecore_calls: dict[str, tuple[Instruction, Computation]] = {}
-        # By chain: the last fusion that carries a fused collective, where the collective ends.
+        # A fused collective ends with the last fusion of its chain.
         self._last_fusions = {
             collective.chain: instruction
             for instruction in self._computation.values()
@@ -235,13 +253,19 @@ class _ComputationRun:
         }
 
     def seconds(self) -> float:
+        """Simulates all instructions and returns the time at which the last one ends."""
         for instruction in self._computation.values():
             self._run(instruction)
         return self._now
 
     def _run(self, instruction: Instruction) -> None:
+        """Simulates one instruction.
+
+        Skip the cases on a first read. Each one either runs another computation, starts a transfer,
+        waits for a transfer, or (the last case) computes.
+        """
         opcode, nested = instruction.opcode, self._scheduler.nested
-        starts_only = opcode.endswith("-start") or opcode in ("send", "recv")
+        is_async = opcode.endswith("-start") or opcode in ("send", "recv")
         first_operand = instruction.operands[0] if instruction.operands else ""
         if opcode == "while":
             self._run_loop(instruction)
@@ -262,11 +286,11 @@ class _ComputationRun:
             self._start_collective(instruction, *self._sparsecore_calls.pop(first_operand))
         elif opcode.removesuffix("-start") in hlo.KINDS or is_slice_transfer(instruction):
             self._start_collective(instruction, instruction, self._computation)
-            if not starts_only:
+            if not is_async:
                 self._wait(instruction, instruction.name)
         elif copy := host_copy(instruction, self._computation):
             self._start_host_copy(instruction, copy)
-            if not starts_only:
+            if not is_async:
                 self._wait(instruction, instruction.name)
         elif opcode in HBM_COPY_STARTS:
             self._scheduler.hbm.start(instruction)
@@ -286,21 +310,22 @@ class _ComputationRun:
         program, count = self._scheduler.program, self._count
         trips = trip_count(program, self._computation, loop)
         if trips is None and is_extra_exchange(program, loop):
-            # With even loads this loop does not run; the plan reports what one round would add.
+            # This loop does not run if the expert loads are even. The plan reports separately how
+            # much time each round would add.
             self._scheduler.timeline.expert_turn_seconds += (
-                self._scheduler.seconds_apart(body) * count
+                self._scheduler.seconds_off_timeline(body) * count
             )
             return
         trips = trips or 1
         self._now += trips * self._scheduler.run(body, count * trips)
 
     def _compute(self, instruction: Instruction) -> None:
-        """Runs an instruction that computes, with the collectives of its fusion next to it."""
+        """Simulates an instruction that computes, overlapped with the collectives fused into it."""
         collectives = self._scheduler.nested.in_fusion(instruction)
-        new = {collective.chain for collective in collectives} - self._in_flight.keys()
+        new_chains = {collective.chain for collective in collectives} - self._in_flight.keys()
         for chain, inner, computation in collectives:
-            if chain in new:
-                new.discard(chain)
+            if chain in new_chains:
+                new_chains.discard(chain)
                 self._start(instruction, chain, *self._scheduler.add_collective(
                     inner, computation, self._count, self._last_fusions[chain], self._computation
                 ))
@@ -333,7 +358,7 @@ class _ComputationRun:
         self._in_flight[key] = self._free_at[resource], transfer
 
     def _wait(self, instruction: Instruction, key: str) -> None:
-        """Waits for the end of the transfer that was started under `key`."""
+        """Waits for the transfer in flight under `key` and counts the waiting time as exposed."""
         end, transfer = self._in_flight.pop(key)
         exposed = max(0.0, end - self._now)
         transfer.exposed_seconds += exposed * self._count

@@ -1,4 +1,4 @@
-"""The timeline of a step: seconds in compute, memory, collectives and copies to the host."""
+"""The result of a simulation: a step's time in compute, memory, collectives and host copies."""
 
 import collections
 import dataclasses
@@ -6,19 +6,19 @@ import dataclasses
 
 @dataclasses.dataclass
 class Transfer:
-    """All executions of a collective of a layer, or of a copy to or from the host.
+    """Totals over all executions of one layer's collectives, or host copies, of the same kind.
 
     Attributes:
-      kind: one of `hlo.KINDS`, or the kind of a `copies.HostCopy`.
-      axes: the mesh axes it runs along; empty for copies.
-      layer: "encoder/ffn", or "gradient of encoder/ffn".
-      count: executions.
-      bytes: bytes of the results on one device.
-      wire_bytes: bytes that a device sends.
-      seconds: seconds on the links, whether or not compute overlaps with them.
-      exposed_seconds: the part of `seconds` in which the device waits.
-      crosses: whether it leaves the slice (TPU) or node (GPU).
-      instructions: names of the instructions that start or end it.
+      kind: One of `hlo.KINDS`, or the kind of a `copies.HostCopy`.
+      axes: Mesh axes along which the collective runs; empty for host copies.
+      layer: Path of the layer, such as "encoder/ffn" or "gradient of encoder/ffn".
+      count: Number of executions.
+      bytes: Bytes of the results on one device.
+      wire_bytes: Bytes that each device sends.
+      seconds: Time on the links in seconds, including the part that overlaps with compute.
+      exposed_seconds: The part of `seconds` during which the device waits.
+      crosses: Whether the collective leaves its slice (TPU) or node (GPU).
+      instructions: Names of the instructions that start or end the transfer.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Transfer:
     instructions: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, count: int, seconds: float, sent_bytes: float, result_bytes: int) -> None:
-        """Adds `count` executions, each with these seconds and bytes."""
+        """Adds `count` executions. The other arguments are per execution."""
         self.count += count
         self.seconds += seconds * count
         self.wire_bytes += sent_bytes * count
@@ -42,22 +42,23 @@ class Transfer:
 
 @dataclasses.dataclass
 class Timeline:
-    """The seconds of a step on a device.
+    """The simulated time of one step on one device.
 
     Attributes:
-      seconds: from the first instruction to the last.
-      compute_seconds: in matmuls and kernels.
-      memory_seconds: in all other instructions, which are bound by memory.
-      flops: matmul flops, with those of kernels.
-      kernel_flops: matmul flops in attention kernels and grouped matmuls.
-      recomputed_flops: matmul flops that the backward pass recomputes (remat).
-      flops_by_type: matmul flops by element type, in XLA's names.
-      unknown_kernels: names of kernels whose cost is unknown, and taken as zero.
-      collectives: by (kind, axes, layer).
-      host_copies: copies over the link to the host, by the same key.
-      expert_turn_seconds: of each further round of all-to-all exchanges between experts that
-        uneven loads add (`layers/moe/exchange.py`); not in `seconds`. 0 without such exchanges.
-      instruction_seconds: by the name of an instruction that is not a transfer.
+      seconds: Time from the first instruction to the last.
+      compute_seconds: Time in matmuls and kernels.
+      memory_seconds: Time in all other instructions, which are memory-bound.
+      flops: Matmul flops, including those of kernels.
+      kernel_flops: Matmul flops in attention kernels and grouped matmuls.
+      recomputed_flops: Matmul flops that the backward pass recomputes (remat).
+      flops_by_type: Matmul flops for each element type, by XLA's name of the type.
+      unknown_kernels: Names of kernels whose cost is unknown. They count as zero seconds.
+      collectives: Totals of the collectives, by (kind, axes, layer).
+      host_copies: Totals of the copies between device and host, by the same key.
+      expert_turn_seconds: Time of one extra round of all-to-all exchanges between experts, which
+        only uneven loads need (`layers/moe/exchange.py`). It is not part of `seconds`, and 0 if
+        the program has no such exchanges.
+      instruction_seconds: Time of each instruction that is not a transfer, by its name.
     """
 
     seconds: float = 0.0
@@ -77,20 +78,20 @@ class Timeline:
 
     @property
     def collective_seconds(self) -> float:
-        """Seconds of all collectives, overlapped or not."""
+        """Total time of all collectives, including overlap with compute."""
         return sum(collective.seconds for collective in self.collectives.values())
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds in which the device waits for a collective."""
+        """Time during which the device waits for collectives."""
         return sum(collective.exposed_seconds for collective in self.collectives.values())
 
     @property
     def host_copy_seconds(self) -> float:
-        """Seconds of all copies to and from the host, overlapped or not."""
+        """Total time of all host copies, including overlap with compute."""
         return sum(copy.seconds for copy in self.host_copies.values())
 
     @property
     def exposed_host_copy_seconds(self) -> float:
-        """Seconds in which the device waits for a copy to or from the host."""
+        """Time during which the device waits for host copies."""
         return sum(copy.exposed_seconds for copy in self.host_copies.values())

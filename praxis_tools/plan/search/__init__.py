@@ -1,4 +1,4 @@
 """Searches for the fastest layout of an experiment on a topology.
 
-Candidates are ranked by formulas; the best are compiled and planned. Never runs a step.
+Formulas rank the candidates, and the best ones are compiled and planned. No step is run.
 """

@@ -1,4 +1,4 @@
-"""Candidate layouts: meshes, sharding presets, remat, micro-batches, pipeline schedules."""
+"""Enumerates candidate layouts: meshes, sharding presets, remat, micro-batches and pipelines."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from praxis_tools.plan.search.formulas import POLICIES, Layout, Shape, peak_byte
 from praxis_tools.plan.topology import Topology
 
 AXES = ("replica", "data", "mdl")
-# Candidate presets, and which dim of activations `mdl` splits in them.
+# Maps each candidate preset to the dim of activations that it splits over `mdl`.
 _PRESETS = {
     "fsdp": "rows", "replicated": "rows", "megatron": "features", "fsdp+tensor": "features",
     "fsdp+ring": "features", "fsdp+mlp_ring": "features", "fsdp+context": "time",
@@ -24,11 +24,14 @@ _MAX_MDL = 32
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout of a job.
+    """A candidate layout of a job, with estimates by formulas.
 
     Attributes:
-      settings: the lines for --set.
-      seconds, bytes: of a step on a device, by formulas.
+      settings: Values of --set that select the layout.
+      layout: The layout in terms of the formulas.
+      preset: Name of the sharding preset, or a description of the pipeline schedule.
+      seconds: Estimated time of a train step.
+      bytes: Estimated peak memory per device.
     """
 
     settings: tuple[str, ...]
@@ -40,12 +43,16 @@ class Candidate:
     @property
     def name(self) -> str:
         shape = "x".join(map(str, (self.layout.replica, self.layout.data, self.layout.mdl)))
-        micro = f", {self.layout.micro_batches} micro-batches" * (self.layout.micro_batches > 1)
-        return f"{self.preset} on {shape}, {self.layout.policy}{micro}"
+        num = self.layout.micro_batches
+        micro_batches = f", {num} micro-batches" if num > 1 else ""
+        return f"{self.preset} on {shape}, {self.layout.policy}{micro_batches}"
 
 
 def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterator[Candidate]:
-    """Yields every valid combination of mesh, preset, policy and number of micro-batches."""
+    """Yields every valid combination of mesh, preset, remat policy and number of micro-batches.
+
+    For an experiment with a pipeline, yields pipeline schedules on the experiment's mesh instead.
+    """
     dcn = math.prod(config.mesh.dcn_mesh_shape or (1,))
     per_slice = len(topology.devices) // dcn
     paths = list(paths_of(config.task, "checkpoint_policy", "task"))
@@ -83,7 +90,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
 def _pipelines(
     config: "fdl.Config", shape: Shape, topology: Topology, paths: Sequence[str]
 ) -> Iterator[Candidate]:
-    """Yields pipeline schedules on the experiment's own mesh, with its own splits."""
+    """Yields pipeline schedules on the experiment's mesh, with its weight splits."""
     (path,) = paths_of(config.task, "num_microbatches", "task")
     stack = path.removesuffix(".num_microbatches")
     pipeline = config
@@ -112,21 +119,23 @@ def _pipelines(
         )
 
 
-def diversified(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Returns candidates in rounds: each round has the best left of every preset and policy."""
+def diversify(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Reorders candidates so that those at the front differ in preset and remat policy.
+
+    The best candidates of every (preset, policy) come first, then all second best, and so on.
+    """
     num_seen: Counter[tuple[str, str]] = Counter()
     rounds = []
     for candidate in ranked:
         key = (candidate.preset, candidate.layout.policy)
         rounds.append(num_seen[key])
         num_seen[key] += 1
-    return [candidate for _, candidate in sorted(
-        zip(rounds, ranked, strict=True), key=lambda item: item[0]
-    )]
+    by_round = sorted(zip(rounds, ranked, strict=True), key=lambda pair: pair[0])
+    return [candidate for _, candidate in by_round]
 
 
 def paths_of(config: Any, argument: str, path: str) -> Iterator[str]:
-    """Yields the path of every argument of that name in a config and the configs within it."""
+    """Yields the path of every argument with the given name in a config and its subconfigs."""
     if isinstance(config, fdl.Buildable):
         if argument in _arguments(config):
             yield f"{path}.{argument}"

@@ -1,9 +1,9 @@
-"""Estimates the seconds and bytes of a step by formulas, without compiling it.
+"""Estimates the time and memory of a step with formulas, without compiling it.
 
-The formulas are those of the scaling book (https://jax-ml.github.io/scaling-book, "Sharded
-matrices" and "Training"): 6 flops per weight and token, weights gathered twice and gradients
-scattered once per step (FSDP), activations gathered and scattered around each half of a block
-(tensor parallelism). They rank the candidates of a search; plans come from compiled programs.
+The formulas are from the scaling book (https://jax-ml.github.io/scaling-book, "Sharded matrices"
+and "Training"): 6 flops per weight and token; FSDP gathers weights twice and scatters gradients
+once per step; tensor parallelism gathers and scatters activations around each half of a block.
+They only rank the candidates of a search. Plans come from compiled programs.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from praxis_tools.plan.chips import Chip
 from praxis_tools.plan.costs import FITTED
 
 BF16, F32 = 2, 4
-# checkpoint_policy -> (activations that it saves per block and token, in multiples of model_dims;
-# in multiples of hidden_dims; the share of forward matmuls that the backward pass repeats).
+# Maps a checkpoint_policy to the activations that it saves per block and token, as (multiple of
+# model_dims, multiple of hidden_dims), and the fraction of forward matmuls that are recomputed.
 POLICIES: dict[str, tuple[float, float, float]] = {
     "save_nothing": (1, 0, 1.0),
     "save_qkv_out_proj_separate": (5, 0, 0.7),
@@ -34,10 +34,14 @@ class Shape:
     """The sizes of a transformer and its batch.
 
     Attributes:
-      parameters: all weights.
-      num_layers, model_dims, hidden_dims, vocab_size: as in TransformerLm.
-      slots: elements that the optimizer stores per weight (Adam: 2).
-      rows, tokens_per_row: of a global batch.
+      parameters: Number of weights.
+      num_layers: Number of transformer blocks.
+      model_dims: Width of the residual stream.
+      hidden_dims: Width of the feed-forward layers.
+      vocab_size: Number of ids.
+      slots: Number of elements that the optimizer stores per weight (Adam: 2).
+      rows: Number of rows in a global batch.
+      tokens_per_row: Number of tokens in each row.
     """
 
     parameters: int
@@ -52,15 +56,17 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a step is distributed.
+    """How a step is distributed over devices.
 
     Attributes:
-      replica, data, mdl: devices along the mesh's axes; weights are replicated over `replica`.
-      mdl_splits: the dim of activations that `mdl` splits: "rows", "features" (tensor parallelism)
-        or "time" (context parallelism).
-      gathers_weights: whether weights are split over `data` and gathered (FSDP).
-      policy: a name in POLICIES.
-      micro_batches: gradient accumulation steps.
+      replica: Number of devices along the axis over which weights are replicated.
+      data: Number of devices along the axis that splits rows and, with FSDP, weights.
+      mdl: Number of devices along the model axis.
+      mdl_splits: Dim of activations that `mdl` splits: "rows", "features" (tensor parallelism) or
+        "time" (context parallelism).
+      gathers_weights: Whether weights are split over `data` and gathered for each layer (FSDP).
+      policy: Remat policy, a key of POLICIES.
+      micro_batches: Number of gradient accumulation steps.
     """
 
     replica: int
@@ -77,30 +83,34 @@ class Layout:
 
     @property
     def tensor_size(self) -> int:
-        """Devices that features are split over (tensor parallelism)."""
+        """Number of devices over which features are split (tensor parallelism)."""
         return self.mdl if self.mdl_splits == "features" else 1
 
 
 def step_seconds(shape: Shape, layout: Layout, chip: Chip) -> float:
-    """Returns the seconds of a train step: matmuls, or gathers of weights if those take longer."""
+    """Returns the estimated time of a train step.
+
+    The transfers of weights overlap with matmuls, so only the slower of the two counts. Matmuls
+    wait for the transfers of activations.
+    """
     tokens = _tokens_per_device(shape, layout) * layout.micro_batches
-    *_, repeated = POLICIES[layout.policy]
-    flops = (6 + 2 * repeated) * shape.parameters * tokens
+    *_, recomputed = POLICIES[layout.policy]
+    flops = (6 + 2 * recomputed) * shape.parameters * tokens
     attention = shape.num_layers * shape.model_dims * shape.tokens_per_row / 2
-    flops += (12 + 4 * repeated) * attention * tokens
-    # A complete model reaches 0.75 of the peak by the compiler's cycles.
-    matmuls = flops / chip.peak() / (0.75 * FITTED.cycles)
+    flops += (12 + 4 * recomputed) * attention * tokens
+    # An entire model reaches 0.75 of the peak, in the compiler's cycles.
+    matmul_seconds = flops / chip.peak() / (0.75 * FITTED.cycles)
     num_links = 2 if chip.torus_dims else 1
     bandwidth = num_links * chip.link_bandwidth * FITTED.link
-    weights = _bytes_for_weights(shape, layout) / bandwidth
-    activations = _bytes_for_activations(shape, layout, repeated) / bandwidth
-    # Gathers of weights overlap with matmuls; matmuls wait for those of activations.
-    update = (2 + 2 * shape.slots + 2) * F32 * _weights_per_device(shape, layout)
-    return max(matmuls, weights) + activations + update / chip.hbm_bandwidth
+    weight_seconds = _bytes_for_weights(shape, layout) / bandwidth
+    activation_seconds = _bytes_for_activations(shape, layout, recomputed) / bandwidth
+    update_bytes = (2 + 2 * shape.slots + 2) * F32 * _weights_per_device(shape, layout)
+    update_seconds = update_bytes / chip.hbm_bandwidth
+    return max(matmul_seconds, weight_seconds) + activation_seconds + update_seconds
 
 
 def peak_bytes(shape: Shape, layout: Layout) -> float:
-    """Returns the bytes of a device in a train step: state, gradients, activations, logits."""
+    """Returns the estimated bytes per device of state, gradients, activations and logits."""
     weights = _weights_per_device(shape, layout)
     per_model, per_hidden, _ = POLICIES[layout.policy]
     tokens = _tokens_per_device(shape, layout)
@@ -118,7 +128,7 @@ def peak_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def _tokens_per_device(shape: Shape, layout: Layout) -> float:
-    """Returns the tokens per device of a micro-batch, whose rows are padded to the devices."""
+    """Returns the tokens per device of a micro-batch, including padding rows."""
     mdl_over_rows = layout.mdl if layout.mdl_splits == "rows" else 1
     devices = layout.replica * layout.data * mdl_over_rows
     rows = math.ceil(shape.rows / layout.micro_batches / devices)
@@ -132,7 +142,7 @@ def _weights_per_device(shape: Shape, layout: Layout) -> float:
 
 
 def _bytes_for_weights(shape: Shape, layout: Layout) -> float:
-    """Returns the bytes that a device sends for weights and gradients."""
+    """Returns the bytes that each device sends to gather weights and to sum gradients."""
     group = layout.data * layout.mdl // layout.tensor_size
     weight_bytes = BF16 * shape.parameters / layout.tensor_size
     if not layout.gathers_weights:
@@ -142,39 +152,48 @@ def _bytes_for_weights(shape: Shape, layout: Layout) -> float:
     return gathered + 2 * F32 * _weights_per_device(shape, layout) * (layout.replica > 1)
 
 
-def _bytes_for_activations(shape: Shape, layout: Layout, repeated: float) -> float:
-    """Returns the bytes that a device sends for activations along `mdl`."""
+def _bytes_for_activations(shape: Shape, layout: Layout, recomputed: float) -> float:
+    """Returns the bytes of activations that each device sends along `mdl`."""
     if layout.mdl_splits == "rows":
         return 0.0
     tokens = _tokens_per_device(shape, layout)
     if layout.mdl_splits == "features":
         tokens *= layout.mdl  # A layer's features are gathered for all tokens of the group.
     sent = tokens * shape.model_dims * BF16 * (layout.mdl - 1) / layout.mdl
-    # Forward, backward, and repeated forward. Features: a gather and a scatter around each half of
-    # a block. Time: queries, keys, values and outputs are exchanged for a split of heads (Ulysses).
-    return 4 * (2 + repeated) * sent * shape.num_layers * layout.micro_batches
+    # A block has four transfers in each of the forward, the backward and the recomputed forward
+    # pass. For "features", these are a gather and a scatter around each half of the block. For
+    # "time", they re-split queries, keys, values and outputs from time to heads (Ulysses).
+    return 4 * (2 + recomputed) * sent * shape.num_layers * layout.micro_batches
 
 
 def bubble_share(model: Any, rows: int) -> float | None:
-    """Returns the largest share of ticks in which a stage of a model's pipelines idles.
+    """Returns the fraction of ticks in which a pipeline stage is idle.
 
     Args:
-      model: a task's model.
-      rows: of a global batch.
+      model: Model of a task.
+      rows: Number of rows in a global batch.
 
     Returns:
-      None without a pipeline, and for models that are not NNX modules.
+      The largest fraction over all pipelines of the model; None if it has no pipeline or is not an
+      NNX module.
     """
     module = model.abstract_module()
     if module is None:
         return None
-    pipelines = [item for _, item in nnx.compat.iter_modules(module) if isinstance(item, Pipeline)]
-    return max((_bubble_share(pipeline, rows) for pipeline in pipelines), default=None)
+    return max(
+        (
+            _bubble_share(layer, rows) for _, layer in nnx.compat.iter_modules(module)
+            if isinstance(layer, Pipeline)
+        ),
+        default=None,
+    )
 
 
 def _bubble_share(pipeline: Pipeline, rows: int) -> float:
-    number = pipeline.num_microbatches or -(-rows // pipeline.microbatch_size)
-    schedule = Schedule(pipeline.num_stages, number, pipeline.circular_repeat)
-    if pipeline.split_backward:  # Forward twice, then both gradients, take as long each.
+    num_microbatches = pipeline.num_microbatches or -(-rows // pipeline.microbatch_size)
+    schedule = Schedule(pipeline.num_stages, num_microbatches, pipeline.circular_repeat)
+    if pipeline.split_backward:
+        # The backward pass recomputes the forward pass, so there are two forward ticks for each
+        # tick of gradients of inputs, and of weights.
         return schedule.split_bubble_share(forward=2.0)
     return schedule.bubble_share

@@ -1,4 +1,4 @@
-"""Chooses a job's mesh for a given set of devices: the fastest valid mesh, by formulas."""
+"""Chooses the mesh of a job for a given set of devices: the fastest valid mesh, by formulas."""
 
 import dataclasses
 import math
@@ -28,19 +28,22 @@ from praxis_tools.plan.predict import num_units
 from praxis_tools.plan.search.formulas import Layout, Shape, peak_bytes, step_seconds
 from praxis_tools.plan.topology import attached_topology
 
-_DEFAULT_CHIP = CHIPS["h100"]  # Ranks meshes of accelerators that the table of chips lacks.
-_TIME_TOLERANCE = 0.01  # Step times that differ by a smaller factor count as equal.
-_NUM_SLOTS = 2  # Elements that the optimizer stores per weight, for the formulas: Adam's.
+_DEFAULT_CHIP = CHIPS["h100"]  # Used for accelerators that `CHIPS` lacks.
+_TIME_TOLERANCE = 0.01  # Step times count as equal if they differ by less than this fraction.
+_NUM_SLOTS = 2  # The formulas assume Adam: two elements per weight.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A mesh, and estimates of a train step on it.
+    """A candidate mesh, with estimates of a train step on it.
 
     Attributes:
-      keeps_slices: whether the mesh has as many slices as the devices.
-      seconds, bytes: of a step on a device, by formulas.
-      distance: from the experiment's own mesh: sum over axes of |log(size / own size)|.
+      mesh: The mesh.
+      keeps_slices: Whether the mesh has as many slices as the devices.
+      seconds: Estimated time of a train step.
+      bytes: Estimated peak memory per device.
+      distance: Distance to the mesh of the experiment, the sum over axes of
+        |log(size / size in the experiment)|.
     """
 
     mesh: MeshConfig
@@ -50,19 +53,21 @@ class _Candidate:
     distance: float
 
 
-def chosen_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
-    """Returns the mesh of a job for these devices, with the axes of its own mesh.
+def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
+    """Chooses a mesh for these devices, with the same axis names as the mesh of the job.
 
-    Every factorization of the number of devices over the axes is a candidate. It returns the
-    fastest one, by formulas, that the task and the data accept and whose state fits in memory. Of
-    equally fast meshes it prefers the nearest to the job's own. Nothing is compiled.
+    Every factorization of the number of devices over the axes is a candidate. Returns the fastest
+    candidate, by formulas, that is valid for the task and the data and whose state fits in memory.
+    Of equally fast candidates, the one closest to the mesh of the job is preferred. Nothing is
+    compiled.
 
     Raises:
-      ConfigError: no candidate is valid or fits; the message has the number of devices needed.
+      ConfigError: No candidate is valid, or none fits. In the latter case, the message has the
+        number of devices needed.
     """
     topology = attached_topology(devices)
     chip = _DEFAULT_CHIP if topology is None else topology.chip
-    candidates, refused, too_large = _ranked(job, devices, chip), [], []
+    candidates, validation_errors, too_large = _rank_candidates(job, devices, chip), [], []
     for candidate in candidates:
         try:
             partitioner = partitioner_on(job, make_mesh(candidate.mesh, devices))
@@ -70,33 +75,34 @@ def chosen_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
                 step = partitioner.train_step if name == TRAIN else partitioner.eval_step
                 check_reads(step, checked_spec(pipeline, f"datasets.{name}"), f"datasets.{name}")
         except ConfigError as error:
-            refused.append(error)
+            validation_errors.append(error)
             continue
         try:
             check_fits(partitioner.layout, partitioner.mesh, "train")
         except ConfigError as error:
-            held = sum(leaf.bytes_per_device for leaf in partitioner.layout.leaves())
-            too_large.append((held, candidate.mesh, error))
+            state_bytes = sum(leaf.bytes_per_device for leaf in partitioner.layout.leaves())
+            too_large.append((state_bytes, candidate.mesh, error))
             continue
         print(
             f"the mesh for {len(devices)} devices: {candidate.mesh.shape} of {len(candidates)}, by "
             f"formulas {seconds_text(candidate.seconds)} a step on {chip.name}", flush=True,
         )
         if not candidate.keeps_slices:
-            print("note: mesh.dcn_mesh_shape is None now, for the slices do not divide an axis")
+            print("note: mesh.dcn_mesh_shape is now None: the slices do not divide the mesh axis")
         return candidate.mesh
     if not too_large:
-        raise refused[0]
-    held, mesh, error = min(too_large, key=lambda item: item[0])
+        raise validation_errors[0]
+    state_bytes, mesh, error = min(too_large, key=lambda entry: entry[0])
     available = bytes_of_a_device(devices)
+    num_needed = math.ceil(state_bytes * len(devices) / available)
     raise ConfigError(
-        f"Of {len(candidates)} meshes of {len(devices)} devices none holds the state; {mesh.shape} "
-        f"comes nearest. At least {math.ceil(held * len(devices) / available)} devices like these "
-        f"are needed: --min_processes says from how many on the job goes on. {error}"
+        f"The state does not fit on {len(devices)} devices with any of {len(candidates)} meshes "
+        f"(best: {mesh.shape}). At least {num_needed} such devices are needed; raise "
+        f"--min_processes so that the job waits for them. {error}"
     )
 
 
-def _ranked(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candidate]:
+def _rank_candidates(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candidate]:
     """Returns all candidates, the best first."""
     spec = checked_spec(job.datasets[TRAIN], f"datasets.{TRAIN}")
     rows = num_rows_of(spec)
@@ -105,20 +111,20 @@ def _ranked(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candid
     candidates = []
     for sizes in _factorizations(len(devices), len(job.mesh.axis_names)):
         mesh = _mesh(job.mesh, sizes, num_slices, is_torus=chip.torus_dims > 0)
-        shape, layout = _formula_terms(job.task, specs, mesh, rows, num_units(spec) // rows)
+        shape, layout = _formula_inputs(job.task, specs, mesh, rows, num_units(spec) // rows)
         candidates.append(_Candidate(
             mesh, math.prod(mesh.dcn_mesh_shape or (1,)) == num_slices,
             step_seconds(shape, layout, chip), peak_bytes(shape, layout),
             _distance(job.mesh, sizes),
         ))
-    fastest = min(item.seconds for item in candidates)
-    # For simulated devices, `check_fits` compares with the host's memory.
-    room = math.inf if chip.name == "cpu" else chip.hbm_bytes
+    fastest = min(candidate.seconds for candidate in candidates)
+    # For simulated devices, `check_fits` checks against the memory of the host instead.
+    available = math.inf if chip.name == "cpu" else chip.hbm_bytes
 
     def rank(candidate: _Candidate) -> tuple:
         slowdown = round(math.log(candidate.seconds / fastest) / _TIME_TOLERANCE)
         return (
-            not candidate.keeps_slices, candidate.bytes > room, slowdown,
+            not candidate.keeps_slices, candidate.bytes > available, slowdown,
             round(candidate.distance, 6), candidate.mesh.shape,
         )
 
@@ -137,7 +143,7 @@ def _factorizations(number: int, num_axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
-    """Returns the number of slices for a mesh of these devices; 1 if the job's own mesh has 1."""
+    """Returns the number of slices for a mesh of these devices; 1 if the job's mesh has 1."""
     if math.prod(config.dcn_mesh_shape or (1,)) == 1:
         return 1
     slices = Counter(getattr(device, "slice_index", None) for device in devices)
@@ -150,7 +156,7 @@ def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
 def _mesh(
     config: MeshConfig, sizes: tuple[int, ...], num_slices: int, *, is_torus: bool
 ) -> MeshConfig:
-    """Returns `config` with these sizes, and its slices along their axis, if they divide it."""
+    """Returns `config` with new axis sizes. The slices keep their axis if they divide its size."""
     shape, dcn = list(sizes), None
     if num_slices > 1:
         axis = config.dcn_mesh_shape.index(max(config.dcn_mesh_shape))
@@ -159,27 +165,40 @@ def _mesh(
             dcn = tuple(num_slices if k == axis else 1 for k in range(len(sizes)))
     return dataclasses.replace(
         config, ici_mesh_shape=tuple(shape), dcn_mesh_shape=dcn,
-        # The dims of a torus that lost a host rarely match these sizes.
+        # After the loss of a host, the torus dims rarely match the axis sizes.
         allow_split_physical_axes=config.allow_split_physical_axes or is_torus,
     )
 
 
 def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
-    own = [abs(size) * dcn for size, dcn in zip(  # -1, which fits any size, counts as 1.
+    """Returns the distance between `sizes` and the axis sizes of `config`, as a sum of log ratios.
+
+    An axis of size -1 counts as size 1.
+    """
+    config_sizes = [abs(size) * dcn for size, dcn in zip(
         config.ici_mesh_shape, config.dcn_mesh_shape or (1,) * len(sizes), strict=True
     )]
-    return sum(abs(math.log(size / other)) for size, other in zip(sizes, own, strict=True))
+    return sum(
+        abs(math.log(size / other)) for size, other in zip(sizes, config_sizes, strict=True)
+    )
 
 
-def _formula_terms(
+def _formula_inputs(
     task: Task, weight_specs: Mapping, mesh: MeshConfig, rows: int, tokens_per_row: int
 ) -> tuple[Shape, Layout]:
-    """Returns a task and a mesh in terms of the formulas.
+    """Converts a task and a mesh to the inputs of the formulas.
 
-    An axis that splits rows counts as "data" if most weights are split over it too, otherwise as
-    "replica". Any other axis that splits most weights counts as "mdl". Weights count with padding.
-    Model sizes are estimated from the weights: model_dims is the most frequent dim, and a layer has
-    12 * model_dims**2 weights.
+    An axis that splits rows counts as "data" if it also splits most weights, and as "replica"
+    otherwise. Any other axis that splits most weights counts as "mdl". Weights include padding.
+    The model's sizes are guessed from the weights: model_dims is the most frequent dim, and a layer
+    has 12 * model_dims**2 weights.
+
+    Args:
+      task: Task to train.
+      weight_specs: Shapes and specs of the model's weights.
+      mesh: Candidate mesh.
+      rows: Number of rows in a global batch.
+      tokens_per_row: Number of tokens in each row.
     """
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     decided = decide_shardings(weight_specs, task.weight_sharding, sizes).weight_specs

@@ -1,7 +1,7 @@
 """Finds the fastest mesh, preset, remat policy and number of micro-batches for a topology.
 
-Formulas rank all candidates and drop those that cannot fit. The best of them are compiled and
-planned, until the time is up.
+Formulas rank all candidates and drop those that cannot fit. The best candidates are compiled and
+planned until the time limit.
 """
 
 import dataclasses
@@ -27,16 +27,16 @@ from praxis_tools.plan.search.candidates import (
     AXES,
     Candidate,
     candidates,
-    diversified,
+    diversify,
     paths_of,
 )
 from praxis_tools.plan.search.formulas import Shape
-from praxis_tools.plan.search.search_report import experiment_source, picture, table
+from praxis_tools.plan.search.search_report import experiment_source, plot_plans, table
 from praxis_tools.plan.step_plan import StepPlan
 from praxis_tools.plan.topology import Topology
 
 FOLDER = Path("plan_search")
-# Factors by which the formulas may be wrong about a candidate that is still worth compiling.
+# A candidate is compiled if it would be good enough with the formulas wrong by these factors.
 _BYTES_TOLERANCE, _SECONDS_TOLERANCE = 1.5, 1.25
 
 
@@ -44,21 +44,26 @@ def search(
     launched: LaunchedConfig, packages: Sequence[str], topology: Topology, *, minutes: float,
     file: Path | None = None,
 ) -> None:
-    """Prints its progress, and writes all plans, a picture and the best class to `plan_search/`.
+    """Searches for the fastest layout and prints the progress and the result.
+
+    Writes all plans, a plot and an experiment class with the best layout to `plan_search/`.
 
     Args:
-      packages: as for --packages.
-      minutes: how long candidates are compiled.
-      file: where to write the best plan.
+      launched: Experiment and settings to search layouts for.
+      packages: Packages of the experiments, as for --packages.
+      topology: Devices to search layouts for.
+      minutes: Time limit for compiling candidates.
+      file: Path of a JSON file to write with the best plan.
 
     Raises:
-      ConfigError: the experiment's mesh has other axes, or nothing that was compiled fits.
+      ConfigError: The mesh of the experiment has other axes than the presets, or none of the
+        compiled candidates fits.
     """
     if minutes <= 0:
-        raise ConfigError(f"--search_minutes={minutes:g}; expected a number above 0.")
-    until = time.monotonic() + 60 * minutes
+        raise ConfigError(f"--search_minutes={minutes:g}: expected a number above 0.")
+    deadline = time.monotonic() + 60 * minutes
     shape = shape_of(launched.config, topology)
-    ranked = sorted(candidates(launched.config, shape, topology), key=lambda item: item.seconds)
+    ranked = sorted(candidates(launched.config, shape, topology), key=lambda x: x.seconds)
     max_bytes = _BYTES_TOLERANCE * topology.chip.hbm_bytes
     fitting = [candidate for candidate in ranked if candidate.bytes <= max_bytes]
     print(
@@ -66,15 +71,15 @@ def search(
         f"best for {minutes:g} minutes", flush=True,
     )
     plans: list[tuple[Candidate, StepPlan]] = []
-    for number, candidate in enumerate(diversified(fitting), start=1):
-        best, left = fastest(plans), until - time.monotonic()
-        if plans and left < 0:
+    for number, candidate in enumerate(diversify(fitting), start=1):
+        best, seconds_left = fastest(plans), deadline - time.monotonic()
+        if plans and seconds_left < 0:
             break
         if best is not None and candidate.seconds > _SECONDS_TOLERANCE * best[0].seconds:
             break
         print(f"[{number}] {candidate.name}: {seconds_text(candidate.seconds)} by formulas; "
-              f"compiling, {max(0.0, left) / 60:.1f} minutes left", flush=True)
-        plan = planned(launched, packages, candidate, topology)
+              f"compiling, {max(0.0, seconds_left) / 60:.1f} minutes left", flush=True)
+        plan = plan_candidate(launched, packages, candidate, topology)
         if plan is not None:
             plans.append((candidate, plan))
             text = "fits" if plan.fits else "does not fit"
@@ -85,8 +90,8 @@ def search(
     print(f"\n{table(plans)}")
     if best is None:
         raise ConfigError(
-            f"Of {len(plans)} candidates that were compiled for {topology.name} none fits. Take a "
-            "larger topology or a smaller batch, or search longer (--search_minutes)."
+            f"None of the {len(plans)} candidates compiled for {topology.name} fits. Use a larger "
+            "topology or a smaller batch, or search longer (--search_minutes)."
         )
     _write(launched, packages, topology, plans, best)
     if file is not None:
@@ -94,33 +99,34 @@ def search(
 
 
 def fastest(plans: Sequence[tuple[Candidate, StepPlan]]) -> tuple[Candidate, StepPlan] | None:
-    """Returns the candidate and plan with the fewest seconds among those that fit, or None."""
-    fitting = [item for item in plans if item[1].fits and item[1].step_seconds is not None]
-    return min(fitting, key=lambda item: item[1].step_seconds, default=None)
+    """Returns the fastest candidate that fits, with its plan, or None if no candidate fits."""
+    fitting = [pair for pair in plans if pair[1].fits and pair[1].step_seconds is not None]
+    return min(fitting, key=lambda pair: pair[1].step_seconds, default=None)
 
 
 def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
     """Returns the sizes of an experiment's model and batch.
 
     Raises:
-      ConfigError: the mesh has other axes than the presets, or the model's config has no sizes.
+      ConfigError: The mesh has other axes than the presets, or the model's config lacks sizes.
     """
     is_pipelined = next(paths_of(config.task, "num_microbatches", "task"), None) is not None
     if tuple(config.mesh.axis_names) != AXES and not is_pipelined:
         raise ConfigError(
-            f"--search tries the sharding presets, which are for meshes of the axes {AXES}; the "
-            f"experiment's mesh has {tuple(config.mesh.axis_names)}. Plan its meshes one by one."
+            "--search tries the sharding presets, which need a mesh with axes "
+            f"{AXES}; the mesh of the experiment has {tuple(config.mesh.axis_names)}. Run "
+            "--mode=plan for each of its meshes instead."
         )
     model, names = config.task.model, ("num_layers", "model_dims", "hidden_dims")
     sizes = {name: getattr(model, name, None) for name in names}
     if not all(isinstance(size, int) for size in sizes.values()):
         raise ConfigError(
-            f"--search orders its candidates by {', '.join(names)}, which task.model does not have "
-            "(those of TransformerLm do). Plan its meshes one by one."
+            f"--search ranks candidates by {', '.join(names)}, as TransformerLm has them, but the "
+            "config of task.model lacks them. Run --mode=plan for each mesh instead."
         )
     job = build(config)
     if not is_pipelined:
-        # Any mesh that fills the topology does: the state is measured on it.
+        # Only the total size of the state is measured, so any mesh that fills the topology works.
         num_slices = math.prod(job.mesh.dcn_mesh_shape or (1,))
         ici_shape = (1, len(topology.devices) // num_slices, 1)
         mesh = dataclasses.replace(
@@ -140,10 +146,10 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
     )
 
 
-def planned(
+def plan_candidate(
     launched: LaunchedConfig, packages: Sequence[str], candidate: Candidate, topology: Topology
 ) -> StepPlan | None:
-    """Returns a candidate's plan. If the experiment refuses it, prints why and returns None."""
+    """Compiles a candidate and returns its plan; prints the error of an invalid candidate."""
     try:
         settings = [*launched.settings, *candidate.settings]
         job = build(config_of_experiment(launched.experiment, settings, packages).config)
@@ -152,7 +158,7 @@ def planned(
         with explained_warnings(lambda warning: None):
             plan = plan_step(partitioner, step, spec, topology)
     except (ConfigError, jax.errors.JaxRuntimeError) as error:
-        print(f"    refused: {str(error).splitlines()[0][:160]}", flush=True)
+        print(f"    invalid: {str(error).splitlines()[0][:160]}", flush=True)
         return None
     return dataclasses.replace(plan, compiled=None)
 
@@ -162,13 +168,13 @@ def _write(
     plans: Sequence[tuple[Candidate, StepPlan]], best: tuple[Candidate, StepPlan],
 ) -> None:
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / "__init__.py").write_text('"""What --mode=plan --search found."""\n', "utf-8")
+    (FOLDER / "__init__.py").write_text('"""Results of --mode=plan --search."""\n', "utf-8")
     settings = [*launched.settings, *best[0].settings]
     class_name, source = experiment_source(launched.experiment, topology, settings, best)
     (FOLDER / "best.py").write_text(source, "utf-8")
     note = f"The picture: {FOLDER / 'pareto.png'}."
     try:
-        picture(plans, topology, FOLDER / "pareto.png")
+        plot_plans(plans, topology, FOLDER / "pareto.png")
     except ConfigError as error:  # matplotlib is not installed.
         note = f"note: {error}"
     records = [
@@ -181,6 +187,6 @@ def _write(
     (FOLDER / "plans.json").write_text(json.dumps(records, indent=1) + "\n", "utf-8")
     lines = " \\\n    ".join(f"'{setting}'" for setting in settings)
     print(f"\nThe fastest that fits: {best[0].name}\n  --set {lines}")
-    listed = ",".join([str(FOLDER), *packages])
-    print(f"\nAs an experiment: --packages={listed} --exp={FOLDER}.best.{class_name}\n"
+    all_packages = ",".join([str(FOLDER), *packages])
+    print(f"\nAs an experiment: --packages={all_packages} --exp={FOLDER}.best.{class_name}\n"
           f"{note} All plans: {FOLDER / 'plans.json'}")

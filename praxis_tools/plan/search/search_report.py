@@ -1,4 +1,4 @@
-"""Reports a search: a table, a picture, and the source of the best experiment class."""
+"""Reports a search as a table, a plot and the source of an experiment with the best layout."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,10 @@ Plans = Sequence[tuple[Candidate, StepPlan]]
 
 
 def pareto_front(plans: Plans) -> list[StepPlan]:
-    """Returns the fitting plans that no other beats in both memory and time, the fastest first."""
+    """Returns the plans on the Pareto front of memory and time, the fastest first.
+
+    Only plans that fit in memory count.
+    """
     fitting = sorted(
         (plan for _, plan in plans if plan.fits and plan.step_seconds is not None),
         key=lambda plan: (plan.step_seconds, plan.peak_bytes_per_device),
@@ -29,7 +32,7 @@ def pareto_front(plans: Plans) -> list[StepPlan]:
 
 
 def table(plans: Plans) -> str:
-    """Returns a line per plan, the fastest first; '*' marks the Pareto front of memory and time."""
+    """Returns a text table of the plans, the fastest first; '*' marks the Pareto front."""
     front = pareto_front(plans)
     lines = [f"  {'step':>9}  {'GiB':>7}  {'MFU':>6}  {'fits':<5} layout"]
     for candidate, plan in sorted(plans, key=lambda pair: pair[1].step_seconds or math.inf):
@@ -43,8 +46,8 @@ def table(plans: Plans) -> str:
     return "\n".join(lines)
 
 
-def picture(plans: Plans, topology: Topology, path: Path) -> None:
-    """Draws memory against time as a PNG, with the Pareto front and the device's memory."""
+def plot_plans(plans: Plans, topology: Topology, path: Path) -> None:
+    """Plots the time of each plan over its memory, with the Pareto front, as a PNG."""
     matplotlib_figure = optional_module("matplotlib.figure", str(path))
     figure = matplotlib_figure.Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
@@ -76,13 +79,20 @@ def picture(plans: Plans, topology: Topology, path: Path) -> None:
 def experiment_source(
     experiment: str, topology: Topology, settings: Sequence[str], best: tuple[Candidate, StepPlan]
 ) -> tuple[str, str]:
-    """Returns the name and the source of a class that is `experiment` with `settings`."""
+    """Returns the name and the source of a subclass of the experiment with the best settings.
+
+    Args:
+      experiment: Full name of the experiment class.
+      topology: Topology of the search.
+      settings: Values of --set, including those of the best candidate.
+      best: The best candidate and its plan.
+    """
     module, _, base = experiment.rpartition(".")
     name = f"{base}Planned"
     candidate, plan = best
     setting_lines = "\n".join(f"    {setting!r}," for setting in settings)
     slices = f", {topology.num_slices} slices" if topology.num_slices > 1 else ""
-    source = f'''"""What --mode=plan --search found for {experiment} on {topology.name}{slices}."""
+    source = f'''"""The fastest layout of {experiment} on {topology.name}{slices}."""
 
 from {module} import {base}
 from praxis_lite import register

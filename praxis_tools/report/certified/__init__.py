@@ -1,4 +1,5 @@
-"""Certificates of jobs: a document of facts that others can recompute and compare.
+"""Certificates of jobs: documents with facts that anyone can recompute and compare.
 
-Reads the files of a job and recomputes its data; never trains, and needs no accelerator.
+Facts are computed from the files of a job and from its data. No step is trained, and no accelerator
+is needed.
 """

@@ -1,4 +1,4 @@
-"""Certificates of jobs: written as JSON with a digest over itself, and compared with the jobs."""
+"""Creates certificates of jobs as JSON with a digest, and verifies them against the jobs."""
 
 import dataclasses
 import datetime
@@ -20,11 +20,13 @@ SAME, DIFFERS, UNKNOWN = "same", "DIFFERS", "cannot be recomputed here"
 
 @dataclasses.dataclass(frozen=True)
 class CertifiedJob:
-    """A job and its certified facts.
+    """A job with its certified facts.
 
     Attributes:
-      name: the last part of its directory.
-      path: of the directory, where it was certified.
+      name: Last part of the job's directory.
+      path: Directory in which the job was certified.
+      scope: Part of the job that the certificate covers.
+      facts: The facts.
     """
 
     name: str
@@ -34,16 +36,17 @@ class CertifiedJob:
 
     @property
     def faults(self) -> list[str]:
-        """Sentences on the faults of the job."""
+        """Sentences about faults of the job."""
         return [fault for fact in self.facts for fault in fact.faults]
 
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """The certificate of jobs.
+    """A certificate of one or more jobs.
 
     Attributes:
-      written: when, in ISO 8601.
+      written: Time of creation, in ISO 8601.
+      jobs: The certified jobs.
     """
 
     written: str
@@ -51,11 +54,11 @@ class Certificate:
 
     @property
     def faults(self) -> list[str]:
-        """Sentences on the faults of any of the jobs."""
+        """Sentences about faults of any of the jobs."""
         return [f"{job.name}: {fault}" for job in self.jobs for fault in job.faults]
 
     def as_json(self) -> dict[str, Any]:
-        """Serialises the certificate, with the SHA-256 of all else in it."""
+        """Returns the certificate as JSON values, with a SHA-256 of all other fields."""
         fields = {"format": FORMAT, "written": self.written}
         fields["jobs"] = json.loads(json.dumps([dataclasses.asdict(job) for job in self.jobs]))
         return {**fields, "sha256": _digest(fields)}
@@ -63,12 +66,12 @@ class Certificate:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The comparison of a certificate's fact with the job.
+    """The result of comparing a fact of a certificate with the job.
 
     Attributes:
-      title: of the fact, with the job's name.
+      title: Title of the fact, with the job's name.
       verdict: SAME, DIFFERS or UNKNOWN.
-      details: the two values, or why they cannot be compared; "" if they are the same.
+      details: The two values, or why they cannot be compared; "" if they are equal.
     """
 
     title: str
@@ -79,8 +82,8 @@ class Verdict:
         return f"{self.title}: {self.verdict}" + (f": {self.details}" if self.details else "")
 
 
-def certified(jobs: Mapping[str, JobDir], reading: Reading) -> Certificate:
-    """Returns the certificate of jobs as they are now; raises ConfigError as `scope_of`."""
+def certify_jobs(jobs: Mapping[str, JobDir], reading: Reading) -> Certificate:
+    """Returns a certificate of the current state of jobs. Raises ConfigError like `scope_of`."""
     certified_jobs = []
     for name, job_dir in jobs.items():
         scope = scope_of(job_dir)
@@ -91,10 +94,10 @@ def certified(jobs: Mapping[str, JobDir], reading: Reading) -> Certificate:
 
 
 def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
-    """Returns the certificate in a file, and whether its digest is that of its content.
+    """Reads a certificate and checks its digest.
 
     Raises:
-      ConfigError: the file cannot be read, or is not a certificate.
+      ConfigError: The file cannot be read, or is not a certificate.
     """
     try:
         fields = read_json(path)
@@ -103,8 +106,8 @@ def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
         certificate = Certificate(fields["written"], [_job(job) for job in fields["jobs"]])
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is not a certificate ({shown(str(error))}). --mode=certify JOB --json=FILE "
-            "writes one."
+            f"{path} is not a certificate ({shown(str(error))}). Create one with "
+            "--mode=certify JOB --json=FILE."
         ) from None
     actual, title = _digest(fields), "the certificate's own digest"
     if actual == digest:
@@ -112,24 +115,26 @@ def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
     return certificate, Verdict(title, DIFFERS, f"recorded {_short(digest)}, here {_short(actual)}")
 
 
-def verified(
+def verify_certificate(
     certificate: Certificate, jobs: Sequence[JobDir], reading: Reading
 ) -> list[Verdict]:
-    """Returns a verdict on each fact.
+    """Recomputes the facts of a certificate and returns a verdict on each.
 
     Args:
-      jobs: in the order of the certificate.
+      certificate: The certificate.
+      jobs: Directories of the jobs, in the order of the certificate.
+      reading: How the facts are computed.
     """
     verdicts = []
     for job, job_dir in zip(certificate.jobs, jobs, strict=True):
-        here = {fact.title: fact for fact in facts_of(job_dir, job.scope, reading)}
+        recomputed = {fact.title: fact for fact in facts_of(job_dir, job.scope, reading)}
         for fact in job.facts:
-            verdicts.append(_verdict(job.name, fact, here.pop(fact.title, None)))
+            verdicts.append(_verdict(job.name, fact, recomputed.pop(fact.title, None)))
     return verdicts
 
 
 def notes_on_versions(certificate: Certificate) -> list[str]:
-    """Returns sentences on packages whose version here is not that of the jobs."""
+    """Returns notes about packages whose version here differs from that of the jobs."""
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []
@@ -144,13 +149,13 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
 def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
     title = f"{job}: {fact.title}"
     if here is None:
-        return Verdict(title, UNKNOWN, "this version knows no such fact")
+        return Verdict(title, UNKNOWN, "this version does not know the fact")
     faults = "; ".join(here.faults[:3])
     if fact.value is None:
         if set(here.faults) - set(fact.faults):
             return Verdict(title, DIFFERS, faults)
         is_same = here.value is None and not fact.faults
-        text = f"the certificate has none: {fact.why_not}"
+        text = f"the certificate has no value: {fact.why_not}"
         return Verdict(title, SAME if is_same else UNKNOWN, text)
     if here.value is None:
         if faults:
@@ -159,7 +164,7 @@ def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
     if here.value != fact.value:
         return Verdict(title, DIFFERS, _difference(fact.value, here.value))
     if here.faults != fact.faults:
-        return Verdict(title, DIFFERS, faults or "here nothing is wrong")
+        return Verdict(title, DIFFERS, faults or "there is no fault here")
     return Verdict(title, SAME)
 
 

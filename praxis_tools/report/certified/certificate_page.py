@@ -1,4 +1,4 @@
-"""A certificate of jobs as text, and as a page without scripts."""
+"""Formats a certificate of jobs as text, and as an HTML page without scripts."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _STYLE = (
 
 
 def text_of(certificate: Certificate) -> str:
-    """Returns the certificate for a terminal."""
+    """Returns the certificate as text for a terminal."""
     parts = [_job_text(job) for job in certificate.jobs]
     number = len(certificate.faults)
     parts.append(f"{number} faults" if number else "nothing is wrong with what was looked at")
@@ -30,7 +30,8 @@ def page_of(certificate: Certificate, states: Mapping[str, JobState]) -> str:
     """Returns the certificate as an HTML page.
 
     Args:
-      states: of the same jobs, by name, for their curves and changes of hands.
+      certificate: The certificate.
+      states: States of the same jobs by name, for their curves and elastic generations.
     """
     title = escape(f"Certificate of {', '.join(job.name for job in certificate.jobs)}")
     parts = [

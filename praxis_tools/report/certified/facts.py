@@ -1,4 +1,4 @@
-"""The facts that certify a job: values that anyone with the job's files can recompute."""
+"""Computes the facts of a job's certificate, which anyone with the job's files can recompute."""
 
 import contextlib
 import dataclasses
@@ -31,22 +31,22 @@ from praxis_tools.report.certified.job_files import (
 from praxis_tools.report.step_certificates import failed, step_certificates
 
 _MOST_CHECKPOINTS = 3
-# Append-only files: if the job continued, their beginning is compared.
+# Append-only files. If the job has continued, only their beginning is compared.
 _GROWING = ("certificates.jsonl", "elastic.jsonl")
 _FOLDERS = ("tokenizers/", "huggingface")
 
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """A fact of a job.
+    """A fact about a job.
 
     Attributes:
       section: "config", "versions", "examples", "losses", "evaluations", "checkpoints",
         "tokenizers", "certificates in flight", "time" or "changes of hands".
-      name: within its section.
-      value: for JSON; None: it cannot be computed.
-      why_not: why it cannot. Without a fault, the job is not required to have it.
-      faults: sentences on what is wrong with the job by this fact.
+      name: Name of the fact within its section.
+      value: JSON value; None if it cannot be computed.
+      why_not: Why the value cannot be computed. This is not a fault by itself.
+      faults: Sentences about faults of the job that the fact reveals.
     """
 
     section: str
@@ -63,13 +63,14 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """The part of a job that its certificate covers; the job may continue training.
+    """The part of a job that its certificate covers. The job may continue training.
 
     Attributes:
-      last_step: the newest that is saved.
-      checkpoints: the steps whose digests are taken.
-      sizes: bytes of the files that grow, by name; of eval_metrics.jsonl, to which later
-        evaluations of these steps are added, the lines up to the last step; of folders 0.
+      last_step: The newest saved step.
+      checkpoints: Steps whose checkpoints are covered.
+      sizes: Covered bytes of growing files, by name. For eval_metrics.jsonl, it is the number of
+        lines up to the last step, since later evaluations of these steps may be added. For folders,
+        it is 0.
     """
 
     last_step: int
@@ -82,9 +83,10 @@ class Reading:
     """How a job's facts are computed.
 
     Attributes:
-      packages, settings: as for --packages and --set, such as where the data are now.
-      recorded_only: True: the data are not recomputed.
-      progress: called with a text on what is being read.
+      packages: Packages that the config may reference, as for --packages.
+      settings: Settings as for --set, for instance the current location of the data.
+      recorded_only: Whether to skip recomputing the data.
+      progress: Function called with text about what is being read.
     """
 
     packages: Sequence[str] = ()
@@ -94,12 +96,11 @@ class Reading:
 
 
 def scope_of(job_dir: JobDir) -> Scope:
-    """Returns the scope of a complete job; raises ConfigError if it has no checkpoint."""
+    """Returns a scope that covers the entire job. Raises ConfigError if it has no checkpoint."""
     steps = committed_steps(job_dir.checkpoints) if job_dir.checkpoints.is_dir() else []
     if not steps:
         raise ConfigError(
-            f"{job_dir.path} has no checkpoint, so there is nothing to certify. Train until a step "
-            "is saved."
+            f"{job_dir.path} has no checkpoint to certify. Train until a step is saved."
         )
     # Numbered folders include those without a commit, which are damaged.
     newest = tuple(numbered_steps(job_dir.checkpoints)[-_MOST_CHECKPOINTS:])
@@ -111,14 +112,14 @@ def scope_of(job_dir: JobDir) -> Scope:
         sizes[job_dir.timeline_jsonl.name] = _closed_bytes(job_dir.timeline_jsonl)
     files = JobFiles(job_dir, steps[-1], steps[-1])
     if job_dir.eval_metrics_jsonl.is_file():
-        with contextlib.suppress(ConfigError):  # It is a fault of the file's fact.
+        with contextlib.suppress(ConfigError):  # The fact of this file reports the fault.
             sizes[job_dir.eval_metrics_jsonl.name] = len(files.evaluations())
     sizes |= {name: 0 for name, _ in files.folders()}
     return Scope(steps[-1], newest, sizes)
 
 
 def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
-    """Returns the facts of a job within a scope, in their order."""
+    """Returns the facts of a job within a scope."""
     proof, examples = _proof(job_dir, scope)
     newest = max([scope.last_step, *committed_steps(job_dir.checkpoints)])
     parts = proof.history.parts if proof is not None else ()
@@ -156,7 +157,7 @@ def _fact(
     section: str, name: str, value: Callable[[], Any],
     faults: Callable[[], Iterable[str]] = lambda: (), why_not: str = "the job has none",
 ) -> Fact:
-    """Returns a fact; a file that cannot be read makes it a fault."""
+    """Computes a fact. A file that cannot be read is a fault."""
     found = all_faults(faults)
     try:
         result = value()
@@ -168,7 +169,7 @@ def _fact(
 
 
 def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fact]]:
-    """Returns the proof of the examples, and the facts: the versions, the examples on record."""
+    """Returns the recorded history of examples, and the facts about versions and examples."""
     try:
         proof = proof_of_examples(
             job_dir, recorded_only=True, last_step=scope.last_step,
@@ -191,7 +192,7 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
 
 
 def _damaged_examples(job_dir: JobDir) -> list[str]:
-    """Returns the faults of lines in the record, except for lines that a kill truncated."""
+    """Returns the faults of lines in the record, except for lines truncated by a kill."""
     return [
         f"{job_dir.examples.name}/{fault}" for path in sorted(job_dir.examples.glob("*.jsonl"))
         for fault in all_faults(lambda path=path: faults_of_lines(path, may_be_cut=True))
@@ -199,7 +200,7 @@ def _damaged_examples(job_dir: JobDir) -> list[str]:
 
 
 def _versions(parts: Sequence[Segment]) -> list[dict[str, Any]]:
-    """Returns the versions of packages, once and again whenever they changed."""
+    """Returns the versions of packages at the start, and after each change."""
     result: list[dict[str, Any]] = []
     for part in parts:
         versions = dict(part.starts[0].versions)
@@ -268,7 +269,7 @@ def _checkpoints(
 
 
 def _folders(files: JobFiles, scope: Scope) -> Iterator[Fact]:
-    """Yields the copies of tokenizers, and the files of the initial model."""
+    """Yields facts about the copies of tokenizers and the files of the initial model."""
     here = dict(files.folders())
     yield _fact(
         "tokenizers", "of the config", lambda: sorted(here) or None, files.faults_of_tokenizers
@@ -312,7 +313,7 @@ def _changes(files: JobFiles, scope: Scope, parts: Sequence[Segment]) -> Fact:
 
 
 def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
-    """Returns the digest of what a file had when the job was certified; None: it was not there."""
+    """Returns the digest of the part of a file within the scope, or None if it did not exist."""
     if path.name not in scope.sizes:
         return None
     content = content_of(path)[: scope.sizes[path.name]]
@@ -323,7 +324,7 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
 
 
 def _closed_bytes(path: Path) -> int:
-    """Returns the bytes of a timeline but for its last line, if a launch may still rewrite that."""
+    """Returns the bytes of a timeline that are final: without a last line that may be rewritten."""
     lines = content_of(path).splitlines(keepends=True)
     if lines and (spans := read_spans(path)) and spans[-1].ended_by is None:
         lines = lines[:-1]

@@ -1,7 +1,7 @@
-"""Checks the files of a job for its certificate: complete, readable, and up to the last step.
+"""Checks that the files of a job are complete and readable, for its certificate.
 
-A file that the job must have written and that is missing, cut short or damaged is a fault. The
-config and the newest checkpoint determine which optional files there must be.
+A file that the job must have written is a fault if it is missing, truncated or damaged. The config
+and the newest checkpoint determine which optional files must exist.
 """
 
 import dataclasses
@@ -31,21 +31,21 @@ from praxis_lite.trainer.metrics.json_lines import (
 )
 from praxis_tools.goodput.spans import THE_END, read_spans
 
-_HOOK = "Certificates"  # The name of the hook that certifies in flight ends with it.
+_HOOK = "Certificates"  # End of the name of the hook that certifies steps.
 _MISSING = "is missing, and the job has trained"
 
 
 @dataclasses.dataclass(frozen=True)
 class JobFiles:
-    """The files of a job up to a step, and what they are compared with.
+    """The files of a job up to a step, with the values that they are compared with.
 
     Attributes:
-      job_dir: of the job.
-      step: the newest saved step that the certificate covers.
-      newest_step: the newest saved step.
-      packages: that the config may name.
-      first_step: the step before the first one that the job made.
-      start: the step from which its newest launch trained.
+      job_dir: Directory of the job.
+      step: The newest saved step that the certificate covers.
+      newest_step: The newest saved step.
+      packages: Packages that the config may reference.
+      first_step: The step before the job's first step.
+      start: The step from which the newest launch resumed.
     """
 
     job_dir: JobDir
@@ -57,7 +57,7 @@ class JobFiles:
 
     @functools.cached_property
     def manifest(self) -> dict[str, Any]:
-        """The manifest of the newest checkpoint; {} if that is damaged."""
+        """Manifest of the newest checkpoint, or {} if it is damaged."""
         try:
             manifest, wrong = committed_manifest(self.job_dir.checkpoints / str(self.newest_step))
         except ConfigError:
@@ -66,12 +66,12 @@ class JobFiles:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the job trained; not if its only checkpoint is an import without a step."""
+        """Whether the job has trained; False if its only checkpoint is an imported model."""
         return self.step > 0 or "run_seed" in self.manifest.get("data", {})
 
     @functools.cached_property
     def config(self) -> LoadedConfig | None:
-        """The job's config; None if it cannot be read here."""
+        """Config of the job, or None if it cannot be read here."""
         try:
             return load_config_file(self.job_dir.config_json, packages=self.packages)
         except ConfigError:
@@ -79,30 +79,30 @@ class JobFiles:
 
     @functools.cached_property
     def run(self) -> RunConfig | None:
-        """The settings of the run; None if they cannot be read here."""
+        """Run settings of the job, or None if they cannot be read here."""
         try:
             return build(self.config.config.run) if self.config is not None else None
         except (ConfigError, AttributeError):
             return None
 
-    # What is wrong with each file, in sentences. A file that cannot be read raises ConfigError.
+    # The following methods yield faults as sentences. They raise ConfigError for unreadable files.
 
     def faults_of_config(self) -> Iterator[str]:
-        """Yields what is wrong with config.json."""
+        """Yields the faults of config.json."""
         path = self.job_dir.config_json
         parsed = read_json(path)
         if not isinstance(parsed, dict) or not isinstance(parsed.get("config"), dict):
-            yield f"{path.name} is damaged: it holds no config"
+            yield f"{path.name} is damaged: it contains no config"
             return
         saved = self.manifest.get("config_xxh3_128")
         if saved and digest_of_config(json.dumps(parsed)) != saved:
             yield (
-                f"{path.name} is not the config that step {self.newest_step} was saved with: it is "
-                "damaged, or a launch changed it and has saved no step since"
+                f"{path.name} differs from the config that step {self.newest_step} was saved with: "
+                "it is damaged, or a launch changed it and has not saved a step since"
             )
 
     def faults_of_layout(self) -> Iterator[str]:
-        """Yields what is wrong with layout.json."""
+        """Yields the faults of layout.json."""
         path, leaves = self.job_dir.layout_json, self.manifest.get("leaves", {})
         if not path.exists():
             if self.has_trained:
@@ -119,7 +119,7 @@ class JobFiles:
                 )
 
     def layout(self) -> Any:
-        """Returns the SHA-256 of the logical shapes and dtypes, the same on every mesh."""
+        """Returns the SHA-256 of the logical shapes and dtypes, which do not depend on the mesh."""
         arrays, _ = read_layout(self.job_dir.layout_json)
         return _digest([[x.path, x.shape, x.dtype] for x in arrays]) if arrays else None
 
@@ -129,7 +129,7 @@ class JobFiles:
         return [line for line in lines if line["step"] <= self.step]
 
     def faults_of_metrics(self) -> Iterator[str]:
-        """Yields what is wrong with metrics.jsonl."""
+        """Yields the faults of metrics.jsonl."""
         path = self.job_dir.metrics_jsonl
         if not path.exists():
             if self.has_trained and self.step > self.first_step:
@@ -149,7 +149,7 @@ class JobFiles:
         return [json_line(line) for line in lines if line["step"] <= self.step]
 
     def faults_of_evaluations(self) -> Iterator[str]:
-        """Yields what is wrong with eval_metrics.jsonl."""
+        """Yields the faults of eval_metrics.jsonl."""
         path, run = self.job_dir.eval_metrics_jsonl, self.run
         if path.exists():
             yield from _cut_short(path)
@@ -188,7 +188,7 @@ class JobFiles:
             yield f"{path.name} lacks certificates of the steps {few(missing, 8)}"
 
     def faults_of_timeline(self) -> Iterator[str]:
-        """Yields what is wrong with timeline.jsonl."""
+        """Yields the faults of timeline.jsonl."""
         path = self.job_dir.timeline_jsonl
         if not path.exists():
             if self.has_trained:
@@ -197,20 +197,20 @@ class JobFiles:
         yield from faults_of_lines(path)
         spans = read_spans(path)
         if len(spans) < sum(1 for text in _texts(path) if _parsed(text) is not None):
-            yield f"{path.name} has lines that make no sense"
+            yield f"{path.name} has invalid lines"
         steps = [item.last_step for item in spans if item.last_step is not None]
         if max(steps, default=0) < self.step:
             yield f"{path.name} ends before step {self.step}"
 
     def folders(self) -> Iterator[tuple[str, Path]]:
-        """Yields (name, folder) of the copies of tokenizers, and of the initial model's files."""
+        """Yields (name, path) of the folders with tokenizers and with the initial model."""
         for path in sorted(self.job_dir.tokenizers.glob("*/")):
             yield f"{path.parent.name}/{path.name}", path
         if self.job_dir.huggingface.is_dir():
             yield self.job_dir.huggingface.name, self.job_dir.huggingface
 
     def faults_of_tokenizers(self) -> Iterator[str]:
-        """Yields what is wrong with the copies of the tokenizers that the config names."""
+        """Yields the faults of the copies of tokenizers in the config."""
         if self.config is None or not self.has_trained:
             return
         for directory, copy in tokenizers_of(self.config.config, self.job_dir).items():
@@ -219,7 +219,7 @@ class JobFiles:
 
 
 def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
-    """Returns the faults, including that a file cannot be read."""
+    """Returns the faults as a list. An unreadable file is a fault, too."""
     found = []
     try:
         for fault in faults():
@@ -233,7 +233,8 @@ def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
     """Yields a fault for each line that is not a JSON object, and for a truncated end.
 
     Args:
-      may_be_cut: lines may lack their end, because a kill cut them short.
+      path: The file.
+      may_be_cut: Whether lines may be truncated because the job was killed.
     """
     wrong = [
         str(number) for number, text in enumerate(_texts(path), start=1)
@@ -261,7 +262,7 @@ def faults_of_folder(folder: Path) -> Iterator[str]:
         except ValueError as error:
             yield f"{folder.name}/{path.name} is damaged: {shown(str(error), 100)}"
     if folder.parent.name == "tokenizers" and not has_tokenizer(folder):
-        yield f"{folder.name}/ holds no tokenizer"
+        yield f"{folder.name}/ contains no tokenizer"
 
 
 def digest_of_folder(folder: Path) -> str:

@@ -28,10 +28,14 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.models import FunctionModel
 from praxis_lite.trainer.job_on_mesh import partitioner_on
 from praxis_tools.certificates.certifier import Certifier
-from praxis_tools.certificates.diagnosis import Search, of_copies, of_restored
+from praxis_tools.certificates.diagnosis import (
+    CauseSearch,
+    replica_differences,
+    restored_state_differences,
+)
 from praxis_tools.certificates.state_digests import StateDigests
-from praxis_tools.check.parts.data import folded
-from praxis_tools.check.shrink import shrunk
+from praxis_tools.check.parts.data import fold_ids
+from praxis_tools.check.shrink import shrink_config
 from tests.tools.certificates.faults import Fault
 from tests.tools.check import tiny
 from tests.tools.check.defects.defect import TRAINING
@@ -165,7 +169,7 @@ class Job:
         if isinstance(experiment, str):
             config = get_experiment(experiment)().config()
             if any(some in experiment for some in _LARGE):
-                config = shrunk(config)[0]
+                config = shrink_config(config)[0]
         else:
             config = experiment().config()
         self.job, self.seed = build(config), seed
@@ -187,7 +191,7 @@ class Job:
     def train(self) -> None:
         """Makes a step."""
         batch = {name: np.asarray(x) for name, x in next(self.batches).items()}
-        batch, _ = folded(batch, self.job.task.num_ids())  # A smaller model has fewer ids.
+        batch, _ = fold_ids(batch, self.job.task.num_ids())  # A smaller model has fewer ids.
         self.batch = self.own.global_batch(batch)
         self.state, _ = self.own.train_step(self.state, self.batch, self.key)
         self.step += 1
@@ -230,7 +234,7 @@ def difference(job: Job):
     for _ in range(3):
         made = certifier.certify(job.state, job.batch, job.key, job.step)
         if made.failed:
-            found = Search(certifier, made).difference()
+            found = CauseSearch(certifier, made).find()
             break
         job.train()
     certifier.close()
@@ -265,7 +269,7 @@ def copies() -> list[Fault]:
         job = Job(tiny.Points, shape)
         state = changed(job.state, leaf, lambda x: with_copy(x, [place], one_bit))
         digests = StateDigests(job.own.layout, job.mesh)(state)
-        return next(iter(of_copies(job.own.layout, job.mesh, digests)), None)
+        return next(iter(replica_differences(job.own.layout, job.mesh, digests)), None)
 
     kinds = [
         ((4, 2), "mdl_vars/params/first/b", 3, "data"),
@@ -298,8 +302,9 @@ def restored() -> list[Fault]:
         else:
             state = changed(there.state, leaf, lambda x: with_copy(x, places, one_bit))
         digests = StateDigests(there.own.layout, there.mesh)(state)
-        result = of_restored(there.own.layout, there.mesh, saved, digests)
-        return next(iter([*of_copies(there.own.layout, there.mesh, digests), *result]), None)
+        result = restored_state_differences(there.own.layout, there.mesh, saved, digests)
+        copies = replica_differences(there.own.layout, there.mesh, digests)
+        return next(iter([*copies, *result]), None)
 
     kinds = [
         ((4, 2), "mdl_vars/params/first/w", (5,), (4, 2)),
@@ -327,14 +332,14 @@ def update_difference(job: Job, spoil=lambda state: state, num_steps: int = 1):
     """
     certifier, found = job.certifier(), None
     for _ in range(num_steps):
-        certifier.keep(job.state, job.step)
+        certifier.take_snapshot(job.state, job.step)
         job.train()
         job.state = spoil(job.state)
         digests = StateDigests(job.own.layout, job.mesh)(job.state)
-        found = next(iter(of_copies(job.own.layout, job.mesh, digests)), None)
+        found = next(iter(replica_differences(job.own.layout, job.mesh, digests)), None)
         made = certifier.certify(job.state, job.batch, job.key, job.step)
         if found is None and made.failed:
-            found = Search(certifier, made).difference()
+            found = CauseSearch(certifier, made).find()
         if found is not None:
             break
     certifier.close()

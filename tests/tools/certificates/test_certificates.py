@@ -18,8 +18,12 @@ from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.core.partitioner.compiled_steps import TrainStep
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_tools.certificates import element_hash, rerun
-from praxis_tools.certificates.diagnosis import Search, of_copies, of_restored
-from praxis_tools.certificates.placements import other_meshes, rolled
+from praxis_tools.certificates.diagnosis import (
+    CauseSearch,
+    replica_differences,
+    restored_state_differences,
+)
+from praxis_tools.certificates.placements import other_meshes, rotated_order
 from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.certificates.update import UpdateCheck
 from praxis_tools.check import tolerances
@@ -63,13 +67,13 @@ def test_digests_are_the_same_on_every_mesh_and_as_by_hand():
     for shape in ((2, 2), (4, 1)):  # Five hidden features: with padding, and without.
         layout, mesh, state = state_on(shape)
         digests = StateDigests(layout, mesh)(state)
-        assert not list(digests.stale())
+        assert not list(digests.replica_mismatches())
         w = np.asarray(state.mdl_vars["params"]["first"]["w"])[:6, :5]
         assert digests.by_leaf["mdl_vars/params/first/w"] == digest_by_hand(w)
         if saved:
             assert digests.by_leaf == saved["leaves"]
             assert digests.of_state == saved["state"]
-            assert not of_restored(layout, mesh, saved, digests)
+            assert not restored_state_differences(layout, mesh, saved, digests)
         saved = digests.to_save()
 
 
@@ -79,13 +83,14 @@ def test_a_copy_that_drifts_and_a_stale_block_are_named():
     saved = digests_of(state).to_save()
     leaf = "mdl_vars/params/first/b"
     drifted = planted.changed(state, leaf, lambda x: planted.with_copy(x, [2], planted.one_bit))
-    (actual,) = of_copies(layout, mesh, digests_of(drifted))
+    (actual,) = replica_differences(layout, mesh, digests_of(drifted))
     assert (actual.device, actual.axis) == ("device 2 (cpu) of process 0", "data")
     assert (actual.layer, actual.leaf, actual.what) == ("first", leaf, "replicas")
     leaf = "mdl_vars/params/first/w"
     stale = planted.changed(state, leaf, lambda x: planted.with_copy(x, [1], np.zeros_like))
-    assert not of_copies(layout, mesh, digests_of(stale))  # No other device has that block.
-    (actual,) = of_restored(layout, mesh, saved, digests_of(stale))
+    # No other device has that block.
+    assert not replica_differences(layout, mesh, digests_of(stale))
+    (actual,) = restored_state_differences(layout, mesh, saved, digests_of(stale))
     assert (actual.device, actual.leaf) == ("device 1 (cpu) of process 0", leaf)
     assert (actual.layer, actual.what) == ("first", "restored state")
 
@@ -127,7 +132,7 @@ def test_meshes_that_share_no_split_come_first(mesh_of):
     single, whole = other_meshes(mesh_of(8, axis_names=("data",)))
     assert dict(single.shape) == {"data": 4, "copies": 2}
     assert dict(whole.shape) == {"data": 1, "copies": 8}
-    assert rolled([1, 4, 6], 8) == [0, 4, 2, 3, 6, 5, 1, 7]
+    assert rotated_order([1, 4, 6], 8) == [0, 4, 2, 3, 6, 5, 1, 7]
 
 
 def test_a_right_step_is_certified_and_one_bit_of_a_gradient_is_not():
@@ -139,15 +144,15 @@ def test_a_right_step_is_certified_and_one_bit_of_a_gradient_is_not():
     assert certifier.reruns[2].name == "data 4"
     assert {x.mesh for x in made.comparisons} == {rerun.MOVED, "data 4"}
     assert made.update is None  # The state before the step was not kept.
-    digests = {k: x.copy() for k, x in made.own.digests.items()}
+    digests = {k: x.copy() for k, x in made.baseline.digests.items()}
     digests["gradients/last/w"][0] ^= 1
-    turned = dataclasses.replace(made.own, digests=digests)
-    (failed,) = [x for x in rerun.compare_moved(made.own, turned) if not x.is_equal]
+    turned = dataclasses.replace(made.baseline, digests=digests)
+    (failed,) = [x for x in rerun.compare_bits(made.baseline, turned) if not x.is_equal]
     assert failed.leaf == "gradients/last/w"
 
     # The update too, and one bit of a block that no other device has.
     for leaf in ("", "mdl_vars/params/first/w", "opt_states/slots/unstacked/0/nu/last/w"):
-        certifier.keep(job.state, job.step)
+        certifier.take_snapshot(job.state, job.step)
         job.train()
         if leaf:
             job.state = planted.changed(
@@ -157,7 +162,7 @@ def test_a_right_step_is_certified_and_one_bit_of_a_gradient_is_not():
         assert (made.update.num_arrays, made.update.is_exact) == (17, True)
         assert [x.leaf for x in made.failed] == ([leaf] if leaf else [])
         if leaf:
-            difference = Search(certifier, made).difference()
+            difference = CauseSearch(certifier, made).find()
             assert (difference.device, difference.leaf) == ("device 3 (cpu) of process 0", leaf)
             assert difference.axis == "data 1, mdl 1"
     certifier.close()
@@ -274,7 +279,7 @@ def test_a_bad_device_is_named_and_the_run_saves(tmp_path, action, capsys):
 
 def compared(job, check, place, spoil=lambda state: state):
     """Makes a step, and returns the update that a check compares with the state after it."""
-    check.keep(job.state, job.step)
+    check.take_snapshot(job.state, job.step)
     job.train()
     job.state = spoil(job.state)
     rows = rerun.Rows(job.state, job.batch, job.key, salt=11)
@@ -342,13 +347,13 @@ def test_right_updates_of_each_optimizer_are_certified_and_an_old_block_is_not(n
         state, leaf, lambda x: planted.replaced_blocks(x, [device], old)))
     # By its bits, and by hand.
     assert [x.leaf for x in made.failed] == [leaf, leaf]
-    assert made.places == {leaf: (2,)}
+    assert made.positions == {leaf: (2,)}
 
 
 @pytest.mark.slow
 def test_arrays_take_turns_where_memory_is_bounded_and_every_one_is_covered():
     job = planted.Job(tiny.Points, (2, 2), num_steps=0)
-    check, place = update_check(job, most_bytes=60)
+    check, place = update_check(job, max_bytes=60)
     assert len(check.parts) == 3 and not check.is_exact
     leaf, seen = "opt_states/slots/unstacked/0/mu/last/w", set()
     for _ in check.parts:
@@ -357,7 +362,7 @@ def test_arrays_take_turns_where_memory_is_bounded_and_every_one_is_covered():
         seen |= {item.leaf for item in made.comparisons}
         assert {item.leaf for item in made.failed} <= {leaf}
         # A moment that is wrong before a step too is what the update is made of.
-        assert (leaf in made.places) == (leaf in [item.leaf for item in made.comparisons])
+        assert (leaf in made.positions) == (leaf in [item.leaf for item in made.comparisons])
         check.lower()
     assert seen == {x.path for x in job.own.layout.leaves()}
 

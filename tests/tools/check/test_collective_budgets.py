@@ -26,7 +26,7 @@ def test_a_budget_is_kept_to_the_byte(step):
     with pytest.raises(AssertionError) as error:
         assert_collectives(step, max_bytes_over={"mdl": actual - 1})
     text = str(error.value)
-    assert f"{actual:,} bytes, allowed are {actual - 1:,}" in text
+    assert f"{actual:,} bytes, " in text and f"{actual - 1:,}" in text
     largest = max((c for c in step.collectives if "mdl" in c.axes), key=lambda c: c.count * c.bytes)
     assert largest.layer in text and f"({largest.source})" in text and ".py:" in largest.source
 
@@ -71,7 +71,7 @@ def test_reshardings_above_a_size(step):
     with pytest.raises(AssertionError) as error:
         assert_collectives(result, max_resharding_bytes=4095)
     assert "all-to-all over data of encoder (model.py:13), 3 x 4,096 bytes" in str(error.value)
-    assert "allowed are 4,095" in str(error.value)
+    assert "4,095 bytes" in str(error.value)
 
 
 def test_a_partitioner_of_ones_own(mesh_of):

@@ -8,8 +8,8 @@ from praxis_lite.config.build import build
 from praxis_lite.core import MeshConfig
 from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.experiment import registry
-from praxis_tools.check.meshes import chosen_meshes, parse_meshes, reduced
-from praxis_tools.check.shrink import FACTORS, shrunk
+from praxis_tools.check.meshes import choose_meshes, parse_meshes, reduced_shape
+from praxis_tools.check.shrink import FACTORS, shrink_config
 
 AXES = ("replica", "data", "mdl")
 
@@ -24,14 +24,14 @@ def test_meshes_are_read_and_refused_by_word():
 
 def test_a_large_mesh_is_halved_until_it_fits():
     config = MeshConfig(ici_mesh_shape=(1, 16, 16), axis_names=AXES)
-    assert reduced(config, 8) == (1, 2, 4)
-    assert reduced(MeshConfig(ici_mesh_shape=(1, 4, 2)), 8) == (1, 4, 2)
+    assert reduced_shape(config, 8) == (1, 2, 4)
+    assert reduced_shape(MeshConfig(ici_mesh_shape=(1, 4, 2)), 8) == (1, 4, 2)
 
 
 def test_each_axis_alone_all_axes_an_uneven_one_and_its_own():
     task = fdl.build(registry.get_experiment("lm.Synthetic")().config()).task
     layout = layout_and_learner(task, {"replica": 1, "data": 4, "mdl": 2})[0]
-    actual = chosen_meshes((1, 4, 2), layout, 8)
+    actual = choose_meshes((1, 4, 2), layout, 8)
     assert actual[:3] == [(2, 1, 1), (1, 4, 1), (1, 1, 2)]
     assert actual[3] == (2, 2, 2)
     assert actual[-1] == (1, 4, 2)
@@ -42,7 +42,7 @@ def test_each_axis_alone_all_axes_an_uneven_one_and_its_own():
 
 def test_a_smaller_model_divides_where_the_large_one_did():
     config = registry.get_experiment("lm.PyDocs")().config()
-    small, message = shrunk(config)
+    small, message = shrink_config(config)
     model, before = small.task.model, config.task.model
     assert (before.model_dims, before.hidden_dims, before.vocab_size) == (145, 435, 257)
     for name in ("model_dims", "hidden_dims", "vocab_size"):
@@ -55,13 +55,13 @@ def test_a_smaller_model_divides_where_the_large_one_did():
 
 
 def test_a_pipeline_keeps_as_many_layers_as_its_stages_need():
-    small, _ = shrunk(registry.get_experiment("pipelined.PyDocs")().config())
+    small, _ = shrink_config(registry.get_experiment("pipelined.PyDocs")().config())
     assert small.task.model.num_layers == 4  # Two stages, each twice.
     build(small)
 
 
 def test_lengths_that_lines_must_fit_into_stay():
-    small, message = shrunk(registry.get_experiment("huggingface.ChatDpo")().config())
+    small, message = shrink_config(registry.get_experiment("huggingface.ChatDpo")().config())
     assert small.datasets["train"].seq_len == 512 and any("model_dims" in line for line in message)
     build(small)
 
@@ -69,4 +69,4 @@ def test_lengths_that_lines_must_fit_into_stay():
 def test_nothing_to_make_smaller_is_said():
     config = registry.get_experiment("functions.DigitsMlp")().config()
     with pytest.raises(ConfigError, match="--shrink.*model_dims"):
-        shrunk(config)
+        shrink_config(config)

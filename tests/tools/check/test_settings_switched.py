@@ -14,8 +14,8 @@ from flax import nnx
 from praxis_tools.check import check_on_meshes
 from praxis_tools.check.runs.implementation_settings import (
     implementation_settings,
-    remat_switched,
-    switched,
+    switch_remat,
+    switch_setting,
 )
 from tests.tools.check import tiny
 from tests.tools.check.defects import by_pipeline, by_remat, by_setting
@@ -63,7 +63,8 @@ class Job:
 def test_they_are_known_by_their_names_wherever_they_stand():
     job = Job(more={"fused": True, "depth": 3})
     settings = {item.name: item for item in implementation_settings(job)}
-    assert {name: (one.value, one.others[0]) for name, one in settings.items() if one.others} == {
+    found = {name: (x.value, x.alternatives[0]) for name, x in settings.items() if x.alternatives}
+    assert found == {
         "use_remat": (True, False), "scan_layers": (False, True), "remat_policy": ("full", "none"),
         "policy_of_remat": (Policy.ALL, Policy.NONE), "attn_implementation": ("xla", "dot_product"),
         "scan_unroll": (4, 2), "gradient_checkpointing": (False, True),
@@ -71,17 +72,18 @@ def test_they_are_known_by_their_names_wherever_they_stand():
         "vocab_chunk_size": (64, 32), "fused": (True, False),
     }
     # Its other values nobody can know: that is said.
-    assert [name for name, setting in settings.items() if not setting.others] == ["remat_what"]
+    assert [name for name, x in settings.items() if not x.alternatives] == ["remat_what"]
 
 
 def test_they_are_switched_wherever_they_stand_and_nothing_else_is():
     job = Job(more={"fused": True, "depth": 3}, use_remat=False)
     settings = {setting.name: setting for setting in implementation_settings(job)}
-    remat = switched(job, settings["use_remat"], True)
+    remat = switch_setting(job, settings["use_remat"], True)
     assert (remat.task["a"].use_remat, remat.task["b"][0].use_remat) == (True, False)
-    inner = switched(job, settings["vocab_chunk_size"], 32).task["a"].settings
+    inner = switch_setting(job, settings["vocab_chunk_size"], 32).task["a"].settings
     assert inner == Inner(vocab_chunk_size=32)
-    assert switched(job, settings["fused"], False).task["a"].more == {"fused": False, "depth": 3}
+    unfused = switch_setting(job, settings["fused"], False).task["a"]
+    assert unfused.more == {"fused": False, "depth": 3}
     assert job.task["a"].settings == Inner() and job.task["a"].more["fused"]
 
 
@@ -139,20 +141,20 @@ def test_settings_of_remat_are_found_in_templates_of_every_kind(template):
     job.task = fdl.Config(model, use_remat=None, remat_policy=None, more=[template])
     found = {item.name: item for item in implementation_settings(job)}
     policies = jax.checkpoint_policies
-    of_remat = [one for one in found.values() if one.is_of_remat and one.others]
-    assert {one.name: one.others[0] for one in of_remat} == {
+    of_remat = [x for x in found.values() if x.is_remat and x.alternatives]
+    assert {x.name: x.alternatives[0] for x in of_remat} == {
         "activation_checkpointing": "none", "recompute": True, "remat_every": 0,
         "checkpoint_policy": policies.nothing_saveable, "remat_layer": "none",
         "remat_places": "save_everything", "remat_saves": None,
         "gradient_checkpointing": True,
         "remat_policy": "none", "policy_of_remat": Policy.NONE,
     }
-    changed = switched(job, found["recompute"], True).task.more[0]
+    changed = switch_setting(job, found["recompute"], True).task.more[0]
     assert changed.recompute is True and changed.remat_every == 2
 
 
 def _switched_of(experiment):
-    task = remat_switched(fdl.build(experiment().task()))
+    task = switch_remat(fdl.build(experiment().task()))
     return {} if task is None else {
         (*path, name): value
         for path, layer in nnx.compat.iter_modules(task.model.abstract_module())

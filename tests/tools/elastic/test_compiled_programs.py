@@ -8,7 +8,7 @@ import pytest
 
 from praxis_lite.job.job_dir import JobDir
 from praxis_tools.elastic import compiled_programs
-from praxis_tools.elastic.worker_order import Order
+from praxis_tools.elastic.worker_assignment import Assignment
 from praxis_tools.elastic.worker_process import WorkerProcess
 from tests.support.job_runs import CHECKOUT, home, launch, lines_of
 from tests.support.process_pairs import free_port
@@ -33,7 +33,7 @@ def generation(job, members, *settings):
         workers = [WorkerProcess(argv) for _ in members]
         for worker, member in zip(workers, members, strict=True):
             held.callback(worker.kill)
-            worker.give(Order(
+            worker.assign(Assignment(
                 generation=1, member=member, members=members, stores=("",) * len(members),
                 key=b"key", coordinator=coordinator, num_slots=2, folder=str(job.elastic),
             ))
@@ -41,14 +41,14 @@ def generation(job, members, *settings):
         while any(worker.status() is None for worker in workers):
             assert time.monotonic() < until, "a worker does not end"
             for worker in workers:
-                worker.hear()
+                worker.read_reports()
             time.sleep(0.2)
         assert [worker.status() for worker in workers] == [0] * len(workers)
         return [worker.reports for worker in workers]
 
 
 def test_a_program_is_there_whole_or_not_at_all_and_the_first_one_stays(tmp_path):
-    files = compiled_programs._WholeFiles(tmp_path / "job/elastic/compiled")
+    files = compiled_programs._AtomicFileCache(tmp_path / "job/elastic/compiled")
     assert files.get("jit_step-7") is None
     files.put("jit_step-7", b"program")
     files.put("jit_step-7", b"the same of another process")

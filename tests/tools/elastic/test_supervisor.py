@@ -19,9 +19,9 @@ from praxis_tools.elastic import (
     worker_process,
 )
 from praxis_tools.elastic.leader import Settings
-from praxis_tools.elastic.members import Meeting
+from praxis_tools.elastic.members import Rendezvous
 from praxis_tools.elastic.supervisor import Supervisor
-from praxis_tools.elastic.worker_order import LOST_PEER_STATUS
+from praxis_tools.elastic.worker_assignment import LOST_PEER_STATUS
 from praxis_tools.stuck import Progress
 
 TICK = 0.25
@@ -61,12 +61,12 @@ class PretendedWorker:
 
     pid = 1
 
-    def give(self, order):
+    def assign(self, order):
         self.order = order
         self.phases.append(("start", self.world.clock.monotonic()))
         self.world.workers.append(self)
 
-    def hear(self):
+    def read_reports(self):
         pass
 
     def progress(self, index):
@@ -101,7 +101,7 @@ class World:
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(supervisor, "WorkerProcess", PretendedWorker)
         monkeypatch.setattr(liveness, "_refuses", self._refuses)
-        monkeypatch.setattr(supervisor.Supervisor, "_check_alone", lambda self: None)
+        monkeypatch.setattr(supervisor.Supervisor, "_check_number_is_free", lambda self: None)
 
     def _refuses(self, address):
         host = int(address.rpartition(":")[2])
@@ -113,7 +113,7 @@ class World:
             argv=(), job=JobDir(self.folder), member=k, num_members=self.num_members,
             min_members=self.min_members, start_seconds=10.0, address="127.0.0.1",
         ))
-        item.begin(f"127.0.0.1:{k}", b"key")
+        item.join(f"127.0.0.1:{k}", b"key")
         self.hosts[k], self.leaving = item, set()
         self.statuses.pop(k, None)
 
@@ -147,7 +147,7 @@ class World:
                 continue
             self.clock.ahead = self.skew * k
             try:
-                status = self.hosts[k].turn()
+                status = self.hosts[k].poll()
             except ConfigError:
                 status = 2
             if status is not None:
@@ -209,7 +209,7 @@ class World:
 
     def works_with(self, members):
         """Returns True if these members step together in the newest generation."""
-        newest = Meeting(self.folder / "elastic").newest()
+        newest = Rendezvous(self.folder / "elastic").newest_generation()
         there = [
             w for w in self.workers
             if w.order.generation == newest and w.code is None and w.first_step_time
@@ -343,8 +343,8 @@ def test_the_stacks_of_a_stuck_worker_that_ended_before_it_was_asked_are_those_t
     worker.reports["stacks"] = "MainThread:\n  in hang\n"
     stuck_workers.report_stuck(worker, "process 1 is stuck", tmp_path / "stacks.txt")
     for text in ((tmp_path / "stacks.txt").read_text(), capfd.readouterr().err):
-        before, after = text.strip().split(" It is ended and replaced. ")[1:]
-        assert before.startswith("It gives no stacks: it has ended.\n")
+        before, after = text.strip().split(" It is killed and replaced. ")[1:]
+        assert before.startswith("Its stacks are not available: it has ended.\n")
         assert after == "All threads:\nMainThread:\n  in hang"
 
 
@@ -433,7 +433,7 @@ def test_random_histories_lose_at_most_an_interval_and_always_go_on(working, see
 
 
 def test_the_end_of_a_worker_is_told_from_its_status():
-    end = worker_process.end_of
+    end = worker_process.classify_end
     assert end(0, {"ended": "trained"}, was_asked=False).kind == "trained"
     assert end(LOST_PEER_STATUS, {"ended": "trained"}, was_asked=False).kind == "trained"
     assert end(-signal.SIGABRT, {"ended": "stopped"}, was_asked=True).status == 0

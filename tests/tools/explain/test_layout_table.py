@@ -19,7 +19,7 @@ from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base.variables import stacked
 from praxis_lite.trainer.layout_table import (
-    LONG_DECISION,
+    MAX_DECISION_CHARS,
     bytes_per_device,
     layout_json,
     layout_table,
@@ -90,7 +90,7 @@ def test_every_weight_stands_in_the_table_as_counted_by_hand(tiny_layout):
     rows = rows_of(layout_table(tiny_layout))
     weights = {path: cells for path, cells in rows.items() if path.startswith("mdl_vars/")}
     decided_by = dict(tiny_layout.declared_by)
-    assert all(len(text) <= LONG_DECISION for text in decided_by.values())
+    assert all(len(text) <= MAX_DECISION_CHARS for text in decided_by.values())
     assert weights == {
         path: (shape, padded, "float32", spec, f"{size:,}", share, decided_by[path])
         for path, (shape, padded, spec, size, share) in BY_HAND.items()
@@ -123,8 +123,8 @@ def test_a_layout_of_others_is_refused(record, tmp_path):
 
 def test_a_long_decision_is_numbered_and_written_out_once_below_the_table():
     struct, spec = jax.ShapeDtypeStruct((7,), "float32"), PartitionSpec(None)
-    long = f"rule {'y' * LONG_DECISION}"
-    by = {"a": "x" * LONG_DECISION, "b": long, "c": "a rule  of\ntwo lines", "d": long}
+    long = f"rule {'y' * MAX_DECISION_CHARS}"
+    by = {"a": "x" * MAX_DECISION_CHARS, "b": long, "c": "a rule  of\ntwo lines", "d": long}
     layout = StateLayout(
         dict.fromkeys("abcd", struct), dict.fromkeys("abcd", spec), {}, by
     )

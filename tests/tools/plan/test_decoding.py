@@ -11,7 +11,7 @@ from praxis_lite.config.class_attributes import configured
 from praxis_lite.experiment import registry
 from praxis_tools.explain.hlo_text import parse
 from praxis_tools.plan import job_plan
-from praxis_tools.plan.decoding import loop_over_tokens
+from praxis_tools.plan.decoding import token_loop_body
 from praxis_tools.plan.topology import topology_of
 from tests.support.job_runs import launch
 
@@ -71,14 +71,14 @@ def test_the_text_has_a_line_per_batch_and_json_the_same_figures(plan):
     assert record["other_steps"][0]["decoding"]["rows"] == 6
 
 
-def test_the_loop_over_tokens_is_the_one_whose_end_is_not_known():
+def test_the_token_loop_body_is_the_one_whose_end_is_not_known():
     def decoded(x):
         x = jax.lax.fori_loop(0, 5, lambda i, x: jnp.sin(x), x)
         return jax.lax.while_loop(lambda x: jnp.all(x < 2.0), lambda x: x + 1.0, x)
 
     program = parse(jax.jit(decoded).lower(jnp.zeros(3)).compile())
-    assert "while/body/add" in str(program.computations[loop_over_tokens(program)])
-    assert loop_over_tokens(parse(jax.jit(jnp.sin).lower(1.0).compile())) is None
+    assert "while/body/add" in str(program.computations[token_loop_body(program)])
+    assert token_loop_body(parse(jax.jit(jnp.sin).lower(1.0).compile())) is None
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from praxis_tools.explain import hlo, hlo_matmuls
 from praxis_tools.plan.chips import CHIPS
 from praxis_tools.plan.job_on_topology import planned_partitioner, step_specs
 from praxis_tools.plan.job_plan import plan_job
-from praxis_tools.plan.memory import bytes_of_stacks, out_of_memory
+from praxis_tools.plan.memory import parse_out_of_memory, stacked_array_bytes
 from praxis_tools.plan.plan_text import plan_text
-from praxis_tools.plan.predict import compiled_readably, plan_of_compiled, plan_step
+from praxis_tools.plan.predict import compile_with_text, plan_of_compiled, plan_step
 from praxis_tools.plan.search.formulas import bubble_share
 from praxis_tools.plan.topology import Topology, topology_of
 from tests.support.job_runs import launch
@@ -151,7 +151,7 @@ def test_a_compiler_that_gives_up_is_a_plan_that_does_not_fit(compiled, monkeypa
     assert "97.58G" in result.notes[0] and "Change one of" in result.why_not
     assert "does not fit" in plan_text(result)
     json.dumps(result.to_json())
-    assert out_of_memory(ValueError("something else")) is None
+    assert parse_out_of_memory(ValueError("something else")) is None
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -173,7 +173,7 @@ def test_what_xla_cannot_read_is_read_from_the_compilers_own_files(reads):
             return Compiled()
 
     topology = Topology("tpu7x:4x4x4", CHIPS["tpu7x"], (4, 4, 4), 1, [])
-    step = compiled_readably(Lowered(), topology)
+    step = compile_with_text(Lowered(), topology)
     assert step.as_text() == ("its own" if reads else "HloModule of the step")
     assert step.memory_analysis() == 5
 
@@ -257,4 +257,4 @@ ENTRY %main (x: f32[4,8]) -> (s32[], f32[4,8]) {
   ROOT %loop = (s32[], f32[4,8]) while(%init), condition=%cond, body=%body
 }
 """
-    assert bytes_of_stacks(text) == (4 * 8 * 4, 0)
+    assert stacked_array_bytes(text) == (4 * 8 * 4, 0)

@@ -10,7 +10,7 @@ from praxis_tools.plan.plan_text import plan_text
 from praxis_tools.plan.residuals import (
     Residual,
     append_residual,
-    corrected,
+    apply_residuals,
     read_residuals,
 )
 from praxis_tools.plan.step_plan import StepPlan
@@ -39,7 +39,7 @@ def file_of(tmp_path, *residuals):
 
 def correction(tmp_path, *residuals):
     file = file_of(tmp_path, *residuals)
-    return corrected(PLAN, "v5e", MESH, file, read_residuals(file))
+    return apply_residuals(PLAN, "v5e", MESH, file, read_residuals(file))
 
 
 def test_a_file_has_a_line_for_each_residual_and_gives_them_back(tmp_path):
@@ -83,12 +83,12 @@ def test_a_damaged_line_is_named_by_file_and_number(tmp_path, damage):
     file = file_of(tmp_path, RESIDUAL, RESIDUAL)
     first, second = file.read_text().splitlines()
     file.write_text(f"{first}\n{damage(second)}\n")
-    with pytest.raises(ConfigError, match=r"residuals\.jsonl, line 2 .*--residuals"):
+    with pytest.raises(ConfigError, match=r"residuals\.jsonl, line 2\b.*--residuals"):
         read_residuals(file)
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot be written.*--residuals"):
+    with pytest.raises(ConfigError, match=r"residuals\.jsonl.*--residuals"):
         append_residual(tmp_path / "nowhere" / "residuals.jsonl", RESIDUAL)
 
 

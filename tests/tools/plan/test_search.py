@@ -12,7 +12,7 @@ import pytest
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.experiment import registry
 from praxis_tools.plan.search import search as searching
-from praxis_tools.plan.search.candidates import candidates, diversified, paths_of
+from praxis_tools.plan.search.candidates import candidates, diversify, paths_of
 from praxis_tools.plan.search.search_report import pareto_front, table
 from praxis_tools.plan.topology import topology_of
 from tests.support.job_runs import CHECKOUT, launch
@@ -47,7 +47,7 @@ def test_every_candidate_fills_the_devices_and_goes_together(found):
 
 
 def test_one_of_each_kind_comes_before_a_second(found):
-    order = diversified(sorted(found[1], key=lambda item: item.seconds))
+    order = diversify(sorted(found[1], key=lambda item: item.seconds))
     assert sorted(map(repr, order)) == sorted(map(repr, found[1]))
     kinds = [(element.preset, element.layout.policy) for element in order]
     assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))

@@ -43,7 +43,7 @@ def server(monkeypatch):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(connections, "STALL_SECONDS", 0.5)
     monkeypatch.setattr(connections, "_LAST_SECONDS", 1.0)
-    monkeypatch.setattr(connections, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "_CHECK_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         server = uvicorn.Server(uvicorn.Config(
             app, http=connections.limited(0.5, 0.5), lifespan="off", ws="none",

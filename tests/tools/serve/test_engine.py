@@ -69,7 +69,7 @@ def wait_until(holds):
 
 
 def test_more_answers_than_rows_all_come_and_a_full_queue_refuses_whole_requests():
-    model, engine = model_and_engine(most_waiting=4)
+    model, engine = model_and_engine(max_waiting=4)
     asked = submitted(engine, R + 3)
     with pytest.raises(ApiError, match="3 answers wait|6 answers wait.*at most 4") as error:
         engine.submit([Asked(engine).generation] * 2)
@@ -96,7 +96,7 @@ def test_nothing_compiles_once_the_port_is_open():
 
 
 def test_who_leaves_frees_the_row_and_the_place_in_the_queue():
-    model, engine = model_and_engine(most_waiting=4)
+    model, engine = model_and_engine(max_waiting=4)
     leaving = submitted(engine, R, ids=(200,), cancels=True)  # No end of the text is near.
     staying = submitted(engine, 2)
     gone = submitted(engine, 1)
@@ -127,7 +127,7 @@ def test_a_failure_of_the_devices_reaches_every_client_and_the_caller(monkeypatc
 
 
 def test_limits_as_a_client_sees_them():
-    model, engine = model_and_engine(most_waiting=1)
+    model, engine = model_and_engine(max_waiting=1)
     given = {"seconds": 0.3, "api_key": "secret", "hosts": frozenset({"127.0.0.1"})}
     with serving(engine, model, **given) as running:
         def answer(url=running.url, key="secret", **settings):
@@ -177,13 +177,13 @@ def test_a_streaming_client_that_leaves_frees_its_row():
         thread.start()
         wait_until(lambda: engine.num_waiting == 1)
         # The engine turns by hand, so that the client leaves in the middle.
-        engine._turn()
+        engine._decode_steps()
         thread.join()
         answers[0].readline()
         answers[0].close()
         wait_until(lambda: engine._cancelled)
         assert engine.num_in_rows == 1
-        engine._turn()
+        engine._decode_steps()
         assert engine.num_in_rows == 0 and engine.num_tokens < 10
 
 

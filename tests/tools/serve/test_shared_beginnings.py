@@ -9,7 +9,7 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.decode import Greedy
 from praxis_lite.layers import rotary_lm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_tools.serve.served_model import served
+from praxis_tools.serve.served_model import create_served_model
 from tests.decode.toy_models import num_compiled
 from tests.support.goldens import GOLDENS
 from tests.tools.serve.toy_server import decoding, serving
@@ -29,8 +29,8 @@ def answers(decoder):
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
     partitioner = Partitioner(task, mesh)
     mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars
-    model, engine = served(
-        partitioner, mdl_vars, "tiny", max_length=128, num_rows=4, most_waiting=20
+    model, engine = create_served_model(
+        partitioner, mdl_vars, "tiny", max_length=128, num_rows=4, max_waiting=20
     )
     with (
         serving(engine, model) as running, decoding(engine),

@@ -43,9 +43,9 @@ def batching():
     return ContinuousBatching(decoder, lambda mdl_vars: MODEL, R, (32, L))
 
 
-def model_and_engine(most_waiting=200):
+def model_and_engine(max_waiting=200):
     """Returns them compiled, by whichever test is first."""
-    engine = Engine(batching(), None, (32, L), most_waiting)
+    engine = Engine(batching(), None, (32, L), max_waiting)
     engine.warm_up()
     return ServedModel(NAME, Bytes(), NUM_IDS, L, (END,)), engine
 

@@ -12,7 +12,7 @@ import numpy as np
 from praxis_lite.core import MeshConfig, StateLayout, TrainState, make_mesh
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, stores_of
 from praxis_tools.elastic.peer_store import PeerStore
-from praxis_tools.elastic.worker_order import Order
+from praxis_tools.elastic.worker_assignment import Assignment
 from tests.checkpoints.saved_steps import SPECS, true_state
 
 KEY = b"of a job"
@@ -40,8 +40,8 @@ class Hosts:
             self.stores[member].__exit__(None, None, None)
             self.stores[member] = self._held.enter_context(PeerStore(KEY, "127.0.0.1"))
 
-    def order(self, members: Sequence[int], member: int | None = None) -> Order:
-        return Order(
+    def order(self, members: Sequence[int], member: int | None = None) -> Assignment:
+        return Assignment(
             generation=self.generation, member=members[0] if member is None else member,
             members=tuple(members), stores=tuple(self.stores[k].address for k in members),
             key=KEY, coordinator="", num_slots=len(members),

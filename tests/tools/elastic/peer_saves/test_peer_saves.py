@@ -10,12 +10,12 @@ import pytest
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.job.processes.coordination import PeerLost
-from praxis_tools.elastic.peer_saves.held_saves import newest_whole
+from praxis_tools.elastic.peer_saves.held_saves import newest_complete_save
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
-from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, neighbour_of
+from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, neighbor_index
 from praxis_tools.elastic.peer_saves.pieces import own_pieces
 from praxis_tools.elastic.store_messages import SaveId, StoreClient
-from praxis_tools.elastic.worker_order import Order
+from praxis_tools.elastic.worker_assignment import Assignment
 from tests.tools.elastic.peer_saves import kept_states
 from tests.tools.elastic.peer_saves.kept_states import Hosts, on_mesh, with_averages
 
@@ -127,14 +127,14 @@ def test_each_value_is_kept_by_one_process_and_a_neighbour_and_shares_are_even(h
 def test_whichever_host_dies_the_others_hold_all(hosts):
     kept(hosts, 1, 4, 2)
     for dead in EIGHT:
-        choice, reasons = newest_whole(hosts.clients([k for k in EIGHT if k != dead]))
+        choice, reasons = newest_complete_save(hosts.clients([k for k in EIGHT if k != dead]))
         assert choice.step == 10 and reasons == []
 
 
 def test_two_that_do_not_hold_each_others_part_may_die(hosts):
     kept(hosts, 1, 4, 2)
     hosts.dies(2, 6)
-    assert newest_whole(hosts.clients([0, 1, 3, 4, 5, 7]))[0].step == 10
+    assert newest_complete_save(hosts.clients([0, 1, 3, 4, 5, 7]))[0].step == 10
 
 
 def test_of_two_neighbours_the_disk_serves_and_that_is_said(hosts, disk):
@@ -143,7 +143,7 @@ def test_of_two_neighbours_the_disk_serves_and_that_is_said(hosts, disk):
     found, lines = newest(disk, hosts, [0, 1, 2, 3, 6, 7])
     assert (found.step, found.source, found.latest_data()) == (3, "disk", {"position": 3})
     assert_same(found.restore(layout, mesh).state, 3)
-    assert lines == ["the memory of hosts: nobody holds the part of process 4 of step 10 any more"]
+    assert lines == ["the memory of hosts: no host has the part of process 4 of step 10 any more"]
 
 
 def test_without_a_disk_it_is_a_new_job(hosts, tmp_path):
@@ -197,7 +197,7 @@ def test_if_all_holders_of_a_part_are_damaged_the_disk_serves(hosts, disk):
         flip(hosts, holder, 2)
     found, lines = newest(disk, hosts)
     assert (found.source, found.step) == ("disk", 3)
-    assert "nobody holds the part of process 2 of step 10 any more" in lines[0]
+    assert "no host has the part of process 2 of step 10 any more" in lines[0]
 
 
 def test_the_save_before_is_dropped_once_the_new_one_is_whole_and_not_sooner(hosts, disk):
@@ -212,7 +212,7 @@ def test_the_save_before_is_dropped_once_the_new_one_is_whole_and_not_sooner(hos
         save(30, state, {})
     assert len(hosts.notes) == 1 and hosts.notes[0].startswith("step 30 is not in the memory")
     assert "the store of process 7 does not answer" in hosts.notes[0]
-    choice, _ = newest_whole(clients[:7])
+    choice, _ = newest_complete_save(clients[:7])
     assert (choice.generation, choice.step) == (1, 20)
     assert sum(store.num_bytes for store in hosts.stores.values()) < one_save
 
@@ -228,7 +228,7 @@ def test_where_the_processes_did_not_meet_both_saves_stay(hosts, monkeypatch):
         monkeypatch.setattr(kept_states.Meeting, "exchange", fails)
         save(20, state, {})
     assert {save.number for store in hosts.stores.values() for save in store._saves} == {0, 1}
-    assert newest_whole(hosts.clients(EIGHT))[0].step == 20
+    assert newest_complete_save(hosts.clients(EIGHT))[0].step == 20
 
 
 def test_a_later_generations_save_is_the_newest_though_its_step_is_smaller(hosts, disk):
@@ -302,7 +302,7 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(hosts, monkeypatch):
         when.append(args[0].number)
 
     monkeypatch.setattr(stores[0], "put", slow)
-    monkeypatch.setattr("praxis_tools.elastic.peer_saves.peer_saver._SAID_SECONDS", 0.1)
+    monkeypatch.setattr("praxis_tools.elastic.peer_saves.peer_saver._NOTE_SECONDS", 0.1)
     with PeerSaver(order, stores, layout, mesh, notes.append) as saver:
         for step in (10, 11, 12):
             saver.begin(step, state, {})
@@ -324,8 +324,10 @@ def test_a_save_waits_for_the_one_before_it_and_says_so(hosts, monkeypatch):
 def test_the_neighbour_is_on_another_host_where_there_is_one(addresses, expected):
     members = tuple(range(len(addresses)))
     actual = [
-        neighbour_of(Order(generation=1, member=member, members=members, stores=tuple(addresses),
-                           key=b"", coordinator="", num_slots=len(members)))
+        neighbor_index(Assignment(
+            generation=1, member=member, members=members, stores=tuple(addresses),
+            key=b"", coordinator="", num_slots=len(members),
+        ))
         for member in members
     ]
     assert actual == expected

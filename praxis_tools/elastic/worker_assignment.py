@@ -1,0 +1,174 @@
+"""The protocol between a supervisor and its worker: the worker's assignment, and its reports."""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from praxis_lite.job.events import Listener, Phase
+from praxis_lite.job.processes import signals
+from praxis_lite.job.processes.membership import Membership
+from praxis_lite.job.processes.stacks import install_stacks_handler, stacks
+from praxis_tools.stuck.progress import own
+
+# Environment variable of worker processes: "file descriptor for reports:PID of the supervisor".
+WORKER = "PRAXIS_LITE_WORKER"
+# Exit status of a worker that ends because another process died (EX_TEMPFAIL).
+LOST_PEER_STATUS = 75
+# After the process was suspended for this long, it checks whether the others went on without it.
+_SUSPENDED_SECONDS = 5.0
+_PROGRESS_SECONDS = 1.0
+# After waiting for this long, a worker reports its stacks without being asked, because it may be
+# killed before it is asked.
+_WAITING_SECONDS = 20.0
+# Limit for these stacks. They must fit into the pipe even if the supervisor reads nothing.
+_MAX_STACK_CHARACTERS = 30_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assignment(Membership):
+    """A worker's membership in a generation, with the addresses that it needs.
+
+    Attributes:
+      stores: "host:port" of each member's peer store, in the order of their processes.
+      folder: Folder through which the supervisors coordinate.
+    """
+
+    stores: tuple[str, ...]
+    folder: str = ""
+    lost_status: int = LOST_PEER_STATUS
+
+    def line(self) -> str:
+        """Returns the assignment as a line of JSON."""
+        return json.dumps({**dataclasses.asdict(self), "key": self.key.hex()}) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> "Assignment":
+        """Parses a line of JSON from `line`."""
+        fields = json.loads(line)
+        return cls(**{
+            **fields, "members": tuple(fields["members"]), "stores": tuple(fields["stores"]),
+            "key": bytes.fromhex(fields["key"]),
+        })
+
+
+_assignment: Assignment | None = None
+_pipe = -1
+_lock = threading.Lock()
+
+
+def current() -> Assignment | None:
+    """Returns the assignment of this process, or None if its run is not elastic."""
+    return _assignment
+
+
+def is_worker() -> bool:
+    """Returns whether a supervisor started this process."""
+    return WORKER in os.environ
+
+
+def wait_for_assignment(prepare: Callable[[], None]) -> Assignment:
+    """Waits for the assignment from the supervisor. Exits if the supervisor ends.
+
+    Args:
+      prepare: Function to call before waiting, which imports the modules for training.
+    """
+    global _assignment, _pipe
+    pipe, _, supervisor = os.environ.pop(WORKER).partition(":")
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG.
+    if os.getppid() != int(supervisor):
+        os._exit(0)
+    signals.listen_to_supervisor_only()
+    prepare()
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(0)
+    _assignment, _pipe = Assignment.from_line(line), int(pipe)
+    threading.Thread(target=_exit_after_suspension, name="not stopped", daemon=True).start()
+    return _assignment
+
+
+def _exit_after_suspension() -> None:
+    """Exits if this process was suspended (SIGSTOP) and a new generation began in the meantime."""
+    before = time.monotonic()
+    next_generation = f"{_assignment.folder}/generations/{_assignment.generation + 1}.json"
+    while True:
+        time.sleep(0.5)
+        now = time.monotonic()
+        if now - before > _SUSPENDED_SECONDS and os.path.exists(next_generation):
+            os._exit(LOST_PEER_STATUS)
+        before = now
+
+
+_phase = ""
+
+
+def report_phase(name: str) -> None:
+    """Reports that this process begins a phase; `name` is one of goodput's kinds."""
+    global _phase
+    name = "step" if name == "input wait" else name  # These alternate in each step.
+    if _pipe >= 0 and name != _phase:
+        _phase = name
+        report(phase=name, at=time.monotonic(), doing=name)
+
+
+def report(**fields: Any) -> None:
+    """Sends named JSON values to the supervisor, replacing earlier values. May run in any thread.
+
+    Does nothing if the run is not elastic, or if the supervisor has ended, since this process ends
+    with it.
+    """
+    if _pipe < 0:
+        return
+    data = json.dumps(fields).encode() + b"\n"
+    with _lock, contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(_pipe, data) :]
+
+
+class SupervisorListener(Listener):
+    """Forwards the events of this process to the supervisor."""
+
+    def begins(self, phase: Phase, step: int | None) -> None:
+        report_phase(phase.counts_as)
+
+    def resumes(self, phase: Phase) -> None:
+        report_phase(phase.counts_as)
+
+    def report(self, facts: Mapping[str, Any]) -> None:
+        report(**facts)
+
+
+def report_progress() -> None:
+    """Starts a thread that reports the progress of this worker once a second.
+
+    The reported values are `progress`, the fields of `Progress`, and `stacks_file`, the path for
+    `stacks.request_stacks`. A worker that has waited for long also reports `stacks` and
+    `first_collectives`: for each process, the first collective of a training step that needs its
+    devices, as text.
+    """
+    report(stacks_file=install_stacks_handler())
+    threading.Thread(target=_report_progress, name="progress", daemon=True).start()
+
+
+def _report_progress() -> None:
+    has_reported_wait = False
+    while True:
+        time.sleep(_PROGRESS_SECONDS)
+        progress = own.progress_of(_assignment.index)
+        report(progress=dataclasses.asdict(progress))
+        if progress.silent_seconds < _WAITING_SECONDS:
+            if has_reported_wait:
+                report(stacks="")
+            has_reported_wait = False  # The next wait may be in another program.
+        elif not has_reported_wait:
+            has_reported_wait = True
+            collectives = list(map(own.first_collective, range(len(_assignment.members))))
+            report(first_collectives=collectives, stacks=stacks()[:_MAX_STACK_CHARACTERS])
