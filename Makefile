@@ -9,6 +9,7 @@
 #   make faults  kills, damages and fills disks, hundreds of times; about half an hour
 #   make chaos   kills, stops and returns hosts of an elastic job, 100 times; about an hour
 #   make check-defects  plants hundreds of defects and says which --mode=check catches; an hour
+#   make mutants plants 300 small faults in the library and says which tests notice; many hours
 #   make lint    checks the style
 #   make clean   removes what the others made, but for the demo's results
 #
@@ -29,7 +30,7 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
 
-.PHONY: help demo demo-multiprocess test test-all test-next faults chaos check-defects lint clean
+.PHONY: help demo demo-multiprocess test test-all test-next faults chaos check-defects mutants lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -75,6 +76,13 @@ chaos: $(TESTING)
 
 check-defects: $(TESTING)
 	@$(VENV_PYTHON) -m tests.tools.check.defects --report docs/check_defects.md $(DEFECTS_ARGS)
+
+# Resumes where it was stopped. A file that pytest cannot run by itself is reported, and left out.
+mutants: $(TESTING)
+	-@$(VENV_PYTHON) -m tests.support.reached_lines mutants_job
+	@$(VENV_PYTHON) -m tests.support.mutants run --reached mutants_job --out mutants_job/mutants.jsonl \
+	  $(MUTANTS_ARGS)
+	@$(VENV_PYTHON) -m tests.support.mutants table mutants_job/mutants.jsonl --reached mutants_job
 
 lint: $(TESTING)
 	@$(VENV_PYTHON) -m ruff check .
