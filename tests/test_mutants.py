@@ -1,6 +1,7 @@
 """tests.support.mutants: what faults are, and which tests of a toy library they fail."""
 
 import ast
+import contextlib
 import json
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_total():
 
 def test_it_ends_the_process():
     if sums.total(7, 13) != 20:
+        subprocess.Popen(["sleep", "3607"], start_new_session=True)
         os._exit(9)
 
 def test_after_it():
@@ -170,6 +172,14 @@ def test_every_test_that_fails_is_recorded_even_if_one_ends_the_process(records)
     record = records[0][records[1][0].name]
     assert record["unreliable"] == [f"{TEST_FILE}::test_it_always_fails"]
     assert record["passed"] == [f"{TEST_FILE}::test_after_it"]
+
+
+def test_a_process_that_a_test_leaves_is_ended(records):
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(path.read_bytes())
+    assert b"sleep\0" + b"3607\0" not in commands
 
 
 def test_a_constant_is_tested_by_what_reaches_its_file(records):

@@ -28,12 +28,15 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import pytest
+from pytest import ExitCode
 
 from tests.support.measure import Record, read_measures, seconds_of
 from tests.support.planted_mutants import PACKAGES, Mutant, function_lines
 
 ROOT = Path(__file__).parents[2]
 MEASURES = "tests.jsonl"
+HANGS_AFTER_SECONDS = 1200
+# sys.monitoring, which newer Pythons would use, reports a line once and not once per context.
 # The parent's own context is its test file, and the plugin below adds the test; that of a process
 # which a test launches is the test that pytest names in the environment.
 SETTINGS = """\
@@ -41,6 +44,7 @@ SETTINGS = """\
 source = {source}
 data_file = {data_file}
 parallel = true
+core = ctrace
 context = ${{PYTEST_CURRENT_TEST-}}
 patch = _exit, fork
 """
@@ -92,7 +96,7 @@ def collect(
         part = parts / f"{file.replace('/', '__')}.coverage"
         if not part.exists():
             code = _run_covered(root, file, arguments, part, folder / MEASURES)
-            if code not in (0, 1, 5):  # 1: tests failed; 5: none was selected.
+            if not part.exists():
                 failed.append(file)
             print(f"{file}: pytest ended with {code}", flush=True)
 
@@ -109,7 +113,7 @@ def _run_covered(
 ) -> int:
     import coverage
 
-    with tempfile.TemporaryDirectory(prefix="reached_") as temporary:
+    with tempfile.TemporaryDirectory(prefix="reached_", ignore_cleanup_errors=True) as temporary:
         settings = Path(temporary) / "coveragerc"
         source = "".join(f"\n    {root / package}" for package in PACKAGES)
         data_file = Path(temporary) / "data"
@@ -119,18 +123,20 @@ def _run_covered(
             "COVERAGE_PROCESS_START": str(settings),
         }
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p",
-            "tests.support.reached_lines", "-p", "tests.support.measure",
-            f"--measure={measures.resolve()}", f"--basetemp={temporary}/tests", *arguments, file,
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+            "-p", "tests.support.measure", "-p", "tests.support.reached_lines",
+            f"--measure={measures.resolve()}", f"--basetemp={temporary}/tests",
+            "-o", f"faulthandler_timeout={HANGS_AFTER_SECONDS}",
+            "-o", "faulthandler_exit_on_timeout=true", *arguments, file,
         ]
         with open(part.with_suffix(".log"), "wb") as log:
             code = subprocess.run(
                 command, cwd=root, env=env, stdout=log, stderr=subprocess.STDOUT, check=False
             ).returncode
-        # A process that a signal ended has written none.
-        if collected := [str(path) for path in Path(temporary).glob("data.*")]:
+        # Where pytest ended early, what is there is not all.
+        if code in (ExitCode.OK, ExitCode.TESTS_FAILED, ExitCode.NO_TESTS_COLLECTED):
             data = coverage.Coverage(data_file=f"{temporary}/combined", config_file=False)
-            data.combine(collected)
+            data.combine([str(path) for path in Path(temporary).glob("data.*")])
             data.save()
             shutil.move(f"{temporary}/combined", part)
     return code
@@ -238,7 +244,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="*", help="all files, unless some are given")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("-m", dest="marks", help='such as "not slow"')
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     found = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("tests/**/test_*.py"))]
     marks = ["-m", args.marks] if args.marks else []
     failed = collect(ROOT, args.folder, args.files or found, marks, args.workers)
