@@ -64,6 +64,14 @@ def test_it_always_fails():
     assert sums.total(7, 13) == 21
 '''
 TEST_FILE = "tests/test_sums.py"
+KILLED_TEST = """
+import os, signal, subprocess, sys
+
+def test_is_killed():
+    subprocess.run([sys.executable, "-c", "import praxis_lite.sums"], check=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+KILLED_FILE = "tests/test_killed.py"
 
 
 @pytest.fixture(scope="module")
@@ -136,24 +144,29 @@ def test_messages_and_what_deletes_or_kills_have_no_fault(code, tmp_path):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    """A library of one file, its tests, and what they reach."""
+    """A library of one file, what its tests reach, and the test files that could not be run."""
     pytest.importorskip("coverage")
     folder = tmp_path_factory.mktemp("toy")
     root = folder / "checkout"
     for name, text in {
         "pytest.ini": "[pytest]\n", "praxis_lite/__init__.py": "",
-        "praxis_lite/sums.py": LIBRARY, TEST_FILE: TESTS,
+        "praxis_lite/sums.py": LIBRARY, TEST_FILE: TESTS, KILLED_FILE: KILLED_TEST,
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    assert collect(root, folder / "reached", [TEST_FILE]) == []
-    return root, ReachedLines(folder / "reached")
+    not_run = collect(root, folder / "reached", [TEST_FILE, KILLED_FILE])
+    return root, ReachedLines(folder / "reached"), not_run
+
+
+def test_a_file_whose_process_is_killed_is_reported_and_not_taken_for_covered(toy):
+    assert toy[2] == [KILLED_FILE]
+    assert {test.partition("::")[0] for test in toy[1].measures} == {TEST_FILE}
 
 
 @pytest.fixture(scope="module")
 def records(toy, tmp_path_factory):
     """The records of four faults by their kinds, and the file they are in."""
-    root, reached = toy
+    root, reached, _ = toy
     planted = {(x.kind, x.after): x for x in plant(root)}
     kinds = (("sign", " - "), ("off_by_one", "38"), ("sign", "a"), ("condition", " or "))
     faults = [planted[kind] for kind in kinds]
@@ -199,7 +212,7 @@ def test_the_checkout_stays_as_it_is(toy, records):
 
 
 def test_a_run_that_was_stopped_plants_only_what_is_left(toy, records, tmp_path, monkeypatch):
-    root, reached = toy
+    root, reached, _ = toy
     _, faults, path = records
     lines, out = path.read_text().splitlines(), tmp_path / "records.jsonl"
     out.write_text("".join(f"{line}\n" for line in lines[:3]))

@@ -28,7 +28,6 @@ from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from pytest import ExitCode
 
 from tests.support.measure import Record, read_measures, seconds_of
 from tests.support.planted_mutants import PACKAGES, Mutant, function_lines
@@ -102,6 +101,7 @@ def collect(
 
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         list(pool.map(run, files))
+    (folder / ".coverage").unlink(missing_ok=True)
     whole = coverage.Coverage(data_file=folder / ".coverage", config_file=False)
     whole.combine([str(path) for path in sorted(parts.glob("*.coverage"))], keep=True)
     whole.save()
@@ -133,12 +133,13 @@ def _run_covered(
             code = subprocess.run(
                 command, cwd=root, env=env, stdout=log, stderr=subprocess.STDOUT, check=False
             ).returncode
-        # Where pytest ended early, what is there is not all.
-        if code in (ExitCode.OK, ExitCode.TESTS_FAILED, ExitCode.NO_TESTS_COLLECTED):
+        if written := [str(path) for path in Path(temporary).glob("data.*")]:
             data = coverage.Coverage(data_file=f"{temporary}/combined", config_file=False)
-            data.combine([str(path) for path in Path(temporary).glob("data.*")])
+            data.combine(written)
             data.save()
-            shutil.move(f"{temporary}/combined", part)
+            # Otherwise pytest's own process was ended, such as by the timeout.
+            if file in data.get_data().measured_contexts():
+                shutil.move(f"{temporary}/combined", part)
     return code
 
 
