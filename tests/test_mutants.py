@@ -33,6 +33,10 @@ def in_process(a):
     return -a
 
 
+def halved(a):
+    return a / 2
+
+
 def nobody_calls(a):
     return a and not a
 '''
@@ -59,6 +63,17 @@ def test_more_than_the_limit():
 def test_another_process():
     code = "from praxis_lite import sums; assert sums.in_process(7) == -7"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+started = []
+
+def test_starts():
+    started.append(True)
+
+def test_after_the_start():
+    assert started and sums.halved(14) == 7
+
+def test_after_the_start_too():
+    assert started and sums.total(7, 13) == 20
 
 def test_it_always_fails():
     assert sums.total(7, 13) == 21
@@ -165,10 +180,13 @@ def test_a_file_whose_process_is_killed_is_reported_and_not_taken_for_covered(to
 
 @pytest.fixture(scope="module")
 def records(toy, tmp_path_factory):
-    """The records of four faults by their kinds, and the file they are in."""
+    """The records of five faults, the faults, and the file of the records."""
     root, reached, _ = toy
     planted = {(x.kind, x.after): x for x in plant(root)}
-    kinds = (("sign", " - "), ("off_by_one", "38"), ("sign", "a"), ("condition", " or "))
+    kinds = (
+        ("sign", " - "), ("off_by_one", "38"), ("sign", "a"), ("condition", " or "),
+        ("off_by_one", "3"),
+    )
     faults = [planted[kind] for kind in kinds]
     out = tmp_path_factory.mktemp("records") / "records.jsonl"
     mutants.run(root, faults, reached, out, limit=60)
@@ -183,8 +201,13 @@ def failed(records, number):
 def test_every_test_that_fails_is_recorded_even_if_one_ends_the_process(records):
     assert failed(records, 0) == ["test_it_ends_the_process", "test_total"]
     record = records[0][records[1][0].name]
-    assert record["unreliable"] == [f"{TEST_FILE}::test_it_always_fails"]
     assert record["passed"] == [f"{TEST_FILE}::test_after_it"]
+    # Without the test that starts, it fails without the fault, too.
+    assert record["unreliable"] == [f"{TEST_FILE}::test_after_the_start_too"]
+
+
+def test_a_test_that_needs_another_one_is_run_with_it_at_last(records):
+    assert failed(records, 4) == ["test_after_the_start"]
 
 
 def test_a_process_that_a_test_leaves_is_ended(records):
@@ -215,13 +238,13 @@ def test_a_run_that_was_stopped_plants_only_what_is_left(toy, records, tmp_path,
     root, reached, _ = toy
     _, faults, path = records
     lines, out = path.read_text().splitlines(), tmp_path / "records.jsonl"
-    out.write_text("".join(f"{line}\n" for line in lines[:3]))
+    out.write_text("".join(f"{line}\n" for line in lines[:4]))
     planted = []
     monkeypatch.setattr(mutants, "_record", lambda tree, mutant, *_: planted.append(mutant) or {
         "failed": [], "passed": [],
     })
     mutants.run(root, faults, reached, out, limit=60)
-    assert [x.name for x in planted] == [json.loads(lines[3])["name"]]
+    assert [x.name for x in planted] == [json.loads(lines[4])["name"]]
 
 
 def test_a_fault_that_escaped_with_tests_left_out_is_planted_again_with_more_time():
@@ -233,10 +256,10 @@ def test_a_fault_that_escaped_with_tests_left_out_is_planted_again_with_more_tim
 def test_tables(toy, records):
     lines = [line.split() for line in mutants.tables([*records[0].values()], toy[1].measures)]
     rows = {line[0]: line[1:] for line in lines if line}
-    assert rows["all"] == ["4", "3", "3", "1", "0", "1"]
+    assert rows["all"] == ["5", "4", "4", "1", "0", "1"]
     assert rows["praxis_tools"] == ["0"] * 6
     alone = {line[1].partition("::")[2] for line in lines if line[:1] == ["1"]}
-    assert alone == {"test_more_than_the_limit", "test_another_process"}
-    # All ran; four fail, two of them alone; three of them catch everything.
-    assert rows[TEST_FILE][0] == "6" and rows[TEST_FILE][2:] == ["5", "4", "2", "3"]
-    assert [f"{TEST_FILE}::test_it_always_fails"] in lines
+    assert alone == {"test_more_than_the_limit", "test_another_process", "test_after_the_start"}
+    # All but one of nine ran; five fail, three of them alone; four of them catch everything.
+    assert rows[TEST_FILE][0] == "9" and rows[TEST_FILE][2:] == ["8", "5", "3", "4"]
+    assert [f"{TEST_FILE}::test_after_the_start_too"] in lines

@@ -148,26 +148,40 @@ class Tree:
 
 
 class Confirmed:
-    """Tests that fail with a fault, run once without it: those that fail again do not count."""
+    """Runs tests that fail with a fault without it, too: those that fail again do not count."""
 
     def __init__(self, records: Iterable[Record]):
-        self._passes: dict[str, bool] = {}
-        for record in records:
-            if len(record["failed"]) <= MOST_CONFIRMED:
-                self._passes |= dict.fromkeys(record["failed"], True)
-            self._passes |= dict.fromkeys(record["unreliable"], False)
+        # By a test, and all tests of its file that ran: it may need what another one sets up.
+        self._failed: set[tuple[str, tuple[str, ...]]] = set()
+        self._passed = {
+            test for record in records if len(record["failed"]) <= MOST_CONFIRMED
+            for test in record["failed"]
+        }
 
-    def split(
-        self, tree: Tree, failed: Iterable[str], hangs_after: float
-    ) -> tuple[list[str], list[str]]:
-        """Returns the tests whose failure is the fault's, and those that fail without it."""
-        failed = sorted(failed)
-        unknown = [x for x in failed if "::" in x and x not in self._passes]
+    def reliable(
+        self, tree: Tree, failed: Iterable[str], tests: Sequence[str], hangs_after: float
+    ) -> list[str]:
+        """Returns those of the failed tests that pass without the fault.
+
+        Args:
+          tests: All tests that were run, in their order.
+        """
+        by_file = {x: tuple(_of_file(x, tests)) for x in {x.partition("::")[0] for x in tests}}
+        keys = {x: (x, by_file.get(x.partition("::")[0], ())) for x in sorted(failed)}
+        unknown = [
+            x for x in keys if "::" in x and x not in self._passed and keys[x] not in self._failed
+        ]
         if 0 < len(unknown) <= MOST_CONFIRMED:
-            outcomes = tree.outcomes(unknown, sys.maxsize, hangs_after)
-            self._passes |= {test: outcomes.get(test) == "passed" for test in unknown}
-        unreliable = [x for x in failed if not self._passes.get(x, True)]
-        return [x for x in failed if x not in unreliable], unreliable
+            files = dict.fromkeys(x.partition("::")[0] for x in unknown)
+            again = [test for file in files for test in by_file[file]]
+            outcomes = tree.outcomes(again, sys.maxsize, hangs_after)
+            self._passed |= {test for test in again if outcomes.get(test) == "passed"}
+            self._failed |= {keys[x] for x in unknown if x not in self._passed}
+        return [x for x in keys if x in self._passed or keys[x] not in self._failed]
+
+
+def _of_file(file: str, tests: Iterable[str]) -> list[str]:
+    return [test for test in tests if test.partition("::")[0] == file]
 
 
 def run(
@@ -223,23 +237,25 @@ def _record(
 ) -> Record:
     start, stages = time.time(), reached.stages(mutant)
     outcomes: dict[str, str] = {}
-    failed, unreliable, planned = [], [], 0
+    failed, failing, planned = [], set(), set()
     for stage in stages:
-        planned += len(stage)
+        planned |= {*stage}
         tests = _affordable(stage, reached, start + limit - time.time())
-        hangs_after = max(HANGS_AFTER_SECONDS, *(5 * reached.seconds(x) for x in tests), 0)
-        if tests:
-            with tree.planted(mutant):
-                outcomes |= tree.outcomes(tests, start + limit, hangs_after)
-        failing = [x for x in outcomes if outcomes[x] == "failed"]
-        failed, unreliable = confirmed.split(tree, failing, hangs_after)
+        if not tests:
+            break
+        hangs_after = max(HANGS_AFTER_SECONDS, *(5 * reached.seconds(x) for x in tests))
+        with tree.planted(mutant):
+            found = tree.outcomes(tests, start + limit, hangs_after)
+        outcomes |= found
+        failing = {x for x in found if found[x] == "failed"}
+        failed = confirmed.reliable(tree, failing, tests, hangs_after)
         if failed:
             break
-    passed = [x for x in outcomes if outcomes[x] == "passed"]
     return {
         "name": mutant.name, **dataclasses.asdict(mutant), "is_reached": bool(stages),
-        "failed": failed, "passed": passed, "unreliable": unreliable,
-        "left_out": max(0, planned - len(outcomes)), "limit": limit,
+        "failed": failed, "passed": [x for x in outcomes if outcomes[x] == "passed"],
+        "unreliable": sorted(failing.difference(failed)),
+        "left_out": len(planned - outcomes.keys()), "limit": limit,
         "seconds": round(time.time() - start, 1),
     }
 
@@ -257,9 +273,7 @@ def _affordable(stage: Sequence[str], reached: ReachedLines, seconds: float) -> 
 
 def tables(records: Sequence[Record], measures: dict[str, Measure]) -> Iterator[str]:
     """Yields the lines of the tables: by kind and package, what escaped, the tests that matter."""
-    bad = {test for record in records for test in record["unreliable"]}
-    failed = {x["name"]: {test for test in x["failed"] if test not in bad} for x in records}
-    caught = {name: tests for name, tests in failed.items() if tests}
+    caught = {x["name"]: {*x["failed"]} for x in records if x["failed"]}
     by_quick = {
         name for name, tests in caught.items()
         if any(not measures.get(test, {"slow": False})["slow"] for test in tests)
@@ -289,9 +303,9 @@ def tables(records: Sequence[Record], measures: dict[str, Measure]) -> Iterator[
     yield from (f"  {num} {test}" for test, num in only.most_common())
     yield ""
     yield from _tests_by_file(records, measures, caught, only)
-    if bad:
-        yield from ("", "tests that also fail without a fault, which count for nothing:")
-        yield from (f"  {test}" for test in sorted(bad))
+    if unreliable := {test for record in records for test in record["unreliable"]}:
+        yield from ("", "tests that also failed without the fault, alone or with others:")
+        yield from (f"  {test}" for test in sorted(unreliable))
 
 
 def _tests_by_file(

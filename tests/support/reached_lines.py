@@ -163,6 +163,7 @@ class ReachedLines:
         measured = self._data.measured_files()
         self._paths = {name: path for path in measured if (name := _in_checkout(path))}
         self.measures: dict[str, Record] = read_measures([folder / MEASURES])
+        self._passing = {x for x in self.measures if self.measures[x]["outcome"] == "passed"}
 
     def by_lines(self, file: str, lines: Container[int]) -> Reach:
         """Returns what reaches one of these lines of a file of the library."""
@@ -185,7 +186,8 @@ class ReachedLines:
         """Returns the tests to run for a fault, in stages; the first that notices it is the last.
 
         First come the tests that reach its statement, and the files whose fixtures do; then all
-        tests of the same files, for a test may use what another one has cached. A statement that
+        tests of the same files, for a test may use what another one has cached or set up. Tests
+        that failed under coverage, or were skipped, are left out. A statement that
         imports run is tested by what reaches a function of its file, then by all who import it.
         """
         first, last = mutant.statement
@@ -195,28 +197,32 @@ class ReachedLines:
             importers |= {test.partition("::")[0] for test in reach.tests}
             source = Path(self._paths[mutant.file]).read_text(encoding="utf-8") if importers else ""
             reach = self.by_lines(mutant.file, function_lines(ast.parse(source)))
-        first = {*reach.tests, *self._tests_of(reach.by_fixtures)} & self.measures.keys()
-        files = {test.partition("::")[0] for test in first}
-        second = {*self._tests_of(files)} - first
-        third = {*self._tests_of(importers)} - first - second
+        first = {*reach.tests, *self._tests_of(reach.by_fixtures)} & self._passing
+        second = self._tests_of(test.partition("::")[0] for test in first)
+        third = self._tests_of(importers) - second
         return [self._by_file(stage) for stage in (first, second, third) if stage]
 
-    def _tests_of(self, files: Iterable[str]) -> Iterable[str]:
+    def _tests_of(self, files: Iterable[str]) -> set[str]:
         files = {*files}
-        return (test for test in self.measures if test.partition("::")[0] in files)
+        return {test for test in self._passing if test.partition("::")[0] in files}
 
     def seconds(self, test: str) -> float:
         """Returns how long a test took under coverage."""
         return seconds_of(self.measures[test])
 
     def _by_file(self, tests: Iterable[str]) -> list[str]:
-        """Returns tests by files, which share fixtures: the fastest files and tests first."""
-        files: dict[str, list[str]] = {}
-        for test in tests:
-            files.setdefault(test.partition("::")[0], []).append(test)
-        groups = [sorted(group, key=lambda x: (self.seconds(x), x)) for group in files.values()]
-        groups.sort(key=lambda group: (sum(map(self.seconds, group)), group))
-        return [test for group in groups for test in group]
+        """Returns tests by files: the quick tests before the slow ones, then the fastest files.
+
+        A file's tests stay in their order, for some need what one before them has set up.
+        """
+        order = {test: number for number, test in enumerate(self.measures)}
+        groups: dict[tuple[bool, str], list[str]] = {}
+        for test in sorted(tests, key=order.__getitem__):
+            group = (self.measures[test]["slow"], test.partition("::")[0])
+            groups.setdefault(group, []).append(test)
+        costs = {group: sum(map(self.seconds, tests)) for group, tests in groups.items()}
+        in_turn = sorted(groups, key=lambda group: (group[0], costs[group], group[1]))
+        return [test for group in in_turn for test in groups[group]]
 
 
 def _in_checkout(path: str) -> str:
