@@ -42,7 +42,7 @@ NOT_COPIED = (
     ".git", ".venv*", "__pycache__", ".pytest_cache", ".ruff_cache", "*_job", "build", "dist",
 )
 # A test that takes longer than this, and five times as long as usual, hangs.
-HANGS_AFTER_SECONDS = 60.0
+HANGS_AFTER_SECONDS = 30.0
 # If more fail than this, none is run without the fault: they are not all unreliable.
 MOST_CONFIRMED = 20
 
