@@ -52,10 +52,10 @@ demo-multiprocess: $(INSTALLED)
 	@$(VENV_PYTHON) benchmarks/demo_multiprocess.py
 
 test: $(TESTING)
-	@$(VENV_PYTHON) -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "not slow and not nightly" $(PYTEST_ARGS)
 
 test-all: test
-	@$(VENV_PYTHON) -m pytest -m slow $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "slow and not nightly" $(PYTEST_ARGS)
 
 test-next:
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 15))' || { \
