@@ -4,10 +4,8 @@ import re
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from praxis_lite import ConfigError
 from tests.support.job_runs import succeed
@@ -39,8 +37,6 @@ def folder(tmp_path_factory):
         patch.chdir(folder)
         patch.syspath_prepend(folder)
         yield folder
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
     for name in [name for name in sys.modules if name.partition(".")[0] == "mymodel"]:
         del sys.modules[name]
 

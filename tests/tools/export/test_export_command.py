@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.huggingface import load as load_huggingface
@@ -33,9 +32,7 @@ def refused(capsys, *argv):
 def packages(monkeypatch):
     monkeypatch.syspath_prepend(home())
     monkeypatch.setenv("XDG_CACHE_HOME", str(home() / "cache"))
-    yield "--packages=jobzoo"
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    return "--packages=jobzoo"
 
 
 @pytest.mark.slow
