@@ -2,14 +2,15 @@
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
-#   make test    runs the tests that are quick (6 minutes)
-#   make test-all  runs them and then the slow ones: processes, kills, every mesh (20 minutes)
-#   make test-next  the quick tests on the newest jax, flax, optax, orbax and grain of PyPI, with what
-#                these are going to make the default; says what breaks (for once a week; Python 3.12 on)
-#   make faults  kills, damages and fills disks, hundreds of times; about half an hour
-#   make chaos   kills, stops and returns hosts of an elastic job, 100 times; about an hour
-#   make check-defects  plants hundreds of defects and says which --mode=check catches; an hour
-#   make mutants plants 300 small faults in the library and says which tests notice; many hours
+#   make test    runs the tests of everything that matters (5 minutes)
+#   make test-all  runs them and then the slow ones: processes, kills, every mesh (20 minutes; CI)
+#   make nightly   runs the tests that are too long for CI, and then all of these (hours):
+#     make faults     kills, damages and fills disks, hundreds of times; about half an hour
+#     make chaos      kills, stops and returns hosts of an elastic job, 100 times; about an hour
+#     make check-defects  plants hundreds of defects and reports which --mode=check catches; an hour
+#     make mutants    plants 300 small faults in the library and reports which tests notice; hours
+#     make test-next  runs the quick tests on the newest jax, flax, optax, orbax and grain of PyPI,
+#                     with the settings that these will make the default (Python 3.12 or newer)
 #   make lint    checks the style
 #   make clean   removes what the others made, but for the demo's results
 #
@@ -30,7 +31,7 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
 
-.PHONY: help demo demo-multiprocess test test-all test-next faults chaos check-defects mutants lint clean
+.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next faults chaos check-defects mutants lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -56,6 +57,13 @@ test: $(TESTING)
 
 test-all: test
 	@$(VENV_PYTHON) -m pytest -m "slow and not nightly" $(PYTEST_ARGS)
+
+# The part of one night that fails does not end the others.
+nightly: $(TESTING)
+	@$(MAKE) --keep-going test-nightly faults chaos check-defects mutants test-next
+
+test-nightly: $(TESTING)
+	@$(VENV_PYTHON) -m pytest -m nightly $(PYTEST_ARGS)
 
 test-next:
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 15))' || { \
