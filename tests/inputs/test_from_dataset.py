@@ -179,7 +179,9 @@ def test_a_resume_logs_that_it_reads_again(caplog):
     with caplog.at_level(logging.INFO, "praxis_lite.inputs.base"):
         next(one_pass().batches(2))
         next(one_pass().batches())
-    assert caplog.messages == ["reading the first 2 batches again (FromDataset)"]
+    # TensorFlow's AutoGraph logs warnings on Python 3.13.
+    ours = [x.getMessage() for x in caplog.records if x.name.startswith("praxis_lite")]
+    assert ours == ["reading the first 2 batches again (FromDataset)"]
 
 
 def wrong(kind):
