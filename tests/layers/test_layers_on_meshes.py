@@ -2,6 +2,8 @@
 
 Of uneven sizes over Auto axes, which pad them, and of even sizes over Explicit ones, which are
 types. `layer_cases.py` has the layers; those of a group are one program for each kind of mesh.
+Of two axes: on three, XLA permutes products in a way that only a job's programs go round
+(docs/upstream.md).
 """
 
 import functools
@@ -134,7 +136,7 @@ def test_chunked_and_whole_adapted_softmaxes_have_the_same_gradients():
 
 @functools.cache
 def notes_over_explicit_axes(group: str) -> dict[str, dict[str, str]]:
-    program = Program(group, "even", (2, 2, 2), "explicit")
+    program = Program(group, "even", (1, 4, 2), "explicit")
     with jax.set_mesh(program._mesh):
         program.traced()
     return program.notes
@@ -149,7 +151,7 @@ def test_over_explicit_axes_it_is_typed_or_noted(group, name):
 @pytest.mark.slow
 @each_case
 def test_over_explicit_axes_it_equals_one_device(group, name):
-    actual = results(group, "even", (2, 2, 2), "explicit")[name]
+    actual = results(group, "even", (1, 4, 2), "explicit")[name]
     assert_near(actual, results(group, "even")[name], tolerance=TOLERANCES.get(group, 3e-6))
 
 
