@@ -402,7 +402,7 @@ def attention_cases(s: Sizes) -> dict[str, Case]:
         ),
         "latent attention": Case(
             attention(
-                layers.MultiHeadLatentAttention, q_lora_rank=6, kv_lora_rank=8,
+                layers.MultiHeadLatentAttention, q_lora_rank=s.model, kv_lora_rank=s.hidden,
                 qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=6, use_bias=True,
             ),
             first,
