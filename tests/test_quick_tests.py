@@ -13,7 +13,8 @@ TESTS = Path(__file__).parent
 SLOW = "pytest.mark.slow"
 
 STAND_FOR = {
-    "every layer on an uneven mesh": "layers/test_sharded_layers.py::test_sharded_equals_unsharded",
+    "every layer on an uneven mesh":
+        "layers/test_layers_on_meshes.py::test_of_uneven_sizes_it_equals_one_device",
     "every optimizer of Pax":
         "optimizers/test_pax_optimizer_options.py::test_five_steps_equal_pax",
     "every decoder on a mesh": (
