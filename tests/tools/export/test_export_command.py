@@ -36,14 +36,14 @@ def packages(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [[], ["task.decoder.temperature=1.2"]], ids=str)
-def test_a_jobs_decoding_and_predictions_are_those_of_load(tmp_path, packages, sampling):
+def test_a_jobs_decoding_and_predictions_are_those_of_load(tmp_path, packages):
     job, _ = trained()
-    settings = ["mesh.ici_mesh_shape=1,2,2", *sampling]
+    sampling = "task.decoder.temperature=1.2"
+    settings = ["mesh.ici_mesh_shape=1,2,2", sampling]
     for what, more in (("decode", []), ("predict", ["--batch=5", "--length=6"])):
         export.main([
             str(job.path), str(tmp_path / what), f"--what={what}", packages, *more, "--step=7",
-            "--mesh=1,2,2", *(["--set", *sampling] if sampling else []),
+            "--mesh=1,2,2", "--set", sampling,
         ])
     model = loaded(job, mesh="job", settings=settings)
     (batch,) = model.job.decode_datasets["prompts"].batches()
