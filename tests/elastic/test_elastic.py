@@ -1,7 +1,8 @@
 """A job that loses its hosts is the same run.
 
-`make chaos` has a hundred events, also the kinds that are not here: deaths in a compilation and
-while the workers connect, a worker that hangs, hosts that wake or are started anew.
+`make chaos` has a hundred events, also the kinds that are not here: deaths while the workers
+connect, a worker that hangs (here: job/test_stuck_processes.py), hosts that wake or are started
+anew.
 """
 
 import dataclasses
@@ -12,12 +13,13 @@ import pytest
 
 from tests.elastic import verdict
 from tests.elastic.chaos import PEER_STEPS, SURVIVE_SECONDS, Chaos, judged, settings_of
-from tests.elastic.events import EVALUATION, RESTORE, SAVE
+from tests.elastic.events import COMPILE, EVALUATION, RESTORE, SAVE
 from tests.elastic.hosts import Hosts, wait_for
 from tests.faults.outcome import Row
 
 # It launches processes on two cores.
 pytestmark = pytest.mark.slow
+
 
 @dataclasses.dataclass(frozen=True)
 class History:
@@ -83,6 +85,9 @@ def acts(chaos):
     yield "one hangs", events.stop_host
     yield "it is replaced and wakes", events.replace
     yield "one is taken", events.take_host
+    yield "all return and one dies in the compilation", lambda: events.kill_host_in(
+        COMPILE, trigger=events.all_come_back
+    )
     yield "all are back", events.all_come_back
     trains(chaos)
     yield "two die at once in an evaluation", lambda: events.kill_two(EVALUATION)
