@@ -1,21 +1,28 @@
 """What the pages say of the code, where the code can be asked: numbers, flags, files, absences."""
 
+import argparse
 import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import praxis_lite as pl
 from praxis_lite import main
 from praxis_lite.core import MeshConfig, Partitioner, task
 from praxis_lite.core.learner import learner
 from praxis_lite.core.partitioner.compiler_options import init_options
 from praxis_lite.core.sharding import mesh
 from praxis_lite.experiment import experiment
+from praxis_lite.huggingface import family
+from praxis_lite.inputs.text.length_classes import SHORTEST
 from praxis_lite.modes.options import parser_of
 from praxis_lite.trainer.metrics import progress
+from praxis_tools.serve import endpoints, engine, requests, served_model
+from praxis_tools.serve.mode import Serve
 from tests.clusters.test_queued_resources import DOCKER
 from tests.clusters.test_slurm import SBATCH
+from tests.support.goldens import GOLDENS
 from tests.test_import_direction import ORDERS
 
 ROOT = Path(__file__).parents[2]
@@ -151,3 +158,46 @@ def test_the_import_order_is_the_one_that_a_test_holds():
         for line in ORDERS["praxis_lite/layers"]
     ]
     assert drawn["praxis_lite/layers"] == [line for line in of_layers if line]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_within_a_page_has_its_heading(page):
+    anchors = {
+        re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", PAGES[page], re.M)
+    }
+    assert set(re.findall(r"\]\(#(.*?)\)", PAGES[page])) <= anchors
+
+
+def test_the_python_page_has_each_argument_and_each_member_of_a_trained_model():
+    for name in ("train", "explain", "plan", "check", "report"):
+        parameters = inspect.signature(getattr(pl, name)).parameters
+        assert [word for word in parameters if word not in PAGES["python.md"]] == []
+    members = [name for name in vars(pl.TrainedModel) if not name.startswith("_")]
+    found = [name for name in members if f"`{name}" not in PAGES["python.md"]]
+    assert {name.removesuffix("_with") for name in found} <= {"mdl_vars"}
+
+
+def test_the_table_of_hugging_face_has_every_family():
+    rows = re.findall(r"^\| ([A-Z][^|]*) \| [\d.]+e-6 \|", PAGES["huggingface.md"], re.MULTILINE)
+    tables = [x for x in (Path(family.__file__).parent / "families").glob("*.toml")
+              if x.stem != "common"]
+    assert len(rows) == len(tables) == len(list((GOLDENS / "hf").iterdir()))
+
+
+def test_the_serving_page_has_each_field_of_a_request_and_the_numbers_of_the_code():
+    page = PAGES["serving.md"]
+    fields = {*requests._COMPLETION, *requests._CHAT}
+    assert not {field for field in fields if f"`{field}`" not in page}
+    parser = argparse.ArgumentParser()
+    Serve().add_options(parser)
+    for name in ("num_rows", "max_queue", "request_seconds", "drain_seconds"):
+        assert f"`--{name}={parser.get_default(name):g}`" in page
+    for words in (
+        f"at most {served_model.USUAL_LENGTH})", f"powers? of two from {SHORTEST} on",
+        f"up to {requests.MOST_CHOICES} of either", f"up to {requests.MOST_STOPS} texts",
+        f"has {requests.COMPLETION_TOKENS} unless", f"up to {requests.MOST_LOGPROBS} tokens",
+        f"at most {engine.STEPS_BETWEEN_LOOKS} steps",
+        f"{endpoints.MOST_BYTES >> 20} MiB, in {endpoints.BODY_SECONDS:g} s",
+    ):
+        assert re.search(words.replace(")", r"\)"), page), words
