@@ -20,6 +20,7 @@ import praxis_lite
 from praxis_lite import ConfigError, optimizers
 from praxis_lite.core import AuxiliaryOptimizer, Partitioner, make_mesh
 from praxis_lite.experiments import lm
+from praxis_lite.host.optional_packages import is_installed
 from praxis_lite.huggingface.__main__ import main as huggingface
 from praxis_lite.inputs.__main__ import main as inputs
 from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
@@ -28,8 +29,9 @@ from praxis_lite.optimizers import DynamicLossScale, VariationalNoise, schedules
 from tests.huggingface.test_finetuning import adapters_are_right, with_vocabulary
 from tests.huggingface.test_finetuning import started as started  # A fixture.
 from tests.support.doc_pages import Block, page, pages
+from tests.support.every_case import assert_each
 from tests.support.goldens import GOLDENS
-from tests.support.job_runs import CHECKOUT, home, succeed
+from tests.support.job_runs import CHECKOUT, Launch, home, launch, succeed
 from tests.support.lm_eval_tasks import model_directory
 from tests.tools.serve.test_serve_mode import server
 
@@ -96,10 +98,14 @@ def configured(*blocks: Block) -> fdl.Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", page("training").blocks(), ids=str)
-def test_a_block_of_the_training_page_builds_and_its_step_traces(block):
-    if "quantized" in block.text:
-        pytest.importorskip("qwix")
+def test_each_block_of_the_training_page_builds_and_its_step_traces():
+    blocks = page("training").blocks()
+    if not is_installed("qwix"):
+        blocks = [block for block in blocks if "quantized" not in block.text]
+    assert_each(trace, ((str(block), block) for block in blocks))
+
+
+def trace(block):
     config = configured(block)
     job = fdl.build(config)
     if config.task != lm.Synthetic().config().task:  # Else the step is that of lm.Synthetic.
@@ -113,6 +119,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     return tmp_path
+
+
+def finished(*argv: str) -> Launch:
+    """Runs `main`, which may warn but must not fail."""
+    done = launch(*argv)
+    assert done.code == 0, done.err
+    return done
 
 
 def run_alone(source: str, folder: Path) -> str:
@@ -142,14 +155,14 @@ def test_the_data_page_runs_and_its_digest_is_the_same_for_any_number_of_process
     Path("my_data.py").write_text(experiment.text, "utf-8")
     (train,) = page("data").commands("python main.py")
     train = [item.replace("/tmp/docs_and_code", f"{folder}/job") for item in train]
-    succeed(
+    finished(
         *train, "--set", "run.num_train_steps=2", "datasets.train.batch_size=4",
-        "run.evaluation.every_steps=None",
+        "run.evaluation.every_steps=None", "mesh.ici_mesh_shape=1,1,1",
     )
     digests = page("data").commands("python -m praxis_lite.inputs")
     (digest,) = [words for words in digests if words[0] == "digest" and "--processes=3" in words]
     actual = set()
-    for num_processes in (1, 3, 8):
+    for num_processes in (1, 3):
         capsys.readouterr()
         words = [item.replace("processes=3", f"processes={num_processes}") for item in digest]
         assert inputs(words) == 0
@@ -224,14 +237,15 @@ def test_the_serving_page_runs_and_the_exported_model_answers_as_the_job(folder,
     capsys.readouterr()
     (client,) = page("serving").blocks()
     (of_export,) = [words for words in commands if "--hf=OUT" in words]
-    answers = []
-    for options in (of_export[1:], ("--job_log_dir=JOB", "--model_name=mine")):
-        with server(*options, "--max_length=64") as (_, url, _):
-            actual = client.run({}, {"http://127.0.0.1:8000": url})
-            assert isinstance(actual["client"], openai.OpenAI)
-            actual["client"].close()
-            answers.append(capsys.readouterr().out)
-    assert answers[0] and answers[0] == answers[1]
+    # A job as such is served in tools/serve/test_serve_mode.py.
+    (record,) = praxis_lite.load("JOB").generate("the sun", max_decode_steps=8, temperature=0.0)
+    assert record["continuation"]
+    with server(*of_export[1:], "--max_length=64") as (_, url, _):
+        actual = client.run({}, {"http://127.0.0.1:8000": url})
+        assert isinstance(actual["client"], openai.OpenAI)
+        actual["client"].close()
+    assert actual["answer"].choices[0].text == record["continuation"]
+    assert len(capsys.readouterr().out) > len(record["continuation"]) + 1
 
 
 SMALL_PLAN = [
@@ -249,16 +263,16 @@ def test_the_plan_page_runs_on_a_small_model_and_simulated_devices(folder):
         for words in page("plan").commands("python main.py") if "--steps=decode" not in words
     )
     assert "--topology=cpu:8" in plan
-    succeed(*of_7b, *SMALL_PLAN)
+    finished(*of_7b, *SMALL_PLAN)
     record = json.loads(Path("plan.json").read_text())
     named = re.search(r"## JSON\n\n(.*?): these stay", page("plan").text, re.DOTALL).group(1)
     outer = re.sub(r"\(a list of.*?\)", "", named, flags=re.DOTALL)
     assert set(re.findall(r"`(\w+)`", outer)) <= set(record)
-    done = succeed(*search, *SMALL_PLAN)
+    done = finished(*search, *SMALL_PLAN)
     assert "The fastest that fits" in done.out and "--packages=plan_search,my_pods" in done.out
-    succeed(*again)
-    succeed(*measured, *SMALL_PLAN, "mesh.ici_mesh_shape=(1,8,1)")
-    done = succeed(*corrected, *SMALL_PLAN)
+    finished(*again)
+    finished(*measured, *SMALL_PLAN, "mesh.ici_mesh_shape=(1,8,1)")
+    done = finished(*corrected, *SMALL_PLAN)
     assert "of the plan (median of 1 in residuals.jsonl)" in done.out
     names = mesh_for.run({
         "Llama7BOnOneSlice": object, "fdl": fdl, "MeshConfig": praxis_lite.MeshConfig
