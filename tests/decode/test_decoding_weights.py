@@ -19,7 +19,7 @@ from praxis_lite.decode import BeamSearch, Greedy, Sample, stored_forms
 from praxis_lite.layers import DotProductAttention, Pipeline, Repeat, Transformer, TransformerLm
 from praxis_lite.tasks.language_model import LanguageModelTask
 
-V, D, H, L, P, M = 17, 12, 20, 3, 4, 6
+V, D, H, L, P, M = 17, 12, 20, 2, 4, 6
 BATCH = {
     "ids": np.arange(5 * P, dtype=np.int32).reshape(5, P) % V,
     "prefix_lengths": np.asarray([4, 2, 3, 1, 4], np.int32),
@@ -121,7 +121,7 @@ def test_donated_stacks_are_deleted_and_other_weights_are_kept():
 
 def test_a_stack_whose_layers_are_split_over_devices_stays_one():
     split = fdl.Partial(Repeat, stack_split="data")
-    partitioner = partitioner_of(shape=(1, 3, 1), stacked_transformer_tpl=split)
+    partitioner = partitioner_of(shape=(1, 2, 1), stacked_transformer_tpl=split)
     mdl_vars = weights_of(partitioner)
     assert partitioner.for_decoding(mdl_vars) is mdl_vars
 
