@@ -14,7 +14,6 @@ import numpy as np
 import openai
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import praxis_lite
 from praxis_lite import ConfigError, optimizers
@@ -291,8 +290,6 @@ def my_model(folder):
         path.write_text(block.text, encoding="utf-8")
     (folder / "mymodel/__init__.py").touch()
     yield folder
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
     for name in [name for name in sys.modules if name.partition(".")[0] == "mymodel"]:
         del sys.modules[name]
 
