@@ -2,13 +2,15 @@
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
-#   make test    runs the tests that are quick (6 minutes)
-#   make test-all  runs them and then the slow ones: processes, kills, every mesh (20 minutes)
-#   make test-next  the quick tests on the newest jax, flax, optax, orbax and grain of PyPI, with what
-#                these are going to make the default; says what breaks (for once a week; Python 3.12 on)
-#   make faults  kills, damages and fills disks, hundreds of times; about half an hour
-#   make chaos   kills, stops and returns hosts of an elastic job, 100 times; about an hour
-#   make check-defects  plants hundreds of defects and says which --mode=check catches; an hour
+#   make test    runs the tests of everything that matters (5 minutes)
+#   make test-all  runs them and then the slow ones: processes, kills, every mesh (20 minutes; CI)
+#   make nightly   runs the tests that are too long for CI, and then all of these (hours):
+#     make faults     kills, damages and fills disks, hundreds of times; about half an hour
+#     make chaos      kills, stops and returns hosts of an elastic job, 100 times; about an hour
+#     make check-defects  plants hundreds of defects and reports which --mode=check catches; an hour
+#     make mutants    plants 300 small faults in the library and reports which tests notice; hours
+#     make test-next  runs the quick tests on the newest jax, flax, optax, orbax and grain of PyPI,
+#                     with the settings that these will make the default (Python 3.12 or newer)
 #   make lint    checks the style
 #   make clean   removes what the others made, but for the demo's results
 #
@@ -29,7 +31,7 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
 
-.PHONY: help demo demo-multiprocess test test-all test-next faults chaos check-defects lint clean
+.PHONY: help demo demo-multiprocess test test-all nightly test-nightly test-next faults chaos check-defects mutants lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,10 +53,17 @@ demo-multiprocess: $(INSTALLED)
 	@$(VENV_PYTHON) benchmarks/demo_multiprocess.py
 
 test: $(TESTING)
-	@$(VENV_PYTHON) -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "not slow and not nightly" $(PYTEST_ARGS)
 
 test-all: test
-	@$(VENV_PYTHON) -m pytest -m slow $(PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m "slow and not nightly" $(PYTEST_ARGS)
+
+# The part of one night that fails does not end the others.
+nightly: $(TESTING)
+	@$(MAKE) --keep-going test-nightly faults chaos check-defects mutants test-next
+
+test-nightly: $(TESTING)
+	@$(VENV_PYTHON) -m pytest -m nightly $(PYTEST_ARGS)
 
 test-next:
 	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 15))' || { \
@@ -75,6 +84,13 @@ chaos: $(TESTING)
 
 check-defects: $(TESTING)
 	@$(VENV_PYTHON) -m tests.tools.check.defects --report docs/check_defects.md $(DEFECTS_ARGS)
+
+# Resumes where it was stopped. A file that pytest cannot run by itself is reported, and left out.
+mutants: $(TESTING)
+	-@$(VENV_PYTHON) -m tests.support.reached_lines mutants_job
+	@$(VENV_PYTHON) -m tests.support.mutants run --reached mutants_job --out mutants_job/mutants.jsonl \
+	  $(MUTANTS_ARGS)
+	@$(VENV_PYTHON) -m tests.support.mutants table mutants_job/mutants.jsonl --reached mutants_job
 
 lint: $(TESTING)
 	@$(VENV_PYTHON) -m ruff check .

@@ -161,6 +161,8 @@ setup(
             # The suite, on two cores.
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
+            # `make mutants`: which tests reach which line, in launched processes too.
+            "coverage>=7.17,<8",
             # `make lint`; pinned to a minor version, for new ones bring new rules.
             "ruff>=0.17.5,<0.18",
             # Reads back what the TensorBoard writer wrote; tensorflow no longer brings it.

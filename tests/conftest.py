@@ -1,10 +1,13 @@
 """Eight simulated devices for every test; rank promotion raises; warnings are errors."""
 
 import gc
+import hashlib
 import importlib.metadata
 import mmap
 import os
+import platform
 import signal
+import sys
 from pathlib import Path
 
 # Tests compile many small programs and run them briefly: LLVM's optimisations cost three times
@@ -17,6 +20,25 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     _flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def _compilation_cache() -> Path:
+    """Returns the folder of compiled programs for this jax and this kind of CPU.
+
+    It is in the environment's folder, so that `make clean` removes it. JAX's own key does not
+    have the CPU's features, and a program compiled for another CPU may end the process.
+    """
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.exists() else [platform.machine()]
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
+    key = hashlib.sha256(f"{flags}\n{os.environ['XLA_FLAGS']}".encode()).hexdigest()[:16]
+    jaxlib = importlib.metadata.version("jaxlib")
+    return Path(sys.prefix) / "jax_programs_of_tests" / f"{jaxlib}-{key}"
+
+
+# The workers of a run, the processes that they launch and later runs share what they compile.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compilation_cache()))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -6,8 +6,6 @@ import importlib
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 # By folder: a part imports what stands on a line above its own, and what is in itself.
@@ -168,27 +166,27 @@ def test_no_public_name_is_that_of_a_module_in_its_package():
         assert clashes <= {"numpy_data", "tf_data"}, package  # These are the modules.
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "praxis_lite" / "core" / "sharding").glob("*.py")), ids=name_of
-)
-def test_sharding_knows_jax_numpy_and_errors_only(path):
-    for name in imports(path):
+def imports_in(folder):
+    """Returns pairs of a file's name and a name that it imports."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    found = [(name_of(path), name) for path in paths for name in imports(path)]
+    assert found
+    return found
+
+
+def test_sharding_knows_jax_numpy_and_errors_only():
+    for path, name in imports_in("praxis_lite/core/sharding"):
         top = name.split(".")[0]
         if top not in sys.stdlib_module_names | {"jax", "numpy"}:
-            assert name.startswith(("praxis_lite.core.errors.", "praxis_lite.core.sharding.")), name
+            known = ("praxis_lite.core.errors.", "praxis_lite.core.sharding.")
+            assert name.startswith(known), (path, name)
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tasks").rglob("*.py")), ids=name_of)
-def test_tasks_know_the_library_and_not_the_experiments(path):
-    for name in imports(path):
-        assert name.split(".")[0] not in FOREIGN, name
-        assert not name.startswith("praxis_lite.experiments."), name
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.py")), ids=name_of)
-def test_experiments_know_tasks_and_the_library(path):
-    for name in imports(path):
-        assert name.split(".")[0] not in FOREIGN, name
+def test_tasks_and_experiments_know_the_library_and_tasks_no_experiments():
+    for path, name in imports_in("tasks") + imports_in("experiments"):
+        assert name.split(".")[0] not in FOREIGN, (path, name)
+    for path, name in imports_in("tasks"):
+        assert not name.startswith("praxis_lite.experiments."), (path, name)
 
 
 DEVICE_QUESTIONS = {

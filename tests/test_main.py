@@ -13,7 +13,7 @@ from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry
 from praxis_lite.job.job_dir import open_for_training
-from tests.support.job_runs import CHECKOUT, home, launch, start_process
+from tests.support.job_runs import CHECKOUT, home, launch
 
 TINY = "--exp=jobzoo.experiments.Tiny"
 
@@ -291,25 +291,31 @@ def test_two_jobs_of_one_process_do_not_share_settings():
     [
         ("lm.PyDoc", " lm.PyDocs, "),
         ("mypackage.experiments.MyLn", "mypackage.experiments.MyLm?"),
-        ("Same", "experiments.one.Same or experiments.two.Same"),
+        ("Same", "twins.one.Same or twins.two.Same"),
     ],
 )
-def test_an_unknown_or_ambiguous_name_suggests_and_exits_2(name, words, tmp_path):
-    registered = (
-        "from praxis_lite import Experiment, register\n@register\nclass {}(Experiment): 0\n"
-    )
-    folders = {"mypackage/experiments": "MyLm"}
-    if name == "Same":
-        folders = {"experiments/one": "Same", "experiments/two": "Same"}
-    for path, class_name in folders.items():
+def test_an_unknown_or_ambiguous_name_suggests_and_exits_2(name, words, packages_made, tmp_path):
+    package = "twins" if name == "Same" else "mypackage"
+    message = refused(f"--exp={name}", f"--packages={package}", f"--job_log_dir={tmp_path}")
+    assert words in message
+
+
+@pytest.fixture
+def packages_made(tmp_path, monkeypatch):
+    """Packages with experiments: MyLm of one, and two of one name."""
+    source = "from praxis_lite import Experiment, register\n@register\nclass {}(Experiment): 0\n"
+    for path, name in {
+        "mypackage/experiments": "MyLm", "twins/one": "Same", "twins/two": "Same",
+    }.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{path}.py").write_text(registered.format(class_name))
+        (tmp_path / f"{path}.py").write_text(source.format(name))
         (tmp_path / path).parent.joinpath("__init__.py").touch()
-    argv = [f"--exp={name}", f"--packages={next(iter(folders)).partition('/')[0]}"]
-    process = start_process(*argv, f"--job_log_dir={tmp_path}", cwd=tmp_path)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert out == "" and words in " ".join(err.split()) and "Traceback" not in err
+    local = {name: x for name, x in registry.registered.items() if name.startswith("praxis_lite.")}
+    monkeypatch.setattr(registry, "registered", local)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [x for x in sys.modules if x.partition(".")[0] in ("mypackage", "twins")]:
+        del sys.modules[name]
 
 
 def test_a_package_in_the_current_directory_is_found_and_hides_no_installed_one(tmp_path):

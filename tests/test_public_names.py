@@ -5,10 +5,9 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
-
 from praxis_lite.public_names import PACKAGES, homes_of
 from tests.support import api_page
+from tests.support.every_case import assert_each
 
 ROOT = Path(__file__).parents[1]
 CODE = sorted(
@@ -48,13 +47,16 @@ def private(source):
     )
 
 
-@pytest.mark.parametrize("path", CODE, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_our_own_experiments_tasks_and_examples_import_public_names_alone(path):
-    assert private(path.read_text(encoding="utf-8")) == []
+def test_our_own_experiments_tasks_and_examples_import_public_names_alone():
+    used = {str(path): private(path.read_text(encoding="utf-8")) for path in CODE}
+    assert {path: names for path, names in used.items() if names} == {}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_pages_import_public_names_alone(page):
+def test_pages_import_public_names_alone():
+    assert_each(check_page, ((page.name, page) for page in PAGES))
+
+
+def check_page(page):
     assert [pair for block in blocks(page) for pair in private(block)] == []
     if page.name not in ABOUT_THE_LIBRARY:
         text = page.read_text(encoding="utf-8")

@@ -11,9 +11,12 @@ from praxis_lite import decode, layers, optimizers
 
 TESTS = Path(__file__).parent
 SLOW = "pytest.mark.slow"
+NOT_QUICK = {SLOW, "pytest.mark.nightly"}
+NOT_QUICK_FILES = {f"pytestmark = {mark}" for mark in NOT_QUICK}
 
 STAND_FOR = {
-    "every layer on an uneven mesh": "layers/test_sharded_layers.py::test_sharded_equals_unsharded",
+    "every layer on an uneven mesh":
+        "layers/test_layers_on_meshes.py::test_of_uneven_sizes_it_equals_one_device",
     "every optimizer of Pax":
         "optimizers/test_pax_optimizer_options.py::test_five_steps_equal_pax",
     "every decoder on a mesh": (
@@ -56,10 +59,21 @@ STAND_FOR = {
 def quick_parts(path: Path) -> Iterator[ast.stmt]:
     """Yields the statements of a test file, without tests of which every case is slow."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {SLOW}":
+        if isinstance(node, ast.Assign) and ast.unparse(node) in NOT_QUICK_FILES:
             return
-        if SLOW not in [ast.unparse(item) for item in getattr(node, "decorator_list", [])]:
+        decorators = {ast.unparse(item) for item in getattr(node, "decorator_list", [])}
+        if not decorators & NOT_QUICK:
             yield node
+
+
+def words_of(node: ast.AST) -> list[str]:
+    """Returns the words that a node has itself, those of its text included."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
+            return name.split(".")
+        case ast.Constant(value=str(text)):
+            return re.findall(r"\w+", text)
+    return []
 
 
 @pytest.mark.parametrize("what", STAND_FOR)
@@ -69,11 +83,11 @@ def test_what_stands_for_much_is_quick(what):
 
 
 def test_every_layer_decoder_optimizer_and_partitioner_is_in_a_quick_test():
-    text = "\n".join(
-        ast.unparse(node) for path in TESTS.rglob("*.py") for node in quick_parts(path)
+    words = {
+        word for path in TESTS.rglob("*.py") for node in quick_parts(path)
         if path != Path(__file__) and not path.is_relative_to(TESTS / "faults")
-    )
-    words = set(re.findall(r"\w+", text))
+        for part in ast.walk(node) for word in words_of(part)
+    }
     partitioners = {"Partitioner", "ExplicitCollectives"}
     shown = {*layers.__all__, *decode.__all__, *optimizers.__all__, *partitioners}
     # Every DotProductAttention has one, and is compared with Pax's; an optimizer has its state.

@@ -15,6 +15,7 @@ import setuptools
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import PACKAGES, optional_module
+from tests.support.every_case import assert_each
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
@@ -109,44 +110,38 @@ def test_each_late_import_is_of_a_package_of_the_table():
     assert asked - {"package", "name", "self"} == {*PACKAGES}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> tuple[Path, str]:
-    """A directory in which a process without the packages has worked, and its output."""
-    folder = tmp_path_factory.mktemp("plain")
+def run_plainly(folder: Path, what: str) -> str:
+    """Returns the output of a process without the packages."""
     done = subprocess.run(
-        [sys.executable, "-u", "-m", "tests.support.plain_program", str(folder)], cwd=ROOT,
+        [sys.executable, "-u", "-m", "tests.support.plain_program", str(folder), what], cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )
     assert done.returncode == 0, done.stdout
-    return folder, done.stdout
+    return done.stdout
 
 
 @pytest.mark.slow
-def test_without_any_of_them_a_job_trains_evaluates_and_decodes(plain):
-    folder, output = plain
-    assert re.findall("STATUS (.*)", output)[:3] == ["None"] * 3
-    assert len((folder / "job/metrics.jsonl").read_text().splitlines()) == 2
-    assert len((folder / "job/decode/heldout/2.jsonl").read_text().splitlines()) == 5
+def test_without_any_of_them_a_job_trains_and_what_needs_one_says_so_before_it_compiles(tmp_path):
+    output = run_plainly(tmp_path, "job")
+    assert re.findall("STATUS (.*)", output) == ["None"] * 3 + ["2"] * 2
+    assert len((tmp_path / "job/metrics.jsonl").read_text().splitlines()) == 2
+    assert len((tmp_path / "job/decode/heldout/2.jsonl").read_text().splitlines()) == 5
     lacking = re.findall(r"^note: .*/(\S+?),? .*(pip install '.*?')", output, re.M)
     assert lacking == [
         ("tensorboard", "pip install 'praxis_lite[plots]'"),
         ("loss_curve.png", "pip install 'praxis_lite[plots]'"),
     ]
-    assert not (folder / "job/loss_curve.png").exists()
-
-
-@pytest.mark.slow
-def test_a_command_says_the_pip_line_before_it_compiles(plain):
-    errors = re.findall(r"^error: (.*?)^STATUS 2$", plain[1], re.M | re.S)
+    assert not (tmp_path / "job/loss_curve.png").exists()
+    errors = re.findall(r"^error: (.*?)^STATUS 2$", output, re.M | re.S)
     assert [" ".join(words.split()).split("pip install ", 1)[1] for words in errors] == [
         "'praxis_lite[text]' (or: pip install tokenizers).",
         "'praxis_lite[digits]' (or: pip install scikit-learn).",
     ]
-    assert plain[1].count("compiling the first step") == 1  # Of the job that was trained.
+    assert output.count("compiling the first step") == 1  # Of the job that was trained.
 
 
-@pytest.mark.parametrize("feature, pip_line", {
+PIP_LINES = {
     "tokenizer.json": "'praxis_lite[text]' (or: pip install tokenizers)",
     "tokenizer.model": "'praxis_lite[text]' (or: pip install transformers)",
     "training a tokenizer": "'praxis_lite[text]' (or: pip install tokenizers)",
@@ -164,10 +159,17 @@ def test_a_command_says_the_pip_line_before_it_compiles(plain):
     "the command of lm_eval": "'praxis_lite[lm_eval]' (or: pip install lm_eval)",
     "--mode=sweep": "'praxis_lite[sweep]' (or: pip install optuna)",
     "--mode=serve": "'praxis_lite[serve]' (or: pip install starlette)",
-}.items())  # fmt: skip
-def test_a_feature_says_what_to_install(plain, feature, pip_line):
-    (line,) = re.findall(f"^{re.escape(feature)}: (.*)", plain[1], re.M)
-    assert line.endswith(f" Install it: pip install {pip_line}.")
+}  # fmt: skip
+
+
+def test_a_feature_says_what_to_install(tmp_path):
+    output = run_plainly(tmp_path, "features")
+
+    def check(feature):
+        (line,) = re.findall(f"^{re.escape(feature)}: (.*)", output, re.M)
+        assert line.endswith(f" Install it: pip install {PIP_LINES[feature]}.")
+
+    assert_each(check, zip(PIP_LINES, PIP_LINES, strict=True))
 
 
 @pytest.mark.parametrize("source, words", [

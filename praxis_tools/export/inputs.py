@@ -133,7 +133,7 @@ def _dtype(kind: str, text: str) -> Any:
     except TypeError:
         pass
     raise ConfigError(
-        f"--inputs is {shown(text)}; wanted is a dtype that JAX computes with: int32, float32, "
+        f"--inputs is {shown(text)}; expected a dtype that JAX computes with: int32, float32, "
         "bfloat16, uint8, bool."
     )
 

@@ -11,7 +11,9 @@ from tests.support.job_runs import CHECKOUT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interrupted", ["01", "0", "1"])
+@pytest.mark.parametrize(
+    "interrupted", ["0", "1", pytest.param("01", marks=pytest.mark.nightly)]
+)
 def test_a_signal_cancels_the_save_of_two_processes_and_nothing_is_left(tmp_path, interrupted):
     command = [
         sys.executable, "-m", "tests.support.cancelled_saves", f"127.0.0.1:{pairs.free_port()}"

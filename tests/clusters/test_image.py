@@ -141,6 +141,7 @@ def needed(requirement: str, seen: dict[str, importlib.metadata.Distribution]) -
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_its_packages_install_without_an_index_and_train(tmp_path):
     wheelhouse, seen = tmp_path / "wheelhouse", {}
     wheelhouse.mkdir()

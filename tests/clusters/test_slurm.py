@@ -237,6 +237,7 @@ def test_before_the_limit_the_job_is_saved_and_put_back_and_then_goes_on(tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_host_whose_supervisor_died_is_started_again_and_joins(tmp_path, folder):
     job = tmp_path / "job"
     argv, env = job_of_lines(job, ELASTIC="--elastic")

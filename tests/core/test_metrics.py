@@ -23,7 +23,6 @@ from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
 from tests.support.explicit_partitioner import explicit_partitioner
-from tests.support.marks import slow_but
 
 NUM_ROWS, NUM_FILLER, DIMS, LENGTH = 14, 3, 5, 7
 
@@ -92,9 +91,15 @@ def task_of(metrics=METRICS, num_micro_batches=1, loss=loss):
     return LossTask(FunctionModel(init), loss, learner, metrics=metrics)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 7])
-@pytest.mark.parametrize("num_devices", slow_but([8], [1, 8]))
-@pytest.mark.parametrize("partitioner_class", [Partitioner, explicit_partitioner])
+@pytest.mark.parametrize(
+    ("partitioner_class", "num_devices", "num_micro_batches"),
+    [
+        (Partitioner, 8, 1), (explicit_partitioner, 8, 7),
+        pytest.param(Partitioner, 1, 7, marks=pytest.mark.slow),
+        pytest.param(Partitioner, 8, 7, marks=pytest.mark.slow),
+        pytest.param(explicit_partitioner, 8, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_metrics_of_training_and_evaluation_are_numpys(
     partitioner_class, num_devices, num_micro_batches
 ):
@@ -112,10 +117,21 @@ def test_metrics_of_training_and_evaluation_are_numpys(
             np.testing.assert_allclose(actual[name], pair, rtol=2e-6, err_msg=name)
 
 
+WEIGHTS = {"w": np.random.default_rng(5).normal(size=(DIMS, LENGTH)).astype(np.float32)}
+
+
+def metrics_of(task, inputs, model=None):
+    """Returns the metrics of a loss; `model` is a function, or None for the WEIGHTS."""
+
+    @jax.jit
+    def metrics(weights, inputs):
+        return task.outputs(task.compute_loss, model or weights, inputs, None)[0]
+
+    return jax.device_get(metrics(WEIGHTS, inputs))
+
+
 def test_a_batch_without_true_rows_weighs_nothing():
-    inputs = {**batch(), "weights": np.zeros(NUM_ROWS, np.float32)}
-    task = task_of()
-    metrics, _ = task.outputs(task.compute_loss, init(jax.random.key(0)), _on_device(inputs), None)
+    metrics = metrics_of(task_of(), {**batch(), "weights": np.zeros(NUM_ROWS, np.float32)})
     assert {name: float(weight) for name, (_, weight) in metrics.items()} == dict.fromkeys(
         ["loss", *METRICS], 0.0
     )
@@ -124,11 +140,11 @@ def test_a_batch_without_true_rows_weighs_nothing():
 def test_no_gradient_is_taken_through_a_metric():
     task = task_of({"rooted": lambda outputs, inputs: jnp.sqrt(outputs["loss"] * 0.0)})
 
-    def total(params):
-        pairs, _ = task.outputs(task.compute_loss, params, _on_device(batch()), None)
+    def total(params, inputs):
+        pairs, _ = task.outputs(task.compute_loss, params, inputs, None)
         return pairs["loss"][0] + pairs["rooted"][0]
 
-    assert np.all(np.isfinite(jax.grad(total)(init(jax.random.key(0)))["w"]))
+    assert np.all(np.isfinite(jax.jit(jax.grad(total))(WEIGHTS, batch())["w"]))
 
 
 def test_the_outputs_of_the_librarys_own_tasks():
@@ -143,16 +159,16 @@ def test_the_outputs_of_the_librarys_own_tasks():
 
     settings = {"learner": Learner(optax.sgd, 0.1), "metrics": {"entropy": entropy}}
     model = lambda ids, key: (jnp.asarray(logits), None)  # noqa: E731
-    inputs = _on_device({"ids": labels, "labels": labels, "weights": weights.astype(np.float32)})
+    inputs = {"ids": labels, "labels": labels, "weights": weights.astype(np.float32)}
     lm = LanguageModelTask(FunctionModel(init), **settings)
-    value, weight = lm.outputs(lm.compute_loss, model, inputs, None)[0]["entropy"]
+    value, weight = metrics_of(lm, inputs, model)["entropy"]
     np.testing.assert_allclose(value, np.average(entropies, weights=weights), rtol=1e-6)
     assert weight == weights.sum()
     classes = ClassificationTask(FunctionModel(init), **settings)
-    inputs = _on_device({
+    inputs = {
         "inputs": logits[:, 0], "labels": labels[:, 0], "weights": weights[:, 0].astype(np.float32)
-    })
-    value, _ = classes.outputs(classes.compute_loss, lambda x: x, inputs, None)[0]["entropy"]
+    }
+    value, _ = metrics_of(classes, inputs, lambda x: x)["entropy"]
     np.testing.assert_allclose(value, entropies[:, 0].mean(), rtol=1e-6)
 
 
@@ -194,10 +210,6 @@ def test_a_metric_that_returns_or_reads_something_else_is_named(name, metric, wo
 def test_values_of_another_number_of_rows_are_no_metric():
     assert weighted_mean((jnp.ones(3), jnp.ones(3)), jnp.ones(5)) is None
     assert weighted_mean("text", jnp.ones(5)) is None
-
-
-def _on_device(inputs):
-    return jax.tree.map(jnp.asarray, inputs)
 
 
 def test_a_batch_of_scalars_alone_has_metrics_of_scalars():

@@ -83,7 +83,7 @@ def made_in_loops(text, num_places):
         jnp.float32, [{"num_kv_heads": 1}, {"num_kv_heads": 2, "window": W}, {}],
         marks=pytest.mark.slow,
     ),
-    pytest.param(jnp.bfloat16, [{"num_kv_heads": 1}, {"window": W}], marks=pytest.mark.slow),
+    pytest.param(jnp.bfloat16, [{"num_kv_heads": 1}, {"window": W}], marks=pytest.mark.nightly),
 ])
 def test_the_loop_makes_no_array_of_a_caches_size_but_writes_into_it(dtype, layers):
     text = partitioner_of(dtype, layers).decode_step.lower(SPEC).compile().as_text()

@@ -43,18 +43,20 @@ def test_the_dim_of_the_batch_is_found_and_none_where_rows_share():
 
 
 def test_repeated_rows_stand_beside_each_other():
-    assert_rows(repeat_rows(filled(4), DIMS, 3), filled(4), np.repeat(np.arange(4), 3))
+    actual = jax.jit(lambda cache: repeat_rows(cache, DIMS, 3))(filled(4))
+    assert_rows(actual, filled(4), np.repeat(np.arange(4), 3))
 
 
 def test_hypotheses_are_taken_within_their_row():
     hyps = np.asarray([[2, 0, 0], [1, 1, 2]])
-    actual = take_hyps(filled(6), DIMS, jnp.asarray(hyps))
+    actual = jax.jit(lambda cache, hyps: take_hyps(cache, DIMS, hyps))(filled(6), hyps)
     assert_rows(actual, filled(6), (hyps + np.asarray([[0], [3]])).reshape(-1))
 
 
 def test_rows_are_put_and_the_others_stay():
     cache, new = filled(4), filled(2, seed=1)
-    actual = put_rows(cache, DIMS, new, jnp.asarray([2, 0]))
+    run = jax.jit(lambda cache, new, rows: put_rows(cache, DIMS, new, rows))
+    actual = run(cache, new, np.asarray([2, 0]))
     for name in ("scanned", "plain", "last"):
         for row, (source, number) in enumerate([(new, 1), (cache, 1), (new, 0), (cache, 3)]):
             np.testing.assert_array_equal(

@@ -19,7 +19,7 @@ from praxis_lite.decode import BeamSearch, Greedy, Sample, stored_forms
 from praxis_lite.layers import DotProductAttention, Pipeline, Repeat, Transformer, TransformerLm
 from praxis_lite.tasks.language_model import LanguageModelTask
 
-V, D, H, L, P, M = 17, 12, 20, 3, 4, 6
+V, D, H, L, P, M = 17, 12, 20, 2, 4, 6
 BATCH = {
     "ids": np.arange(5 * P, dtype=np.int32).reshape(5, P) % V,
     "prefix_lengths": np.asarray([4, 2, 3, 1, 4], np.int32),
@@ -37,7 +37,18 @@ DECODERS = {
 PATTERN = [fdl.Partial(Transformer), fdl.Partial(Transformer)]
 
 
+PARTITIONERS = {}
+
+
 def partitioner_of(decoder="greedy", shape=(1, 1, 1), num_layers=L, **model):
+    """Returns a partitioner, which the tests of the file share with its compiled programs."""
+    key = str((decoder, shape, num_layers, model))
+    if key not in PARTITIONERS:
+        PARTITIONERS[key] = new_partitioner(decoder, shape, num_layers, **model)
+    return PARTITIONERS[key]
+
+
+def new_partitioner(decoder, shape, num_layers, **model):
     lm = fdl.Partial(
         TransformerLm, V, D, H, num_heads=3, num_layers=num_layers, dim_per_head=4,
         position_emb_tpl=None, **model,
@@ -46,20 +57,24 @@ def partitioner_of(decoder="greedy", shape=(1, 1, 1), num_layers=L, **model):
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
 
 
+@functools.cache
 def weights_of(partitioner):
     return partitioner.init(partitioner.key(0)).mdl_vars
 
 
+@functools.cache
+def program(partitioner):
+    decode = functools.partial(steps.decode_step, partitioner.task)
+    return jax.jit(partitioner.with_mdl_vars(decode))
+
+
 def decoded(partitioner, mdl_vars):
     """Returns the outputs of the task's decoding, whatever form its weights are in."""
-    decode = partitioner.with_mdl_vars(functools.partial(steps.decode_step, partitioner.task))
     inputs = {name: jnp.asarray(x) for name, x in BATCH.items()}
-    return jax.device_get(jax.jit(decode)(mdl_vars, inputs, jax.random.key(0)))
+    return jax.device_get(program(partitioner)(mdl_vars, inputs, jax.random.key(0)))
 
 
 @pytest.mark.parametrize("decoder, shape, model", [
-    pytest.param("greedy", (1, 2, 2), {}, marks=pytest.mark.slow),
-    pytest.param("sample", (1, 1, 1), {}, marks=pytest.mark.slow),
     pytest.param("beam", (1, 4, 2), {}, marks=pytest.mark.slow),
     pytest.param(
         "sample", (1, 1, 1), {"transformer_layer_tpl": PATTERN, "num_layers": 4},
@@ -97,7 +112,7 @@ def test_each_layer_lies_as_its_stack_did_and_the_rest_is_the_same_array():
 
 def test_donated_stacks_are_deleted_and_other_weights_are_kept():
     partitioner = partitioner_of()
-    mdl_vars = weights_of(partitioner)
+    mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars  # No other test's.
     partitioner.for_decoding(mdl_vars, donates=True)
     blocks = jax.tree.leaves(mdl_vars["params"]["transformer"]["blocks"])
     assert all(x.is_deleted() for x in blocks)
@@ -106,7 +121,7 @@ def test_donated_stacks_are_deleted_and_other_weights_are_kept():
 
 def test_a_stack_whose_layers_are_split_over_devices_stays_one():
     split = fdl.Partial(Repeat, stack_split="data")
-    partitioner = partitioner_of(shape=(1, 3, 1), stacked_transformer_tpl=split)
+    partitioner = partitioner_of(shape=(1, 2, 1), stacked_transformer_tpl=split)
     mdl_vars = weights_of(partitioner)
     assert partitioner.for_decoding(mdl_vars) is mdl_vars
 
@@ -114,7 +129,7 @@ def test_a_stack_whose_layers_are_split_over_devices_stays_one():
 @pytest.mark.parametrize("pipelined, shape", [
     pytest.param(None, (1, 2, 1), marks=pytest.mark.slow),
     pytest.param(None, (2, 2, 1), marks=pytest.mark.slow),  # The stages lie on devices.
-    pytest.param(True, (1, 1, 1), marks=pytest.mark.slow),
+    pytest.param(True, (1, 1, 1), marks=pytest.mark.nightly),
 ])
 def test_the_layers_of_a_pipeline_are_apart_where_no_axis_splits_its_stages(pipelined, shape):
     pipeline = fdl.Partial(
@@ -180,9 +195,8 @@ SUMMED = {
 }
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), pytest.param((1, 1, 1), marks=pytest.mark.slow)])
-def test_int8_weights_give_the_numbers_of_weights_that_numpy_rounded(shape):
-    partitioner = partitioner_of("int8", shape)
+def test_int8_weights_give_the_numbers_of_weights_that_numpy_rounded():
+    partitioner = partitioner_of("int8", (1, 2, 2))
     mdl_vars = weights_of(partitioner)
     weights = partitioner.for_decoding(mdl_vars)
     layer = weights["params"]["transformer"]["blocks"]["ff_layer"]["ffn_layer1"]["linear"]["w"]
@@ -239,7 +253,7 @@ def test_the_loop_reads_int8_and_keeps_no_matrix_of_floats():
 
 def test_weights_of_another_model_are_refused():
     with pytest.raises(ConfigError, match="ff_layer.*shape.*expected"):
-        partitioner_of().for_decoding(weights_of(partitioner_of(num_layers=L + 1)))
+        partitioner_of(num_layers=L + 1).for_decoding(weights_of(partitioner_of()))
 
 
 def test_the_program_has_no_stack_of_weights():

@@ -24,6 +24,7 @@ from tests.decode.cached_layers import (
     StateSpace,
 )
 from tests.decode.toy_models import row_keys
+from tests.support.marks import slow_but
 
 # D model dims.
 V, D, P, M = 13, 6, 7, 3
@@ -88,7 +89,9 @@ def by_hand(name, num_steps=M):
     return rows
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Every way below reads prompts with "Mean", and continuous batches with "Memory". As in
+# "StateSpace", the batch is not the first dim in a cache of tests/decode/toy_models.py.
+@pytest.mark.parametrize("name", slow_but(MODELS.keys() - {"Mean", "Memory", "StateSpace"}, MODELS))
 def test_ragged_prompts_are_continued_as_by_hand(name):
     run = jax.jit(functools.partial(Greedy(max_decode_steps=M), model_of(name)))
     actual = run(PROMPTS, LENGTHS, row_keys(len(LENGTHS)))
@@ -103,15 +106,16 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+# Continuous batches read in chunks, and share prefixes.
+@pytest.mark.parametrize("way", slow_but({"stepwise", "beams"}, WAYS))
 def test_every_way_to_read_prompts_leaves_padding_out(way):
     run = jax.jit(functools.partial(WAYS[way], model_of("Mean")))
     actual = run(PROMPTS, LENGTHS, row_keys(len(LENGTHS)))
     if way == "beams":
-        for row in ROWS:
-            alone = run(PROMPTS[row, None, : LENGTHS[row]], LENGTHS[row, None], row_keys(1))
-            np.testing.assert_array_equal(actual["output_ids"][row], alone["output_ids"][0])
-            np.testing.assert_allclose(actual["scores"][row], alone["scores"][0], atol=1e-5)
+        row = 0  # Two tokens in a row of seven.
+        alone = run(PROMPTS[row, None, : LENGTHS[row]], LENGTHS[row, None], row_keys(1))
+        np.testing.assert_array_equal(actual["output_ids"][row], alone["output_ids"][0])
+        np.testing.assert_allclose(actual["scores"][row], alone["scores"][0], atol=1e-5)
         return
     assert actual["output_ids"][ROWS, 0].tolist() == by_hand("Mean")
     if way == "stepwise":

@@ -17,7 +17,7 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.prefix_sharing import PrefixCache, block_size, num_common
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import Recurrent, Summing, num_compiled, row_keys
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_or_nightly
 
 V, P, M = 13, 23, 7
 RNG = np.random.default_rng(8)
@@ -87,8 +87,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", slow_or_nightly((), {"windows"}, BLOCKS))
 def test_transformers_with_windows_or_states_share_on_a_mesh_too(name):
     lm = fdl.Partial(
         layers.TransformerLm, V, 12, 17, num_heads=2, num_layers=2, dim_per_head=4,
@@ -174,7 +173,8 @@ def test_settings_that_do_not_go_together_are_refused():
 
 def test_what_a_batch_begins_with_leaves_each_prompt_a_token():
     ids = jnp.asarray([[1, 2, 3, 4], [1, 2, 3, 9], [7, 7, 7, 7], [1, 2, 3, 4]])
+    run = jax.jit(num_common)
     for lengths, expected in (
         ([4, 4, 0, 4], 3), ([4, 3, 0, 4], 2), ([4, 4, 1, 4], 0), ([0, 0, 4, 0], 3), ([0] * 4, 0),
     ):
-        assert num_common(ids, jnp.asarray(lengths)) == expected
+        assert run(ids, jnp.asarray(lengths)) == expected

@@ -1,21 +1,26 @@
 """What the pages say of the code, where the code can be asked: numbers, flags, files, absences."""
 
+import argparse
 import inspect
 import re
 from pathlib import Path
 
-import pytest
-
+import praxis_lite as pl
 from praxis_lite import main
 from praxis_lite.core import MeshConfig, Partitioner, task
 from praxis_lite.core.learner import learner
 from praxis_lite.core.partitioner.compiler_options import init_options
 from praxis_lite.core.sharding import mesh
 from praxis_lite.experiment import experiment
+from praxis_lite.huggingface import family
+from praxis_lite.inputs.text.length_classes import SHORTEST
 from praxis_lite.modes.options import parser_of
 from praxis_lite.trainer.metrics import progress
+from praxis_tools.serve import endpoints, engine, requests, served_model
+from praxis_tools.serve.mode import Serve
 from tests.clusters.test_queued_resources import DOCKER
 from tests.clusters.test_slurm import SBATCH
+from tests.support.goldens import GOLDENS
 from tests.test_import_direction import ORDERS
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +29,8 @@ PAGES = {
     path.name: path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
+# It names what Pax has.
+OF_OURS = [name for name in PAGES if name != "coming_from_pax.md"]
 ARCHITECTURE, FROM_PAX = PAGES["architecture.md"], PAGES["coming_from_pax.md"]
 PARSER = parser_of("train", main.MODES["train"], main.MODES)
 FLAGS = {flag for action in PARSER._actions for flag in action.option_strings}
@@ -57,17 +64,20 @@ def test_numbers_in_the_pages_are_those_of_the_code():
     assert "about twenty lines a run" in ARCHITECTURE and progress.LINES_PER_RUN == 20
 
 
-@pytest.mark.parametrize("page", [name for name in PAGES if name != "coming_from_pax.md"])
-def test_every_flag_that_a_page_names_exists(page):
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGES[page])) - OTHERS_FLAGS
-    named -= {f"--{name}" for name in (*SBATCH, *DOCKER)} if page == "clusters.md" else set()
-    local = {flag for flag in named if not flag.startswith("--xla_")}
+def test_every_flag_that_a_page_names_exists():
     texts = [text for path in FILES if "add_argument" in (text := path.read_text())]
     texts += [path.read_text() for path in (ROOT / "Makefile", ROOT / "tests/support/api_page.py")]
     for folder in ("benchmarks", "tests/faults", "tests/tools/certificates"):
         texts += [path.read_text() for path in (ROOT / folder).glob("*.py")]
-    unknown = {flag for flag in local - FLAGS if not any(f'"{flag}"' in text for text in texts)}
-    assert not unknown
+    exist = FLAGS | {flag for text in texts for flag in re.findall(r'"(--[\w-]+)"', text)}
+    unknown = {page: flags_of(page) - exist for page in OF_OURS}
+    assert {page: flags for page, flags in unknown.items() if flags} == {}
+
+
+def flags_of(page):
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGES[page])) - OTHERS_FLAGS
+    named -= {f"--{name}" for name in (*SBATCH, *DOCKER)} if page == "clusters.md" else set()
+    return {flag for flag in named if not flag.startswith("--xla_")}
 
 
 def test_what_has_no_counterpart_here_has_none():
@@ -131,11 +141,13 @@ def test_every_file_that_the_architecture_names_exists():
     assert not {name for name in named if not any((place / name).exists() for place in places)}
 
 
-@pytest.mark.parametrize("page", [name for name in PAGES if name != "coming_from_pax.md"])
-def test_every_file_of_ours_that_a_page_names_exists(page):
+def test_every_file_of_ours_that_a_page_names_exists():
     folders = "praxis_lite|praxis_tools|tests|tasks|experiments|examples|benchmarks|docs"
-    named = set(re.findall(rf"`((?:{folders})/[\w./]*)`", PAGES[page]))
-    assert not {name for name in named if not (ROOT / name).exists()}
+    named = {
+        (page, name) for page in OF_OURS
+        for name in re.findall(rf"`((?:{folders})/[\w./]*)`", PAGES[page])
+    }
+    assert len(named) > 20 and not {pair for pair in named if not (ROOT / pair[1]).exists()}
 
 
 def test_the_import_order_is_the_one_that_a_test_holds():
@@ -151,3 +163,46 @@ def test_the_import_order_is_the_one_that_a_test_holds():
         for line in ORDERS["praxis_lite/layers"]
     ]
     assert drawn["praxis_lite/layers"] == [line for line in of_layers if line]
+
+
+def test_every_link_within_a_page_has_its_heading():
+    for page, text in PAGES.items():
+        anchors = {
+            re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
+            for title in re.findall(r"^#+ (.*)$", text, re.M)
+        }
+        assert set(re.findall(r"\]\(#(.*?)\)", text)) <= anchors, page
+
+
+def test_the_python_page_has_each_argument_and_each_member_of_a_trained_model():
+    for name in ("train", "explain", "plan", "check", "report"):
+        parameters = inspect.signature(getattr(pl, name)).parameters
+        assert [word for word in parameters if word not in PAGES["python.md"]] == []
+    members = [name for name in vars(pl.TrainedModel) if not name.startswith("_")]
+    found = [name for name in members if f"`{name}" not in PAGES["python.md"]]
+    assert {name.removesuffix("_with") for name in found} <= {"mdl_vars"}
+
+
+def test_the_table_of_hugging_face_has_every_family():
+    rows = re.findall(r"^\| ([A-Z][^|]*) \| [\d.]+e-6 \|", PAGES["huggingface.md"], re.MULTILINE)
+    tables = [x for x in (Path(family.__file__).parent / "families").glob("*.toml")
+              if x.stem != "common"]
+    assert len(rows) == len(tables) == len(list((GOLDENS / "hf").iterdir()))
+
+
+def test_the_serving_page_has_each_field_of_a_request_and_the_numbers_of_the_code():
+    page = PAGES["serving.md"]
+    fields = {*requests._COMPLETION, *requests._CHAT}
+    assert not {field for field in fields if f"`{field}`" not in page}
+    parser = argparse.ArgumentParser()
+    Serve().add_options(parser)
+    for name in ("num_rows", "max_queue", "request_seconds", "drain_seconds"):
+        assert f"`--{name}={parser.get_default(name):g}`" in page
+    for words in (
+        f"at most {served_model.USUAL_LENGTH})", f"powers? of two from {SHORTEST} on",
+        f"up to {requests.MOST_CHOICES} of either", f"up to {requests.MOST_STOPS} texts",
+        f"has {requests.COMPLETION_TOKENS} unless", f"up to {requests.MOST_LOGPROBS} tokens",
+        f"at most {engine.STEPS_BETWEEN_LOOKS} steps",
+        f"{endpoints.MOST_BYTES >> 20} MiB, in {endpoints.BODY_SECONDS:g} s",
+    ):
+        assert re.search(words.replace(")", r"\)"), page), words

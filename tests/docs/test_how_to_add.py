@@ -42,13 +42,11 @@ from praxis_lite.huggingface import family
 from praxis_lite.huggingface.weights import map_tensors, weights_of
 from praxis_lite.layers import Linear, set_sharding_params
 from praxis_lite.tasks.loss import LossTask
+from tests.support.doc_pages import page
 from tests.support.job_runs import launch, lines_of, succeed
 
-PAGE = (Path(__file__).parents[2] / "docs/how_to_add.md").read_text(encoding="utf-8")
-BLOCKS = {
-    block.splitlines()[0].removeprefix("# "): block
-    for block in re.findall(r"```(?:python|toml)\n(.*?)```", PAGE, re.DOTALL)
-}
+PAGE = page("how_to_add")
+BLOCKS = PAGE.files("python", "toml")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,7 +55,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     for name, block in BLOCKS.items():
         (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_text(block, encoding="utf-8")
+        (folder / name).write_text(block.text, encoding="utf-8")
     (folder / "your_package/__init__.py").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
@@ -71,9 +69,7 @@ def module(name):
 
 
 def test_the_layers_own_test_passes(folder):
-    names = {}
-    exec(BLOCKS["tests/test_scaled_sum.py"], names)
-    names["test_a_mesh_computes_what_one_device_does"]()
+    BLOCKS["tests/test_scaled_sum.py"].run()["test_a_mesh_computes_what_one_device_does"]()
 
 
 def test_the_layer_decodes_as_it_trains_and_refuses_in_words():
@@ -179,7 +175,7 @@ def test_the_family_has_llamas_tensors_but_one_and_its_own_fields(tmp_path, monk
     shipped = Path(family.__file__).parent / "families"
     shutil.copytree(shipped, tmp_path / "families")
     (name,) = [name for name in BLOCKS if name.endswith(".toml")]
-    (tmp_path / "families" / Path(name).name).write_text(BLOCKS[name])
+    (tmp_path / "families" / Path(name).name).write_text(BLOCKS[name].text)
     monkeypatch.setattr(family.resources, "files", lambda package: tmp_path)
     family.families.cache_clear()
     try:
@@ -246,10 +242,10 @@ def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
 @pytest.mark.slow
 def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (line,) = re.findall(r"^    python main.py (--packages=.*LoggedSpirals.*)$", PAGE, re.MULTILINE)
+    (words,) = [x for x in PAGE.commands("python main.py") if "LoggedSpirals" in " ".join(x)]
 
     def train(num_steps, every=2):
-        return launch(*line.split(), "--set", f"run.num_train_steps={num_steps}",
+        return launch(*words, "--set", f"run.num_train_steps={num_steps}",
                       f"hooks[0].every={every}", "run.log_every_steps=1")
 
     assert train(4).code == 0
@@ -264,9 +260,8 @@ def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path
 
 def test_the_mode_counts_the_weights_of_an_experiment(capsys, monkeypatch, folder):
     monkeypatch.chdir(folder)
-    (line,) = re.findall(r"^    python main.py (--packages=.*modes.Weights.*)$", PAGE, re.MULTILINE)
-    line = line.replace("lm.PyDocs", "nnx_guide.DotReluDot").split()
-    done = succeed(*line)
+    (words,) = [x for x in PAGE.commands("python main.py") if "modes.Weights" in " ".join(x)]
+    done = succeed(*(item.replace("lm.PyDocs", "nnx_guide.DotReluDot") for item in words))
     total, *largest = done.out.splitlines()[-3:]
     assert total == "2,097,152 weights in 2 arrays"
     assert all("1,048,576  mdl_vars/params/" in text for text in largest) and len(largest) == 2
@@ -274,7 +269,7 @@ def test_the_mode_counts_the_weights_of_an_experiment(capsys, monkeypatch, folde
 
 @pytest.mark.parametrize("base", [Hook, Tracker])
 def test_each_method_of_a_hook_and_a_tracker_is_in_the_pages_table(base):
-    section = PAGE[PAGE.index(f"The methods of `{base.__name__}`") :].split("\n## ")[0]
+    section = PAGE.text[PAGE.text.index(f"The methods of `{base.__name__}`") :].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `(\w+)\(([^)]*)\)` \|", section, re.MULTILINE))
     for name, member in inspect.getmembers(base, inspect.isfunction):
         if name[0] != "_" or name == "__exit__":

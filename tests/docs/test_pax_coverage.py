@@ -1,7 +1,6 @@
 """docs/pax_coverage.md says what the code has: each class and option of Pax's, once."""
 
-import pytest
-
+from tests.support.every_case import assert_each
 from tests.support.goldens import golden
 from tests.support.pax_coverage import (
     ABSENT,
@@ -33,8 +32,11 @@ def test_every_class_is_covered_an_activation_or_absent_for_a_reason():
     assert COUNTERPARTS.keys() <= set(COVERED)
 
 
-@pytest.mark.parametrize("name", COVERED)
-def test_every_option_is_a_setting_or_has_a_reason(name):
+def test_every_option_is_a_setting_or_has_a_reason():
+    assert_each(check_options, ((name, name) for name in COVERED))
+
+
+def check_options(name):
     for option, reason in options_here(name).without.items():
         assert reason is not None, f"say in AS or WITHOUT what {option} is"
     for option in options_of(name):

@@ -2,10 +2,7 @@
 
 import http.server
 import json
-import re
-import shlex
 import threading
-from pathlib import Path
 
 import fiddle as fdl
 import pytest
@@ -13,22 +10,16 @@ import pytest
 from praxis_lite import ConfigError, RunConfig, TensorBoard, WeightsAndBiases
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.trackers.tracker_thread import TrackerThread
+from tests.support.doc_pages import page
 from tests.support.tracked_runs import run_in
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "trackers.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-(RECIPE,) = re.findall(
-    r"```python\n# your_package/trackers.py\n(.*?)```",
-    (DOCS / "how_to_add.md").read_text(encoding="utf-8"), re.DOTALL,
-)
+BLOCKS = page("trackers").blocks()
+RECIPE = page("how_to_add").files()["your_package/trackers.py"]
 
 
 def classes(block):
-    names = {"fdl": fdl, "RunConfig": RunConfig, "TensorBoard": TensorBoard,
-             "WeightsAndBiases": WeightsAndBiases}
-    exec(block, names)
-    return names
+    return block.run({"fdl": fdl, "RunConfig": RunConfig, "TensorBoard": TensorBoard,
+                      "WeightsAndBiases": WeightsAndBiases})
 
 
 def record(tracker, folder):
@@ -54,8 +45,7 @@ def test_the_experiments_run_has_both_trackers():
 
 
 def test_the_settings_of_the_command_line_are_taken():
-    command = re.search(r"\n\n    python main.py .*?\n\n", PAGE, re.DOTALL)[0]
-    words = shlex.split(command.replace("\\\n", " "))
+    (words,) = page("trackers").commands("python main.py")
     settings = [word for word in words if word.startswith("run.trackers.")]
     config = fdl.Config(RunConfig, num_train_steps=7)
     assert len(apply_overrides(fdl.Config(dict, run=config), settings)) == 5
@@ -66,7 +56,7 @@ def test_the_settings_of_the_command_line_are_taken():
 
 def test_a_tracker_in_ten_lines_logs_each_step(tmp_path):
     log = classes(BLOCKS[1])["JsonLog"](str(tmp_path / "all.jsonl"))
-    body = BLOCKS[1].partition("def __init__")[2].splitlines()
+    body = BLOCKS[1].text.partition("def __init__")[2].splitlines()
     assert len([line for line in body if line.strip()]) <= 10
     assert record(log, tmp_path) == []
     lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]

@@ -106,11 +106,17 @@ class Events:
     def kill_first(self) -> Happened:
         return self._killed("the first host dies", [min(self.present)])
 
-    def kill_two(self) -> Happened:
+    def kill_two(self, phase: str = "") -> Happened:
+        if phase:
+            self._aim(phase)
         return self._killed("two hosts die at once", self.rng.sample(sorted(self.present), 2))
 
-    def kill_host_in(self, phase: str, victim: int | None = None) -> Happened:
-        self._aim(phase)
+    def kill_host_in(
+        self, phase: str, victim: int | None = None,
+        trigger: Callable[[], Happened] | None = None,
+    ) -> Happened:
+        """Kills a host in a phase; `trigger` makes a generation begin if the phase needs one."""
+        self._aim(phase, trigger)
         victim = self._one() if victim is None else victim
         return self._killed(f"a host dies, aimed at {phase}", [victim])
 
@@ -215,14 +221,16 @@ class Events:
             what, tuple(who), at, during, frozenset(needed), frozenset(self.present), changes_hands
         )
 
-    def _aim(self, phase: str) -> None:
+    def _aim(self, phase: str, trigger: Callable[[], Happened] | None = None) -> None:
         """Waits until the job does `phase`, for which most need a generation that begins."""
         if phase in (SAVE, EVALUATION):
             wait_for(lambda: self._now() == phase, _AIM_SECONDS, 0.01)
             return
         before = self.hosts.generation()["number"]
-        comes = bool(self.away) and self.rng.random() < 0.5
-        self.trigger = self.come_back() if comes else self.kill_worker()
+        if trigger is None:
+            comes = bool(self.away) and self.rng.random() < 0.5
+            trigger = self.come_back if comes else self.kill_worker
+        self.trigger = trigger()
         wait_for(
             lambda: self.hosts.generation()["number"] > before and self._now() in (phase, STEP),
             _AIM_SECONDS, 0.01,

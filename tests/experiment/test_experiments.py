@@ -20,9 +20,9 @@ DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by
 SLOW = {
     "explicit.DigitsDp", "explicit.DigitsFsdp", "explicit.NotebookDp", "explicit.PyDocs",
     "finetune.PyDocsFull", "finetune.PyDocsLora", "huggingface.ChatDpo", "huggingface.ChatFull",
-    "huggingface.ChatLora", "linen.DigitsViT", "linen.PyDocs", "moe.PyDocs",
-    "pipelined.PyDocs", "pipelined.Synthetic", "python_texts.PythonTexts", "seq2seq.Reverse",
-    "vision.DigitsViT",
+    "huggingface.ChatLora", "linen.DigitsViT", "linen.PyDocs", "lm.Llama", "moe.PyDocs",
+    "pipelined.PyDocs", "pipelined.SplitBackward", "pipelined.ZeroBubble",
+    "python_texts.PythonTexts", "seq2seq.Reverse", "vision.DigitsViT",
 }
 
 

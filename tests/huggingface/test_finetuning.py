@@ -102,21 +102,21 @@ def adapters_are_right(root, job):
     assert huggingface.load_tokenizer(root / "merged").vocab_size == VOCAB - 3
 
 
+# docs/test_pages_that_run.py does the same with LoRA.
 @pytest.mark.slow
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-def test_lora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, capsys, use_dora):
-    job = f"short_{use_dora}"
+def test_dora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, capsys):
     finetuned(
-        started, "ChatLora", job, "run.num_train_steps=2", "mesh.ici_mesh_shape=1,2,2",
-        "mesh.allow_unused_devices=True", f"USE_DORA={use_dora}",
+        started, "ChatLora", "dora", "run.num_train_steps=2", "mesh.ici_mesh_shape=1,2,2",
+        "mesh.allow_unused_devices=True", "USE_DORA=True",
     )
     with pytest.raises(SystemExit):
-        convert(["export", str(started / job), str(started / "refused")])
+        convert(["export", str(started / "dora"), str(started / "refused")])
     assert "--adapters merge" in capsys.readouterr().err
-    adapters_are_right(started, job)
+    adapters_are_right(started, "dora")
 
 
-@pytest.mark.slow
+# The notebook on fine-tuning trains as long in `make test-all`, on one mesh.
+@pytest.mark.nightly
 def test_a_new_users_walk(started):
     done = finetuned(
         started, "ChatLora", "walk", "run.num_train_steps=100", "mesh.ici_mesh_shape=1,4,2"
@@ -143,8 +143,11 @@ def test_a_new_users_walk(started):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("experiment", ["ChatFull", "ChatDpo", "ChatDpoLora"])
+@pytest.mark.parametrize("experiment", [
+    pytest.param("ChatFull", marks=pytest.mark.nightly),
+    pytest.param("ChatDpo", marks=pytest.mark.slow),
+    pytest.param("ChatDpoLora", marks=pytest.mark.slow),
+])
 def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, experiment):
     if experiment.startswith("ChatDpo"):
         pairs = [json.loads(line) for line in (started / "chat.jsonl").read_text().splitlines()]
@@ -156,8 +159,8 @@ def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, expe
         (started / "pairs.jsonl").write_text(text)
     files = (f"CHAT_FILES={started / 'pairs.jsonl'}",) if "Dpo" in experiment else ()
     done = finetuned(
-        started, experiment, experiment, "run.num_train_steps=4",
-        "run.evaluation.every_steps=4", *files
+        started, experiment, experiment, "run.num_train_steps=2",
+        "run.evaluation.every_steps=2", *files
     )
     assert "weights from" in done.out
     if "Dpo" in experiment:
@@ -172,12 +175,14 @@ def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, expe
 
 
 @pytest.mark.slow
-def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(tmp_path, capsys):
+def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(
+    started, tmp_path, capsys
+):
     directory = with_vocabulary(GOLDENS / "hf" / "phi3", tmp_path / "phi3")
     job, message = tmp_path / "job", f"HF_DIR={directory}"
     succeed(
         "--exp=huggingface.ChatLora", f"--job_log_dir={job}", "--set", message,
-        "SEQ_LEN=600", "BATCH_SIZE=2", "task.model.max_positions=600",
+        f"CHAT_FILES={started / 'chat.jsonl'}", "SEQ_LEN=120", "BATCH_SIZE=2",
         "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1", "mesh.allow_unused_devices=True",
     )
     with pytest.raises(SystemExit):

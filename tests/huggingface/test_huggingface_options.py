@@ -23,8 +23,9 @@ def test_logits_equal_those_of_transformers(name):
     expected = golden_arrays(f"hf_options/{name}/goldens.npz")
     actual = loaded(name).logits(expected["ids"])
     np.testing.assert_allclose(actual, expected["logits"], atol=2e-4)
-    actual = loaded(name).logits(expected["ids"][:, :7])
-    np.testing.assert_allclose(actual, expected["short"], atol=2e-4)
+    # Only dynamic angles depend on what comes later: other models need no second program.
+    short = loaded(name).logits(expected["ids"][:, :7]) if "dynamic" in name else actual[:, :7]
+    np.testing.assert_allclose(short, expected["short"], atol=2e-4)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ PUBLISHED = golden("published_models.json")
 
 
 @pytest.mark.parametrize("name", every(3, PUBLISHED))
-def test_a_published_model_has_its_number_of_parameters(name):
+def test_a_published_model_has_its_number_of_parameters_and_each_matrix_is_sharded(name):
     config = PUBLISHED[name]["config"]
     family = family_of(config)
     settings = family.decoder_settings(config)
@@ -30,12 +30,7 @@ def test_a_published_model_has_its_number_of_parameters(name):
     actual = sum(math.prod(tensor_shape(x)) for x in of_tensor.values())
     assert actual == PUBLISHED[name]["parameters"]
     assert actual == sum(math.prod(weight.shape) for weight in weights.values())
-
-
-@pytest.mark.parametrize("name", every(3, PUBLISHED))
-def test_fully_sharded_no_matrix_of_it_is_whole(name):
-    config = PUBLISHED[name]["config"]
-    settings = family_of(config).decoder_settings(config)
+    # Fully sharded, no matrix of it is replicated.
     model = NnxModel(fdl.build(set_sharding_params(lm_config(settings), "fsdp")))
     matrices = {
         path: spec for path, spec in spec_leaves(model.weight_specs()["params"])

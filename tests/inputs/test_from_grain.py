@@ -95,15 +95,15 @@ def test_a_host_reads_its_own_rows_alone_and_any_batch_at_once():
     pytest.param(made(seed=1, repeat=True), marks=pytest.mark.slow), in_order(seed=1, repeat=True),
 ])
 def test_a_resume_and_parts_of_rows_are_the_same_stream(pipeline):
-    whole = taken(pipeline, 9)
-    np.testing.assert_equal(taken(pipeline, 3, start=6), whole[6:])
-    parts = [taken(pipeline, 9, rows=rows) for rows in (slice(0, 2), slice(2, 5))]
+    whole = taken(pipeline, 7)  # One epoch and a half.
+    np.testing.assert_equal(taken(pipeline, 2, start=5), whole[5:])
+    parts = [taken(pipeline, 7, rows=rows) for rows in (slice(0, 2), slice(2, 5))]
     joined = [
         {name: np.concatenate([item[name] for item in pair]) for name in pair[0]}
         for pair in zip(*parts, strict=True)
     ]
     np.testing.assert_equal(joined, whole)
-    assert stream_digest(pipeline, 4, num_processes=3) == stream_digest(pipeline, 4)
+    assert stream_digest(pipeline, 2, num_processes=3) == stream_digest(pipeline, 2)
 
 
 @pytest.mark.slow

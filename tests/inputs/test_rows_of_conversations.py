@@ -15,6 +15,7 @@ from praxis_tools.lm_eval.chat_text import chat_text
 from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.requests import chat
 from praxis_tools.serve.served_model import ServedModel
+from tests.support.every_case import assert_each
 
 
 class ReadsAll(ByteTokenizer):
@@ -73,6 +74,7 @@ def served(row, tokenizer, folder):
 
 
 TRAINING, PROMPTS = (trained, preferred), (of_file, of_python, served)
+WAYS = [(way.__name__, way) for way in TRAINING + PROMPTS]
 USER, MIDDLE, ANSWER = (
     {"role": "user", "content": "q"}, {"role": "assistant", "content": "m"},
     {"role": "assistant", "content": "a"},
@@ -115,17 +117,19 @@ USED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", TRAINING + PROMPTS)
 @pytest.mark.parametrize("name", USED)
-def test_a_known_key_reaches_the_text_or_the_template_is_said_to_lack_it(name, way, tmp_path):
-    given, expected, lacked = USED[name]
-    expected += "a;" if way in TRAINING else ""
-    assert way(dict(given), ReadsAll(), tmp_path) == expected
-    if lacked is None:
-        assert way(dict(given), ReadsContent(), tmp_path) == expected
-    else:
-        with pytest.raises((ConfigError, ApiError), match=lacked):
-            way(dict(given), ReadsContent(), tmp_path)
+def test_a_known_key_reaches_the_text_or_the_template_is_said_to_lack_it(name, tmp_path):
+    def check(way):
+        given, expected, lacked = USED[name]
+        expected += "a;" if way in TRAINING else ""
+        assert way(dict(given), ReadsAll(), tmp_path) == expected
+        if lacked is None:
+            assert way(dict(given), ReadsContent(), tmp_path) == expected
+        else:
+            with pytest.raises((ConfigError, ApiError), match=lacked):
+                way(dict(given), ReadsContent(), tmp_path)
+
+    assert_each(check, WAYS)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
@@ -146,11 +150,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("way", TRAINING + PROMPTS)
 @pytest.mark.parametrize("key", REFUSED)
-def test_any_other_key_or_value_is_refused_by_its_name(key, way, tmp_path):
-    with pytest.raises((ConfigError, ApiError), match=key):
-        way(dict(REFUSED[key]), ReadsAll(), tmp_path)
+def test_any_other_key_or_value_is_refused_by_its_name(key, tmp_path):
+    def check(way):
+        with pytest.raises((ConfigError, ApiError), match=key):
+            way(dict(REFUSED[key]), ReadsAll(), tmp_path)
+
+    assert_each(check, WAYS)
 
 
 def test_a_system_message_that_the_template_leaves_out_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Directories of tokenizers of each kind: ids, special tokens and chats are AutoTokenizer's."""
 
+import functools
 import io
 import json
 import random
@@ -105,6 +106,7 @@ def added_tokens():
     return tokenizer
 
 
+@functools.cache
 def sentencepiece_model(**settings):
     import sentencepiece
 

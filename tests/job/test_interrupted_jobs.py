@@ -1,97 +1,153 @@
-"""Signals to a job of two real processes while it saves, restores, compiles or evaluates."""
+"""Signals to a job of two real processes while it saves, restores, compiles or evaluates.
 
+One job is interrupted again and again on its way, for it is the launches that take the time.
+"""
+
+import dataclasses
 import signal
 
 import pytest
 
+from praxis_lite.job.job_dir import JobDir
+from tests.support import process_pairs as pairs
 from tests.support.interrupted_jobs import Pair, numbers_of, steps_in, uninterrupted
 
-WHO = pytest.mark.parametrize("who", ["01", "1"])
+pytestmark = pytest.mark.slow
 
 
-def first_of(pair):
-    """Returns how the first process ended; both have ended well."""
-    first, second = pair.ended()
-    assert (first.code, second.code) == (0, 0), (first, second)
-    return first
+@dataclasses.dataclass(frozen=True)
+class Interruption:
+    """A launch of the job that was interrupted.
+
+    Attributes:
+      done: how both processes ended.
+      answers: the lines by which the processes that got the first signal answered it.
+      steps: the steps that were then there.
+    """
+
+    done: list[pairs.Ended]
+    answers: list[str]
+    steps: list[str]
 
 
-def goes_on(folder, words):
-    """Runs the same command again, and compares its numbers with those of no interruption."""
-    pair = Pair(folder)
-    first = first_of(pair)
-    assert words in first.out, first
-    assert numbers_of(pair.job) == uninterrupted()
-    assert steps_in(pair.job)[-1] == "29"
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """A job that was interrupted at several places, and then trained to its end.
+
+    Attributes:
+      launches: the interruptions, by the places.
+      last: how the processes of the last launch ended.
+    """
+
+    launches: dict[str, Interruption]
+    last: list[pairs.Ended]
+    job: JobDir
 
 
-@pytest.mark.slow
-@WHO
-def test_a_signal_while_a_step_is_saved_ends_both_with_a_later_step(tmp_path, who):
-    pair = Pair(tmp_path, "write of 14")
-    pair.reaches("write of 14")
-    pair.signal(signal.SIGINT, who)
-    assert all(line.startswith("SIGINT: ending when") for line in pair.answer(who))
-    pair.opens("write of 14")
-    first = first_of(pair)
-    # The step after that in which both agree; a save of step 21 may have been waited for.
-    last = max(map(int, steps_in(pair.job)))
-    assert 14 < last < 29 and f"step {last} is saved, and the same command" in first.out
-    goes_on(tmp_path, f"restored the checkpoint of step {last}")
-
-
-@pytest.mark.slow
-@WHO
-def test_a_second_signal_ends_both_though_a_write_hangs(tmp_path, who):
-    pair = Pair(tmp_path, "write of 14")
-    pair.reaches("write of 14")
-    pair.signal(signal.SIGTERM, who)
-    pair.answer(who)
-    pair.signal(signal.SIGINT, who)
-    done = pair.ended()
-    assert [process.code for process in done] == [130, 130], done
-    newest = "SIGINT, the second signal{}; the newest checkpoint is of step 7"
-    for k, process in enumerate(done):
-        if str(k) in who:
-            assert newest.format(": ended at once") in process.err, done
-        else:
-            assert f"error: process {1 - k} (" in process.err, done
-            assert "was ended by " + newest.format("") in process.err, done
-    assert steps_in(pair.job) == ["7"]
-    goes_on(tmp_path, "restored the checkpoint of step 7")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("place", "newest"),
-    [
-        ("restore", "the newest checkpoint is of step 7"), ("compile", "no step had been made"),
-        ("evaluation", "the newest checkpoint is of step 7"),
-        ("digests of 14", "the newest checkpoint is of step 7"),
-        ("write of 29", "the newest checkpoint is of step 28"),
-    ],
-)
-def test_wherever_one_is_ended_at_once_the_other_hears_of_it(tmp_path, place, newest):
-    if place == "restore":
-        pair = Pair(tmp_path, "write of 14")
-        pair.reaches("write of 14")
-        pair.signal(signal.SIGKILL, "01")
-        pair.ended()
+def interrupted(folder, place, who="1", *, twice=True):
+    """Launches the job, and sends signals at a place: to `who` of both, and, if twice, again."""
+    gates = (place, "write of 14") if place == "evaluation" else (place,)
     # The save of step 14 would else be whole before the signal, or not.
-    pair = Pair(tmp_path, place, *(["write of 14"] if place == "evaluation" else []))
+    pair = Pair(folder, *gates)
     pair.reaches(place, "0" if place.startswith("digests") else "01")
-    pair.signal(signal.SIGTERM, "1")
-    assert pair.answer("1")[0].startswith("SIGTERM: ending after")
-    pair.signal(signal.SIGINT, "1")
-    first, second = pair.ended()
-    assert (first.code, second.code) == (130, 130), (first, second)
+    pair.signal(signal.SIGTERM, who)
+    answers = pair.answer(who)
+    if twice:
+        pair.signal(signal.SIGINT, who)
+    else:
+        pair.opens(place)
+    return Interruption(pair.ended(), answers, steps_in(pair.job))
+
+
+def story_of(folder, places, who):
+    """Returns the story of a job that a second signal ends at `places`, and the first in a save."""
+    launches = {place: interrupted(folder, place, who) for place in places}
+    launches["a save, once"] = interrupted(folder, "write of 14", who, twice=False)
+    pair = Pair(folder)
+    return Story(launches, pair.ended(), pair.job)
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """The second process alone gets the signals."""
+    return story_of(tmp_path_factory.mktemp("one"), ("compile", "write of 14", "evaluation"), "1")
+
+
+@pytest.fixture(scope="module")
+def story_of_both(tmp_path_factory):
+    return story_of(tmp_path_factory.mktemp("both"), ("write of 14",), "01")
+
+
+def check_single_signal(story, who):
+    """Checks that a signal while a step is saved ended both with a later step."""
+    launch = story.launches["a save, once"]
+    assert [process.code for process in launch.done] == [0, 0], launch
+    assert len(launch.answers) == len(who)
+    assert all(line.startswith("SIGTERM: ending after") for line in launch.answers)
+    # The step after that in which both agree; a save of step 21 may have been waited for.
+    last = max(map(int, launch.steps))
+    assert 14 < last < 29
+    assert f"step {last} is saved, and the same command" in launch.done[0].out
+
+
+def check_end(story):
+    """Checks that the job went on from there to the numbers of one that nobody interrupts."""
+    first, second = story.last
+    assert (first.code, second.code) == (0, 0), story.last
+    last = max(map(int, story.launches["a save, once"].steps))
+    assert f"restored the checkpoint of step {last}" in first.out
+    assert numbers_of(story.job) == uninterrupted()
+    assert steps_in(story.job)[-1] == "29"
+
+
+def test_a_signal_while_a_step_is_saved_ends_both_with_a_later_step(story):
+    check_single_signal(story, "1")
+
+
+def test_an_interrupted_job_ends_with_the_numbers_of_one_that_nobody_interrupts(story):
+    check_end(story)
+
+
+@pytest.mark.parametrize(("place", "newest"), [
+    ("compile", "no step had been made"), ("write of 14", "the newest checkpoint is of step 7"),
+    ("evaluation", "the newest checkpoint is of step 7"),
+])
+def test_wherever_one_is_ended_at_once_the_other_hears_of_it(story, place, newest):
+    check_heard(story.launches[place], newest)
+
+
+def check_heard(launch, newest):
+    """Checks that the second process was ended at once, and the first told so."""
+    first, second = launch.done
+    assert launch.answers[0].startswith("SIGTERM: ending after")
+    assert (first.code, second.code) == (130, 130), launch
     assert f"was ended by SIGINT, the second signal; {newest}; so this process" in first.err
+    assert "error: process 1 (" in first.err
     assert second.err.endswith(f"ended at once; {newest}\n")
-    assert steps_in(pair.job)[-1:] == [s for s in [newest.split()[-1]] if s.isdecimal()]
+    assert launch.steps[-1:] == [s for s in [newest.split()[-1]] if s.isdecimal()]
 
 
-@pytest.mark.slow
-@WHO
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("place", "newest"), [("restore", 7), ("digests of 14", 7), ("write of 29", 28)]
+)
+def test_also_there_the_other_hears_of_it(tmp_path, place, newest):
+    if place == "restore":
+        interrupted(tmp_path, "write of 14")
+    check_heard(interrupted(tmp_path, place), f"the newest checkpoint is of step {newest}")
+
+
+@pytest.mark.nightly
+def test_both_may_get_the_signals(story_of_both):
+    done = story_of_both.launches["write of 14"].done
+    assert [process.code for process in done] == [130, 130], done
+    words = "SIGINT, the second signal: ended at once; the newest checkpoint is of step 7"
+    assert all(words in process.err for process in done), done
+    check_single_signal(story_of_both, "01")
+    check_end(story_of_both)
+
+
+@pytest.mark.parametrize("who", ["1", pytest.param("01", marks=pytest.mark.nightly)])
 def test_a_second_signal_in_python_cancels_the_save_and_the_process_goes_on(tmp_path, who):
     pair = Pair(tmp_path, "write of 14", "wait for 14", in_python=True)
     pair.reaches("write of 14")

@@ -192,17 +192,29 @@ def test_processes_of_different_numbers_do_not_meet_and_are_told_what_to_compare
     assert all("the same --num_processes" in item.err for item in done)
 
 
+def run_on_slices(mode, job):
+    """Runs a mode on a mesh of two slices, which are two processes."""
+    done = pairs.run(
+        f"--mode={mode}", "--packages=jobzoo", f"--job_log_dir={job.path}", "--set",
+        "mesh.ici_mesh_shape=(1,2,2)", "mesh.dcn_mesh_shape=(1,2,1)", cwd=job.path.parent,
+    )
+    assert [item.code for item in done] == [0, 0], done
+
+
 @pytest.mark.slow
-def test_slices_are_processes_and_both_evaluate_and_decode(tmp_path):
+def test_slices_are_processes_and_both_decode(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     shutil.rmtree(job.path / "decode", ignore_errors=True)
-    argv = ("--packages=jobzoo", f"--job_log_dir={job.path}")
-    mesh = ("--set", "mesh.ici_mesh_shape=(1,2,2)", "mesh.dcn_mesh_shape=(1,2,1)")
-    for mode in ("eval", "decode"):
-        done = pairs.run(f"--mode={mode}", *argv, *mesh, cwd=tmp_path)
-        assert [item.code for item in done] == [0, 0], done
+    run_on_slices("decode", job)
+    assert len(job.decode_jsonl("prompts", 7).read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_slices_evaluate_as_one_process_does(tmp_path):
+    job = copy_of_trained(tmp_path / "job")
+    run_on_slices("eval", job)
     local, other = numbers_of(job.eval_metrics_jsonl)[-2:]
     assert local.keys() == other.keys()
     for key, value in local.items():
         np.testing.assert_allclose(value, other[key], rtol=1e-6, err_msg=key)
-    assert len(job.decode_jsonl("prompts", 7).read_text().splitlines()) == 3

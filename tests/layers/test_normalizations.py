@@ -1,4 +1,4 @@
-"""Norms: the real Pax's numbers, statistics of the global batch on every mesh, scanned, trained."""
+"""Norms: the real Pax's numbers, statistics of the real elements, scanned, trained on a mesh."""
 
 import functools
 
@@ -15,7 +15,7 @@ from praxis_lite.core import Learner, NnxModel, Partitioner
 from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.layers import BaseLayer
 from praxis_lite.tasks.image_classification import ClassificationTask
-from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import assert_near, drawn
 from tests.support.goldens import pax_options
 from tests.support.pax_options import assert_equals_pax
 
@@ -91,76 +91,37 @@ def test_identity_norm_returns_its_inputs():
     assert layers.IdentityNorm(3, rngs=nnx.Rngs(0))(x, key=jax.random.key(0)) is x
 
 
-# Channels and examples that the mesh's 4 and 2 devices divide, and some that they do not.
-SIZES = {"even": (16, 12, 4), "uneven": (13, 9, 3)}
-PLACE = (("replica", "data"), None, "mdl")
+# Examples, channels and groups of these.
+NUM_EXAMPLES, DIM, NUM_GROUPS = 13, 9, 3
+X = (np.random.default_rng(3).normal(size=(NUM_EXAMPLES, 5, DIM)) * 2 + 1).astype(np.float32)
+PADDINGS = (np.random.default_rng(8).uniform(size=(NUM_EXAMPLES, 5)) < 0.3).astype(np.float32)
+NORMS = {
+    "batch": partial(layers.BatchNorm, DIM, decay=0.7),
+    "group": partial(layers.GroupNorm, DIM, num_groups=NUM_GROUPS, input_rank=3),
+    "layer": partial(layers.LayerNorm, DIM, direct_scale=True),
+    "rms": partial(layers.RmsNorm, DIM, direct_scale=False),
+}
 
 
-def paddings_of(num_examples: int) -> np.ndarray:
-    is_padding = np.random.default_rng(8).uniform(size=(num_examples, 5)) < 0.3
-    return is_padding.astype(np.float32)
-
-
-def cases(sizes: str):
-    num_examples, dim, num_groups = SIZES[sizes]
-    rng = np.random.default_rng(3)
-    x = (rng.normal(size=(num_examples, 5, dim)) * 2 + 1).astype(np.float32)
-    paddings = paddings_of(num_examples)
-    split = {"weight_split_dims_mapping": ("mdl",), "activation_split_dims_mapping": PLACE}
-
-    def trained(module, x, key):
-        return module(x, paddings, key=key)
-
-    def evaluated(module, x, key):
-        return module(x, paddings)
-
-    batch = partial(layers.BatchNorm, dim, decay=0.7, **split)
-    group = partial(layers.GroupNorm, dim, num_groups=num_groups, input_rank=3, **split)
-    return {
-        "batch": (batch, trained, x),
-        "batch, evaluated": (batch, evaluated, x),
-        "batch, moving averages": (partial(batch, use_moving_avg_in_training=True), trained, x),
-        "group": (group, trained, x),
-        "group, cumulative": (partial(group, cumulative=True), trained, x),
-        "layer": (partial(layers.LayerNorm, dim, direct_scale=True, **split), trained, x),
-        "rms": (partial(layers.RmsNorm, dim, direct_scale=False, **split), trained, x),
-        "rms, no scale": (
-            partial(layers.RmsNormNoScale, dim, activation_split_dims_mapping=PLACE), trained, x
-        ),
-    }
-
-
-results = functools.cache(lambda sizes, mesh_shape: run_layers(cases(sizes), mesh_shape))
-
-
-@pytest.mark.parametrize("sizes", ["uneven", pytest.param("even", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", cases("even"))
-def test_sharded_equals_unsharded_with_statistics_of_the_global_batch(name, sizes):
-    assert_near(results(sizes, (1, 4, 2))[name], results(sizes, None)[name], tolerance=5e-6)
+def normed(norm: str, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns outputs and statistics of a step of training."""
+    model = NnxModel(NORMS[norm])
+    module = model.module(drawn(model))
+    return module(x, PADDINGS, key=jax.random.key(0)), mdl_vars_of(module)["non_trainable"]
 
 
 def test_batch_statistics_equal_numpy_over_the_true_elements():
-    build, _, x = cases("uneven")["batch"]
-    true = x[paddings_of(len(x)) == 0]
-    before = drawn(NnxModel(build))["non_trainable"]
-    actual = results("uneven", (1, 4, 2))["batch"]["statistics"]
+    true = X[PADDINGS == 0]
+    before = drawn(NnxModel(NORMS["batch"]))["non_trainable"]
+    _, actual = normed("batch", X)
     for name, value in (("moving_mean", true.mean(0)), ("moving_variance", true.var(0))):
         np.testing.assert_allclose(actual[name], 0.7 * before[name] + 0.3 * value, rtol=2e-5)
 
 
-@pytest.mark.parametrize("norm", ["batch", "group", "layer", "rms"])
+@pytest.mark.parametrize("norm", NORMS)
 def test_bfloat16_is_close_to_float32_and_statistics_stay_float32(norm):
-    build, call, x = cases("even")[norm]
-    model = NnxModel(build)
-    mdl_vars = drawn(model)
-    x = x.astype(jnp.bfloat16)
-
-    @jax.jit
-    def run(x):
-        module = model.module(mdl_vars)
-        return call(module, x, jax.random.key(0)), mdl_vars_of(module)["non_trainable"]
-
-    (half, statistics), (whole, expected) = run(x), run(np.float32(x))
+    x = X.astype(jnp.bfloat16)
+    (half, statistics), (whole, expected) = normed(norm, x), normed(norm, np.float32(x))
     assert half.dtype == jnp.bfloat16
     # All is float32 but the inputs, the same here, and one rounding of the outputs, to 8 bits.
     np.testing.assert_allclose(np.float32(half), whole, rtol=2**-8, atol=1e-6)

@@ -6,18 +6,19 @@ import sys
 import pytest
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.main import MODES
+from praxis_lite.main import MODES, main
 from praxis_lite.modes.mode import CommandLine
 from praxis_lite.modes.options import parse_command_line
 from praxis_lite.trainer.job_on_mesh import partitioner_of
 from tests.support.job_runs import CHECKOUT
 
-MODES_PY = """
+WITHOUT_JAX = """
 import sys
 
-from praxis_lite.modes import Mode
-
 assert "jax" not in sys.modules
+"""
+MODES_PY = """
+from praxis_lite.modes import Mode
 
 
 class Count(Mode):
@@ -44,29 +45,31 @@ class Wrong(Mode):
 
 NotOne = int
 """
+RAISING_LINE = 1 + MODES_PY.partition("raise")[0].count("\n")
 
 
 @pytest.fixture
-def run(tmp_path):
+def mypackage(tmp_path, monkeypatch):
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage/__init__.py").touch()
     (tmp_path / "mypackage/modes.py").write_text(MODES_PY)
-
-    def run(*argv):
-        command = [sys.executable, CHECKOUT / "main.py", *argv]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        return done.returncode, done.stdout, " ".join(done.stderr.split())
-
-    return run
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path / "mypackage"
+    for name in ("mypackage", "mypackage.modes"):
+        sys.modules.pop(name, None)
 
 
-def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(run):
-    status, out, err = run(
-        "--packages=mypackage", "--mode=mypackage.modes.Count", "--times=3", "--exp=lm.Synthetic"
+def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(mypackage):
+    (mypackage / "modes.py").write_text(WITHOUT_JAX + MODES_PY)
+    done = subprocess.run(
+        [sys.executable, CHECKOUT / "main.py", "--packages=mypackage",
+         "--mode=mypackage.modes.Count", "--times=3", "--exp=lm.Synthetic"],
+        capture_output=True, text=True,
     )
-    assert (status, err) == (5, "")
-    assert out.startswith("praxis_lite.experiments.lm.Synthetic, mypackage.modes.Count\n")
-    assert out.splitlines()[-1] == "3 times 8 devices"
+    assert (done.returncode, done.stderr) == (5, "")
+    assert done.stdout.startswith("praxis_lite.experiments.lm.Synthetic, mypackage.modes.Count\n")
+    assert done.stdout.splitlines()[-1] == "3 times 8 devices"
 
 
 @pytest.mark.parametrize("argv, status, words", [
@@ -77,30 +80,46 @@ def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(run):
     (["--packages=mypackage", "--mode=mypackage.modes.Count", "--topology=cpu:8"], 2,
      "--mode=plan and --mode=sweep; --mode=mypackage.modes.Count "),
     (["--packages=mypackage", "--mode=mypackage.modes.Wrong"], 1,
-     'line 28, in run: `raise LookupError("no such number")`'),
+     f'line {RAISING_LINE}, in run: `raise LookupError("no such number")`'),
     (["--packages=nowhere", "--mode=nowhere.modes.Count"], 2, "--packages=nowhere"),
 ])
-def test_a_mode_that_cannot_run_is_named_in_a_paragraph(argv, status, words, run):
-    code, out, err = run(*argv)
-    assert (code, out) == (status, "")
-    assert words in err and "Traceback" not in err
+def test_a_mode_that_cannot_run_is_named_in_a_paragraph(argv, status, words, mypackage, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (status, "")
+    assert words in " ".join(err.split()) and "Traceback" not in err
 
 
-@pytest.mark.parametrize("argv, words", [
+WRONG = [
     (["--mode=trian"], "train?"),
     (["--mode=plan", "--measur", "--step=3"], "--mode=eval, --mode=decode"),
     (["--mode=plan", "--step"], "--mode=eval, --mode=decode"),
     (["--mode=eval", "--prompts=x"], "--mode=decode; --mode=eval "),
     (["--mode=check", "--steps=train"], "--steps: invalid int value: 'train'"),
     (["--chatt"], "--chat?"),
-])
-def test_a_wrong_mode_or_option_is_answered_before_jax_is_imported(argv, words):
-    code = (
-        "import sys\nfrom praxis_lite.main import main\n"
-        f"try:\n    main({argv})\nfinally:\n    assert 'jax' not in sys.modules\n"
-    )
+]
+ANSWERED_WITHOUT_JAX = """
+import sys
+from praxis_lite.main import main
+for argv in {}:
+    try:
+        main(argv)
+    except SystemExit as ended:
+        print(ended.code, "after", *argv, file=sys.stderr)
+    assert "jax" not in sys.modules
+"""
+
+
+def test_a_wrong_mode_or_option_is_answered_before_jax_is_imported():
+    code = ANSWERED_WITHOUT_JAX.format([argv for argv, _ in WRONG])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr
+    assert done.returncode == 0, done.stderr
+    answers = " ".join(done.stderr.split())
+    for argv, words in WRONG:
+        answer, _, answers = answers.partition(f" 2 after {' '.join(argv)}")
+        assert words in answer, argv
+    assert answers == ""
 
 
 def test_options_reach_their_mode_and_no_other():

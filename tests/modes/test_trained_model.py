@@ -15,6 +15,7 @@ from praxis_lite.core import Partitioner
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.decode import BeamSearch, Greedy, Sample
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
+from tests.support.every_case import assert_each
 from tests.support.job_runs import copy_of_trained, loaded, succeed
 
 pytestmark = pytest.mark.slow
@@ -182,69 +183,76 @@ def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
     assert {element["decode_length"] for element in model.generate(texts)} & {3, 4, 5}
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda m: m.evaluate("held"), "'held'.*heldout"),
-        (lambda m: m.evaluate("train"), r"datasets\.train .*run\.evaluation\.max_batches"),
-        (lambda m: m.evaluate({"ids": np.ones((2, 3))}), "'labels'"),
-        (lambda m: m.evaluate([]), "evaluate.* 0 batches"),
-        (lambda m: m.evaluate(np.ones((2, 3))), "evaluate.*ndarray;.*NumPy"),
-        (lambda m: m.evaluate([{"ids": np.ones((2, 3))}, {"id": np.ones((2, 3))}]), r"\['id'\]"),
-        (lambda m: m.evaluate([{"ids": np.ones((2, 3))}, {"ids": np.ones((2, 4))}]), " 3 .* 4"),
-        (lambda m: m.decode("heldout"), r"decode_datasets.*\['prompts'\]"),
-        (lambda m: m.predict(), r"predict.* \(\),"),
-        (lambda m: m.predict([[1, 2]]), r"predict.*\[\[1, 2\]\]"),
-        (lambda m: m.generate([]), r"generate.* \[\];"),
-        (lambda m: m.generate([[]]), r"generate.*\[\[\]\];"),
-        (lambda m: m.generate([[[1]]]), r"int64\[1, 1\]"),
-        (lambda m: m.generate([[1, 10**6]]), r"prompt.*1000000.*\[1\]"),
-        (lambda m: m.generate([[-1]]), "prompt.*-1"),
-        (lambda m: m.generate([[1.7]]), r"float64\[1\]"),
-        (lambda m: m.generate([[True]]), r"bool\[1\]"),
-        (lambda m: m.generate([[2**40]]), "prompt.*1099511627776"),
-        (lambda m: m.generate([[[1], [1, 2]]]), r"\[\[1\], \[1, 2\]\]"),
-        (lambda m: m.generate([3, 4]), r"int64\[\]"),
-        (lambda m: m.generate(b"a"), "generate.*b'a';"),
-        (lambda m: m.generate({"a": 1}), r"generate.*messages.*\['a'\]"),
-        (lambda m: m.generate(None), "generate.*None;"),
-        (lambda m: m.generate("a", eos_id=10**6), "eos_id.* 1000000;.*256"),
-        (lambda m: m.generate("a", eos_id=(1, 10**6)), "eos_id.*.1.*1000000"),
-        (lambda m: m.generate("a", eos_id=True), "eos_id.*True"),
-        (lambda m: m.generate("a", seed=-1), "seed.*-1.*0"),
-        (lambda m: m.generate("a", seed=1.0), "seed.*1.0"),
-        (lambda m: m.generate("a", max_decode_steps=2.0), "max_decode_steps.*2.0"),
-        (lambda m: m.generate("a", max_decode_steps=True), "max_decode_steps.*True"),
-        (lambda m: m.generate("a", temperature="hot"), "temperature.*'hot'"),
-        (lambda m: m.generate("a", k=1.5), r"Sample\.k.* 1\.5;"),
-        (lambda m: m.generate("a", k=None), r"Sample\.k.*None"),
-        (lambda m: m.predict(np.array([[10**6]])), "predict.*ids.*1000000"),
-        (lambda m: m.predict(np.array([[-1]])), "predict.*ids.*-1"),
-        (lambda m: m.predict(np.array([[1.7]])), r"predict.*ids.*float64\[1, 1\]"),
-        (lambda m: m.predict(ids=np.array([[-1]])), "predict.*ids.*-1"),
-        (lambda m: m.generate("a", temprature=1), "'temprature'.*temp"),
-        (lambda m: m.generate("a", decoder=BeamSearch(), k=3), "BeamSearch.*'k'"),
-    ],
-)
-def test_what_cannot_be_is_said_in_words(model, call, words):
-    with pytest.raises(ConfigError, match=words):
-        call(model)
+# Each call names what was given, and the argument.
+REFUSED_CALLS = [
+    (lambda m: m.evaluate("held"), "'held'.*heldout"),
+    (lambda m: m.evaluate("train"), r"datasets\.train .*run\.evaluation\.max_batches"),
+    (lambda m: m.evaluate({"ids": np.ones((2, 3))}), "'labels'"),
+    (lambda m: m.evaluate([]), "evaluate.* 0 batches"),
+    (lambda m: m.evaluate(np.ones((2, 3))), "evaluate.*ndarray;.*NumPy"),
+    (lambda m: m.evaluate([{"ids": np.ones((2, 3))}, {"id": np.ones((2, 3))}]), r"\['id'\]"),
+    (lambda m: m.evaluate([{"ids": np.ones((2, 3))}, {"ids": np.ones((2, 4))}]), " 3 .* 4"),
+    (lambda m: m.decode("heldout"), r"decode_datasets.*\['prompts'\]"),
+    (lambda m: m.predict(), r"predict.* \(\),"),
+    (lambda m: m.predict([[1, 2]]), r"predict.*\[\[1, 2\]\]"),
+    (lambda m: m.generate([]), r"generate.* \[\];"),
+    (lambda m: m.generate([[]]), r"generate.*\[\[\]\];"),
+    (lambda m: m.generate([[[1]]]), r"int64\[1, 1\]"),
+    (lambda m: m.generate([[1, 10**6]]), r"prompt.*1000000.*\[1\]"),
+    (lambda m: m.generate([[-1]]), "prompt.*-1"),
+    (lambda m: m.generate([[1.7]]), r"float64\[1\]"),
+    (lambda m: m.generate([[True]]), r"bool\[1\]"),
+    (lambda m: m.generate([[2**40]]), "prompt.*1099511627776"),
+    (lambda m: m.generate([[[1], [1, 2]]]), r"\[\[1\], \[1, 2\]\]"),
+    (lambda m: m.generate([3, 4]), r"int64\[\]"),
+    (lambda m: m.generate(b"a"), "generate.*b'a';"),
+    (lambda m: m.generate({"a": 1}), r"generate.*messages.*\['a'\]"),
+    (lambda m: m.generate(None), "generate.*None;"),
+    (lambda m: m.generate("a", eos_id=10**6), "eos_id.* 1000000;.*256"),
+    (lambda m: m.generate("a", eos_id=(1, 10**6)), "eos_id.*.1.*1000000"),
+    (lambda m: m.generate("a", eos_id=True), "eos_id.*True"),
+    (lambda m: m.generate("a", seed=-1), "seed.*-1.*0"),
+    (lambda m: m.generate("a", seed=1.0), "seed.*1.0"),
+    (lambda m: m.generate("a", max_decode_steps=2.0), "max_decode_steps.*2.0"),
+    (lambda m: m.generate("a", max_decode_steps=True), "max_decode_steps.*True"),
+    (lambda m: m.generate("a", temperature="hot"), "temperature.*'hot'"),
+    (lambda m: m.generate("a", k=1.5), r"Sample\.k.* 1\.5;"),
+    (lambda m: m.generate("a", k=None), r"Sample\.k.*None"),
+    (lambda m: m.predict(np.array([[10**6]])), "predict.*ids.*1000000"),
+    (lambda m: m.predict(np.array([[-1]])), "predict.*ids.*-1"),
+    (lambda m: m.predict(np.array([[1.7]])), r"predict.*ids.*float64\[1, 1\]"),
+    (lambda m: m.predict(ids=np.array([[-1]])), "predict.*ids.*-1"),
+    (lambda m: m.generate("a", temprature=1), "'temprature'.*temp"),
+    (lambda m: m.generate("a", decoder=BeamSearch(), k=3), "BeamSearch.*'k'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"step": 5}, "5.*3.*6.*7"),
-        ({"step": "last"}, "'best'.*None"),
-        ({"mesh": "eight"}, "'attached'.*'job'.*MeshConfig"),
-        ({"mesh": MeshConfig(ici_mesh_shape=(1, 16, 1))}, "16.*8"),
-        ({"settings": ["run.evaluation.use_ema_states=True"]}, "ema_decay"),
-        ({"settings": ["task.decoder.temprature=1"]}, r"\.temprature.*\.temperature"),
-    ],
-)
-def test_a_job_that_is_not_as_wanted_is_refused(job, settings, words):
-    with pytest.raises(ConfigError, match=words):
-        loaded(job, **settings)
+def test_a_wrong_argument_is_named_with_its_value(model):
+    def check(case):
+        call, words = case
+        with pytest.raises(ConfigError, match=words):
+            call(model)
+
+    assert_each(check, ((case[1], case) for case in REFUSED_CALLS))
+
+
+REFUSED_JOBS = [
+    ({"step": 5}, "5.*3.*6.*7"),
+    ({"step": "last"}, "'best'.*None"),
+    ({"mesh": "eight"}, "'attached'.*'job'.*MeshConfig"),
+    ({"mesh": MeshConfig(ici_mesh_shape=(1, 16, 1))}, "16.*8"),
+    ({"settings": ["run.evaluation.use_ema_states=True"]}, "ema_decay"),
+    ({"settings": ["task.decoder.temprature=1"]}, r"\.temprature.*\.temperature"),
+]
+
+
+def test_a_job_that_is_not_as_wanted_is_refused(job):
+    def check(case):
+        settings, words = case
+        with pytest.raises(ConfigError, match=words):
+            loaded(job, **settings)
+
+    assert_each(check, ((case[1], case) for case in REFUSED_JOBS))
 
 
 def test_where_no_job_is_is_said(tmp_path):

@@ -8,6 +8,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from praxis_lite.job.job_dir import JobDir
@@ -161,8 +162,8 @@ class Pair:
     """
 
     def __init__(self, folder: Path, *places: str, in_python: bool = False):
-        self._gates, self._places = folder / "gates", places
-        self._gates.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
+        self._gates = Path(tempfile.mkdtemp(prefix="gates_", dir=folder))
         env = {"GATES": str(self._gates), "GATED": ",".join(places)}
         self.job = JobDir(folder / "job")
         self.processes = (

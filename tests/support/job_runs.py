@@ -21,7 +21,6 @@ from typing import Any
 from unittest import mock
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 import praxis_lite
 from praxis_lite.job.job_dir import JobDir
@@ -266,8 +265,6 @@ def launch(*argv: str, num_devices: int | None = 8) -> Launch:
         env["JAX_NUM_CPU_DEVICES"] = str(num_devices)
     out, err, code = io.StringIO(), io.StringIO(), 0
     before, start = _num_compiled(), time.perf_counter()
-    threshold = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
         with (
             mock.patch.dict(os.environ, env),
@@ -277,22 +274,14 @@ def launch(*argv: str, num_devices: int | None = 8) -> Launch:
             main([*argv, *_packages(argv)])
     except SystemExit as stop:
         code = stop.code
-    finally:
-        # Other tests of this process compile anew.
-        jax.config.update("jax_compilation_cache_dir", None)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", threshold)
-        compilation_cache.reset_cache()
     seconds = time.perf_counter() - start
     return Launch(code, out.getvalue(), err.getvalue(), _num_compiled() - before, seconds)
 
 
 def loaded(job: JobDir, *args: Any, **settings: Any) -> praxis_lite.TrainedModel:
-    """Returns `praxis_lite.load` of a job; what its methods compile is not kept."""
+    """Returns `praxis_lite.load` of a job."""
     with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": str(home() / "cache")}):
-        model = praxis_lite.load(job.path, *args, packages=["jobzoo"], **settings)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    return model
+        return praxis_lite.load(job.path, *args, packages=["jobzoo"], **settings)
 
 
 def succeed(*argv: str) -> Launch:

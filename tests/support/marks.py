@@ -21,6 +21,18 @@ def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     ]
 
 
+def slow_or_nightly(
+    quick: Collection[Any], slow: Collection[Any], values: Iterable[Any]
+) -> list[Any]:
+    """Returns the values as parameters: some quick, some slow, and all others nightly."""
+    def marks(value: Any) -> tuple[Any, ...]:
+        if value in quick:
+            return ()
+        return (pytest.mark.slow,) if value in slow else (pytest.mark.nightly,)
+
+    return [pytest.param(value, marks=marks(value)) for value in values]
+
+
 def every(step: int, values: Iterable[Any]) -> list[Any]:
     """Returns the values as parameters, of which the first and each `step`-th after it is quick."""
     values = list(values)

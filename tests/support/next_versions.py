@@ -61,7 +61,8 @@ def results(arguments: list[str], settings: dict[str, str]) -> Results | None:
         report = Path(folder) / "report.xml"
         env = {name: x for name, x in os.environ.items() if name not in NEXT} | settings
         command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow",
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+            "-m", "not slow and not nightly",
             "--tb=short", "-o", "junit_family=xunit1", f"--junitxml={report}", *arguments,
         ]
         subprocess.run(command, check=False, env=env, cwd=ROOT)

@@ -35,18 +35,11 @@ from praxis_lite.optimizers import (
 )
 from tests.support.lm_runs import zero_padded
 
-# Sizes, a mesh, and what splits the slots besides what splits their weights.
-RUNS = {
-    "uneven": ("uneven", (1, 4, 2), ()),
-    "even": ("even", (1, 4, 2), ()),
-    "zero1": ("uneven", (1, 2, 4), ("data",)),
-}
+# A mesh, and what splits the slots besides what splits their weights.
+RUNS = {"uneven": ((1, 4, 2), ()), "zero1": ((1, 2, 4), ("data",))}
 NUM_LAYERS, NUM_STEPS, SAVED_STEP = 2, 5, 2
-SIZES = {
-    "even": dict(vocab_size=16, model_dims=8, hidden_dims=24),
-    "uneven": dict(vocab_size=17, model_dims=7, hidden_dims=11),
-}
-NUM_ROWS = {"even": 16, "uneven": 13}
+SIZES = dict(vocab_size=17, model_dims=7, hidden_dims=11)  # No mesh divides them.
+NUM_ROWS = 13
 
 _pow = functools.partial(
     adafactor, decay_method="pow", decay_pow=0.8, beta1=0.9, min_dim_size_to_factor=2
@@ -130,7 +123,7 @@ class TinyTask(Task):
         return {"loss": (loss, jnp.float32(num_rows))}
 
 
-def task_of(size, slot_mesh_axes=()):
+def task_of(slot_mesh_axes=()):
     main, *others = OPTIMIZERS
     learner = Learner(
         OPTIMIZERS[main],
@@ -152,7 +145,7 @@ def task_of(size, slot_mesh_axes=()):
     # ZeRO-1 is for weights that the data axis does not split.
     data_axis = None if slot_mesh_axes else "data"
     return TinyTask(
-        functools.partial(Models, *SIZES[size].values(), data_axis),
+        functools.partial(Models, *SIZES.values(), data_axis),
         learner,
         inputs_split_mapping={"map_1d": (("replica", "data"),)},
     )
@@ -162,16 +155,16 @@ def _rate(count):
     return 0.02 / (1.0 + count)
 
 
-def batches(size):
-    rng, rows = np.random.default_rng(11), NUM_ROWS[size]
-    draw = functools.partial(rng.integers, SIZES[size]["vocab_size"], size=rows, dtype=np.int32)
+def batches():
+    rng = np.random.default_rng(11)
+    draw = functools.partial(rng.integers, SIZES["vocab_size"], size=NUM_ROWS, dtype=np.int32)
     return [{"ids": draw(), "labels": draw()} for _ in range(NUM_STEPS)]
 
 
 @functools.cache
-def one_device(size):
+def one_device():
     """Returns the states of a run without a mesh, before and after each step, in NumPy."""
-    task = task_of(size)
+    task = task_of()
     rng = np.random.default_rng(12)
     mdl_vars = jax.tree.map(
         lambda x: rng.normal(scale=0.5, size=x.shape).astype(x.dtype),
@@ -181,13 +174,12 @@ def one_device(size):
     opt_states = jax.jit(bound.init)(mdl_vars["params"])
     history = [TrainState(np.int32(0), mdl_vars, opt_states)]
     step = jax.jit(lambda *args: steps.train_step(task, *args)[0])
-    for batch in batches(size):
+    for batch in batches():
         history.append(step(history[-1], batch, jax.random.key(0)))
     return jax.device_get(history)
 
 
 class Run(NamedTuple):
-    size: str
     partitioner: Partitioner
     step: jax.stages.Compiled
     saved: TrainState  # of step SAVED_STEP, on the mesh
@@ -197,21 +189,21 @@ class Run(NamedTuple):
 @functools.cache
 def trained(name):
     """Returns a run that starts from the weights and slots of `one_device`."""
-    size, shape, slot_mesh_axes = RUNS[name]
+    shape, slot_mesh_axes = RUNS[name]
     partitioner = Partitioner(
-        task_of(size, slot_mesh_axes), make_mesh(MeshConfig(ici_mesh_shape=shape))
+        task_of(slot_mesh_axes), make_mesh(MeshConfig(ici_mesh_shape=shape))
     )
-    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches(size)[0])
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches()[0])
     step = partitioner.train_step.lower(structs).compile()
-    padded = jax.tree.map(zero_padded, one_device(size)[0], partitioner.layout.padded_shapes)
+    padded = jax.tree.map(zero_padded, one_device()[0], partitioner.layout.padded_shapes)
     state = jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
-    state = continued(partitioner, step, state, size, 0, SAVED_STEP)
+    state = continued(partitioner, step, state, 0, SAVED_STEP)
     saved = jax.tree.map(lambda x: x.copy(), state)  # The next step donates.
-    last = continued(partitioner, step, state, size, SAVED_STEP, NUM_STEPS)
-    return Run(size, partitioner, step, saved, last)
+    last = continued(partitioner, step, state, SAVED_STEP, NUM_STEPS)
+    return Run(partitioner, step, saved, last)
 
 
-def continued(partitioner, step, state, size, first, last):
-    for batch in batches(size)[first:last]:
+def continued(partitioner, step, state, first, last):
+    for batch in batches()[first:last]:
         state, _ = step(state, partitioner.global_batch(batch), partitioner.key(0))
     return state

@@ -1,9 +1,10 @@
 """A small job, and what needs more, where no package of the extras is there, nor tensorflow.
 
-    python -m tests.support.plain_program DIRECTORY
+    python -m tests.support.plain_program DIRECTORY job|features
 
-A process of its own: what is refused must not have been imported. It trains, evaluates and decodes
-`lm.PyDocs`, made small, and prints for each feature that needs a package `FEATURE: WHAT IT SAYS`.
+A separate process: what is refused must not have been imported. With `job` it trains, evaluates and
+decodes `lm.PyDocs`, made small, and starts two jobs that need more; with `features` it prints for
+each feature that needs a package `FEATURE: WHAT IT SAYS`.
 """
 
 import sys
@@ -90,10 +91,22 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-def main(folder: Path) -> None:
-    """Runs the program."""
+def main(folder: Path, what: str) -> None:
+    """Runs one part of the program."""
     refused = {*PACKAGES} - {"grain", "datasets", "pyarrow"}
     sys.meta_path[:] = [Without(finder, refused) for finder in sys.meta_path]
+    if what == "job":
+        run_jobs(folder)
+        return
+    for name, feature in features(folder).items():
+        try:
+            print(f"{name}: {feature()}")
+        except ConfigError as error:
+            print(f"{name}: {error}")
+
+
+def run_jobs(folder: Path) -> None:
+    """Trains, evaluates and decodes, and starts two jobs that need a package."""
     from praxis_lite.main import main as praxis_lite
 
     job = f"--job_log_dir={folder / 'job'}"
@@ -105,12 +118,7 @@ def main(folder: Path) -> None:
             praxis_lite([f"--job_log_dir={folder / 'other'}", *words, ONE_DEVICE])
         except SystemExit as status:
             print("STATUS", status.code)
-    for name, feature in features(folder).items():
-        try:
-            print(f"{name}: {feature()}")
-        except ConfigError as error:
-            print(f"{name}: {error}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -113,13 +113,15 @@ class Case:
       hows: how it hangs, in turn: an elastic job comes there again.
       settings: of `--set`.
       flags: besides.
+      is_slow_before: the culprit takes 7 s for each batch of an evaluation before it hangs.
     """
 
     culprit: int
-    where: str = "INPUT"
-    hows: tuple[str, ...] = ()
+    where: str
+    hows: tuple[str, ...]
     settings: tuple[str, ...] = ("run.stopping.watchdog_exits=true",)
     flags: tuple[str, ...] = ()
+    is_slow_before: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,20 +157,21 @@ def _num_steps(job: Path) -> int:
 
 
 def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
-    """Returns the three processes of a job of which one hangs by now."""
+    """Returns the three processes of a job of which one hangs by now, or is slow before."""
     _package()
     job, env = folder / "job", [{"MARKS": str(folder)} for _ in range(3)]
-    if case.hows and case.hows != (OUTSIDE,):
+    if case.hows != (OUTSIDE,):
         env[case.culprit][f"HANG_{case.where}"] = ",".join(case.hows)
-    if not case.hows:
+    settings = case.settings
+    if case.is_slow_before:
         env[case.culprit]["SLOW_EVALUATION"] = "7"
+        settings += ("run.evaluation.every_steps=9", "run.evaluation.max_batches=7")
     processes = pairs.start_processes(
         "--exp=stuckzoo.experiments.Hanging", "--packages=jobzoo,stuckzoo", "--start_seconds=300",
-        *case.flags, f"--job_log_dir={job}", "--set", *case.settings,
-        "run.evaluation.max_batches=7", cwd=CHECKOUT, count=3, env=env,
+        *case.flags, f"--job_log_dir={job}", "--set", *settings, cwd=CHECKOUT, count=3, env=env,
     )
-    if not case.hows:
-        pairs.wait_until(lambda: _num_steps(job) >= 9, processes)
+    if case.is_slow_before:
+        pairs.wait_until(lambda: _num_steps(job) >= 8, processes)
     elif case.hows == (OUTSIDE,):
         pairs.wait_until(lambda: _num_steps(job) >= 8, processes)
         pairs.kill(processes[case.culprit], signal.SIGSTOP)
@@ -192,8 +195,6 @@ def watched(case: Case, folder: Path, processes: list[subprocess.Popen]) -> Seen
         for number in range(1, 1 + len(case.hows)):
             wait(lambda n=number: elastic_lines(job).count('"stuck"') >= n, 400.0)
         wait(lambda: _num_steps(job) >= 20, 200.0)
-    elif not case.hows:
-        wait(lambda: _num_steps(job) >= 11, 600.0)
     else:
         others = [process for k, process in enumerate(processes) if k != case.culprit]
         wait(lambda: all(item.poll() is not None for item in others), _SECONDS)

@@ -24,7 +24,7 @@ def test_loss_and_accuracy_are_means_over_weighted_examples():
     weights = np.asarray([1.0, 0.5, 1.0, 0.0, 2.0])
     batch = {"inputs": jnp.asarray(logits, jnp.float32), "labels": labels, "weights": weights}
     task = ClassificationTask(lambda rngs: None, Learner(optax.sgd, 0.1))
-    metrics = task.compute_loss(lambda x: x, batch, None)
+    metrics = jax.jit(lambda batch: task.compute_loss(lambda x: x, batch, None))(batch)
     xent = np.log(np.exp(logits).sum(-1)) - logits[np.arange(5), labels]
     correct = logits.argmax(-1) == labels
     for name, per_example in (("loss", xent), ("accuracy", correct)):
@@ -43,8 +43,8 @@ def test_a_model_that_takes_a_key_gets_it_in_training_and_none_in_evaluation():
         return x
 
     key = jax.random.key(3)
-    task.compute_loss(model, batch, key)
-    task.compute_loss(model, batch, None)
+    for item in (key, None):
+        jax.eval_shape(lambda batch, item=item: task.compute_loss(model, batch, item), batch)
     assert seen == [key, None]
 
 
@@ -74,9 +74,14 @@ def test_what_the_softmax_is_set_to_counts():
     rng = np.random.default_rng(17)
     x, labels = rng.normal(size=(7, 5)).astype(np.float32), rng.integers(0, 3, 7)
     batch = {"inputs": jnp.asarray(x), "labels": jnp.asarray(labels), "weights": jnp.ones(7)}
-    metrics = ClassificationTask(lambda rngs: None, Learner(optax.sgd, 0.1)).compute_loss(
-        model, batch, None
-    )
+    task = ClassificationTask(lambda rngs: None, Learner(optax.sgd, 0.1))
+    graph, weights = nnx.split(model)
+
+    @jax.jit
+    def compute_loss(weights, batch):
+        return task.compute_loss(nnx.merge(graph, weights), batch, None)
+
+    metrics = compute_loss(weights, batch)
     logits = np.asarray(model(batch["inputs"]), np.float64)
     log_z = np.log(np.exp(logits).sum(-1))
     log_probs = logits - log_z[:, None]
@@ -123,10 +128,13 @@ class DigitsViTOfOneBlock(DigitsViT):
         return vit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "num_steps", "accuracy"),
-    [(DigitsResNet, 60, 0.95), (DigitsViTOfOneBlock, 40, 0.5)],
+    [
+        # core/partitioner/test_experiment_gradients.py compares its gradients in `make test-all`.
+        pytest.param(DigitsResNet, 60, 0.95, marks=pytest.mark.nightly),
+        pytest.param(DigitsViTOfOneBlock, 40, 0.5, marks=pytest.mark.slow),
+    ],
 )
 def test_the_digits_are_learned_on_a_mesh_that_divides_nothing(experiment, num_steps, accuracy):
     """With a shorter schedule: the experiments reach 0.99 (ResNet) and 0.97 (ViT)."""

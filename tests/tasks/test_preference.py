@@ -1,6 +1,7 @@
 """DPO: the loss of the paper in NumPy, a reference that stays, and the same numbers on a mesh."""
 
 import functools
+import json
 
 import fiddle as fdl
 import jax
@@ -58,12 +59,23 @@ def task_of(kind):
     )
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Pairs of short texts, with answers of different lengths."""
+    lines = [
+        {"prompt": f"What comes after {n}?", "chosen": f"{n + 1} comes.", "rejected": "no" * n}
+        for n in range(1, 14)
+    ]
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return PreferenceData(str(path), "train", 6, 53, shuffle=True, heldout_percent=0)
+
+
 @functools.cache
-def trained(kind, shape):
+def trained(kind, shape, data):
     """Returns the partitioner, first weights, batches, and three steps' metrics and state."""
     mesh = make_mesh(MeshConfig(ici_mesh_shape=shape, allow_unused_devices=True))
     partitioner = Partitioner(task_of(kind), mesh)
-    data = PreferenceData(None, "train", 6, 600, shuffle=True)
     batches = [data.rows(index, slice(0, 6)) for index in range(3)]
     for batch in batches:
         batch["weights"][4:] = 0.0  # Filler.
@@ -88,8 +100,8 @@ def log_probs(logits, batch):
 
 
 @pytest.mark.parametrize("kind", slow_but({"copy"}, KINDS))
-def test_the_loss_is_that_of_the_paper(kind):
-    partitioner, before, batches, metrics, state = trained(kind, (1, 1, 1))
+def test_the_loss_is_that_of_the_paper(kind, pairs):
+    partitioner, before, batches, metrics, state = trained(kind, (1, 1, 1), pairs)
     # Nothing was learned before the first step: both models are one, but for rounding.
     first = metrics[0]
     assert first["loss"] == pytest.approx(np.log(2.0), abs=1e-4)
@@ -125,8 +137,8 @@ def test_the_reference_is_the_copy_or_the_model_without_adapters():
 
 
 @pytest.mark.parametrize("kind", slow_but({"copy"}, KINDS))
-def test_the_reference_stays_and_the_rest_learns(kind):
-    _, before, _, metrics, state = trained(kind, (1, 1, 1))
+def test_the_reference_stays_and_the_rest_learns(kind, pairs):
+    _, before, _, metrics, state = trained(kind, (1, 1, 1), pairs)
     after = jax.device_get(state.mdl_vars["params"])
     changed = {
         jax.tree_util.keystr(path, simple=True, separator="/"): not np.array_equal(a, b)
@@ -144,20 +156,20 @@ def test_the_reference_stays_and_the_rest_learns(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mesh_gives_the_same(kind):
-    *_, expected, _ = trained(kind, (1, 1, 1))
-    *_, actual, _ = trained(kind, (1, 4, 2))
+def test_a_mesh_gives_the_same(kind, pairs):
+    *_, expected, _ = trained(kind, (1, 1, 1), pairs)
+    *_, actual, _ = trained(kind, (1, 4, 2), pairs)
     # Margins of the first step are rounding, which is not taken for right.
     assert actual[0]["rewards/accuracies"] == 0
     for a, b in zip(actual, expected, strict=True):
         assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
 
 
-def test_a_model_without_a_reference_is_refused():
+def test_a_model_without_a_reference_is_refused(pairs):
     partitioner = Partitioner(
         task_of("none"), make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
     )
-    spec = PreferenceData(None, "train", 6, 600, shuffle=True).element_spec()
+    spec = pairs.element_spec()
     with pytest.raises(ConfigError, match="TransformerLm.*with_reference"):
         partitioner.train_step.trace(spec)
 
@@ -184,8 +196,10 @@ class Dropped(nnx.Module):
         return {"per_sequence_xent": -jnp.sum(chosen * weights, axis=-1)}
 
 
-@pytest.mark.parametrize("kind", ["copy", "adapters", "nnx", "stochastic depth"])
-def test_both_models_run_without_dropout_so_that_margins_begin_at_0(kind):
+@pytest.mark.parametrize("kind", slow_but(
+    {"copy", "nnx", "stochastic depth"}, ["copy", "adapters", "nnx", "stochastic depth"]
+))
+def test_both_models_run_without_dropout_so_that_margins_begin_at_0(kind, pairs):
     if kind in KINDS:
         model, _ = model_of(kind)
         block = (model.base_tpl if kind == "copy" else model).transformer_layer_tpl
@@ -196,7 +210,7 @@ def test_both_models_run_without_dropout_so_that_margins_begin_at_0(kind):
     else:
         model = functools.partial(with_reference, kind, base_tpl=Dropped)
     task = DpoTask(model, Learner(optax.sgd, 0.1), beta=BETA)
-    batch = PreferenceData(None, "train", 6, 600, shuffle=True).rows(0, slice(0, 6))
+    batch = pairs.rows(0, slice(0, 6))
 
     @jax.jit
     def margins(key):

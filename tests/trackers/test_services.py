@@ -113,9 +113,12 @@ def test_mlflow_has_the_config_the_changed_setting_and_the_picture(tracked):
 
 
 @pytest.fixture(scope="module")
-def twice_in_mlflow(tmp_path_factory):
-    """Two launches of a run by hand: the notes, and what MLflow has of it."""
-    folder = tmp_path_factory.mktemp("mlflow")
+def twice_in_mlflow(tracked):
+    """Two launches of a run by hand: the notes, and what MLflow has of it.
+
+    They are in the database of the job, for to make another takes MLflow many seconds.
+    """
+    folder = tracked[0].path.parent
     code = f"""
 import dataclasses, json, pathlib
 from mlflow import MlflowClient

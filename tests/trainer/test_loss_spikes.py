@@ -14,6 +14,7 @@ from praxis_lite import ConfigError, LossSpikeSettings, RunConfig
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.config.config_json import load_config_file
 from praxis_lite.core import Partitioner, make_mesh
+from praxis_lite.job.examples.lines import read_record
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.checks import job_checks
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
@@ -24,6 +25,7 @@ from praxis_lite.trainer.spike_detector import (
     SpikeDetector,
     recent_losses,
 )
+from tests.job.examples.test_examples import proven
 from tests.support import process_pairs
 from tests.support.job_runs import home, launch, lines_of, succeed
 from tests.support.line_jobs import LINE
@@ -198,8 +200,10 @@ def test_a_pass_that_ends_too_soon_without_the_batch_is_refused():
         job_checks.check_batches_left(Pass(30), run, (15, 16))
 
 
-@pytest.mark.slow
-def test_two_processes_find_the_same_spike_and_go_back_together(jobs, tmp_path):
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Returns jobs that go on from a step: one alone, and one of two processes, and their ends."""
+    tmp_path = tmp_path_factory.mktemp("pair")
     alone, pair = JobDir(tmp_path / "alone"), JobDir(tmp_path / "pair")
     argv = (LINE, "--set", "run.debug_nans=true", "datasets.train.nan_at=17,")
     # From a checkpoint on, so that the losses before are those of the first's disk.
@@ -211,9 +215,29 @@ def test_two_processes_find_the_same_spike_and_go_back_together(jobs, tmp_path):
         env=({"JAX_NUM_CPU_DEVICES": "1"},) * 2,
     )
     assert [item.code for item in ended] == [0, 0], [element.err for element in ended]
+    return alone, pair, ended
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same_spike_and_go_back_together(pair):
+    alone, pair, ended = pair
     assert "rolled back from the loss spike of step 16 to step 14; its batch 15" in ended[0].out
     steps, expected = lines_of(pair.metrics_jsonl), lines_of(alone.metrics_jsonl)
     assert [line["num_batches_left_out"] for line in steps] == [0] * 14 + [1] * 15
     assert steps == expected
     assert pair.non_finite_txt.read_text() == alone.non_finite_txt.read_text()
     assert "the batch's labels was NaN" in pair.non_finite_txt.read_text()
+
+
+@pytest.mark.slow
+def test_one_process_and_then_two_used_every_row_once(pair):
+    _, pair, _ = pair
+    record = read_record(pair.examples)
+    assert [item.rows for item in record.starts[1:3]] == [((0, 7),), ((7, 13),)]
+    status, out, _ = proven(f"--job={pair.path}")
+    assert status == 0 and "roll-backs: 1" in out
+    assert "every example exactly once, in order: by the record, and by the data made again" in out
+    file = pair.examples / "1.jsonl"
+    file.rename(file.with_suffix(".gone"))
+    status, out, _ = proven(f"--job={pair.path}")
+    assert status == 1 and "had 2" in out and "rows 7 to 12 of each batch were fed by no" in out

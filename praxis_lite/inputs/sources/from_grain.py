@@ -105,7 +105,7 @@ class FromGrain(_OfGrain, IndexedPipeline):
     def check(self) -> None:
         if len(self.dataset) == 0:
             raise ConfigError(
-                f"FromGrain: {self._name} has 0 elements; wanted is one at least. Make it of more "
+                f"FromGrain: {self._name} has 0 elements; expected at least one. Make it of more "
                 "data, or filter less."
             )
         super().check()
@@ -172,7 +172,7 @@ class FromGrainIter(_OfGrain, ReplayedPipeline):
         first = list(itertools.islice(iter(self.dataset), 1))
         if not first:
             raise ConfigError(
-                f"FromGrainIter: {self._name} has 0 elements; wanted is one at least. Make it of "
+                f"FromGrainIter: {self._name} has 0 elements; expected at least one. Make it of "
                 "more data, or filter less."
             )
         return self._batch(first, 1)
@@ -188,7 +188,7 @@ class FromGrainIter(_OfGrain, ReplayedPipeline):
                 has = f"has {end} batches, as num_batches says"
                 wants = "repeats without end" if end is None else has
                 raise ConfigError(
-                    f"FromGrainIter: {self._name} ended in batch {index}; wanted is one that "
+                    f"FromGrainIter: {self._name} ended in batch {index}; expected a dataset that "
                     f"{wants}. Add .repeat(), or change num_batches."
                 )
             yield {name: x[rows] for name, x in self._batch(actual, self.batch_size).items()}

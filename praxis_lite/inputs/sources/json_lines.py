@@ -97,7 +97,7 @@ def parsed(line: bytes, where: str) -> Example:
         )
     if not isinstance(result, dict):
         raise BadExample(
-            "not_json", where, f"is {shown(text.strip())}; wanted is an object",
+            "not_json", where, f"is {shown(text.strip())}; expected an object",
             'Write {"text": ...}, say.',
         )
     return result

@@ -14,7 +14,6 @@ from tests.support.optimizer_runs import (
     OPTIMIZERS,
     RUNS,
     SAVED_STEP,
-    SIZES,
     continued,
     one_device,
     trained,
@@ -50,12 +49,11 @@ every_run = pytest.mark.parametrize("name", RUNS)
 @every_run
 def test_five_steps_are_those_of_one_device(name):
     run = trained(name)
-    assert_same(on_host(run.partitioner.layout, run.last), one_device(run.size)[-1])
+    assert_same(on_host(run.partitioner.layout, run.last), one_device()[-1])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_optimizer_moves_all_its_weights_and_no_frozen_one(size):
-    before, after = one_device(size)[0], one_device(size)[-1]
+def test_every_optimizer_moves_all_its_weights_and_no_frozen_one():
+    before, after = one_device()[0], one_device()[-1]
     for name in OPTIMIZERS:
         old, new = (state.mdl_vars["params"][name] for state in (before, after))
         moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), old, new)
@@ -76,7 +74,7 @@ def test_padding_is_zero_in_every_slot(name):
         outside[tuple(slice(dim) for dim in leaf.shape)] = False
         assert np.all(np.asarray(x)[outside] == 0), leaf.path
         num_padded += outside.any() and "/slots/" in leaf.path
-    assert num_padded == 0 if run.size == "even" else num_padded > 2 * len(OPTIMIZERS)
+    assert num_padded > 2 * len(OPTIMIZERS)
 
 
 @every_run
@@ -99,10 +97,8 @@ def test_saved_on_one_mesh_and_restored_on_another_it_goes_on_as_it_would_have(t
         on_host(other.partitioner.layout, restored.state),
         on_host(saved.partitioner.layout, saved.saved),
     )
-    state = continued(
-        other.partitioner, other.step, restored.state, other.size, SAVED_STEP, NUM_STEPS
-    )
-    assert_same(on_host(other.partitioner.layout, state), one_device(other.size)[-1])
+    state = continued(other.partitioner, other.step, restored.state, SAVED_STEP, NUM_STEPS)
+    assert_same(on_host(other.partitioner.layout, state), one_device()[-1])
 
 
 def test_slots_lie_over_the_data_axis():

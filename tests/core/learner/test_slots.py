@@ -18,8 +18,6 @@ from praxis_lite.core.learner.weight_groups import Group
 from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.optimizers import (
     adafactor,
-    adam,
-    lion,
     low_precision_slots,
     muon_matrices,
     soap,
@@ -158,16 +156,11 @@ def test_every_leaf_of_a_train_state_of_pax(index):
     assert (uneven > 0) == (case["vocab"] != 256)
 
 
+# Of those whose slots have the shapes of weights, one.
 OPTIMIZERS = {
     "adamw": optax.adamw,
     "adafactor": functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
     "factored_rms": lambda learning_rate: optax.scale_by_factored_rms(min_dim_size_to_factor=3),
-    "sgd": functools.partial(optax.sgd, momentum=0.9),
-    "lamb": optax.lamb,
-    "lars": optax.lars,
-    "adagrad": optax.adagrad,
-    "lion": lion,
-    "pax_adam": adam,
     "muon": functools.partial(
         optax.contrib.muon, muon_weight_dimension_numbers=muon_matrices(
             {r"\(\d+, \d+\)": "d,df->f", ".+": None}
@@ -181,7 +174,7 @@ OPTIMIZERS = {
             adafactor, decay_method="pow", decay_pow=0.8, beta1=0.9, min_dim_size_to_factor=3,
             quantized_dtype=dtype, sort_factored_second_moment_dims=is_sorted,
         )
-        for dtype in ("float32", "bfloat16", "int8")
+        for dtype in ("float32", "int8")
         for is_sorted in (False, True)
     },
 }
@@ -190,7 +183,7 @@ OPTIMIZERS = {
 SHAPES = ((7,), (7, 7), (5, 3), (2, 11), (5, 5, 5), (13, 7, 13), (3, 2, 3), (7, 1))
 
 
-QUICK = {"adafactor", "low_precision"}
+QUICK = {"adafactor"}
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, OPTIMIZERS))

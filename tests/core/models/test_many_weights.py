@@ -15,7 +15,7 @@ from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.layers import Repeat, Transformer
 from praxis_lite.tasks.loss import LossTask
 
-DIMS, NUM_LAYERS, ROWS = 3, 7, 5
+DIMS, NUM_LAYERS, ROWS = 3, 2, 5
 SPEC = {"x": jax.ShapeDtypeStruct((ROWS, DIMS), jnp.float32)}
 
 

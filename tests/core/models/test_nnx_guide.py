@@ -80,6 +80,7 @@ def test_the_guide_has_the_same_specs_however_it_makes_the_model():
     assert list(shard_shape) == expected["restore_other_mesh"]["shard_shape_w2"]
 
 
+@pytest.mark.slow
 def test_one_device_has_the_losses_of_the_guide_too():
     _, _, actual = trained(nnx_guide.DotReluDot, 5, mesh_shape=(1, 1))
     np.testing.assert_allclose(actual, golden(FILE)["single_device_losses"], atol=1e-5)
@@ -92,7 +93,9 @@ def test_the_names_of_the_logical_model_are_reported_with_the_rules_that_they_to
     assert "('hidden', 'embed'): hidden->model" in message["mdl_vars/params/w2"]
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS.values())
+@pytest.mark.parametrize(
+    "experiment", slow_but({nnx_guide.DotReluDot}, EXPERIMENTS.values())
+)
 def test_no_device_makes_a_whole_weight(experiment):
     partitioner, _ = run_of(experiment, depth=UNEVEN)
     compiled = partitioner.init.lower(partitioner.key(0)).compile()

@@ -31,7 +31,7 @@ def test_init_to_module_gives_the_outputs_of_the_plain_module():
 
 def test_the_trees_are_plain_nested_dicts_of_arrays_with_string_keys():
     build = functools.partial(Repeat, functools.partial(Transformer, 6, 7, 3), 2, unroll=True)
-    mdl_vars = NnxModel(build).init(jax.random.key(2))
+    mdl_vars = jax.jit(NnxModel(build).init)(jax.random.key(2))
 
     def check(node):
         if isinstance(node, jax.Array):
@@ -47,7 +47,7 @@ def test_the_trees_are_plain_nested_dicts_of_arrays_with_string_keys():
 
 def test_module_and_mdl_vars_of_are_inverses():
     model = NnxModel(LM)
-    mdl_vars = model.init(jax.random.key(2))
+    mdl_vars = jax.jit(model.init)(jax.random.key(2))
     back = mdl_vars_of(model.module(mdl_vars))
     jax.tree.map(np.testing.assert_array_equal, back, mdl_vars)
     assert jax.tree.structure(back) == jax.tree.structure(mdl_vars)
@@ -113,7 +113,7 @@ def test_a_train_step_returns_what_the_module_updated_and_the_learner_leaves_it(
 
 def test_a_skipped_step_leaves_non_trainable_state_as_it_was():
     task = ClassificationTask(Normalized, Learner(optax.sgd, 0.1))
-    state = steps.init_state(task, jax.random.key(0))
+    state = jax.jit(functools.partial(steps.init_state, task))(jax.random.key(0))
     step = jax.jit(functools.partial(steps.train_step, task))
     state, _ = step(state, batch_of(INPUTS), jax.random.key(1))
     after, outputs = step(state, batch_of(INPUTS * np.nan), jax.random.key(1))
@@ -123,7 +123,7 @@ def test_a_skipped_step_leaves_non_trainable_state_as_it_was():
 
 def test_eval_does_not_change_non_trainable_state():
     task = ClassificationTask(Normalized, Learner(optax.sgd, 0.1))
-    mdl_vars = task.model.init(jax.random.key(0))
+    mdl_vars = jax.jit(task.model.init)(jax.random.key(0))
     before = jax.tree.map(np.asarray, mdl_vars)
-    steps.eval_step(task, mdl_vars, batch_of(INPUTS))
+    jax.eval_shape(lambda: steps.eval_step(task, mdl_vars, batch_of(INPUTS)))
     jax.tree.map(np.testing.assert_array_equal, mdl_vars, before)

@@ -3,30 +3,36 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.core import Partitioner
+from praxis_lite.core import Learner, Partitioner
 from praxis_lite.core.partitioner import compiler_options
 from praxis_lite.core.partitioner.compiler_options import DECODING, more_options
 from praxis_lite.core.sharding.mesh_config import merged_options
 from praxis_lite.main import main
+from praxis_lite.models import FunctionModel
+from praxis_lite.tasks.loss import LossTask
 from tests.support.explicit_partitioner import explicit_partitioner
-from tests.support.lm_runs import batches, partitioner_of, structs
-from tests.support.marks import slow_but
 from tests.support.on_tpu import needs_libtpu, printed_by
 
-TASK = partitioner_of("uneven", "adamw", (1, 4, 2)).task
+DIMS = 7
+TASK = LossTask(
+    FunctionModel(lambda key: {"w": jnp.ones(DIMS)}),
+    lambda params, inputs, key: jnp.square(inputs["x"] @ params["w"]), Learner(optax.sgd, 0.1),
+)
 
 
-@pytest.mark.parametrize("kind", slow_but({Partitioner}, [Partitioner, explicit_partitioner]))
+@pytest.mark.parametrize("kind", [Partitioner, explicit_partitioner])
 def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
     # By its dumps XLA shows that it was told of the folder.
     options = {"cpu": {"xla_dump_to": str(tmp_path)}, "tpu": {"xla_tpu_of_the_future": 1}}
     item = kind(TASK, mesh_of(1, 4, 2), compiler_options=options)
     assert item.compiler_options == options["cpu"]
-    batch = structs(batches("uneven")[0])
+    batch = {"x": jax.ShapeDtypeStruct((8, DIMS), jnp.float32)}
     for step in ("train", "eval"):
         item.steps[step].lower(batch).compile()
         assert list(tmp_path.glob(f"*jit__{step}_step*"))

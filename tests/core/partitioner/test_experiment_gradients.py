@@ -20,16 +20,31 @@ from praxis_lite.inputs import SyntheticLm
 # By the number of axes; together they split over every axis.
 MESHES = {1: ((3,), (8,)), 2: ((3, 2), (2, 3)), 3: ((1, 3, 2), (3, 1, 2), (2, 2, 2))}
 MESHES_WITH_STAGES = ((2, 3, 1), (2, 2, 2))
-# On the first of its two meshes, this runs in `make test`.
-FAST = {"explicit.DigitsFsdp"}
+QUICK = {("explicit.DigitsFsdp", 0)}
+# Each model, loss and partitioner of the experiments once, and each mesh; what differs from these
+# in size, data, or what of a model is trained, and every other mesh, runs in `make nightly`.
+SLOW = {
+    ("classify.Spirals", 0), ("explicit.DigitsDp", 1), ("explicit.PyDocs", 1),
+    ("finetune.PyDocsLora", 0), ("functions.DigitsMlpFsdp", 1), ("huggingface.ChatDpo", 0),
+    ("linen.PyDocs", 0), ("lm.PyDocs", 1), ("moe.Synthetic", 0),
+    ("nnx_guide.LogicalDotReluDot", 0), ("pipelined.Synthetic", 1), ("pipelined.ZeroBubble", 0),
+    ("seq2seq.Reverse", 0), ("vision.DigitsResNet", 2), ("vision.DigitsViT", 1),
+}
+
+
+def marks_of(*run: Any) -> list[pytest.MarkDecorator]:
+    if run in QUICK:
+        return []
+    return [pytest.mark.slow] if run in SLOW else [pytest.mark.nightly]
+
+
+# Over three axes XLA permutes what a convolution returns: core/xla_workarounds/xla_errors.py.
 RUNS = [
-    pytest.param(name, place, marks=() if place == 0 and name in FAST else pytest.mark.slow)
+    pytest.param(name, place, marks=marks_of(name, place))
     for name in registry.list_experiments()
-    for place in (0, 1)
+    for place in ((0, 1, 2) if name == "vision.DigitsResNet" else (0, 1))
 ]
 TIMES_ROUNDING = 4.0
-# Over three axes XLA permutes what a convolution returns: core/xla_workarounds/xla_errors.py.
-RUNS.append(pytest.param("vision.DigitsResNet", 2, marks=pytest.mark.slow))
 
 
 def small_job(name: str, *, is_reference: bool = False) -> Job:

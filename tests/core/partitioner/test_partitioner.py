@@ -26,26 +26,23 @@ from tests.support.lm_runs import (
     trained,
 )
 
-# The other runs are slow tests.
-FAST = {("uneven", "adamw", (1, 4, 2))}
+# Axes of one device and of all; sizes that divide and that do not; slots of two kinds.
+QUICK, SLOW = {("uneven", "adamw", (1, 4, 2))}, {
+    ("uneven", "adamw", (1, 3, 2)), ("uneven", "adamw", (1, 1, 8)),
+    ("uneven", "adafactor", (1, 4, 2)), ("even", "adafactor", (2, 2, 2)),
+}
 
 
-def slow_unless_fast(*run):
-    return [] if run in FAST else [pytest.mark.slow]
+def marks_of(*run):
+    if run in QUICK:
+        return []
+    return [pytest.mark.slow] if run in SLOW else [pytest.mark.nightly]
 
 
-every_mesh = pytest.mark.parametrize(
-    "shape",
-    [pytest.param(item, marks=slow_unless_fast("uneven", "adamw", item)) for item in MESHES],
-    ids=str,
-)
-some_meshes = pytest.mark.parametrize(
-    "shape", [(1, 4, 2), pytest.param((1, 3, 2), marks=pytest.mark.slow)], ids=str
-)
 every_run = pytest.mark.parametrize(
     ("size", "optimizer", "shape"),
     [
-        pytest.param(*run, marks=slow_unless_fast(*run))
+        pytest.param(*run, marks=marks_of(*run))
         for run in [
             *(("uneven", "adamw", shape) for shape in MESHES),
             ("uneven", "adafactor", (1, 4, 2)), ("uneven", "adafactor", (1, 3, 2)),
@@ -70,9 +67,20 @@ def test_losses_over_20_steps_are_those_of_one_device(size, optimizer, shape):
 
 
 @every_run
-def test_padding_of_weights_and_slots_is_exactly_zero_after_training(size, optimizer, shape):
+def test_a_trained_state_has_zero_padding_donated_buffers_and_the_layouts_bytes(
+    size, optimizer, shape
+):
     run = trained(size, optimizer, shape)
     leaves = list(run.partitioner.layout.leaves())
+    bytes_per_device = sum(leaf.bytes_per_device for leaf in leaves)
+    assert hlo.num_donated(run.compiled) == len(leaves)
+    assert hlo.donated_bytes(run.compiled) == bytes_per_device
+    assert run.num_left == 0
+    held = dict.fromkeys(run.partitioner.mesh.devices.flat, 0)
+    for x in jax.tree.leaves(run.state):
+        for shard in x.addressable_shards:
+            held[shard.device] += math.prod(shard.data.shape) * shard.data.dtype.itemsize
+    assert set(held.values()) == {bytes_per_device}
     num_padded = 0
     for leaf, x in zip(leaves, jax.tree.leaves(run.state), strict=True):
         assert x.shape == leaf.padded_shape, leaf.path
@@ -90,15 +98,6 @@ def test_padding_of_weights_and_slots_is_exactly_zero_after_training(size, optim
         assert len(factored) == 7  # six matrices of a block, and the softmax
 
 
-@every_run
-def test_every_donated_buffer_is_aliased_and_the_old_state_deleted(size, optimizer, shape):
-    run = trained(size, optimizer, shape)
-    leaves = list(run.partitioner.layout.leaves())
-    assert hlo.num_donated(run.compiled) == len(leaves)
-    assert hlo.donated_bytes(run.compiled) == sum(leaf.bytes_per_device for leaf in leaves)
-    assert run.num_left == 0
-
-
 @functools.cache
 def plain_model():
     """Returns the structure and the drawn weights of the model, without a mesh."""
@@ -106,25 +105,15 @@ def plain_model():
 
 
 @pytest.mark.slow
-@every_mesh
-def test_init_draws_the_same_weights_on_every_mesh(shape):
-    run, single = trained("uneven", "adamw", shape), trained("uneven", "adamw", (1, 1, 1))
-    jax.tree.map(np.testing.assert_array_equal, run.initial, single.initial)
-    w = run.initial.mdl_vars["params"]["softmax"]["logits_ffn"]["linear"]["w"]
+def test_init_draws_the_same_weights_on_every_mesh():
+    initial, *others = (
+        trained("uneven", "adamw", shape).initial for shape in ((1, 4, 2), (1, 3, 2), (1, 1, 8))
+    )
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, initial)
+    w = initial.mdl_vars["params"]["softmax"]["logits_ffn"]["linear"]["w"]
     expected = plain_model()[1]["softmax"]["logits_ffn"]["linear"]["w"].get_value()
     np.testing.assert_allclose(w, np.asarray(expected), atol=1e-6)
-
-
-@every_run
-def test_what_a_device_holds_is_what_the_layout_says(size, optimizer, shape):
-    run = trained(size, optimizer, shape)
-    held = dict.fromkeys(run.partitioner.mesh.devices.flat, 0)
-    for x in jax.tree.leaves(run.state):
-        for shard in x.addressable_shards:
-            held[shard.device] += math.prod(shard.data.shape) * shard.data.dtype.itemsize
-    assert set(held.values()) == {
-        sum(leaf.bytes_per_device for leaf in run.partitioner.layout.leaves())
-    }
 
 
 @functools.cache
@@ -134,9 +123,8 @@ def plain_eval():
     return float(plain_training.mean_loss(model, batches("uneven")[0]))
 
 
-@some_meshes
-def test_eval_takes_no_slots_donates_nothing_and_agrees(shape):
-    run, inputs = trained("uneven", "adamw", shape), batches("uneven")[0]
+def test_eval_takes_no_slots_donates_nothing_and_agrees():
+    run, inputs = trained("uneven", "adamw", (1, 4, 2)), batches("uneven")[0]
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars
     compiled = partitioner.eval_step.lower(structs(inputs)).compile()
     assert hlo.num_donated(compiled) == 0
@@ -165,9 +153,8 @@ def plain_decodes():
 
 
 @pytest.mark.slow
-@some_meshes
-def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
-    run, inputs = trained("uneven", "adamw", shape), prompts()
+def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids():
+    run, inputs = trained("uneven", "adamw", (1, 3, 2)), prompts()
     partitioner, mdl_vars = run.partitioner, run.state.mdl_vars
     compiled = partitioner.decode_step.lower(structs(inputs)).compile()
     assert hlo.num_donated(compiled) == 0

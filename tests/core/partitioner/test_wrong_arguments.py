@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -206,39 +207,37 @@ def softmax_of(mdl_vars):
 
 ROWS = np.arange(12 * 4 * 6, dtype=np.float32).reshape(12, 4, 6)
 # XLA splits these dims over a part of an axis, or over axes in an order, that JAX has no name for.
-FUNCTIONS = {
-    "argument": lambda m, x, axes: (constrain(x, (axes, None, None)) * softmax_of(m).sum()).sum(),
-    "result": lambda m, x, axes: constrain(x, (axes, None, None)) * softmax_of(m).sum(),
-    "results": lambda m, x, axes: {
+FUNCTIONS = (
+    lambda m, x, axes: (constrain(x, (axes, None, None)) * softmax_of(m).sum()).sum(),
+    lambda m, x, axes: {
         "turned": constrain(x, (None, axes, None)).T * softmax_of(m).sum(), "sum": x.sum(),
         "pair": [constrain(x * softmax_of(m).sum(), (axes[::-1], None, None)), None],
     },
-}
+)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 8, 1), (1, 1, 8), (1, 4, 2), (2, 2, 2), (1, 3, 2)], ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_mdl_vars_has_arguments_and_results_of_any_size(shape, name):
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 4, 2), pytest.param((1, 8, 1), marks=pytest.mark.slow),
+        *(pytest.param(shape, marks=pytest.mark.nightly)
+          for shape in ((1, 1, 8), (2, 2, 2), (1, 3, 2))),
+    ],
+    ids=str,
+)
+def test_a_function_of_mdl_vars_has_arguments_and_results_of_any_size(shape):
+    """A program for each: an argument of several functions gets a layout that JAX can represent."""
     partitioner, state, _, _ = made("uneven", "adamw", shape)
     axes = partitioner.mesh.axis_names
     mdl_vars = without_padding(partitioner, state.mdl_vars)
-    for num_rows in (1, 2, 4, 6, 12):
-        x = ROWS[:num_rows]
-        for subset in (axes, axes[1:2], axes[::-1]):
-            function = functools.partial(FUNCTIONS[name], axes=subset)
-            wrapped = partitioner.with_mdl_vars(lambda m, x, f=function: f(m, x))
-            actual = jax.jit(wrapped)(state.mdl_vars, x)
-            expected = plain(function, mdl_vars, x)
-            jax.tree.map(
-                lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-3),
-                actual, expected,
-            )
-
-
-def plain(function, mdl_vars, x):
-    """Returns a function's result on one device, where no mesh is set."""
-    return jax.tree.map(np.asarray, function(mdl_vars, jnp.asarray(x)))
+    sizes, orders = (1, 2, 4, 6, 12), (axes, axes[1:2], axes[::-1])
+    for function, num_rows, order in itertools.product(FUNCTIONS, sizes, orders):
+        x, function = ROWS[:num_rows], functools.partial(function, axes=order)
+        actual = jax.jit(partitioner.with_mdl_vars(function))(state.mdl_vars, x)
+        expected = function(mdl_vars, jnp.asarray(x))  # Without a mesh, on one device.
+        jax.tree.map(
+            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-3), actual, expected
+        )
 
 
 @pytest.mark.slow

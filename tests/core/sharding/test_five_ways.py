@@ -256,16 +256,11 @@ def losses_on_one_device(size):
 
 
 @pytest.mark.parametrize(("size", "way"), CASES)
-def test_each_way_ends_in_the_same_specs(size, way):
+def test_each_way_ends_in_the_same_specs_and_layout(size, way):
     leaves = leaves_of(size, way)
     for path in shapes_of(SIZES[size][0]):
         spec = leaves[f"mdl_vars/params/{path}"][3]
         assert tuple(spec) == AXES[path.rpartition("/")[2]], path
-
-
-@pytest.mark.parametrize(("size", "way"), CASES)
-def test_each_way_ends_in_the_same_layout(size, way):
-    leaves = leaves_of(size, way)
     assert leaves == leaves_of(size, "layers")
     num_padded = sum(padded != shape for shape, padded, *_ in leaves.values())
     # Weights, and two slots of each.

@@ -66,6 +66,7 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 
 def test_simulating_devices_keeps_collectives_from_waiting_for_each_other(monkeypatch):
+    assert jax.device_count() == 8  # JAX has started: what is set here changes no device.
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=somewhere")
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     monkeypatch.setenv("NPROC", "5")
@@ -93,8 +94,9 @@ def test_what_is_attached_is_all_accelerators_or_one_cpu_device(monkeypatch):
 
 
 def test_a_mesh_after_jax_has_started_says_what_to_call_before(monkeypatch):
+    assert jax.device_count() == 8  # JAX has started.
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")
-    simulate_devices(11)  # Too late: the tests have their eight.
+    simulate_devices(11)  # Too late.
     with pytest.raises(ConfigError, match=r"8.*simulate_devices\(11\)"):
         make_mesh(MeshConfig(ici_mesh_shape=(1, 11, 1)))

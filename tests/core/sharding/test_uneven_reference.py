@@ -147,14 +147,22 @@ def test_the_layout_is_that_of_the_reference(run_name):
     assert sum(leaf.bytes_per_device for leaf in leaves) == run["state_bytes_per_device"] + 12
 
 
-# Every model, mesh and way to split at least once.
 QUICK_RUNS = {"uneven_257_12_30|replica2_data2_mdl2|1d|pad"}
+# With the quick one every model, mesh and way to split; the others are of the same kinds.
+SLOW_RUNS = {
+    "even_264_16_32|data2_mdl4|1d|pad|activations_free", "tiny_dims_below_mesh|data1_mdl8|1d|pad",
+    "uneven_1000_17_33|data8_mdl1|1d|pad", "uneven_257_12_30|data1_mdl8|1d|drop",
+    "uneven_257_12_30|data1_mdl8|2d|pad",
+}
 
 
-@pytest.mark.parametrize(
-    "run_name",
-    [pytest.param(n, marks=() if n in QUICK_RUNS else pytest.mark.slow) for n in RUNS],
-)
+def marks_of(run_name):
+    if run_name in QUICK_RUNS:
+        return []
+    return [pytest.mark.slow] if run_name in SLOW_RUNS else [pytest.mark.nightly]
+
+
+@pytest.mark.parametrize("run_name", [pytest.param(n, marks=marks_of(n)) for n in RUNS])
 def test_a_run_of_the_reference(run_name):
     run, partitioner = golden(FILE)["runs"][run_name], partitioner_of(run_name)
     model_name, leaves = run_name.split("|")[0], list(partitioner.layout.leaves())

@@ -1,4 +1,7 @@
-"""The record of examples, and its proof: of a run that was killed, moved and rolled back."""
+"""The record of examples, and its proof: of a run that was killed, moved and rolled back.
+
+That of two processes: trainer/test_loss_spikes.py.
+"""
 
 import contextlib
 import io
@@ -24,7 +27,6 @@ from praxis_lite.job.examples.lines import (
     read_record,
 )
 from praxis_lite.job.job_dir import JobDir
-from tests.support import process_pairs
 from tests.support.job_runs import home, launch, succeed
 from tests.support.line_jobs import LINE
 
@@ -277,20 +279,3 @@ def test_lines_of_nonsense_are_left_out_and_counted(tmp_path):
     )
     record = read_record(tmp_path)
     assert (record.starts, record.stretches, record.num_unreadable) == ([], [], 6)
-
-
-@pytest.mark.slow
-def test_two_processes_and_then_one_used_every_row_once(tmp_path):
-    job = JobDir(tmp_path / "job")
-    argv = (LINE, f"--job_log_dir={job.path}", "--set", "mesh.ici_mesh_shape=(1, 4, 1)")
-    two = {"JAX_NUM_CPU_DEVICES": "2"}
-    ends = process_pairs.run(*argv, "run.num_train_steps=9", cwd=home(), env=(two, two))
-    assert [end.code for end in ends] == [0, 0], ends
-    succeed(LINE, f"--job_log_dir={job.path}", "--set", "mesh.ici_mesh_shape=(1, 3, 1)")
-    record = read_record(job.examples)
-    assert [item.rows for item in record.starts[:2]] == [((0, 8),), ((8, 13),)]
-    status, out, _ = proven(f"--job={job.path}")
-    assert status == 0 and f"digest {digest_by_hand([*range(15), *range(16, 30)])}" in out
-    (job.examples / "1.jsonl").unlink()
-    status, out, _ = proven(f"--job={job.path}")
-    assert status == 1 and "had 2" in out and "rows 8 to 12 of each batch were fed by no" in out

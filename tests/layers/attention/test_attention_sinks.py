@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,14 +40,13 @@ def test_the_sink_takes_its_share_of_each_head():
     exp = np.exp(np.where(np.tril(np.ones((T, T), bool)), logits, -np.inf))
     probs = exp / (exp.sum(-1, keepdims=True) + np.exp(SINKS)[None, :, None, None])
     expected = np.einsum("bnts,bsnk,dnk->btd", probs, v, np.asarray(layer.post.w[...]))
-    actual, _ = layer(jnp.asarray(X))
+    actual, _ = jax.jit(lambda x: layer(x))(X)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
     # And token by token.
-    cache = layer.init_cache(B, T, jnp.float32)
-    steps = []
+    cache, steps = layer.init_cache(B, T, jnp.float32), []
+    step = jax.jit(lambda x, positions, cache: layer(x, positions=positions, cache=cache))
     for place in range(T):
-        positions = jnp.full((B, 1), place)
-        item, cache = layer(jnp.asarray(X[:, place : place + 1]), positions=positions, cache=cache)
+        item, cache = step(X[:, place : place + 1], np.full((B, 1), place), cache)
         steps.append(item)
     np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, rtol=1e-4, atol=1e-5)
 

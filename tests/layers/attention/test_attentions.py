@@ -408,6 +408,25 @@ def test_a_mask_of_the_callers_alone_says_what_is_seen_and_adds_nothing():
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_cache_is_split_as_keys_are_and_a_head_that_all_read_stays_whole(mesh_of):
+    batch = ("replica", "data")
+    heads = (batch, None, "mdl", None)
+
+    def layer(**options):
+        return ATTENTION(
+            8, 4, dim_per_head=3, activation_split_dims_mapping=heads, rngs=nnx.Rngs(0), **options
+        )
+
+    assert layer(num_kv_heads=1).kv_split_dims_mapping == (batch, None, None, None)
+    assert layer(num_kv_heads=2).kv_split_dims_mapping == heads
+    local = (batch, None, None, "mdl")
+    assert layer(num_kv_heads=2, kv_split_dims_mapping=local).kv_split_dims_mapping == local
+    grouped = layer(num_kv_heads=2)
+    with jax.set_mesh(mesh_of(1, 4, 2)):
+        cache = jax.jit(lambda: grouped.init_cache(4, 5, jnp.float32))()
+    assert cache["key"].sharding.shard_shape(cache["key"].shape) == (1, 1, 5, 3)
+
+
 def cross():
     return ATTENTION(8, 2, is_cross_attention=True, rngs=nnx.Rngs(0))
 

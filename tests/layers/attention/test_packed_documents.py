@@ -160,7 +160,6 @@ def test_nor_in_a_recurrence():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 3, 10])
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [
@@ -168,13 +167,16 @@ def test_nor_in_a_recurrence():
         if name not in ("grouped", "latent", "recurrent") and needs <= KERNELS[kernel]
     ],
 )
-def test_nor_in_attention_of_any_kind(name, kernel, window):
-    check(name, window, kernel)
+def test_nor_in_attention_of_any_kind(name, kernel):
+    check(name, 10, kernel)
+
+
+# Kernels that skip blocks, of 64 or 128 tokens; the others see no blocks.
+BLOCKS = [("splash", None), *((name, 170) for name in ("splash", "tokamax", "chunked", "blocked"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 37, 170])
-@pytest.mark.parametrize("kernel", ABLE)
+@pytest.mark.parametrize(("kernel", "window"), BLOCKS)
 def test_nor_where_documents_are_of_many_blocks(kernel, window):
     check("grouped", window, kernel, LONG, chunk=64)
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,7 +64,7 @@ def by_numpy(layer, x, over_heads):
 def test_outputs_equal_numpy(settings):
     layer = attention(**settings)
     x = np.random.default_rng(2).normal(size=(B, T, D)).astype(np.float32)
-    actual, _ = layer(jnp.asarray(x))
+    actual, _ = jax.jit(lambda x: layer(x))(x)
     expected = by_numpy(layer, x, settings.get("ln_over_heads", False))
     np.testing.assert_allclose(actual, expected, atol=3e-5 * np.abs(expected).max())
     wide = settings.get("ln_over_heads", False)

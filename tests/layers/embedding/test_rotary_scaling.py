@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -92,7 +93,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_pairs_turn_as_the_formula_says(name):
     layer, frequencies, amplitude = CASES[name]
-    actual = layer(HEADS, POSITIONS)
+    actual = jax.jit(lambda *args: layer(*args))(HEADS, POSITIONS)
     expected = turned(HEADS.astype(np.float64), frequencies, amplitude)
     np.testing.assert_allclose(actual, expected, atol=2e-5)
 

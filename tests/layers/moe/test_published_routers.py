@@ -49,7 +49,9 @@ def weights_of(layer):
 
 
 def actual_outputs(layer):
-    return np.asarray(layer(jnp.asarray(X), paddings=jnp.asarray(PADDINGS))) - X
+    return np.asarray(nnx.jit(
+        lambda layer: layer(jnp.asarray(X), paddings=jnp.asarray(PADDINGS))
+    )(layer)) - X
 
 
 def test_qwen3_normalises_the_probabilities_of_the_best_of_all_experts():

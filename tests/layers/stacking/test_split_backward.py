@@ -241,8 +241,16 @@ UNEQUAL = {
 }
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
-@pytest.mark.parametrize("sizes", slow_but({(7, 4, 5, 15, 1), (6, 2, 3, 10, 3)}, UNEQUAL), ids=str)
+WITH_SPLIT = [((7, 4, 5, 15, 1), True), ((6, 2, 3, 10, 3), False)]
+MORE_WITH_SPLIT = [
+    ((10, 4, 3, 9, 2), True), ((6, 2, 3, 10, 3), True), ((4, 2, 1, 3, 2), False),
+    ((8, 4, 6, 13, 2), True),
+]
+
+
+@pytest.mark.parametrize(("sizes", "split_backward"), [
+    *WITH_SPLIT, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WITH_SPLIT)
+], ids=str)
 def test_any_number_of_layers_and_of_microbatches_gives_what_a_repeat_does(sizes, split_backward):
     num_layers, num_stages, num_microbatches, num_rows, num_repeats = sizes
     block, rng = functools.partial(Block, 7, 11), np.random.default_rng(2)

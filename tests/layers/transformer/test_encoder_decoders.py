@@ -1,4 +1,4 @@
-"""The encoder-decoder: the real Pax's numbers, meshes, decoding from a cache, wrong settings."""
+"""The encoder-decoder: the real Pax's numbers, decoding from a cache, wrong settings."""
 
 import functools
 
@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
 from praxis_lite.decode import BeamSearch, Greedy
-from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import assert_near, drawn
 from tests.support.goldens import pax_options
 from tests.support.pax_options import flat, mdl_vars_from
 
@@ -129,55 +129,6 @@ def test_greedy_and_beam_decoding_from_the_cache_equal_calls_without_one():
                 expected = log_probs[row, at, targets[row, at + 1]]
                 actual = outputs["logprobs"][row, hyp, :num_new]
                 np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-BATCH = ("replica", "data")
-SPLIT_BLOCK = partial(
-    layers.Transformer,
-    tr_atten_tpl=partial(
-        layers.DotProductAttention,
-        use_bias=False,  # Of the keys' biases the gradient is rounding alone.
-        weight_split_dims_mapping=("data", "mdl", None),
-        activation_split_dims_mapping=(BATCH, None, "mdl", None),
-        output_split_dims_mapping=(BATCH, None, None),
-    ),
-    tr_fflayer_tpl=partial(
-        layers.TransformerFeedForward,
-        weight_split_dims_mapping=("data", "mdl"),
-        hidden_split_dims_mapping=(BATCH, None, "mdl"),
-        activation_split_dims_mapping=(BATCH, None, None),
-    ),
-)
-
-
-@pytest.mark.slow
-def test_sharded_equals_unsharded():
-    """Of sizes that the mesh does not divide."""
-    rows, vocab, dims = 7, 11, 9
-    source = np.random.default_rng(5).integers(0, vocab, (rows, 3), dtype=np.int32)
-    targets = np.random.default_rng(6).integers(0, vocab, (rows, 4), dtype=np.int32)
-    paddings = np.zeros((rows, 3), np.float32)
-    paddings[::2, -1] = 1.0
-
-    def call(module, x, key):
-        encoded = module.encode(source, input_paddings=paddings) + x
-        return module.softmax(
-            module.decode(targets, encoded=encoded, input_paddings=paddings)[0]
-        )
-
-    build = partial(
-        layers.TransformerEncoderDecoder, vocab, dims, 13, 3, 1, 1, dim_per_head=3,
-        encoder_layer_tpl=SPLIT_BLOCK, decoder_layer_tpl=SPLIT_BLOCK, **STACKS,
-        softmax_tpl=partial(
-            layers.SharedEmbeddingSoftmax,
-            weight_split_dims_mapping=("data", "mdl"),
-            activation_split_dims_mapping=(BATCH, None, "mdl"),
-            lookup_split_dims_mapping=(BATCH, None, None),
-        ),
-    )
-    x = np.random.default_rng(7).normal(size=(rows, 3, dims)).astype(np.float32)
-    sharded, whole = (run_layers({"": (build, call, x)}, shape) for shape in ((1, 4, 2), None))
-    assert_near(sharded, whole, tolerance=5e-6)
 
 
 WRONG = {

@@ -39,7 +39,7 @@ def test_gates_are_the_probabilities_or_add_up_to_one(normalizes):
         dropless=True, normalize_gates=normalizes, activation="silu", rngs=nnx.Rngs(0),
     )
     assert layer.wi_0.shape == (5, 6, 7)
-    actual = np.asarray(layer(X))
+    actual = np.asarray(nnx.jit(lambda layer: layer(X))(layer))
     x = np.asarray(layer.layer_norm(X), np.float64)
     gate, wi, wo = (np.asarray(w[...], np.float64) for w in (layer.gate, layer.wi_0, layer.wo_0))
     logits = x @ gate

@@ -12,7 +12,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
 from praxis_lite.layers import BaseLayer
-from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import assert_near, drawn
 from tests.support.goldens import pax_options
 from tests.support.marks import slow_but
 from tests.support.pax_options import flat, mdl_vars_from
@@ -145,88 +145,6 @@ def test_outputs_and_gradients_equal_pax(name):
     assert_near(actual["gin"], case["gin"], tolerance=5e-6)
     expected = {path.replace("repeat/sub", "blocks"): grad for path, grad in case["grad"].items()}
     assert_near(actual["grad"], expected, tolerance=5e-6)
-
-
-BATCH = ("replica", "data")
-RESIDUAL = (BATCH, None, None)
-
-
-def on_mesh() -> dict[str, Any]:
-    """Returns, for `run_layers`, blocks whose every weight and activation is split, unevenly."""
-    rows, dims, hidden, heads, length = 7, 13, 17, 3, 5
-    attention = partial(
-        layers.DotProductAttention,
-        weight_split_dims_mapping=("data", "mdl", None),
-        activation_split_dims_mapping=(BATCH, None, "mdl", None),
-        output_split_dims_mapping=RESIDUAL,
-    )
-    ffn = partial(
-        layers.TransformerFeedForward,
-        weight_split_dims_mapping=("data", "mdl"),
-        hidden_split_dims_mapping=(BATCH, None, "mdl"),
-        activation_split_dims_mapping=RESIDUAL,
-    )
-    split_block = partial(
-        layers.Transformer, dims, hidden, heads, dim_per_head=3, tr_atten_tpl=attention,
-        tr_fflayer_tpl=ffn,
-    )
-    rng = np.random.default_rng(3)
-    x, encoded = (rng.normal(size=(rows, t, dims)).astype(np.float32) for t in (length, 3))
-    paddings = np.zeros((rows, length), np.float32)
-    paddings[::2, -2:] = 1.0
-
-    def call(module, x, key):
-        return module(x, paddings=paddings, key=key)[0]
-
-    def across(module, x, key):
-        return module(x, encoded=encoded, encoded_paddings=paddings[:, -3:], key=key)[0]
-
-    drops = dict(residual_droppath_prob=0.5, residual_dropout_prob=0.3, relu_dropout_prob=0.2)
-    return {
-        "cross_post_skip_with_dropout": (
-            partial(
-                split_block, use_cross_attention=True, norm_policy="post_skip",
-                atten_dropout_prob=0.2, **drops,
-            ),
-            across, x,
-        ),
-        # Without the biases of keys, of which the gradient is no more than rounding.
-        "primer_hybrid_pattern_of_masked_and_not": (
-            partial(
-                layers.Repeat,
-                partial(
-                    STACK,
-                    [
-                        partial(
-                            split_block, mask_self_attention=is_masked,
-                            norm_policy="primer_hybrid",
-                            tr_atten_tpl=partial(attention, use_bias=False),
-                        )
-                        for is_masked in (True, False)
-                    ],
-                    2,
-                ),
-                2,
-                checkpoint_policy="save_everything",
-            ),
-            call, x,
-        ),
-    }
-
-
-ON_MESH = tuple(on_mesh())
-
-
-@functools.cache
-def mesh_results(mesh_shape: tuple[int, ...] | None) -> dict[str, Any]:
-    return run_layers(on_mesh(), mesh_shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ON_MESH)
-def test_sharded_equals_unsharded(name):
-    sharded, whole = (mesh_results(shape)[name] for shape in ((1, 4, 2), None))
-    assert_near(sharded, whole, tolerance=5e-6)
 
 
 @pytest.mark.parametrize("policy", slow_but({"pre"}, ["pre", "post", "post_skip", "primer_hybrid"]))

@@ -1,4 +1,4 @@
-"""Convolutions: the real Pax's numbers, NumPy, numeric gradients, meshes."""
+"""Convolutions: the real Pax's numbers, NumPy, numeric gradients, rounding."""
 
 import functools
 
@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
-from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import drawn
 from tests.support.pax_options import assert_equals_pax
 
 partial = functools.partial
@@ -70,79 +70,32 @@ def test_weight_norm_makes_columns_of_the_stated_length():
     np.testing.assert_allclose(np.sqrt(np.square(w).sum((0, 1, 2))), [1.0, 2.0, 0.5], rtol=1e-6)
 
 
-# Images, channels in and out: the mesh's 4 and 2 devices divide these, and do not.
-SIZES = {"even": (8, 4, 6), "uneven": (7, 3, 5)}
-PLACE = (("replica", "data"), None, None, "mdl")
+X = np.random.default_rng(4).normal(size=(7, 5, 3, 3)).astype(np.float32)
+BIASED = partial(CONV, (3, 3, 3, 5), (2, 1), bias=True)
+CASES = {
+    "conv": (BIASED, X),
+    "depthwise_1d": (partial(DEPTHWISE, bias=True, is_causal=True), X[:, :, 0]),
+}
 
 
-def cases(sizes: str):
-    num_images, channels, outputs = SIZES[sizes]
-    x = np.random.default_rng(4).normal(size=(num_images, 5, 3, channels)).astype(np.float32)
-    split = {
-        "weight_split_dims_mapping": (None, None, "data", "mdl"),
-        "activation_split_dims_mapping": PLACE,
-    }
-    shape = (3, 3, channels, outputs)
-
-    def call(module, x, key):
-        return module(x)
-
-    def train(module, x, key):
-        return module(x, key=key)
-
-    return {
-        "conv": (partial(CONV, shape, (2, 1), bias=True, **split), call, x),
-        "depthwise": (
-            partial(
-                CONV, (3, 3, 1, 2 * channels), weight_split_dims_mapping=(None, None, None, "mdl"),
-                activation_split_dims_mapping=PLACE,
-            ),
-            call, x,
-        ),
-        "conv_bn_act": (partial(layers.ConvBNAct, shape, (2, 1), **split), train, x),
-        "depthwise_1d": (
-            partial(
-                layers.DepthwiseConv1D, (3, channels, 2), bias=True, is_causal=True,
-                weight_split_dims_mapping=(None, None, "mdl"),
-                activation_split_dims_mapping=(("replica", "data"), None, "mdl"),
-            ),
-            call, x[:, :, 0],
-        ),
-    }
-
-
-results = functools.cache(lambda sizes, mesh_shape: run_layers(cases(sizes), mesh_shape))
-
-
-@pytest.mark.parametrize(
-    "mesh_shape", [(1, 4, 2), pytest.param((1, 3, 2), marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize("sizes", ["uneven", pytest.param("even", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", cases("even"))
-def test_sharded_equals_unsharded(name, sizes, mesh_shape):
-    assert_near(results(sizes, mesh_shape)[name], results(sizes, None)[name], tolerance=5e-6)
-
-
-@pytest.mark.parametrize("name", ["conv", "depthwise_1d"])
+@pytest.mark.parametrize("name", CASES)
 def test_bfloat16_is_close_to_float32(name):
-    build, call, x = cases("even")[name]
+    build, x = CASES[name]
     model = NnxModel(build)
-    run = jax.jit(lambda mdl_vars, x: call(model.module(mdl_vars), x, None))
-    mdl_vars = drawn(model)
-    half, whole = run(mdl_vars, x.astype(jnp.bfloat16)), run(mdl_vars, x)
+    layer = model.module(drawn(model))
+    half, whole = layer(x.astype(jnp.bfloat16)), layer(jnp.asarray(x))
     assert half.dtype == jnp.bfloat16
     assert 1e-4 < np.abs(np.float32(half) - whole).max() / np.abs(whole).max() < 0.02
 
 
 def test_gradients_of_a_convolution_are_the_numeric_ones():
-    build, _, x = cases("uneven")["conv"]
-    model = NnxModel(build)
+    model = NnxModel(BIASED)
     params = drawn(model)["params"]
 
     def outputs(params, x):
         return model.module({"params": params, "non_trainable": {}})(x)
 
-    check_grads(outputs, (params, x[:2]), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+    check_grads(outputs, (params, X[:2]), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
 
 
 WRONG = {

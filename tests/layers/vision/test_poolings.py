@@ -1,4 +1,4 @@
-"""Pooling: the real Pax's numbers with paddings, NumPy, meshes."""
+"""Pooling: the real Pax's numbers with paddings, NumPy, dtypes, wrong settings."""
 
 import functools
 
@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_tools.check.asserts.layers import assert_near, run_layers
 from tests.support.goldens import pax_options
 from tests.support.marks import slow_but
 from tests.support.pax_options import assert_equals_pax
@@ -86,45 +85,6 @@ def test_integers_have_maxima_and_bfloat16_means_are_summed_in_float32():
     ):
         assert mean.dtype == jnp.bfloat16
         assert float(mean.reshape(())) == 1.0
-
-
-# Images and channels that the mesh's 4 and 2 devices divide, and do not.
-SIZES = {"even": (8, 4), "uneven": (7, 3)}
-
-
-def cases(sizes: str):
-    num_images, channels = SIZES[sizes]
-    x = np.random.default_rng(4).normal(size=(num_images, 5, 3, channels)).astype(np.float32)
-    split = {"activation_split_dims_mapping": (("replica", "data"), None, None, "mdl")}
-    sequence = {"activation_split_dims_mapping": (("replica", "data"), None, "mdl")}
-
-    def windows(module, x, key):
-        return module(x)[0]
-
-    def whole(module, x, key):
-        return module(x)
-
-    features = {"activation_split_dims_mapping": (("replica", "data"), "mdl")}
-    return {
-        "max": (partial(layers.Pooling, (3, 2), (2, 1), **split), windows, x),
-        "avg": (
-            partial(layers.Pooling, (3, 2), (2, 1), pooling_type="AVG", **split), windows, x
-        ),
-        "global": (partial(layers.GlobalPooling, (1, 2), **features), whole, x),
-        "global max": (
-            partial(layers.GlobalPooling, (1, 2), pooling_type="MAX", **features), whole, x
-        ),
-        "1d": (partial(layers.Pooling1D, 2, 3, **sequence), windows, x[:, :, 0]),
-    }
-
-
-results = functools.cache(lambda sizes, mesh_shape: run_layers(cases(sizes), mesh_shape))
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", cases("even"))
-def test_sharded_equals_unsharded(name, sizes):
-    assert_near(results(sizes, (1, 4, 2))[name], results(sizes, None)[name])
 
 
 WRONG = {

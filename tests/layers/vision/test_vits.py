@@ -12,7 +12,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
 from praxis_lite.layers.vision.vits import image_to_patch
-from praxis_tools.check.asserts.layers import assert_near, drawn, run_layers
+from praxis_tools.check.asserts.layers import assert_near, drawn
 from tests.support.pax_options import assert_equals_pax
 
 partial = functools.partial
@@ -106,12 +106,6 @@ def cases():
 
     class_token = vit_of(prepend_cls_tokens=1, pos_emb_dropout_prob=0.3)
     return {"mean": (vit_of(), call, x), "class token": (class_token, call, x)}
-
-
-@pytest.mark.slow
-def test_sharded_equals_unsharded():
-    case = {"class token": cases()["class token"]}
-    assert_near(run_layers(case, (1, 4, 2)), run_layers(case, None), tolerance=5e-6)
 
 
 def test_bfloat16_is_close_to_float32():

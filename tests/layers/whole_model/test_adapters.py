@@ -17,7 +17,6 @@ from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.layers import BaseLayer, adapted, lora, merge_adapters
 from praxis_lite.layers.base.variables import variables
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
-from praxis_tools.check.asserts.layers import assert_near, run_layers
 from tests.support.marks import every
 
 partial = functools.partial
@@ -288,55 +287,6 @@ def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size, use_dora):
     pairs = zip(loss_and_x_grad(module, x), loss_and_x_grad(merged, x), strict=True)
     for actual, expected in pairs:
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-def mesh_cases() -> dict:
-    B, D, V = 7, 5, 13  # None of which the mesh divides.
-    batch = ("replica", "data")
-    split = {
-        "weight_split_dims_mapping": ("data", "mdl"),
-        "activation_split_dims_mapping": (batch, None, "mdl"),
-    }
-    ids = np.arange(B * 3).reshape(B, 3) % V
-
-    def loss(module, x, key):
-        outputs = module.compute_loss(x + module.emb_lookup(ids), ids, jnp.ones(ids.shape))
-        return outputs["per_example_xent"]
-
-    def apply(module, x, key):
-        return module(x)
-
-    def stacked_heads(module, x, key):
-        return jnp.stack(module(x))
-
-    x = draw((B, 3, D))
-    shared = partial(layers.SharedEmbeddingSoftmax, V, D, **split)
-    combined = partial(layers.CombinedQKVProjectionLayer, D, 3, 4, **SPLIT_DNK)
-    return {
-        "linear": (lora(partial(layers.Linear, D, V, **split), rank=2), apply, x),
-        "combined_qkv": (lora(combined, rank=2), stacked_heads, x),
-        "combined_qkv_dora": (lora(combined, rank=2, use_dora=True), stacked_heads, x),
-        "softmax": (lora(shared, rank=2), loss, x),
-        "softmax_chunked": (lora(partial(shared, chunk_size=4), rank=2), loss, x),
-        "softmax_dora": (lora(shared, rank=2, use_dora=True), loss, x),
-    }
-
-
-@functools.cache
-def results(mesh_shape: tuple[int, ...] | None):
-    return run_layers(mesh_cases(), mesh_shape)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", mesh_cases())
-def test_sharded_equals_unsharded(name):
-    assert_near(results((1, 4, 2))[name], results(None)[name])
-
-
-@pytest.mark.slow
-def test_chunked_and_whole_adapted_softmaxes_have_the_same_gradients():
-    actual, expected = (results(None)[name] for name in ("softmax_chunked", "softmax"))
-    assert_near(actual, expected)
 
 
 def test_an_experiment_configures_it():

@@ -138,7 +138,7 @@ FAMILIES: dict[str, tuple] = {
             TOKENS,
         )
         # Axes divide the number of blocks of a weight in 4 bits, too.
-        for recipe, sizes in (("int8", EVEN), ("nf4", BLOCKS), ("int4", BLOCKS))
+        for recipe, sizes in (("int8", EVEN), ("nf4", BLOCKS))
     },
     "preferences": (
         AXES,

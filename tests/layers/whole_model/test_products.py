@@ -109,12 +109,19 @@ BASES = {
 }
 
 
+# Each kind of layer with blocks and with channels, and each type with both kinds of adapters.
+ORDERS = [
+    *((name, "int8", True) for name in BASES), *((name, "nf4", False) for name in BASES),
+    ("linear", "int8", False), ("linear", "nf4", True), ("post", "int4", True),
+    *(
+        pytest.param("query", "float8_e4m3fn", use_dora, marks=needs_float16)
+        for use_dora in (False, True)
+    ),
+]
+
+
 @needs_qwix
-@pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize(
-    "qtype", ["int8", pytest.param("float8_e4m3fn", marks=needs_float16), "int4", "nf4"]
-)
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(("name", "qtype", "use_dora"), ORDERS)
 def test_the_order_in_which_products_are_put_does_not_matter(name, qtype, use_dora):
     build, shape = BASES[name]
     adapter = {"rank": 2, "alpha": 3.0, "use_dora": use_dora}

@@ -380,34 +380,29 @@ def spoiled_states() -> list[Fault]:
     ]
 
 
-def wrong_updates() -> list[Fault]:
-    """Returns programs whose update is wrong, on every device and mesh alike."""
-    update, of_optimizer = BoundLearner.update, BoundLearner._updates
+def changed_updates(*changes):
+    """Returns a patch of updates: each change is called with the new trees and those before."""
+    update = BoundLearner.update
 
-    def with_result(change):
-        """Returns a patch of updates: `change` of the new trees, and of those before."""
-        def changed_update(self, grads, opt_states, params, loss):
-            new, states, *rest = update(self, grads, opt_states, params, loss)
-            after = change({"params": new, **states}, {"params": params, **opt_states})
-            new = after.pop("params")
-            return new, after, *rest
-        return mock.patch.object(BoundLearner, "update", changed_update)
+    def changed_update(self, grads, opt_states, params, loss):
+        new, states, *rest = update(self, grads, opt_states, params, loss)
+        after, before = {"params": new, **states}, {"params": params, **opt_states}
+        for change in changes:
+            after = change(after, before)
+        new = after.pop("params")
+        return new, after, *rest
+
+    return mock.patch.object(BoundLearner, "update", changed_update)
+
+
+def wrong_leaves():
+    """Returns changes of single arrays by name, each with the path of its array."""
 
     def kept(*ends):
         """Returns a change that leaves arrays as they were before."""
         return lambda new, old: jax.tree.map_with_path(
             lambda path, a, b: b if path_of(path).endswith(ends) else a, new, old
         )
-
-    def twice(self, grads, opt_states, params, loss):
-        once, states, *_ = update(self, grads, opt_states, params, loss)
-        return update(self, grads, states, once, loss)
-
-    def scaled(by):
-        def updates(self, *args):
-            result, slots = of_optimizer(self, *args)
-            return jax.tree.map(lambda u: by * u, result), slots
-        return mock.patch.object(BoundLearner, "_updates", updates)
 
     def undecayed(end):
         rate, decay = 0.01, 0.1  # Of tiny.learner.
@@ -426,30 +421,54 @@ def wrong_updates() -> list[Fault]:
         return lambda new, old: jax.tree.map_with_path(rows, new, old)
 
     slots = "opt_states/slots/unstacked/0"
-    kinds = {
+    return {
+        "the average of one weight that is not updated": (
+            kept("ema/last/w"), "opt_states/ema/last/w"),
+        "a weight without its decay": (undecayed("last/w"), "mdl_vars/params/last/w"),
+        "an optimizer's count that stays": (kept("0/count"), f"{slots}/count"),
+        "a count of updates that stays": (kept("num_updates"), "opt_states/num_updates"),
+        "a first moment that stays": (kept("mu/first/b"), f"{slots}/mu/first/b"),
+        "a second moment that half of the devices leave": (
+            half("nu/first/w"), f"{slots}/nu/first/w"),
+    }
+
+
+def wrong_programs():
+    """Returns patches of updates of all arrays by name, each with a part of the arrays' paths."""
+    update, of_optimizer = BoundLearner.update, BoundLearner._updates
+
+    def twice(self, grads, opt_states, params, loss):
+        once, states, *_ = update(self, grads, opt_states, params, loss)
+        return update(self, grads, states, once, loss)
+
+    def scaled(by):
+        def updates(self, *args):
+            result, slots = of_optimizer(self, *args)
+            return jax.tree.map(lambda u: by * u, result), slots
+        return mock.patch.object(BoundLearner, "_updates", updates)
+
+    return {
         "an average that is not updated": (
             mock.patch.object(learner_update, "moving_average", lambda average, *_: average),
             "opt_states/ema/"),
-        "the average of one weight that is not updated": (
-            with_result(kept("ema/last/w")), "opt_states/ema/last/w"),
         "an average of the new weights": (
-            with_result(lambda new, old: {**new, "ema": jax.tree.map(
+            changed_updates(lambda new, old: {**new, "ema": jax.tree.map(
                 lambda a, p: 0.9 * a + 0.1 * p, old["ema"], new["params"])}), "opt_states/ema/"),
         "an update that is made twice": (mock.patch.object(BoundLearner, "update", twice), ""),
         "weights that are updated twice": (
             mock.patch.object(optax, "apply_updates", lambda params, updates: jax.tree.map(
                 lambda w, u: w + 2 * u, params, updates)), "mdl_vars/params/"),
         "a learning rate of 1.01 times": (scaled(1.01), "mdl_vars/params/"),
-        "a weight without its decay": (with_result(undecayed("last/w")), "mdl_vars/params/last/w"),
-        "an optimizer's count that stays": (with_result(kept("0/count")), f"{slots}/count"),
-        "a count of updates that stays": (
-            with_result(kept("num_updates")), "opt_states/num_updates"),
-        "a first moment that stays": (with_result(kept("mu/first/b")), f"{slots}/mu/first/b"),
-        "a second moment that half of the devices leave": (
-            with_result(half("nu/first/w")), f"{slots}/nu/first/w"),
         "gradients that are not clipped": (
             mock.patch.object(GradientLimits, "clipped", lambda self, grads, grad_norm: grads),
             ""),
+    }
+
+
+def wrong_updates() -> list[Fault]:
+    """Returns programs whose update is wrong, on every device and mesh alike."""
+    kinds = wrong_programs() | {
+        name: (changed_updates(change), leaf) for name, (change, leaf) in wrong_leaves().items()
     }
 
     def found(patch):

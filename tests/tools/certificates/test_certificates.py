@@ -1,5 +1,6 @@
 """Certificates in flight: right jobs are certified, and each fault is found where it is."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -14,6 +15,7 @@ import pytest
 import praxis_lite
 from praxis_lite import ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.step_dirs import committed_steps
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.core.partitioner.compiled_steps import TrainStep
 from praxis_lite.optimizers import DynamicLossScale
@@ -38,7 +40,6 @@ RNG = np.random.default_rng(7)
 def eight_devices():
     """Starts JAX with the devices of conftest.py, before a job simulates fewer."""
     jax.devices()
-
 
 
 def digest_by_hand(x):
@@ -220,9 +221,10 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
     assert lines_of(tmp_path)[-1]["step"] == 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_bit_that_flips_after_an_update_ends_the_job(tmp_path, monkeypatch, every):
+@pytest.mark.parametrize("every, action", [
+    (1, "stop"), pytest.param(2, "report", marks=pytest.mark.slow),
+])
+def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every, action, capsys):
     make_step, leaf = TrainStep.__call__, "mdl_vars/params/last/w"
 
     def flipped(self, *args):
@@ -231,12 +233,18 @@ def test_a_bit_that_flips_after_an_update_ends_the_job(tmp_path, monkeypatch, ev
         return planted.changed(state, leaf, change), outputs
 
     monkeypatch.setattr(TrainStep, "__call__", flipped)
-    with pytest.raises(ConfigError, match=f"Step {every} is not certified.*device 1 .*{leaf}"):
+    words = f"Step {every} is not certified.*device 1 .*{leaf}"
+    ends = action == "stop"
+    with pytest.raises(ConfigError, match=words) if ends else contextlib.nullcontext():
         praxis_lite.train(
             Certified, tmp_path, packages=["tests"],
-            settings={"run.certify_every_steps": every},
+            settings={"run.certify_every_steps": every, "run.certify_action": action},
         )
-    assert lines_of(tmp_path)[-1]["difference"]["what"] == "update of weights"
+    assert f"step {every} is NOT CERTIFIED" in capsys.readouterr().out
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == ([1] if ends else [2, 4])
+    assert {line["difference"]["what"] for line in lines} == {"update of weights"}
+    assert committed_steps(tmp_path / "checkpoints")[-1] == (1 if ends else 4)
 
 
 class WideCertified(planted.Wide):
@@ -254,27 +262,17 @@ class WideCertified(planted.Wide):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("action", ["stop", "report"])
-def test_a_bad_device_is_named_and_the_run_saves(tmp_path, action, capsys):
-    train = functools.partial(
-        praxis_lite.train, WideCertified, tmp_path, packages=["tests"],
-        settings={"run.certify_action": action},
-    )
-    with planted.bad_device(2):
-        if action == "stop":
-            with pytest.raises(ConfigError, match="Step 2 is not certified.*device 2 .*saved"):
-                train()
-        else:
-            train()
+def test_a_bad_device_is_named_and_the_run_saves(tmp_path, capsys):
+    words = "Step 2 is not certified.*device 2 .*saved"
+    with planted.bad_device(2), pytest.raises(ConfigError, match=words):
+        praxis_lite.train(WideCertified, tmp_path, packages=["tests"])
     assert "step 2 is NOT CERTIFIED" in capsys.readouterr().out
     line = lines_of(tmp_path)[0]
     assert line["difference"]["cause"] == "device"
     assert line["difference"]["device"] == "device 2 (cpu) of process 0"
     assert line["difference"]["axis"] == "data 1, mdl 0"
     assert line["difference"]["layer"] == "first"
-    steps = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert "2" in steps
-    assert ("4" in steps) == (action == "report")
+    assert committed_steps(tmp_path / "checkpoints") == [2]
 
 
 def compared(job, check, place, spoil=lambda state: state):
@@ -297,25 +295,29 @@ def update_check(job, **settings):
     return UpdateCheck(job.own, spec, pytest.fail, **settings), place
 
 
-OPTIMIZERS = {
-    "sgd": {"optimizer": fdl.Partial(optax.sgd, momentum=0.9, nesterov=True)},
-    "adafactor": {"optimizer": fdl.Partial(optax.adafactor, min_dim_size_to_factor=4)},
-    "lamb": {"optimizer": fdl.Partial(optax.lamb)},
-    "lion": {"optimizer": fdl.Partial(optax.lion)},
-    "muon": {"optimizer": fdl.Partial(optax.contrib.muon)},
-    "prodigy": {"optimizer": fdl.Partial(optax.contrib.prodigy, estim_lr0=0.01)},
-    "schedule-free": {"optimizer": fdl.Partial(optax.contrib.schedule_free_adamw)},
-    "bfloat16 moments": {"optimizer": fdl.Partial(optax.adamw, mu_dtype=jnp.bfloat16)},
-    "micro-batches": {"gradient_accumulation_steps": 3},
-    "some steps skipped": {
-        "skip_step_gradient_norm_value": 0.9, "clip_gradient_norm_to_value": 0.0},
-    "clipped by weight": {
-        "clip_gradient_single_norm_to_value": 0.1, "clip_gradient_norm_to_value": 0.0},
-    "clipped by element": {"clip_gradient_to_value": 0.01, "clip_gradient_norm_to_value": 0.0},
-    "slots on another axis": {"slot_mesh_axes": ("data",)},
-    "slots on the host": {"host_slots": ".*"},
-    "frozen weights": {"bprop_variable_exclusion": "first/.*"},
-    "loss scale": {"loss_scale": fdl.Config(DynamicLossScale)},
+NO_LIMIT = {"clip_gradient_norm_to_value": 0.0}
+# An optimizer, and another setting that the update by hand follows.
+LEARNERS = {
+    "sgd, slots on the host": {
+        "optimizer": fdl.Partial(optax.sgd, momentum=0.9, nesterov=True), "host_slots": ".*"},
+    "adafactor, micro-batches": {
+        "optimizer": fdl.Partial(optax.adafactor, min_dim_size_to_factor=4),
+        "gradient_accumulation_steps": 3},
+    "lamb, some steps skipped": {
+        "optimizer": fdl.Partial(optax.lamb), "skip_step_gradient_norm_value": 0.9, **NO_LIMIT},
+    "lion, clipped by element": {
+        "optimizer": fdl.Partial(optax.lion), "clip_gradient_to_value": 0.01, **NO_LIMIT},
+    "muon, clipped by weight": {
+        "optimizer": fdl.Partial(optax.contrib.muon), "clip_gradient_single_norm_to_value": 0.1,
+        **NO_LIMIT},
+    "prodigy, frozen weights": {
+        "optimizer": fdl.Partial(optax.contrib.prodigy, estim_lr0=0.01),
+        "bprop_variable_exclusion": "first/.*"},
+    "schedule-free, slots on another axis": {
+        "optimizer": fdl.Partial(optax.contrib.schedule_free_adamw), "slot_mesh_axes": ("data",)},
+    "bfloat16 moments, loss scale": {
+        "optimizer": fdl.Partial(optax.adamw, mu_dtype=jnp.bfloat16),
+        "loss_scale": fdl.Config(DynamicLossScale)},
     "two optimizers": {
         "auxiliary_optimizers": [fdl.Config(
             AuxiliaryOptimizer, name="biases", optimizer=fdl.Partial(optax.sgd),
@@ -326,12 +328,12 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_right_updates_of_each_optimizer_are_certified_and_an_old_block_is_not(name):
+@pytest.mark.parametrize("name", LEARNERS)
+def test_right_updates_of_each_learner_are_certified_and_an_old_block_is_not(name):
     class Trained(tiny.Points):
         def task(self):
             task = super().task()
-            for setting, value in OPTIMIZERS[name].items():
+            for setting, value in LEARNERS[name].items():
                 setattr(task.learner, setting, value)
             return task
 
@@ -367,15 +369,46 @@ def test_arrays_take_turns_where_memory_is_bounded_and_every_one_is_covered():
     assert seen == {x.path for x in job.own.layout.leaves()}
 
 
-SAMPLE = (
-    "psum on the other axis", "device 5 of mesh (2, 4)",
-    *(fault.name for fault in planted.spoiled_states()[-1:]),
-    *(fault.name for fault in planted.wrong_updates()),
+def test_wrong_arrays_of_an_update_are_found_and_no_others():
+    changes = planted.wrong_leaves().values()
+    with planted.changed_updates(*(change for change, _ in changes)):
+        job = planted.Job(tiny.Points, (2, 2))
+        made = compared(job, *update_check(job))
+    # By hand: the job's own program is wrong each time that it runs.
+    assert made.is_exact
+    assert sorted(x.leaf for x in made.failed) == sorted(leaf for _, leaf in changes)
+    assert made.places["opt_states/slots/unstacked/0/nu/first/w"] == (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [
+    ["an average that is not updated", "a learning rate of 1.01 times"],
+    ["an average of the new weights", "weights that are updated twice"],
+    ["an update that is made twice"], ["gradients that are not clipped"],
+], ids=" and ".join)
+def test_a_wrong_update_of_all_arrays_is_found(names):
+    faults = [planted.wrong_programs()[name] for name in names]
+    with contextlib.ExitStack() as patched:
+        for patch, _ in faults:
+            patched.enter_context(patch)
+        job = planted.Job(tiny.Points, (2, 2))
+        made = compared(job, *update_check(job))
+    failed = {x.leaf for x in made.failed}
+    slots = "opt_states/slots/unstacked/0"
+    moved = ("mdl_vars/params/", f"{slots}/mu/", f"{slots}/nu/")
+    for start in {start or moved for _, start in faults}:
+        leaves = {x.path for x in job.own.layout.leaves() if x.path.startswith(start)}
+        assert leaves and leaves <= failed
+    assert all(leaf.startswith(tuple(start for _, start in faults)) for leaf in failed)
+
+
+FOUND_BY_SEARCH = (
+    "psum on the other axis", planted.spoiled_states()[-1].name, "weights that are updated twice",
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", SAMPLE)
+@pytest.mark.parametrize("start", FOUND_BY_SEARCH)
 def test_faults_are_found_where_they_are(start):
     fault = next(x for x in all_faults() if x.name.startswith(start))
     assert not fault.missed(fault.found())

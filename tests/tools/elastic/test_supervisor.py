@@ -401,10 +401,10 @@ def test_a_wrong_command_line_ends_all_with_status_2(world, monkeypatch):
     assert w.statuses == {0: 2, 1: 2}
 
 
-@pytest.mark.parametrize(
-    ("seed", "num_events"),
-    [(0, 8), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(1, 4))],
-)
+@pytest.mark.parametrize(("seed", "num_events"), [
+    (0, 8), pytest.param(1, 60, marks=pytest.mark.slow),
+    *(pytest.param(seed, 60, marks=pytest.mark.nightly) for seed in range(2, 7)),
+])
 def test_random_histories_lose_at_most_an_interval_and_always_go_on(working, seed, num_events):
     rng, w = random.Random(seed), working(5)
     for _ in range(num_events):

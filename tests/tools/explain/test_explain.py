@@ -40,7 +40,6 @@ def explained(tmp_path_factory):
     return out, layout, folder / "page.html"
 
 
-@pytest.mark.slow
 def test_it_prints_the_table_of_layout_txt(explained):
     out, layout, _ = explained
     assert layout_table(layout) in out

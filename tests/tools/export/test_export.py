@@ -304,8 +304,8 @@ def test_bfloat16_and_scalars_are_weights_too(tmp_path):
 
 @pytest.mark.parametrize("what, given, message", [
     ("decode", {"given": ["ids=int32"]}, "--inputs is 'ids=int32'; expected NAME=DTYPE"),
-    ("decode", {"given": ["ids=int65[2,3]"]}, "int65.*wanted is a dtype"),
-    ("decode", {"given": ["ids=int64[2,3]"]}, "int64.*wanted is a dtype"),
+    ("decode", {"given": ["ids=int65[2,3]"]}, "int65.*expected a dtype"),
+    ("decode", {"given": ["ids=int64[2,3]"]}, "int64.*expected a dtype"),
     ("decode", {"given": ["ids=int32[2,0]"]}, "dims of 1 or more"),
     ("decode", {"given": ["ids=int32[2,3]", "weights=float32[b]"]}, "ids 2, weights b.*the same"),
     ("decode", {"given": ["ids=int32[2,3]"], "batch": "2"}, "--batch or --length next to --inputs"),
@@ -361,13 +361,10 @@ def test_what_decodes_nothing_is_refused_and_so_are_foreign_platforms(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, batch, decoder", [
-    ((1, 1, 1), "5", Sample(temperature=0.0, k=0, **STEPS)),
-    ((1, 1, 1), "b", Sample(temperature=0.8, num_samples=3, **STEPS)),
-    ((1, 2, 2), "5", Sample(temperature=0.8, num_samples=3, p=0.9, **STEPS)),
+    ((1, 1, 1), "b", Sample(temperature=0.8, num_samples=3, p=0.9, **STEPS)),
     ((1, 2, 2), "5", BeamSearch(beam_size=3, **STEPS)),
     ((1, 2, 2), "8", Greedy(num_speculative_tokens=2, **STEPS)),
-    ((1, 2, 2), "b", Greedy(repetition_penalty=1.3, **STEPS)),
-    ((1, 2, 2), "b", Sample(weights_dtype="int8", **STEPS)),
+    ((1, 2, 2), "b", Sample(weights_dtype="int8", repetition_penalty=1.3, **STEPS)),
 ], ids=lambda x: str(x).partition("(max")[0])  # fmt: skip
 def test_each_mesh_batch_and_decoder_is_bit_for_bit_the_same(tmp_path, shape, batch, decoder):
     partitioner, mdl_vars = language_model(shape, decoder)
@@ -378,14 +375,15 @@ def test_each_mesh_batch_and_decoder_is_bit_for_bit_the_same(tmp_path, shape, ba
         "prefix_lengths": rng.integers(1, P + 1, num_rows).astype(np.int32),
         "weights": np.ones(num_rows, np.float32),
     }
-    for what in ("decode", "predict"):
-        write(tmp_path / what, partitioner, mdl_vars, what, batch=batch, length=P)
+    write(tmp_path / "decode", partitioner, mdl_vars, "decode", batch=batch, length=P)
     key = partitioner.batch_key(0, 1, 0)
     expected = jax.device_get(
         partitioner.decode_step(mdl_vars, partitioner.global_batch(rows), key)
     )
     actual = loader.load(tmp_path / "decode")({**rows, "key": jax.random.key_data(key)})
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
-    expected, _ = forward_pass(partitioner)(mdl_vars, rows["ids"])
-    logits, _ = loader.load(tmp_path / "predict")({"ids": rows["ids"]})
-    np.testing.assert_array_equal(logits, expected)
+    if batch == "b":  # A decoder is no part of the logits.
+        write(tmp_path / "predict", partitioner, mdl_vars, "predict", batch=batch, length=P)
+        expected, _ = forward_pass(partitioner)(mdl_vars, rows["ids"])
+        logits, _ = loader.load(tmp_path / "predict")({"ids": rows["ids"]})
+        np.testing.assert_array_equal(logits, expected)

@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ from praxis_tools.plan.search import search as searching
 from praxis_tools.plan.search.candidates import candidates, diversify, paths_of
 from praxis_tools.plan.search.search_report import pareto_front, table
 from praxis_tools.plan.topology import topology_of
-from tests.support.job_runs import CHECKOUT, launch
+from tests.support.job_runs import launch
 
 
 @pytest.fixture(scope="module")
@@ -100,27 +98,25 @@ def test_a_mesh_of_other_axes_is_refused():
 
 
 @pytest.mark.slow
-def test_a_search_writes_an_experiment_that_runs(tmp_path):
-    command = [sys.executable, "-m", "praxis_lite.main", "--mode=plan", "--topology=cpu:8"]
-    run = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    done = subprocess.run(
-        [*command, "--exp=lm.Synthetic", "--search", "--search_minutes=0.02", "--set",
-         "task.learner.learning_rate=3e-3"], env=environment, **run,
+def test_a_search_writes_an_experiment_that_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["--mode=plan", "--topology=cpu:8"]
+    done = launch(
+        *command, "--exp=lm.Synthetic", "--search", "--search_minutes=0.02", "--set",
+        "task.learner.learning_rate=3e-3",
     )
-    assert done.returncode == 0, done.stderr
-    assert "--set 'task.learner.learning_rate=3e-3'" in done.stdout
-    folder = tmp_path / "plan_search"
-    records = json.loads((folder / "plans.json").read_text())
+    assert done.code == 0, done.err
+    assert "--set 'task.learner.learning_rate=3e-3'" in done.out
+    records = json.loads(Path("plan_search/plans.json").read_text())
     assert records and all(record["topology"] == "cpu:8" for record in records)
-    assert (folder / "pareto.png").stat().st_size > 1000
-    again = subprocess.run(
-        [*command, "--packages=plan_search", "--exp=plan_search.best.SyntheticPlanned",
-         f"--json={tmp_path / 'plan.json'}"], env=environment, **run,
+    assert Path("plan_search/pareto.png").stat().st_size > 1000
+    again = launch(
+        *command, "--packages=plan_search", "--exp=plan_search.best.SyntheticPlanned",
+        "--json=plan.json",
     )
-    assert again.returncode == 0, again.stderr
+    assert again.code == 0, again.err
     # The class is the configuration that was found: it has the same program.
     best = min((r for r in records if r["fits"]), key=lambda r: r["step_seconds"])
-    assert json.loads((tmp_path / "plan.json").read_text())["step_seconds"] == pytest.approx(
-        best["step_seconds"]
-    )
+    actual = json.loads(Path("plan.json").read_text())["step_seconds"]
+    assert actual == pytest.approx(best["step_seconds"])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import fiddle as fdl
 import jax
@@ -25,6 +26,7 @@ from tests.support.lm_eval_tasks import model_directory
 pytestmark = pytest.mark.slow
 WORDS = ["the", "sun", "is", "hill", "and", "hen", "sat", "in", "tree", "rat", "ran", "sea", "tea"]
 LENGTH = 96
+NUM_LAST = 56  # Answers that run when the server is ended: eight for each of its rows.
 
 
 @contextlib.contextmanager
@@ -63,10 +65,10 @@ def requests(count):
     rng = np.random.default_rng(0)
     for number in range(count):
         prompt = " ".join(rng.choice(WORDS, rng.integers(1, 16)))
-        temperature = (0.0, 0.7, 1.2)[number % 3]
+        temperature, top_p = ((0.0, 1.0), (0.7, 0.8), (1.2, 1.0))[number % 3]
         yield {
             "prompt": prompt, "temperature": temperature, "seed": 1000 + number,
-            "top_p": (1.0, 0.8)[number % 2], "max_tokens": int(rng.integers(1, 40)),
+            "top_p": top_p, "max_tokens": int(rng.integers(1, 40)),
         }
 
 
@@ -98,60 +100,51 @@ def alone(model, given):
 PROGRAMS = {}
 
 
-def test_a_hundred_clients_at_once_each_get_what_they_would_get_alone(directory):
-    asked = list(requests(100))
-    leaving = 20
+async def answers_of(url, asked, num_leaving):
+    """Returns the texts of requests that are made at once, next to clients that leave."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300
+    ) as client:
+        async def whole(given):
+            answer = await client.completions.create(model="tiny", **given)
+            return answer.choices[0].text
 
-    async def ask(url):
-        async with openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300
-        ) as client:
-            async def whole(given):
-                answer = await client.completions.create(model="tiny", **given)
-                return answer.choices[0].text
+        async def streamed(given):
+            pieces = await client.completions.create(model="tiny", stream=True, **given)
+            return "".join([piece.choices[0].text async for piece in pieces])
 
-            async def streamed(given):
-                pieces = await client.completions.create(model="tiny", stream=True, **given)
-                return "".join([piece.choices[0].text async for piece in pieces])
-
-            async def leaves(given):
-                pieces = await client.completions.create(
-                    model="tiny", stream=True, **{**given, "max_tokens": 60, "temperature": 2.0}
-                )
-                async for _ in pieces:
-                    break
-                await pieces.close()
-
-            async def hangs_up(given):
-                with contextlib.suppress(TimeoutError, openai.APIError):
-                    await asyncio.wait_for(whole({**given, "max_tokens": 60}), 0.05)
-
-            return await asyncio.gather(
-                *((whole, streamed)[number % 2](given) for number, given in enumerate(asked)),
-                *((leaves, hangs_up)[number % 2](asked[number]) for number in range(leaving)),
+        async def leaves(given):
+            pieces = await client.completions.create(
+                model="tiny", stream=True, **{**given, "max_tokens": 60, "temperature": 2.0}
             )
+            async for _ in pieces:
+                break
+            await pieces.close()
 
-    with server(
-        f"--hf={directory}", "--model_name=tiny", f"--max_length={LENGTH}", "--num_rows=7"
-    ) as (_, url, lines):
-        answers = asyncio.run(ask(url))
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-            again = client.completions.create(model="tiny", **asked[4]).choices[0].text
-    assert again == answers[4]
-    model = huggingface.load(directory)
-    assert answers[:100] == [alone(model, given) for given in asked]
-    assert len(set(answers[:100])) > 80
-    assert any("SIGTERM: no new requests" in line for line in lines)
-    assert not any("Traceback" in line for line in lines), "".join(lines)
+        async def hangs_up(given):
+            with contextlib.suppress(TimeoutError, openai.APIError):
+                await asyncio.wait_for(whole({**given, "max_tokens": 60}), 0.05)
+
+        return await asyncio.gather(
+            *((whole, streamed)[number % 2](given) for number, given in enumerate(asked)),
+            *((leaves, hangs_up)[number % 2](asked[number]) for number in range(num_leaving)),
+        )
 
 
-def test_sigterm_lets_an_answer_end_and_refuses_the_next(directory):
+@pytest.fixture(scope="module")
+def served(directory):
+    """A server that is asked by a hundred clients and then ended; what they saw of it."""
+    asked = list(requests(100))
     with (
-        server(f"--hf={directory}", "--model_name=tiny", "--num_rows=1") as (process, url, lines),
+        server(f"--hf={directory}", "--model_name=tiny", f"--max_length={LENGTH}", "--num_rows=7")
+        as (process, url, lines),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
+        answers = asyncio.run(answers_of(url, asked, num_leaving=20))
+        again = client.completions.create(model="tiny", **asked[4]).choices[0].text
         pieces = client.completions.create(
-            model="tiny", prompt="the", max_tokens=100, temperature=2.0, stream=True, n=8, seed=3
+            model="tiny", prompt="the", max_tokens=80, temperature=2.0, stream=True, n=NUM_LAST,
+            seed=3,
         )
         chunks = [next(pieces)]
         process.send_signal(signal.SIGTERM)
@@ -159,11 +152,27 @@ def test_sigterm_lets_an_answer_end_and_refuses_the_next(directory):
             chunks.append(next(pieces))
         with pytest.raises(openai.InternalServerError, match="about to end") as error:
             client.completions.create(model="tiny", prompt="the")
-        assert error.value.status_code == 503
         chunks += pieces
-        ended = [c.choices[0].index for c in chunks if c.choices[0].finish_reason]
-        assert sorted(ended) == list(range(8)), "an answer was lost"
-        assert process.wait(60) == 0
+        status = process.wait(60)
+    return types.SimpleNamespace(
+        asked=asked, answers=answers[:100], again=again, chunks=chunks, lines=lines,
+        refused=error.value.status_code, status=status,
+    )
+
+
+def test_a_hundred_clients_at_once_each_get_what_they_would_get_alone(served, directory):
+    assert served.again == served.answers[4]
+    model = huggingface.load(directory)
+    assert served.answers == [alone(model, given) for given in served.asked]
+    assert len(set(served.answers)) > 80
+    assert not any("Traceback" in line for line in served.lines), "".join(served.lines)
+
+
+def test_sigterm_lets_answers_end_and_refuses_the_next(served):
+    assert any("SIGTERM: no new requests" in line for line in served.lines)
+    assert (served.refused, served.status) == (503, 0)
+    ended = [c.choices[0].index for c in served.chunks if c.choices[0].finish_reason]
+    assert sorted(ended) == list(range(NUM_LAST)), "an answer was lost"
 
 
 def test_a_jobs_model_is_served_as_it_decodes(tmp_path):

@@ -16,7 +16,7 @@ from tests.support.swept_jobs import SWEPT
 
 pytest.importorskip("optuna")
 pytestmark = pytest.mark.slow
-RATES = ("1e-2", "1e-1", "1")
+RATES = ("1e-2", "1e-1")
 
 
 def is_alive(pid):
@@ -52,12 +52,12 @@ def killed(tmp_path_factory):
 def test_a_sweep_that_was_killed_makes_no_step_twice(killed):
     folder, _, saved, again = killed
     assert again.code == 0, again.err
-    texts = [(folder / f"s/trials/000{k}.txt").read_text() for k in range(3)]
-    assert [text.count("\n$ ") + 1 for text in texts] == [1, 2, 1]
+    texts = [(folder / f"s/trials/000{k}.txt").read_text() for k in range(2)]
+    assert [text.count("\n$ ") + 1 for text in texts] == [1, 2]
     assert f"restored the checkpoint of step {saved}\n" in texts[1] and 5 <= saved < 20
     assert "stopped by SIGHUP" in texts[1], texts[1]
     begun = re.findall(r"^trial (\d (?:begins|goes on)): ", again.out, re.M)
-    assert begun == ["1 goes on", "2 begins"]
+    assert begun == ["1 goes on"]
     assert not [*folder.glob("s/trials/*/*.lost.jsonl")]
 
 

@@ -33,6 +33,7 @@ def is_right(name, jit=jax.jit):
     return np.allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_canary_xla_computes_it_wrong(name, partitioner):
     is_mended = name in MENDED_SINCE and jax.__version_info__ >= MENDED_SINCE[name]
@@ -53,8 +54,10 @@ def test_each_program_has_a_report_in_the_index():
         assert "praxis_lite" not in (FOLDER / f"{name}.py").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name == "scatter" else pytest.mark.nightly)
+    for name in PROGRAMS
+])
 def test_a_program_alone_prints_what_is_expected_and_computed(name):
     run = subprocess.run(
         [sys.executable, FOLDER / f"{name}.py"], capture_output=True, text=True, check=False,

@@ -199,8 +199,14 @@ def images_and_filters(num_images, groups):
     return images, rng.normal(size=(3, 3, 12 // groups, 12)).astype(np.float32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 3, 2), (1, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((1, 3, 2), marks=pytest.mark.slow),
+        *(pytest.param(shape, marks=pytest.mark.nightly) for shape in ((2, 2, 2), (1, 4, 2))),
+    ],
+    ids=str,
+)
 def test_convolutions_and_their_gradients_are_those_of_one_device(shape, mesh_of, partitioner):
     """Of 7 images and of 8; with strides, dilations, groups."""
     arrays = {
