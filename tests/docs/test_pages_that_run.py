@@ -36,9 +36,10 @@ from tests.tools.serve.test_serve_mode import server
 
 # Pages with blocks that a test elsewhere runs.
 ELSEWHERE = {
-    "README.md": "experiment/test_user_package.py",
+    "README.md": "docs/test_readme.py",
     "docs/coming_from_pax.md": "docs/test_coming_from_pax.py",
     "docs/evaluation.md": "tools/lm_eval/test_lm.py",
+    "docs/experiments.md": "experiment/test_user_package.py",
     "docs/exporting.md": "tools/export/test_export_command.py",
     "docs/how_to_add.md": "docs/test_how_to_add.py",
     "docs/trackers.md": "docs/test_trackers_page.py",

@@ -31,7 +31,7 @@ def refusal(inputs, sizes=SIZES, first_row=0):
 def test_an_id_without_a_row_is_named_with_its_place(name, value):
     message = refusal(batch(**{name: (4, 3, value)}))
     assert f"datasets.train, batch 12: row 4 of {name} has {value};" in message
-    assert " 256," in message and "vocab_size is 257 " in message
+    assert " 256," in message and "vocab_size (num_classes of a classifier) is 257" in message
 
 
 def test_rows_are_those_of_the_global_batch():

@@ -70,7 +70,7 @@ def served(row, tokenizer, folder):
     if "tools" in row:
         row["tool_choice"] = "none"
     body = json.dumps({"model": "m", **row}).encode()
-    return text_of(ServedModel("m", tokenizer, None, 10_000, ()).ids_of(chat(body))[0])
+    return text_of(ServedModel("m", tokenizer, None, 10_000, ()).tokenize(chat(body))[0])
 
 
 TRAINING, PROMPTS = (trained, preferred), (of_file, of_python, served)

@@ -141,7 +141,7 @@ def test_decoding_has_options_of_its_own_on_tpu_if_xla_knows_them(knows, monkeyp
     actual = more_options(DECODING, given, Tpu())
     assert actual == given | ({name: False} if knows else {})
     if not knows:
-        assert f"{name}=False is left out" in caplog.text
+        assert f"{name}=False is omitted" in caplog.text
         return
     assert more_options(DECODING, {name: True}, Tpu()) == {name: True}  # The user's own.
 

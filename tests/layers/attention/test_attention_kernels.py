@@ -213,18 +213,18 @@ def on(platform="cpu", dtype=jnp.bfloat16, queries=64, keys=64, dim=64) -> Workl
 
 CHOICES = [
     # setting, needs, work, wanted kernel, words of the reason
-    ("auto", (), on(), "einsum", "the usual one on a cpu"),
-    ("auto", ("window", "num_kv_heads"), on("gpu"), "cudnn", "gpu's own"),
-    ("auto", (), on("gpu", jnp.float32), "einsum", "cudnn takes bfloat16 or float16, not float32"),
-    ("auto", (), on("gpu", dim=20), "einsum", "multiple of 8 up to 128 dims, not 20"),
-    ("auto", ("segment_ids",), on("gpu", queries=8192, keys=8192), "chunked", "cannot do segment"),
-    ("auto", ("segment_ids", "atten_logit_cap"), on("tpu"), "splash", "tpu's own"),
-    ("auto", ("relative_bias_tpl",), on("tpu"), "einsum", "splash cannot do relative_bias_tpl"),
-    ("auto", ("atten_mask",), on(queries=8192, keys=8192), "einsum", "chunked cannot do atten_m"),
-    ("auto", ("cache",), on("tpu", queries=1), "einsum", "splash cannot do cache"),
-    ("splash", ("cache",), on("tpu", queries=1), "einsum", "splash cannot do cache"),
-    ("chunked", ("cache", "window"), on(), "chunked", "it is set"),
-    ("dot_product", ("segment_ids",), on(), "dot_product", "it is set"),
+    ("auto", (), on(), "einsum", "default on cpu"),
+    ("auto", ("window", "num_kv_heads"), on("gpu"), "cudnn", "default on gpu"),
+    ("auto", (), on("gpu", jnp.float32), "einsum", "requires bfloat16 or float16, not float32"),
+    ("auto", (), on("gpu", dim=20), "einsum", "multiple of 8 and at most 128 dims per head, not 20"),
+    ("auto", ("segment_ids",), on("gpu", queries=8192, keys=8192), "chunked", "does not support segment"),
+    ("auto", ("segment_ids", "atten_logit_cap"), on("tpu"), "splash", "default on tpu"),
+    ("auto", ("relative_bias_tpl",), on("tpu"), "einsum", "splash does not support relative_bias_tpl"),
+    ("auto", ("atten_mask",), on(queries=8192, keys=8192), "einsum", "chunked does not support atten_m"),
+    ("auto", ("cache",), on("tpu", queries=1), "einsum", "splash does not support cache"),
+    ("splash", ("cache",), on("tpu", queries=1), "einsum", "splash does not support cache"),
+    ("chunked", ("cache", "window"), on(), "chunked", "set by the user"),
+    ("dot_product", ("segment_ids",), on(), "dot_product", "set by the user"),
 ]
 
 
@@ -254,13 +254,13 @@ def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("auto", "einsum kernel: the usual one on a cpu"),
-        ("einsum", "einsum kernel: it is set"),
-        ("dot_product", "dot_product kernel: it is set"),
-        ("splash", "splash kernel: it is set"),
-        pytest.param("tokamax", "tokamax kernel: it is set", marks=needs_tokamax),
-        ("chunked", "chunked kernel: it is set"),
-        ("blocked", "blocked kernel: it is set"),
+        ("auto", "einsum kernel: the default on cpu"),
+        ("einsum", "einsum kernel: set by the user"),
+        ("dot_product", "dot_product kernel: set by the user"),
+        ("splash", "splash kernel: set by the user"),
+        pytest.param("tokamax", "tokamax kernel: set by the user", marks=needs_tokamax),
+        ("chunked", "chunked kernel: set by the user"),
+        ("blocked", "blocked kernel: set by the user"),
     ],
 )
 def test_a_layer_takes_the_kernel_that_is_set_and_logs_it_once(setting, message):
