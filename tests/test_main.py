@@ -140,7 +140,7 @@ BAD_SETTINGS = {
     "a vocabulary smaller than the data's": (
         "task.model.vocab_size=100",
         ["datasets.train, batch 0", " ids ", " 99"],
-        ["vocab_size", " 100 ", "tokenizer"],
+        ["vocab_size", "is 100", "tokenizer"],
     ),
 }
 

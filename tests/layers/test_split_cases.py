@@ -183,7 +183,7 @@ class TooFewNames(BaseLayer):
 OF_FEED_FORWARD = "TransformerFeedForward.weight_split_dims_mapping"
 WRONG = {
     "by an unknown name": (feed_forward({"mpl": "mdl"}), NONE, [OF_FEED_FORWARD, "'mpl'", "mlp?"]),
-    "by name, of none": (linear({"mlp": "mdl"}), NONE, ["Linear.weight_split", "plain sequence"]),
+    "by name, of none": (linear({"mlp": "mdl"}), NONE, ["Linear.weight_split", "a sequence"]),
     "by name, no axis": (feed_forward({"mlp": 0.5}), NONE, [IN, "0.5", "'mdl'", "an index"]),
     "by name, an axis twice": (
         feed_forward({"mlp": "mdl", "embed": "mdl"}), NONE, [IN, "'mdl' twice"]
@@ -200,10 +200,10 @@ WRONG = {
     ),
     "names for half of the dims": (
         made(TooFewNames), NONE,
-        ["TooFewNames.weight_split_dims_mapping", "('embed',)", f"({D}, {F})", "Name each dim"],
+        ["TooFewNames.weight_split_dims_mapping", "('embed',)", f"({D}, {F})", "a name per dim"],
     ),
     "dims of no setting": (
-        made(TooFewNames, "gate"), NONE, ["TooFewNames", "gate_split_dims_mapping", "wanted"]
+        made(TooFewNames, "gate"), NONE, ["TooFewNames", "gate_split_dims_mapping", "expected"]
     ),
 }
 

@@ -60,7 +60,7 @@ WRONG = {
     ),
     "no inputs": (lambda: LinenModel(Two(), 784), ["LinenModel.init_inputs is 784"]),
     "a module that is not built": (
-        lambda: LinenModel(Two, [(1, 4)]), ["LinenModel.module is", "that is built"]
+        lambda: LinenModel(Two, [(1, 4)]), ["LinenModel.module is", "an instance of"]
     ),
 }
 

@@ -150,7 +150,7 @@ def test_a_watched_metric_that_an_evaluation_lacks_is_named(tmp_path):
     text = " ".join(done.err.split())
     assert done.code == 2 and "Traceback" not in text
     assert "run.stopping.early watches heldout/loss, which the evaluation of step 3 lacks" in text
-    assert "weights above 0" in text
+    assert "datasets.heldout have weight" in text
 
 
 # How a run ends whose last step taught it nothing: by its own end, by a limit, by nothing to do.

@@ -100,7 +100,7 @@ class TaskRunner:
     ) -> Leaves:
         """Decodes a batch of prompts and returns the decoded arrays."""
         with jax.enable_x64(True):
-            mdl_vars = self.partitioner.decoding_weights.form_of(mdl_vars)
+            mdl_vars = self.partitioner.decoding_weights.convert_arrays(mdl_vars)
         step = self.partitioner.decode_step
         return leaves_of(self._run_on_weights(step, mdl_vars, inputs, without_randomness))
 

@@ -143,7 +143,8 @@ def test_a_stack_is_trained_as_optax_trains_its_layers(name):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     if name in WHOLE:
-        assert any("sees all its weights together" in line for line in optimizer_report(groups))
+        report = optimizer_report(groups)
+        assert any("called with all its weights together" in line for line in report)
     else:
         assert "whole" not in groups.by_name
 

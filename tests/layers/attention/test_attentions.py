@@ -348,7 +348,7 @@ def test_cross_attention_follows_segments_and_hides_padding():
 
 WRONG_CALLS = {
     r"`encoded`.*\[B, S, D\]": lambda x: cross()(x),
-    "needs encoded_length": lambda x: cross().init_cache(2, 3, jnp.float32),
+    "requires encoded_length": lambda x: cross().init_cache(2, 3, jnp.float32),
     "is_causal=False": lambda x: ATTENTION(
         8, 2, is_causal=False, rngs=nnx.Rngs(0)
     ).init_cache(2, 3, jnp.float32),

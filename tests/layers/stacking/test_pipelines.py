@@ -377,7 +377,7 @@ def test_settings_that_do_not_fit_are_errors(message):
 
 
 def test_layers_that_do_not_divide_over_the_repeats_cannot_be_brought_to_stages():
-    with pytest.raises(ConfigError, match=r"from_repeated.*6 layers.*circular_repeat.*4"):
+    with pytest.raises(ConfigError, match=r"from_repeated.*circular_repeat 4 .*6 layers"):
         from_repeated({"w": jnp.zeros((6, 2))}, num_stages=2, circular_repeat=4)
 
 

@@ -244,7 +244,8 @@ def test_what_no_table_knows_is_said_once(name, caplog):
         assert not caplog.messages
     else:
         (message,) = caplog.messages
-        assert message.startswith(f"set_sharding_params leaves {expected} as it is, whole on every")
+        start = f"set_sharding_params does not change {expected}, which is replicated"
+        assert message.startswith(start)
         assert "weight_split_dims_mapping" in message
 
 

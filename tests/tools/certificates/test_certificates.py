@@ -377,7 +377,7 @@ def test_wrong_arrays_of_an_update_are_found_and_no_others():
     # By hand: the job's own program is wrong each time that it runs.
     assert made.is_exact
     assert sorted(x.leaf for x in made.failed) == sorted(leaf for _, leaf in changes)
-    assert made.places["opt_states/slots/unstacked/0/nu/first/w"] == (0, 1)
+    assert made.positions["opt_states/slots/unstacked/0/nu/first/w"] == (0, 1)
 
 
 @pytest.mark.slow

@@ -91,12 +91,12 @@ def _library_key(old):
 def _ticks_key(old):
     """The same of a pipeline's layers."""
 
-    def applied(self, *args, key, **kwargs):
+    def apply_in_microbatches(self, *args, key, **kwargs):
         if key is not None and self.checkpoint_policy != "save_everything":
             key = jax.random.fold_in(key, 1)
         return old(self, *args, key=key, **kwargs)
 
-    return functools.wraps(old)(applied)
+    return functools.wraps(old)(apply_in_microbatches)
 
 
 DEFECTS = [
@@ -122,5 +122,6 @@ DEFECTS = [
     Defect("remat of StackedTransformer, off: another dropout key", tiny.RowOfLayers,
            replaced(f"{LIBRARY}repeats:remat", _library_key), (1, 2, 2), ATTRIBUTE),
     Defect("remat of Pipeline: another dropout key", Stages,
-           replaced(f"{LIBRARY}pipelines:Pipeline.applied", _ticks_key), (2, 1, 1), ATTRIBUTE),
+           replaced(f"{LIBRARY}pipelines:Pipeline.apply_in_microbatches", _ticks_key), (2, 1, 1),
+           ATTRIBUTE),
 ]
