@@ -170,6 +170,7 @@ def test_on_a_mesh_a_step_is_that_of_one_device(split_backward):
     )
 
 
+@pytest.mark.slow
 def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
     compiled = on_mesh(6, True, (2, 1, 1))[1]
     schedule = InterleavedSchedule(2, 6, 1, split_backward=True)
@@ -227,7 +228,8 @@ class Counting(TransformerFeedForward):
         self.steps = nnx.BatchStat(jnp.zeros(()))
 
 
-@pytest.mark.parametrize("name", slow_but({"split"}, {"split": True, "uneven": False}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["split", "uneven"])
 def test_what_layers_assign_is_what_gpipe_makes_of_it(name):
     """Losses and numbers of routers, and a balance bias that the counts of their tokens move."""
     experts = dict(
