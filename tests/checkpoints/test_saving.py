@@ -558,7 +558,8 @@ def test_a_full_disk_leaves_the_step_before_and_no_rubbish(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     first, last = done.stdout.splitlines()
     assert first.startswith(
-        f"The checkpoint of step 7 could not be saved: File too large ({tmp_path}/7.saving). It "
+        f"The checkpoint of step 7 could not be saved: File too large ({tmp_path}/7.saving). "
+        "Retrying"
     )
     assert last.startswith(
         f"FailedSave: The checkpoint of step 11 could not be saved: File too large "
