@@ -84,10 +84,9 @@ class Serve(Mode):
         for name in ("request_seconds", "drain_seconds"):
             seconds = options[name]
             require(0 < seconds < 1e6, f"--{name}", seconds, "a number of seconds above 0")
-        require(
-            hf is None or (step is None and command.exp is None), "--step or --exp, next to --hf,",
-            step or command.exp, "left out", "They only apply to a job.",
-        )
+        if hf is not None and (step, command.exp) != (None, None):
+            option = "--exp" if step is None else "--step"
+            raise ConfigError(f"{option} only applies to a job. Remove it, or remove --hf.")
         from praxis_tools.serve.server import bound_socket
 
         # Bind the port before reading the weights, so that a port in use fails immediately.

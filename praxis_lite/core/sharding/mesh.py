@@ -123,7 +123,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = list(all_devices() if devices is None else devices)
     num_needed, platform = config.num_devices, devices[0].platform
     if num_needed > len(devices):
-        limit = f", of which at most {MAX_SIMULATED_DEVICES} are simulated"
+        limit = f"; at most {MAX_SIMULATED_DEVICES} can be simulated"
         if _is_chosen_by_user():
             more = " For more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
         elif platform == "cpu" and num_needed <= MAX_SIMULATED_DEVICES:

@@ -9,7 +9,7 @@ from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.profiler import Profiler
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
-_TOO_LATE = "the requested profile is not made: no step is left"
+_TOO_LATE = "the requested profile is not made: there is no step left to profile"
 
 
 class ProfileBegins(Hook):

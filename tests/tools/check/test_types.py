@@ -46,7 +46,7 @@ def test_a_check_says_what_types_confirm(experiment):
         fdl.build(experiment().task()), make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 2)))
     ).layout.leaves()))
     assert f"{num_arrays} of {num_arrays} arrays of the state" in of_state
-    assert "activations as they reach a constraint" in of_activations
+    assert "activations at a sharding constraint" in of_activations
 
 
 def test_a_check_says_why_types_confirm_nothing():

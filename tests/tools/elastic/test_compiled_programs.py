@@ -17,6 +17,8 @@ from tests.support.process_pairs import free_port
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     monkeypatch.chdir(CHECKOUT)
+    # The workers compile into the job, not into the cache of the tests.
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("PYTHONPATH", f"{CHECKOUT}:{home()}")
     (tmp_path / "job/elastic").mkdir(parents=True)
     return JobDir(tmp_path / "job")

@@ -198,9 +198,9 @@ def test_a_jobs_model_is_served_as_it_decodes(tmp_path):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], "needs --job_log_dir=DIR, a job's directory, or --hf=DIR"),
+    ([], "exactly one of --job_log_dir=DIR, the directory of a job, and --hf=DIR"),
     (["--hf=nowhere", "--port=0"], "nowhere"),
-    (["--hf=x", "--step=3"], "belong to a job"),
+    (["--hf=x", "--step=3"], "--step only applies to a job"),
     (["--hf=x", "--port=70000"], "--port is 70000"),
     (["--hf=x", "--request_seconds=0"], "--request_seconds is 0.0"),
 ])  # fmt: skip
