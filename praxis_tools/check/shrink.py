@@ -15,6 +15,7 @@ LAYERS = {"num_layers", "num_encoder_layers", "num_decoder_layers", "depth", "n_
 DIMS = {
     "model_dims", "hidden_dims", "input_dims", "output_dims", "embedding_dims", "hidden_size",
     "dim_per_head", "intermediate_size", "features", "dim", "d_model", "d_ff", "width", "mlp_dim",
+    "mlp_dims", "model_dim", "hidden_dim", "input_dim", "output_dim", "embedding_dim",
 }
 IDS = {"vocab_size", "num_classes", "num_ids"}
 LENGTHS = {"seq_len", "max_seq_length"}

@@ -5,7 +5,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.config.build import build
-from praxis_lite.core import MeshConfig
+from praxis_lite.core import MeshConfig, Partitioner, make_mesh
 from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.experiment import registry
 from praxis_tools.check.meshes import choose_meshes, parse_meshes, reduced_shape
@@ -64,6 +64,14 @@ def test_lengths_that_lines_must_fit_into_stay():
     small, message = shrink_config(registry.get_experiment("huggingface.ChatDpo")().config())
     assert small.datasets["train"].seq_len == 512 and any("model_dims" in line for line in message)
     build(small)
+
+
+def test_dims_that_pax_names_in_the_singular_shrink_with_the_others():
+    small, message = shrink_config(registry.get_experiment("vision.DigitsViT")().config())
+    assert "hidden_dim 45 (15 was checked)" in message
+    job = build(small)
+    partitioner = Partitioner(job.task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
+    partitioner.train_step.trace(job.datasets["train"].element_spec())
 
 
 def test_nothing_to_make_smaller_is_said():
