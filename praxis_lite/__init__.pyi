@@ -9,6 +9,12 @@ from praxis_lite.checkpoints.init.loading_rules import (
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints as BestCheckpoints
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings as SaveSettings
 from praxis_lite.core.errors import ConfigError as ConfigError
+from praxis_lite.core.errors import Error as Error
+from praxis_lite.core.errors import FailedSave as FailedSave
+from praxis_lite.core.errors import NotCertified as NotCertified
+from praxis_lite.core.errors import OutOfMemory as OutOfMemory
+from praxis_lite.core.errors import PeerLost as PeerLost
+from praxis_lite.core.errors import StepLost as StepLost
 from praxis_lite.core.sharding.mesh_config import MeshConfig as MeshConfig
 from praxis_lite.core.task import Task as Task
 from praxis_lite.experiment.early_stopping import EarlyStopping as EarlyStopping

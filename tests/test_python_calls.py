@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import pickle
 import re
 import shlex
 import signal
@@ -139,6 +140,14 @@ def test_it_is_what_load_returns(model):
         np.testing.assert_array_equal(model.weights[path], x, err_msg=path)
     assert model.evaluate("heldout") == of_load.evaluate("heldout")
     assert model.generate("7 plus ") == of_load.generate("7 plus ")
+
+
+def test_a_pickled_model_has_the_models_weights_mesh_and_step(model):
+    copy = pickle.loads(pickle.dumps(model))
+    assert (copy.step, copy.experiment, copy.job_dir) == (7, model.experiment, model.job_dir)
+    assert copy.partitioner.mesh == model.partitioner.mesh
+    for path, weight in model.weights.items():
+        np.testing.assert_array_equal(copy.weights[path], weight)
 
 
 def test_it_is_shown_by_its_curve_and_its_last_numbers(model):

@@ -17,7 +17,7 @@ from typing import Any
 from praxis_lite.checkpoints.orbax_write import CancelledWrite, OrbaxWrite
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import Error
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 
@@ -25,10 +25,6 @@ _BARRIER_SECONDS = 3600.0
 # How long a process that cancels waits for the other processes, so that all files can be removed.
 _CANCEL_SECONDS = 10.0
 _OPEN_FILES = "/proc/self/fd"
-
-
-class FailedSave(ConfigError):
-    """A checkpoint could not be written; the message gives the step, the reason and what to do."""
 
 
 class BackgroundSave:
@@ -206,7 +202,7 @@ def why(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (_location(str(error.filename)) if error.filename else "")
     text = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, _PeerFailed | ConfigError | CancelledWrite):
+    if isinstance(error, _PeerFailed | Error | CancelledWrite):
         return text
     # TensorStore: OUT_OF_RANGE: ... Failed writing: "PATH": ... [os_error_code='27']
     if code := re.search(r"os_error_code='(\d+)'", text):

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.checkpoints.background_save import FailedSave
 from praxis_lite.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.checkpoints.save_queue import SaveQueue
 from praxis_lite.checkpoints.sharded_reading import read_arrays, read_state
@@ -29,7 +28,7 @@ from praxis_lite.checkpoints.steps.manifest import (
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.checkpoints.steps.verified_steps import Metrics, Step, VerifiedSteps
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
-from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.core.errors import ConfigError, FailedSave, did_you_mean
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes.broadcast import from_first

@@ -5,15 +5,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from praxis_lite.checkpoints.background_save import (
-    BackgroundSave,
-    FailedSave,
-    OpenFolder,
-    why,
-)
+from praxis_lite.checkpoints.background_save import BackgroundSave, OpenFolder, why
 from praxis_lite.checkpoints.steps.retention import retained_steps
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.checkpoints.steps.verified_steps import VerifiedSteps
+from praxis_lite.core.errors import FailedSave
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 

@@ -16,7 +16,7 @@ from rich.progress import track
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
 from praxis_lite.checkpoints.stored_arrays import stored_arrays
-from praxis_lite.core.errors import ConfigError, few, format_bytes
+from praxis_lite.core.errors import ConfigError, Error, few, format_bytes
 from praxis_lite.host.text_table import table_lines
 from praxis_lite.job.local_directory import local_directory
 
@@ -125,7 +125,7 @@ def what_is_wrong(step_dir: Path) -> list[str]:
     """Returns a line per error in the files of a step, without decoding arrays."""
     try:
         return [f"damaged: {line}" for line in step_files.verify(step_dir)]
-    except ConfigError as error:
+    except Error as error:
         return [f"foreign: {error}"]
 
 
@@ -138,9 +138,9 @@ def what_is_wrong_within(step_dir: Path) -> list[str]:
             try:
                 if not array.padding_is_zero():
                     errors.append(f"{array.path} has a padding that is not zero")
-            except ConfigError as error:
+            except Error as error:
                 errors.append(str(error))
-    except ConfigError as error:
+    except Error as error:
         errors.append(str(error))
     return errors
 

@@ -1,4 +1,4 @@
-"""ConfigError, the exception for errors that users can fix, and helpers for its messages."""
+"""The exceptions that praxis_lite raises for its users, and helpers for their messages."""
 
 import difflib
 import functools
@@ -7,13 +7,14 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 __all__ = (
-    "ConfigError", "OutOfMemory", "did_you_mean", "few", "format_bytes", "is_number", "is_whole",
-    "printable", "require", "require_choice", "shown",
+    "ConfigError", "Error", "FailedSave", "NotCertified", "OutOfMemory", "PeerLost", "StepLost",
+    "did_you_mean", "few", "format_bytes", "is_number", "is_whole", "printable", "require",
+    "require_choice", "shown",
 )
 
 
-class ConfigError(ValueError):
-    """An error that the user can fix: a bad setting, input or file.
+class Error(Exception):
+    """Base class of the errors that users can act on; the subclass says what kind it is.
 
     The message is one paragraph: what was found, what was expected, what to change. `main` prints
     only the message and exits with `exit_status`; other exceptions keep their traceback.
@@ -22,8 +23,28 @@ class ConfigError(ValueError):
     exit_status = 2
 
 
-class OutOfMemory(ConfigError):
-    """The compiler, a device or the host ran out of memory."""
+class ConfigError(Error, ValueError):
+    """A setting, an input, a file or a call is wrong; the same call will fail again."""
+
+
+class OutOfMemory(Error):
+    """The compiler, a device or the host has too little memory for the job."""
+
+
+class PeerLost(Error):
+    """Another process of the job was lost or did not respond, so this process cannot continue."""
+
+
+class FailedSave(Error):
+    """A checkpoint could not be written; the message gives the step, the reason and what to do."""
+
+
+class StepLost(ConfigError):
+    """A step of a checkpoint is missing, is damaged, or was deleted while it was read."""
+
+
+class NotCertified(Error):
+    """A certificate found a difference. The state is saved, and all hosts of the job end."""
 
 
 def require(condition: bool, setting: str, found: object, wanted: str, change: str = "") -> None:

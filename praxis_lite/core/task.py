@@ -104,6 +104,9 @@ class Task(abc.ABC):
         self.inputs_split_mapping = inputs_split_mapping
         self.metrics = check_metrics(name, metrics)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model!r}, {self.learner!r})"
+
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> Any:

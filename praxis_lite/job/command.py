@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, printable
+from praxis_lite.core.errors import ConfigError, Error, did_you_mean, printable
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import described, explained
 from praxis_lite.host.whole_files import DISK_FULL, not_written
@@ -79,7 +79,7 @@ def _run(
     except KeyboardInterrupt:  # Raised by code, or outside the main thread.
         print("ended by SIGINT", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except ConfigError as error:
+    except Error as error:
         # Remove the context that Fiddle appends to an exception of a constructor.
         message = str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0]
         print_error(message, wraps=wraps)

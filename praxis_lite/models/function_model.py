@@ -50,6 +50,9 @@ class FunctionModel(Model):
         check_takes("FunctionModel.init", init, "key")
         self._init, self._specs = init, specs
 
+    def __repr__(self) -> str:
+        return f"FunctionModel({function_name(self._init)})"
+
     @functools.cached_property
     def _abstract(self) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
         """The paths, shapes and structure of the params, without arrays."""

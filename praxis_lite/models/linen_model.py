@@ -75,6 +75,9 @@ class LinenModel(Model):
         self._sown_collections = tuple(sown_collections)
         self._args, self._kwargs = init_arguments(init_inputs)
 
+    def __repr__(self) -> str:
+        return f"LinenModel({type(self.linen_module).__name__})"
+
     def init(self, key: jax.Array) -> MdlVars:
         """Returns the result of `module.init({"params": key}, ...)`, without boxes."""
         return self._split(unbox(self._init(key)))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from praxis_lite.checkpoints.steps.new_steps import NewSteps
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import StepLost, require
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
@@ -63,7 +63,6 @@ def each_checkpoint(
 def _follow(
     job_dir: JobDir, packages: Sequence[str], steps: NewSteps, take: Callable[[Any], None]
 ) -> None:
-    from praxis_lite.checkpoints.steps.verified_steps import StepLost
     from praxis_lite.experiment.registry import allowed_packages
     from praxis_lite.trainer.job_history import is_complete
 

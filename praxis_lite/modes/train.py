@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import Error, require
 from praxis_lite.job import processes
 from praxis_lite.job.events import IMPORT, INIT, events
 from praxis_lite.job.processes.stop_request import StopRequest
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from praxis_lite.trainer.trainer import TrainingResult
 
 
-class LastStepUnsound(ConfigError):
+class LastStepUnsound(Error):
     """Training has ended and is saved, but its last step was skipped or its loss is not finite."""
 
     exit_status = 3

@@ -1,5 +1,6 @@
 """TrainedModel: the weights of a job's checkpoint, with evaluation, prediction and generation."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -8,9 +9,10 @@ import fiddle as fdl
 import jax
 import numpy as np
 
-from praxis_lite.config.build import naming_settings
+from praxis_lite.config.build import build, naming_settings
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import InputPipeline
@@ -25,6 +27,7 @@ from praxis_lite.trainer.decoding.prompt_decoder import PromptDecoder
 from praxis_lite.trainer.decoding.user_prompts import Prompts, prompt_batch
 from praxis_lite.trainer.evaluation import Batch, Evaluator, in_memory
 from praxis_lite.trainer.forward_pass import check_call, forward_pass
+from praxis_lite.trainer.job_on_mesh import partitioner_of
 from praxis_lite.trainer.layout_table import mesh_text
 from praxis_lite.trainer.metrics.columns import columns_by_dataset, columns_in
 from praxis_lite.trainer.metrics.json_lines import lines_if_any
@@ -50,7 +53,9 @@ class TrainedModel:
     `praxis_lite.train` returns a model whose weights are restored on first use; `load` restores
     them immediately. Each method compiles once per combination of array shapes. Decoding copies the
     weights of stacked layers once per format that the decoder needs, and caches the copies.
-    Notebooks display the loss curve and the last metrics.
+    Notebooks display the loss curve and the last metrics. A pickle refers to the checkpoint
+    instead of containing the weights; the copy restores them on first use, on a mesh of the same
+    shape.
 
     Attributes:
       step: Step of the checkpoint.
@@ -79,6 +84,12 @@ class TrainedModel:
         self._with_decoder: dict[Decoder, Partitioner] = {}
         self._restored: dict[bool, Any] = {}
         self._for_decoding: dict[tuple[bool, str], Any] = {}
+
+    def __reduce__(self) -> tuple[Callable[..., "TrainedModel"], tuple[Any, ...]]:
+        _ = self.mdl_vars  # Sets the step, if it is "best" or None.
+        return _unpickled, (
+            self._config, self.job.mesh, self._files, self.step, self.experiment, self.stopped_by
+        )
 
     def __repr__(self) -> str:
         mesh = mesh_text(self.partitioner.mesh.shape)
@@ -287,3 +298,20 @@ class TrainedModel:
     @functools.cached_property
     def _forward(self) -> Callable[..., Any]:
         return forward_pass(self.partitioner)
+
+
+def _unpickled(
+    config: fdl.Config,
+    mesh: MeshConfig,
+    job_dir: JobDir,
+    step: int,
+    experiment: str,
+    stopped_by: str | None,
+) -> TrainedModel:
+    """Returns the model that `TrainedModel.__reduce__` describes."""
+    with naming_settings(config, job_dir.config_json):
+        job = dataclasses.replace(build(config), mesh=mesh)
+        partitioner = partitioner_of(job, "load")
+    return TrainedModel(
+        partitioner, job, config, job_dir, step, experiment=experiment, stopped_by=stopped_by
+    )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, OutOfMemory
+from praxis_lite.core.errors import ConfigError, Error, NotCertified, OutOfMemory
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
@@ -30,11 +30,7 @@ from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.check.certificate import Comparison
 
 
-class NotCertified(ConfigError):
-    """A certificate found a difference. The state is saved, and all hosts of the job end."""
-
-
-class NotRestored(ConfigError):
+class NotRestored(Error):
     """A restored state differs from the saved state. An elastic job restores it again."""
 
     exit_status = 4
@@ -100,7 +96,7 @@ class Certificates(Hook):
                     job.partitioner, lambda mesh: partitioner_on(job.job, mesh), spec,
                     job.run.seed, state,
                 )
-            except ConfigError as error:
+            except (ConfigError, OutOfMemory) as error:
                 self._warn_without_reruns(error)
 
     @contextlib.contextmanager

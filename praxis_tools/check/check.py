@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from praxis_lite.config.build import build
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import Error, require
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
@@ -297,7 +297,7 @@ class Check:
         """Returns `run()`; adds a note and returns None if the experiment does not support it."""
         try:
             return run()
-        except (ConfigError, TypeError, ValueError) as error:
+        except (Error, TypeError, ValueError) as error:
             self.add_note(f"{what}: not checked. {str(error).splitlines()[0]}")
             return None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import Error
 from praxis_lite.host.file_reading import descriptor
 from praxis_lite.job.events import SAVE, JobEvents, Listener, Phase
 from praxis_tools.goodput.spans import THE_END, Span
@@ -90,7 +90,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and issubclass(kind, ConfigError) and self._first_step is None:
+        if kind is not None and issubclass(kind, Error) and self._first_step is None:
             self._take_back()  # A launch that is refused changes no file.
         self._is_over.set()
         self._thread.join()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import content_of
 from praxis_lite.host.text_table import unique_ends
 from praxis_lite.job.job_dir import JobDir, open_for_reading, recorded_experiment
@@ -135,7 +135,7 @@ class JobReader:
         def read_or_note(read: Callable[[], _Read], default: _Read) -> _Read:
             try:
                 return read()
-            except ConfigError as error:
+            except Error as error:
                 notes.append(str(error))
                 return default
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import praxis_lite
 from praxis_lite.checkpoints.steps.step_dirs import committed_steps
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.file_reading import opened
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.job_lock import is_training
@@ -95,7 +95,7 @@ class TrialJob:
         packages = {*self._sweep.packages, self._sweep.experiment.partition(".")[0]}
         try:
             return bool(steps) and is_complete(self.files, steps[-1], packages)
-        except ConfigError:  # The next launch of the job says which file is damaged.
+        except Error:  # The next launch of the job says which file is damaged.
             return False
 
     def has_stepped(self) -> bool:

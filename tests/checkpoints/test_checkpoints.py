@@ -15,13 +15,12 @@ import pytest
 import tensorstore
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import BestCheckpoints, ConfigError
+from praxis_lite import BestCheckpoints, ConfigError, StepLost
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.sharded_reading import read_arrays
 from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.checkpoints.steps.step_dirs import commit
-from praxis_lite.checkpoints.steps.verified_steps import StepLost
 from praxis_lite.checkpoints.tools import manifest_of
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.core import MeshConfig, Partitioner, StateLayout, TrainState, make_mesh

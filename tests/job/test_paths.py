@@ -10,9 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, FailedSave
 from praxis_lite.checkpoints import tools
-from praxis_lite.checkpoints.background_save import FailedSave
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.digest import digest_of
 from praxis_lite.checkpoints.orbax_write import OrbaxWrite

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite import ConfigError
+from praxis_lite import PeerLost
 from praxis_lite.core import Learner, Partitioner, global_batch, simulate_devices
 from praxis_lite.core.sharding.batch_sharding import process_rows
 from praxis_lite.inputs import InMemory
@@ -94,7 +94,7 @@ def main() -> None:
     if me == 0:
         try:
             processes.exchange("never", "", 0.5)
-        except ConfigError as error:
+        except PeerLost as error:
             seen["missing"] = str(error)
         print(json.dumps(seen), flush=True)
     processes.exchange("after it", "")

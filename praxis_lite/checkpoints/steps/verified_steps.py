@@ -12,14 +12,10 @@ from typing import Any, Literal
 
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, Error, StepLost, few
 
 Step = int | Literal["best"] | None  # None is the newest step.
 Metrics = Mapping[int, Mapping[str, float]]
-
-
-class StepLost(ConfigError):
-    """A step is missing, is damaged, or was deleted while it was read."""
 
 
 class VerifiedSteps:
@@ -168,7 +164,7 @@ class VerifiedSteps:
             raise deleted
         try:
             yield manifest
-        except ConfigError as error:
+        except Error as error:
             if step_dirs.identity(self._dir(step)) != identity:
                 raise deleted from error
             raise

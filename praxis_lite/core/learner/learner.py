@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
+from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, is_whole, require
 from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimizer
 from praxis_lite.core.learner.optimizer_factories import (
@@ -140,6 +141,7 @@ class Learner:
         self.loss_scale, self.variational_noise = loss_scale, variational_noise
         self.slot_mesh_axes = tuple(slot_mesh_axes)
         self.learning_rate = checked_rate("Learner.learning_rate", learning_rate)
+        self._optimizer_name = function_name(optimizer).rpartition(".")[2]
         self.optimizer = build_optimizer(optimizer, learning_rate, "Learner")
         # The main optimizer has no name.
         self._optimizers = {"": self.optimizer} | {
@@ -148,6 +150,12 @@ class Learner:
             )
             for aux in self.auxiliary_optimizers
         }
+
+    def __repr__(self) -> str:
+        rate = self.learning_rate
+        rate_text = function_name(rate).rpartition(".")[2] if callable(rate) else f"{rate:g}"
+        others = "".join(f", {aux.name}" for aux in self.auxiliary_optimizers)
+        return f"Learner({self._optimizer_name}{others}, learning_rate={rate_text})"
 
     def bind(
         self, weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None

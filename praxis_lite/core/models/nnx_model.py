@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 
+from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.models.layer_paths import prefix_layer_path
 from praxis_lite.core.models.model import MdlVars, Model, ShardedWeight
@@ -68,6 +69,9 @@ class NnxModel(Model):
                 f"fdl.Partial({name}, ...)."
             )
         self.build = build
+
+    def __repr__(self) -> str:
+        return function_name(self.build).rpartition(".")[2]
 
     @functools.cached_property
     def _split(self) -> _Split:

@@ -1,6 +1,7 @@
 """Partitioner: a task on a mesh, with sharded init and compiled train, eval and decode steps."""
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.partitioner import arguments, steps
 from praxis_lite.core.partitioner.compiled_steps import Step, StepOfWeights, TrainStep
 from praxis_lite.core.partitioner.compiler_options import (
@@ -89,6 +91,15 @@ class Partitioner:
         self._eval_params = jax.jit(
             self._eval_params_of_state, static_argnames="use_ema",
             out_shardings=self._mdl_layout.shardings(mesh)["params"],
+        )
+
+    def __repr__(self) -> str:
+        weights = list(self._mdl_layout.leaves())
+        num_parameters = sum(math.prod(weight.shape) for weight in weights)
+        per_device = sum(weight.bytes_per_device for weight in weights)
+        return (
+            f"Partitioner({self.task!r}, mesh {dict(self.mesh.shape)}; {num_parameters:,} "
+            f"parameters, {format_bytes(per_device)} on each device)"
         )
 
     @functools.cached_property

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import ElsewhereError, described
 from praxis_lite.inputs.base import IndexedPipeline
@@ -149,7 +149,7 @@ def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
     except BaseException as error:
         if lacking := lack_of_memory(error):
             error = out_of_memory(lacking)
-        is_users = isinstance(error, ConfigError)
+        is_users = isinstance(error, Error)
         text = str(error) if is_users else traceback.format_exc()
         header = {"error": text, "is_users": is_users, "line": described(error)}
         finished.put((json.dumps(header).encode(), ()))

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, require, shown
+from praxis_lite.core.errors import ConfigError, Error, did_you_mean, require, shown
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import BYTES_PER_BATCH, ROWS_PER_BATCH, CopiedFiles
@@ -121,7 +121,7 @@ def _named(path: str) -> Iterator[None]:
     """Names the file in Arrow's errors, which are of many kinds where a file is damaged."""
     try:
         yield
-    except ConfigError:
+    except Error:
         raise
     except Exception as error:
         raise ConfigError(

@@ -11,19 +11,13 @@ import threading
 import time
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import PeerLost
 from praxis_lite.job.events import MEETING, events
 from praxis_lite.job.jax_internals import distributed_state
-
-__all__ = ("PeerLost",)
 
 _hosts: list[str] = []
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
-
-
-class PeerLost(ConfigError):
-    """Another process of the job was lost or did not respond, so this process cannot continue."""
 
 
 def client() -> Any:

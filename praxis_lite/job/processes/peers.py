@@ -18,12 +18,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from praxis_lite.core.errors import OutOfMemory
+from praxis_lite.core.errors import OutOfMemory, PeerLost
 from praxis_lite.host.lack_of_memory import causes
 from praxis_lite.job import processes
 from praxis_lite.job.events import events
 from praxis_lite.job.processes.beats import Beats, value_of
-from praxis_lite.job.processes.coordination import PeerLost
 from praxis_lite.job.processes.coordinator_gate import wait_until_lost
 from praxis_lite.job.processes.exits import end_now, on_end_now
 from praxis_lite.job.processes.stacks import GilAlarm

@@ -9,14 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, Error, PeerLost, require
 from praxis_lite.host.host_names import is_loopback
 from praxis_lite.job import processes
 from praxis_lite.job.jax_internals import detected_processes
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes import addresses, peers
 from praxis_lite.job.processes.beats import Beats
-from praxis_lite.job.processes.coordination import PeerLost
 from praxis_lite.job.processes.coordinator_gate import Gate, user_folder
 from praxis_lite.job.processes.membership import Membership, join
 from praxis_lite.job.processes.standard_output import to_nothing
@@ -104,7 +103,7 @@ def connect_member(membership: Membership, start_seconds: int) -> None:
         _connect(settings, start_seconds, membership.key, lost_status=membership.lost_status)
         peers.end_with_connection()
         processes.learn_hosts(start_seconds)
-    except ConfigError as error:
+    except Error as error:
         raise PeerLost(str(error)) from error
     if not processes.is_first():
         _redirect_output(processes.index())

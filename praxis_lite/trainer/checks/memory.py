@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes
+from praxis_lite.core.errors import Error, OutOfMemory, format_bytes
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.host import host_memory
 from praxis_lite.host.lack_of_memory import lack_of_memory
@@ -40,7 +40,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
       mode: "train" counts all of the state, "eval" and "decode" only the weights.
 
     Raises:
-      ConfigError: The state does not fit.
+      OutOfMemory: The state does not fit.
     """
     is_training, devices = mode == "train", mesh.local_devices
     leaves = [leaf for leaf in layout.leaves() if is_training or leaf.path.startswith("mdl_vars/")]
@@ -72,7 +72,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
             f"it, but has {format_bytes(int(available))} of memory. {_largest(leaves)} "
             f"{SMALLER_STATE}."
         )
-    raise ConfigError(f"{message} --mode=explain shows the layout without this memory.")
+    raise OutOfMemory(f"{message} --mode=explain shows the layout without this memory.")
 
 
 def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
@@ -95,14 +95,14 @@ def check_batch_fits(
       name: The dataset's name, such as "datasets.train".
 
     Raises:
-      ConfigError: The rows need more memory than is available.
+      OutOfMemory: The rows need more memory than is available.
     """
     leaves = jax.tree.leaves(dict(spec))
     size = fraction * sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     available = host_memory.available_bytes()
     if size > available:
         shapes = ", ".join(f"{key} {shape_text(leaf.shape)}" for key, leaf in spec.items())
-        raise ConfigError(
+        raise OutOfMemory(
             f"A batch of {name} takes {format_bytes(int(size))} on this host ({shapes}), but "
             f"{format_bytes(int(available))} are available. Make {name}.batch_size, or its rows, "
             "smaller; Learner.gradient_accumulation_steps does not make the batch smaller."
@@ -117,7 +117,7 @@ def explaining_out_of_memory(layout: StateLayout) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError:
+    except Error:
         raise
     except Exception as error:
         reason = lack_of_memory(error)

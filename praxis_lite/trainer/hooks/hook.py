@@ -87,10 +87,10 @@ class Hook(contextlib.AbstractContextManager):
     every: int | None = 1
     waits: bool = True
 
-    def check(self, job: "JobOnMesh") -> None:
+    def check(self, job: "JobOnMesh", /) -> None:
         """Raises ConfigError if the hook does not fit the job, before anything compiles."""
 
-    def restore(self, saved: Any) -> None:
+    def restore(self, saved: Any, /) -> None:
         """Restores the hook's own state from the checkpoint that training resumes from.
 
         Args:
@@ -101,37 +101,37 @@ class Hook(contextlib.AbstractContextManager):
     def to_save(self) -> Any:
         """Returns a JSON-serializable value to save with each checkpoint, or None."""
 
-    def before_training(self, loop: "Loop", state: "TrainState") -> None:
+    def before_training(self, loop: "Loop", state: "TrainState", /) -> None:
         """Called before the first step compiles, with the state that the step will donate."""
 
     def compiling(self) -> contextlib.AbstractContextManager:
         """Returns a context manager in which the training step is compiled."""
         return contextlib.nullcontext()
 
-    def is_due(self, step: int, is_last: bool) -> bool:
+    def is_due(self, step: int, is_last: bool, /) -> bool:
         """Returns whether to call `after_step` after this step."""
         return is_last or (self.every is not None and step % self.every == 0)
 
-    def after_step(self, made: StepMade) -> str | None:
+    def after_step(self, step: StepMade, /) -> str | None:
         """Called after a step was dispatched to the devices.
 
         Args:
-          made: The dispatched step.
+          step: The dispatched step.
 
         Returns:
           A message that says why training must end with this step, the same in all processes; None
           to continue.
         """
 
-    def add_metrics(self, metrics: StepMetrics) -> Mapping[str, Any]:
+    def add_metrics(self, metrics: StepMetrics, /) -> Mapping[str, Any]:
         """Returns further numbers for the step's line of metrics.jsonl; called for every step."""
         return {}
 
-    def after_metrics(self, metrics: StepMetrics) -> None:
+    def after_metrics(self, metrics: StepMetrics, /) -> None:
         """Called with the metrics of every step, one step late."""
 
     def after_evaluation(
-        self, step: int, results: Mapping[str, Mapping[str, float]]
+        self, step: int, results: Mapping[str, Mapping[str, float]], /
     ) -> str | None:
         """Called after an evaluation.
 
@@ -143,10 +143,10 @@ class Hook(contextlib.AbstractContextManager):
           A message that says why training must end with this step, or None, as in `after_step`.
         """
 
-    def after_profile(self, folder: "Path") -> None:
+    def after_profile(self, folder: "Path", /) -> None:
         """Called in the first process only, after the files of a profile were written."""
 
-    def after_training(self, step: int) -> None:
+    def after_training(self, step: int, /) -> None:
         """Called after the metrics of the last step were reported; not after an exception."""
 
     def __exit__(self, *exc_info: object) -> None:

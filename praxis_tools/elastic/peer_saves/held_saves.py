@@ -10,8 +10,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.checkpoints.steps.manifest import parse_manifest
-from praxis_lite.core.errors import few
-from praxis_lite.job.processes.coordination import PeerLost
+from praxis_lite.core.errors import PeerLost, few
 from praxis_tools.elastic.peer_saves.pieces import Box, covers
 from praxis_tools.elastic.store_messages import SaveId, StoreClient, StoreFailed
 

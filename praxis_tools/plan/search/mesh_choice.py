@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, OutOfMemory
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.mesh import make_mesh
@@ -79,7 +79,7 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
             continue
         try:
             check_fits(partitioner.layout, partitioner.mesh, "train")
-        except ConfigError as error:
+        except OutOfMemory as error:
             state_bytes = sum(leaf.bytes_per_device for leaf in partitioner.layout.leaves())
             too_large.append((state_bytes, candidate.mesh, error))
             continue
@@ -95,7 +95,7 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
     state_bytes, mesh, error = min(too_large, key=lambda entry: entry[0])
     available = bytes_of_a_device(devices)
     num_needed = math.ceil(state_bytes * len(devices) / available)
-    raise ConfigError(
+    raise OutOfMemory(
         f"The state does not fit on {len(devices)} devices with any of {len(candidates)} meshes "
         f"(best: {mesh.shape}). At least {num_needed} such devices are needed; raise "
         f"--min_processes so that the job waits for them. {error}"

@@ -15,7 +15,7 @@ import fiddle as fdl
 import jax
 
 from praxis_lite.config.build import build
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.experiment.launched_config import LaunchedConfig, config_of_experiment
 from praxis_lite.trainer.layout_table import bytes_per_device
@@ -157,7 +157,7 @@ def plan_candidate(
         ((step, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
         with explained_warnings(lambda warning: None):
             plan = plan_step(partitioner, step, spec, topology)
-    except (ConfigError, jax.errors.JaxRuntimeError) as error:
+    except (Error, jax.errors.JaxRuntimeError) as error:
         print(f"    invalid: {str(error).splitlines()[0][:160]}", flush=True)
         return None
     return dataclasses.replace(plan, compiled=None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from praxis_lite.checkpoints.digest import digest_of
 from praxis_lite.checkpoints.steps.step_dirs import committed_steps, numbered_steps
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.experiment.recorded_examples import (
     ExamplesProof,
     proof_of_examples,
@@ -161,8 +161,8 @@ def _fact(
     found = all_faults(faults)
     try:
         result = value()
-    except (ConfigError, OSError) as error:
-        fault = str(error.args[0] if isinstance(error, ConfigError) else error)
+    except (Error, OSError) as error:
+        fault = str(error.args[0] if isinstance(error, Error) else error)
         unique = tuple(dict.fromkeys([*found, fault]))
         return Fact(section, name, None, "it cannot be read", unique)
     return Fact(section, name, result, why_not if result is None else "", tuple(found))
@@ -263,7 +263,7 @@ def _checkpoints(
             continue
         try:
             yield Fact(section, name, digest_of(step_dir))
-        except (ConfigError, OSError) as error:
+        except (Error, OSError) as error:
             fault = f"the checkpoint of {name}: {error.args[0]}"
             yield Fact(section, name, None, "it is damaged", (fault,))
 

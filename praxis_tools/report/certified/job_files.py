@@ -16,7 +16,7 @@ from praxis_lite.checkpoints.steps.manifest import digest_of_config
 from praxis_lite.checkpoints.steps.step_files import committed_manifest
 from praxis_lite.config.build import build
 from praxis_lite.config.config_json import LoadedConfig, load_config_file
-from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.errors import ConfigError, Error, few, shown
 from praxis_lite.experiment.recorded_job import tokenizers_of
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.host.file_reading import content_of, parse_json, read_json
@@ -224,8 +224,8 @@ def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
     try:
         for fault in faults():
             found.append(fault)
-    except (ConfigError, OSError) as error:
-        found.append(str(error.args[0] if isinstance(error, ConfigError) else error))
+    except (Error, OSError) as error:
+        found.append(str(error.args[0] if isinstance(error, Error) else error))
     return found
 
 

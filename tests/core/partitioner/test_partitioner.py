@@ -184,3 +184,14 @@ def test_a_batch_smaller_than_the_device_count():
         state, outputs = partitioner.train_step(state, partitioner.global_batch(item), key)
         losses.append(float(outputs["metrics"]["loss"][0]))
     np.testing.assert_allclose(losses, plain("uneven", "adamw", 3)[1], atol=1e-5, rtol=0)
+
+
+def test_its_repr_names_the_model_the_optimizer_the_mesh_and_the_bytes_of_a_device():
+    partitioner = partitioner_of("uneven", "adamw", (1, 4, 2))
+    leaves = list(partitioner.layout.select("mdl_vars").leaves())
+    num_bytes = sum(leaf.bytes_per_device for leaf in leaves)
+    assert repr(partitioner) == (
+        "Partitioner(LanguageModelTask(TransformerLm, Learner(adamw, learning_rate=0.01)), "
+        "mesh {'replica': 1, 'data': 4, 'mdl': 2}; 4,010 parameters, "
+        f"{num_bytes / 1024:.1f} KiB on each device)"
+    )

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from praxis_lite import ConfigError
 from praxis_lite.core import StateLayout, TrainState
-from praxis_lite.core.errors import OutOfMemory
+from praxis_lite.core.errors import ConfigError, OutOfMemory
 from praxis_lite.host import host_memory
 from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
@@ -78,7 +77,7 @@ def test_simulated_devices_share_what_the_host_has(mode, bytes_needed, monkeypat
     monkeypatch.setattr(host_memory, "available_bytes", lambda: bytes_needed)
     check_fits(layout, mesh, mode)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: bytes_needed - 1)
-    with pytest.raises(ConfigError, match="MiB.* 4 .*MiB") as refused:
+    with pytest.raises(OutOfMemory, match="MiB.* 4 .*MiB") as refused:
         check_fits(layout, mesh, mode)
     message = str(refused.value)
     assert "mdl_vars/params/whole [1310720] float32, 5.0 MiB" in message
@@ -89,7 +88,7 @@ def test_an_accelerator_holds_what_its_own_memory_holds():
     layout = layout_of({"data": 4})
     check_fits(layout, mesh_of_fakes(2, "gpu", EACH), "train")
     check_fits(layout, mesh_of_fakes(2, "tpu"), "train")  # It says nothing of its memory.
-    with pytest.raises(ConfigError, match=r"8.0.*MiB.*8.0.*MiB"):
+    with pytest.raises(OutOfMemory, match=r"8.0.*MiB.*8.0.*MiB"):
         check_fits(layout, mesh_of_fakes(2, "gpu", EACH - 1), "train")
 
 
@@ -347,6 +346,6 @@ def test_a_worker_without_memory_ends_the_job_in_a_paragraph(tmp_path):
 
 def test_a_batch_that_no_host_holds_is_refused_before_a_row_is_made():
     spec = {"ids": jax.ShapeDtypeStruct((10**9, 10**6), "int32")}
-    with pytest.raises(ConfigError, match=r"datasets\.train.*3\.6.*PiB.*batch_size"):
+    with pytest.raises(OutOfMemory, match=r"datasets\.train.*3\.6.*PiB.*batch_size"):
         check_batch_fits(spec, 1.0, "datasets.train")
     check_batch_fits({"ids": jax.ShapeDtypeStruct((7, 11), "int32")}, 1.0, "datasets.train")

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from praxis_lite import PeerLost
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.job.processes.coordination import PeerLost
 from praxis_tools.elastic.peer_saves.held_saves import newest_complete_save
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, neighbor_index
