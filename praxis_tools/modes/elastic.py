@@ -15,7 +15,7 @@ from praxis_lite.job.processes.start import connect_member, own_number
 from praxis_lite.modes.launched import job_log_dir
 from praxis_lite.modes.mode import CommandLine
 from praxis_tools.elastic import worker_assignment
-from praxis_tools.stuck.progress import own
+from praxis_tools.stuck.progress import progress_recorder
 
 
 def begin_elastic(
@@ -39,7 +39,7 @@ def begin_elastic(
     assignment = worker_assignment.wait_for_assignment(lambda: _import(command))
     command.began = time.time()
     events.add_listener(worker_assignment.SupervisorListener())
-    events.add_listener(own)
+    events.add_listener(progress_recorder)
     worker_assignment.report_phase("connect")
     connect_member(assignment, command.start_seconds)
     worker_assignment.report_progress()

@@ -264,7 +264,7 @@ def test_another_sweep_in_its_directory_is_refused_by_name(tmp_path, quick):
     quick(tmp_path / "s", f"{RATE}=1e-3,1e-2")
     for settings, given, words in [
         ((f"{RATE}=1e-3,1e-1",), {}, "--set "),
-        ((f"{RATE}=1e-3,1e-2",), {"seed": 8}, "--seed 7, and --seed is 8"),
+        ((f"{RATE}=1e-3,1e-2",), {"seed": 8}, "--seed 7, but --seed is 8"),
         ((f"{RATE}=1e-3,1e-2",), {"metric": "loss"}, "--metric heldout/loss"),
     ]:
         with pytest.raises(ConfigError) as error:
