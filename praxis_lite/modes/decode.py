@@ -21,7 +21,7 @@ class Decode(Mode):
 
     name = "decode"
     summary = "continues prompts with a checkpoint of a job"
-    goes_on = True
+    continues_without_output = True
     is_of_many_processes = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:

@@ -14,7 +14,7 @@ class Evaluate(Mode):
 
     name = "eval"
     summary = "evaluates a checkpoint of a job on every dataset but train"
-    goes_on = True
+    continues_without_output = True
     is_of_many_processes = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:

@@ -80,14 +80,14 @@ class Mode(abc.ABC):
     Attributes:
       name: The mode's name on the command line; not needed for a mode that is given in full.
       summary: One line for --help.
-      goes_on: Whether the mode finishes its work if its output is closed, because its results are
-        files.
+      continues_without_output: Whether the mode finishes its work even if its standard output is
+        closed, because its results are files.
       is_of_many_processes: Whether several processes (--coordinator) may run it together.
     """
 
     name: str = ""
     summary: str
-    goes_on: bool = False
+    continues_without_output: bool = False
     is_of_many_processes: bool = False
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:  # noqa: B027

@@ -37,7 +37,7 @@ class Train(Mode):
 
     name = "train"
     summary = "trains an experiment, or resumes its job"
-    goes_on = True
+    continues_without_output = True
     is_of_many_processes = True
 
     def __init__(self, tools: "JobTools"):

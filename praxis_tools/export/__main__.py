@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Writes program.bin, weights.npz, manifest.json and load.py, which runs them, into OUT."""
-    run(lambda: _export(argv), goes_on=True)
+    run(lambda: _export(argv), continues_without_output=True)
 
 
 def _export(argv: Sequence[str] | None) -> None:

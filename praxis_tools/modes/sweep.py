@@ -13,7 +13,7 @@ class Sweep(Mode):
 
     name = "sweep"
     summary = "trains an experiment with many settings and finds the best"
-    goes_on = True
+    continues_without_output = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the options for the search, the metric and the processes."""

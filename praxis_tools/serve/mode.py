@@ -25,7 +25,7 @@ class Serve(Mode):
 
     name = "serve"
     summary = "serves completions and chats over HTTP, as OpenAI's API does"
-    goes_on = True
+    continues_without_output = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the options for the model, the port and the limits."""

@@ -122,8 +122,8 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
     """Returns the facts of a job within a scope."""
     proof, examples = _proof(job_dir, scope)
     newest = max([scope.last_step, *committed_steps(job_dir.checkpoints)])
-    parts = proof.history.parts if proof is not None else ()
-    starts = [part.first_step - 1 for part in parts]
+    segments = proof.history.segments if proof is not None else ()
+    starts = [segment.first_step - 1 for segment in segments]
     files = JobFiles(
         job_dir, scope.last_step, newest, reading.packages, first_step=min(starts, default=0),
         start=max(starts, default=scope.last_step),
@@ -149,7 +149,7 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
         _fact(
             "time", timeline.name, lambda: _beginning(timeline, scope), files.faults_of_timeline
         ),
-        _changes(files, scope, parts),
+        _changes(files, scope, segments),
     ]
 
 
@@ -182,7 +182,7 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
             Fact("examples", "on record", None, "there is no record", (fault,)),
         ]
     return proof, [
-        Fact("versions", "by their first step", _versions(proof.history.parts)),
+        Fact("versions", "by their first step", _versions(proof.history.segments)),
         Fact("examples", "on record", {
             "first_step": proof.history.first_step, "last_step": proof.history.last_step,
             "rows": proof.history.num_rows, "left_out_batches": list(proof.history.skipped),
@@ -199,13 +199,13 @@ def _damaged_examples(job_dir: JobDir) -> list[str]:
     ]
 
 
-def _versions(parts: Sequence[Segment]) -> list[dict[str, Any]]:
+def _versions(segments: Sequence[Segment]) -> list[dict[str, Any]]:
     """Returns the versions of packages at the start, and after each change."""
     result: list[dict[str, Any]] = []
-    for part in parts:
-        versions = dict(part.starts[0].versions)
+    for segment in segments:
+        versions = dict(segment.starts[0].versions)
         if not result or result[-1] != {"from_step": result[-1]["from_step"], **versions}:
-            result.append({"from_step": part.first_step, **versions})
+            result.append({"from_step": segment.first_step, **versions})
     return result
 
 
@@ -297,13 +297,13 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
     )
 
 
-def _changes(files: JobFiles, scope: Scope, parts: Sequence[Segment]) -> Fact:
+def _changes(files: JobFiles, scope: Scope, segments: Sequence[Segment]) -> Fact:
     path = files.job_dir.elastic_jsonl
 
     def faults() -> Iterator[str]:
         if path.exists():
             yield from faults_of_lines(path)
-        elif any(part.starts[0].generation is not None for part in parts):
+        elif any(segment.starts[0].generation is not None for segment in segments):
             yield f"{path.name} is missing, and the job is elastic"
 
     return _fact(
