@@ -45,8 +45,8 @@ def imported(module: str, name: str) -> Any:
     )
     if module == "__main__":
         missing = (
-            f"config.json contains {module}.{name}, which a notebook or script has defined, but "
-            "which is not defined here yet. Run the cell or lines that define it first."
+            f"config.json contains {module}.{name}, which was defined in a notebook or script and "
+            "is not defined here yet. Run the code that defines it first."
         )
     value = _module(module)
     for depth, part in enumerate(name.split(".")):

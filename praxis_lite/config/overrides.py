@@ -1,4 +1,4 @@
-"""`--set path=value`: sets a field of a config, with checks before anything is built."""
+"""Sets fields of a config (`--set path=value`), and checks them before anything is built."""
 
 import dataclasses
 import functools

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, printable
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
-from praxis_lite.host.user_errors import described, explained
+from praxis_lite.host.user_errors import describe_error, explain_error
 from praxis_lite.host.whole_files import DISK_FULL, not_written
 from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.signals import EndsBySignal
 from praxis_lite.job.processes.standard_output import (
-    open_what_is_closed,
+    open_closed_streams,
     output_may_be_lost,
 )
 
@@ -46,7 +46,7 @@ def run(
         file.
       wraps: Whether to wrap errors at 100 characters; False prints a single line, for scripts.
     """
-    open_what_is_closed()
+    open_closed_streams()
     with output_may_be_lost(continues=continues_without_output), EndsBySignal(), ending_together():
         _add_current_directory_to_path()
         _run(command, traceback_txt, wraps)
@@ -90,10 +90,10 @@ def _run(
             print_error(not_written(error.filename or "A file", error), wraps=wraps)
             sys.exit(2)
         if reason := lack_of_memory(error):
-            description = (described(error) or "").rstrip(".")
+            description = (describe_error(error) or "").rstrip(".")
             print_error(out_of_memory(description or reason), wraps=wraps)
             sys.exit(2)
-        explanation = explained(error, traceback_txt())
+        explanation = explain_error(error, traceback_txt())
         if explanation is None:
             raise
         print_error(explanation.message, wraps=wraps)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.processes.addresses import joined
+from praxis_lite.job.processes.addresses import format_address
 from praxis_tools.elastic.decisions import (
     Decision,
     EndJob,
@@ -160,7 +160,7 @@ class Leader:
             number=(last.number if last else 0) + 1, kind=start.kind, who=start.who, why=start.why,
             members=start.members,
             incarnations=tuple(view.members[k].incarnation for k in start.members),
-            coordinator=joined(first.address, first.port), event=event, noticed=noticed,
+            coordinator=format_address(first.address, first.port), event=event, noticed=noticed,
             agreed=time.time(), last_step=last_step_made(last, view.members),
             num_fruitless=(
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1

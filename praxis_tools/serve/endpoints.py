@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from praxis_lite.host.host_names import asks_for
+from praxis_lite.host.host_names import has_allowed_host
 from praxis_tools.serve import bodies, requests
 from praxis_tools.serve.answer import Answer, Delta
 from praxis_tools.serve.api_error import ApiError
@@ -111,7 +111,7 @@ def _checked(
     async def checked(http: HttpRequest) -> Response:
         try:
             hosts = http.headers.getlist("host")
-            if limits.hosts is not None and not asks_for(hosts, limits.hosts):
+            if limits.hosts is not None and not has_allowed_host(hosts, limits.hosts):
                 raise ApiError(
                     403, f"The request is for the host {', '.join(hosts)!a:.80}, but this server "
                     "only answers its own machine. Start it with --host to open it.",

@@ -36,7 +36,8 @@ _GIL_SECONDS = 16.0
 # JAX's own timeout. It must be longer: JAX aborts processes without naming the one that failed. It
 # sends a heartbeat twice in this time, so it aborts 25 to 50 s after a failure.
 JAX_HEARTBEAT_SECONDS = 50
-# How long the first process, which runs the service, stays so that others can read why it failed.
+# How long the first process, which runs the service, stays alive after a failure, so that the
+# other processes can read the reason.
 _LINGER_SECONDS = 3.0
 _RECORD_SECONDS = 1.0
 
@@ -201,7 +202,7 @@ def _record_own_end(status: int, reason: str) -> None:
 
 
 def _linger() -> None:
-    """Waits until other processes can have read the record, in the process with the service."""
+    """In the process that runs the service, waits so that the others can read the record."""
     if processes.is_first() and processes.membership() is None:
         threading.Event().wait(_LINGER_SECONDS)
 

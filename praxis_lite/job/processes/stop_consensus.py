@@ -1,4 +1,4 @@
-"""Makes all processes of a job agree at every step on stopping, saving and profiling."""
+"""Makes all processes of a job stop, save and profile at the same step."""
 
 import logging
 import time
