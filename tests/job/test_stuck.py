@@ -298,7 +298,7 @@ def test_devices_that_end_no_step_are_no_process_s_fault(doing):
     ))
     actual, when = verdict_on(place_of, 3, 300.0)
     assert actual.processes == () and len(actual.waiting) == 3
-    assert "no process is behind; a device, or a link" in actual.why
+    assert "a device, or a link between devices, is stuck" in actual.why
     assert 60.0 < actual.seconds < 70.0
 
 

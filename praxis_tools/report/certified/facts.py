@@ -30,7 +30,7 @@ from praxis_tools.report.certified.job_files import (
 )
 from praxis_tools.report.step_certificates import failed, step_certificates
 
-_MOST_CHECKPOINTS = 3
+_MAX_CHECKPOINTS = 3
 # Append-only files. If the job has continued, only their beginning is compared.
 _GROWING = ("certificates.jsonl", "elastic.jsonl")
 _FOLDERS = ("tokenizers/", "huggingface")
@@ -103,7 +103,7 @@ def scope_of(job_dir: JobDir) -> Scope:
             f"{job_dir.path} has no checkpoint to certify. Train until a step is saved."
         )
     # Numbered folders include those without a commit, which are damaged.
-    newest = tuple(numbered_steps(job_dir.checkpoints)[-_MOST_CHECKPOINTS:])
+    newest = tuple(numbered_steps(job_dir.checkpoints)[-_MAX_CHECKPOINTS:])
     sizes = {
         name: path.stat().st_size for name in _GROWING
         if (path := job_dir.path / name).is_file()
