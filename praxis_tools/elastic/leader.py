@@ -142,7 +142,7 @@ class Leader:
                     self._print_status(why)
             case StopWorkers(why):
                 if self._rendezvous.request_stop(last.number, why):
-                    self._print_status(f"{why}: the running step is made and saved")
+                    self._print_status(f"{why}: the current step will be completed and saved")
             case EndJob(status, why):
                 if last is not None and last.number not in self._recorded:
                     self._record(generation_record(last, view.members))
@@ -181,7 +181,7 @@ class Leader:
         recorded = self._recorded_generations()
         self._recorded = recorded | {record.generation}
         if record.generation in recorded:
-            return  # Another leader was faster.
+            return  # Another leader has recorded it already.
         try:
             append_record(self._elastic_jsonl, record)
         except OSError as error:
