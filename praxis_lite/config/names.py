@@ -77,10 +77,10 @@ def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> A
     if len(text) > 200 or not all(part.isidentifier() for part in parts):
         return None
     splits = [(".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
-    for module, name in splits or [(place, text) for place in (*nearby, *SHORT)]:
+    for module, name in splits or [(module, text) for module in (*nearby, *SHORT)]:
         is_nearby = module in nearby and module in sys.modules
-        may_look = is_nearby or is_allowed(module, name, packages)
-        value = _attribute_at(module, name) if may_look else None
+        may_import = is_nearby or is_allowed(module, name, packages)
+        value = _attribute_at(module, name) if may_import else None
         symbol = None if value is None else name_of(value)
         # Modules re-export names: the defining module must be allowed.
         if symbol is not None and is_allowed(*symbol, packages):

@@ -62,21 +62,25 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Do nothing. `why` is "" if the job is training."""
+    """Decision to do nothing.
+
+    Attributes:
+      why: What the job waits for, as text; "" if it is training.
+    """
 
     why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class StopWorkers:
-    """Stop the workers after a step, because a member joins or leaves."""
+    """Decision to stop the workers after a step, because a member joins or leaves."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class StartGeneration:
-    """Start the next generation.
+    """Decision to start the next generation.
 
     Attributes:
       kind: Event that ended the previous generation; see `Generation`.
@@ -95,7 +99,7 @@ class StartGeneration:
 
 @dataclasses.dataclass(frozen=True)
 class EndJob:
-    """End the job with an exit status."""
+    """Decision to end the job with an exit status."""
 
     status: int
     why: str
