@@ -46,7 +46,7 @@ def imported(module: str, name: str) -> Any:
     if module == "__main__":
         missing = (
             f"config.json contains {module}.{name}, which was defined in a notebook or script and "
-            "is not defined here yet. Run the code that defines it first."
+            "is not defined here yet. Run the cell or the code that defines it first."
         )
     value = _module(module)
     for depth, part in enumerate(name.split(".")):

@@ -128,5 +128,5 @@ def test_the_stuck_worker_of_an_elastic_job_is_named_ended_and_replaced(seen_of,
             assert "Its stacks are not available" in report
         else:
             assert re.search(r'experiments.py", line \d+,? in hang', report), report
-            pattern = r"first collective that needs (its|the stuck one's) devices: "
+            pattern = r"first collective that needs (its|the stuck process's) devices: "
             assert re.search(pattern, report), report
