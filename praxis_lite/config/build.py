@@ -112,12 +112,12 @@ def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
             name = field.path.rpartition(".")[2]
             needed += [_PACKAGES_OF_SETTINGS.get((name, value)) for value in (field.value, "")]
     needed = dict.fromkeys(name for name in needed if name not in (None, package))
-    others = [name for name in needed if not is_installed(name)]
-    if not others:
+    missing = [name for name in needed if not is_installed(name)]
+    if not missing:
         return ""
     return (
-        f" The config also needs {', '.join(others)}, which is not installed either. To install "
-        f"all: {install_line([package, *others])}."
+        f" The config also needs {', '.join(missing)}, which is not installed either. To install "
+        f"all: {install_line([package, *missing])}."
     )
 
 

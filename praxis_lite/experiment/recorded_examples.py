@@ -82,7 +82,7 @@ def proof_of_examples(
       settings: Settings "path=value", as for --set, such as the current location of the data.
       recorded_only: Whether to check only the record, without recomputing the data.
       progress: Called with (number of compared steps, number of all steps).
-      last_step: The last step to check; None for the step of the newest checkpoint.
+      last_step: The last step to check; None for the step of the latest checkpoint.
       num_lost_steps: Number of recomputed steps, including unrecorded ones between two saves.
 
     Raises:

@@ -82,9 +82,9 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
                 f"--packages={shown(package)}: there is no such package on sys.path, which "
                 "includes the current directory under `python -m praxis_lite.main`."
             )
-    others = sorted(key.partition(".")[0] for key in registered if not key.startswith(f"{HOME}."))
-    others += [_MAIN] if _is_interactive(_MAIN) else []
-    return tuple(dict.fromkeys([HOME, *listed, *others]))
+    own = sorted(key.partition(".")[0] for key in registered if not key.startswith(f"{HOME}."))
+    own += [_MAIN] if _is_interactive(_MAIN) else []
+    return tuple(dict.fromkeys([HOME, *listed, *own]))
 
 
 def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]":

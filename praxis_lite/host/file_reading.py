@@ -56,21 +56,21 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
-def lines_of(path: Path, newest: int | None = None) -> list[str]:
+def lines_of(path: Path, num_bytes: int | None = None) -> list[str]:
     """Returns the lines of a file to which a job appends; [] if the file does not exist.
 
     Args:
       path: The file.
-      newest: Number of bytes to read from the end, so that the first line may be incomplete; None
-        to read the complete file.
+      num_bytes: Number of bytes to read from the end, so that the first line may be incomplete;
+        None to read the complete file.
 
     Raises:
       ConfigError: The file cannot be read.
     """
     try:
         with opened(path) as file:
-            if newest is not None:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - newest))
+            if num_bytes is not None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
             content = file.read()
     except FileNotFoundError:
         return []

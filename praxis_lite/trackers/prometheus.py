@@ -57,7 +57,7 @@ class LatestMetrics(Collector):
         for (name, dataset), value in values:
             name = f"praxis_lite_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
             if name not in families:
-                families[name] = GaugeMetricFamily(name, f"The newest {name} of a run.")
+                families[name] = GaugeMetricFamily(name, f"The latest {name} of a run.")
             labels = {**self._labels, **({"dataset": dataset} if dataset else {})}
             families[name].add_sample(name, labels, value)
         yield from families.values()

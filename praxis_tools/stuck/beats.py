@@ -116,5 +116,5 @@ def report_stuck(report: str) -> bool:
     if dog is None:
         watchdog.write_report(report, None)
         return False
-    dog.say(report)
+    dog.write(report)
     return dog.may_end()

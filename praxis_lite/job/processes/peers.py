@@ -189,7 +189,7 @@ def _record_end(process: int, reason: str, status: int) -> None:
 
 
 def _record_own_end(status: int, reason: str) -> None:
-    """Records that this process ends, whatever its main thread does; takes seconds."""
+    """Records that this process ends, even if its main thread is busy; may take a few seconds."""
     if not _has_succeeded.is_set():
         _is_failing.set()
         # Use a thread, because the call never returns if the service is stopped.
@@ -253,7 +253,7 @@ def _send_heartbeats() -> None:
             beats.receive(_newest_beats(client, process))
             stuck = beats.check(client)
         except RuntimeError:
-            return  # The service is gone; `_wait_for_failure` ends this process.
+            return  # The service has ended; `_wait_for_failure` ends this process.
         _num_responses += 1
         for other in range(1, processes.count()) if is_first else (0,):
             if (seconds := beats.silent_seconds(other)) >= SILENT_SECONDS:

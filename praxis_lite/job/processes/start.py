@@ -189,7 +189,7 @@ def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | No
     """Returns (launcher, num_processes, process_id); ("", None, None) without a launcher."""
     for launcher, (size, rank) in _LAUNCHERS.items():
         if size in environment and rank in environment:
-            # A script of sbatch that does not use srun runs once, whatever its number of tasks.
+            # A script of sbatch that does not use srun runs only once, for any number of tasks.
             if launcher == "SLURM" and not all(name in environment for name in _SLURM_STEP):
                 continue
             return launcher, int(environment[size]), int(environment[rank])
