@@ -23,7 +23,7 @@ class Certify(Mode):
     """Certifies jobs by digests of their files and data, or verifies such a certificate."""
 
     name = "certify"
-    summary = "certifies a job by digests of its files and data, or verifies a certificate"
+    summary = "certifies jobs by digests of their files, or verifies a certificate"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the jobs, --json, --html, --verify and --recorded_only."""

@@ -133,7 +133,7 @@ def run_trials(
                 running.remove(ended)
                 note(f"trial {ended.trial.number}: {ended.record()}")
             for still_running in running:
-                still_running.judge()
+                still_running.prune_if_bad()
             if time.monotonic() - printed_at > _PROGRESS_SECONDS:
                 printed_at = time.monotonic()
                 note(_progress(study, running))
