@@ -77,9 +77,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         is_open = command.job_dir is not None and processes.is_first()
         return command.job_dir.traceback_txt if is_open else None
 
+    def continues_without_output() -> bool:
+        return mode is not None and mode.continues_without_output and not command.list
+
     run(
         launch,
-        goes_on=lambda: mode is not None and mode.goes_on and not command.list,
+        continues_without_output=continues_without_output,
         traceback_txt=traceback_txt,
         wraps=True,
     )

@@ -1,6 +1,6 @@
-"""The modes of praxis_tools as Python calls: explain, plan, check and report.
+"""The modes explain, plan, check and report as Python functions.
 
-They take what the command line takes, do the same, and raise what it prints as a paragraph.
+They take the same options as the command line and raise `ConfigError` where it prints an error.
 """
 
 import functools
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from praxis_lite.api import command_line
 from praxis_lite.config.python_settings import Settings
 from praxis_lite.core.errors import require, require_choice
-from praxis_tools.modes.check import checked
-from praxis_tools.modes.explain import explained
-from praxis_tools.modes.plan import STEPS, planned
+from praxis_tools.modes.check import check_experiment
+from praxis_tools.modes.explain import explain_experiment
+from praxis_tools.modes.plan import STEPS, plan_experiment
 
 if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Experiment
@@ -29,17 +29,21 @@ def explain(
     settings: Settings = (),
     packages: Sequence[str] = (),
 ) -> "Explanation":
-    """Returns the layout of an experiment and its compiled steps, as --mode=explain prints them.
+    """Compiles an experiment's steps and returns their layout, memory and collectives.
 
-    A notebook draws what each device holds and sends; nothing is trained.
+    A notebook displays the result as a page that shows what each device stores and sends. Nothing
+    is trained.
 
     Args:
-      experiment, settings, packages: as for `train`.
+      experiment: Name or class of the experiment, as for `train`.
+      settings: Changes to the experiment's config, as for `train`.
+      packages: Names of packages with experiments, as for `train`.
 
     Raises:
-      ConfigError: as `train`.
+      ConfigError: The experiment or a setting is invalid, as for `train`.
     """
-    return explained(command_line("explain", experiment, settings, packages), lambda text: None)
+    command = command_line("explain", experiment, settings, packages)
+    return explain_experiment(command, lambda text: None)
 
 
 def plan(
@@ -52,29 +56,33 @@ def plan(
     settings: Settings = (),
     packages: Sequence[str] = (),
 ) -> "Plan":
-    """Returns time, memory and cost of an experiment's steps on devices that need not be there.
+    """Predicts time, memory and cost of an experiment's steps on devices that are not attached.
 
-    A step that does not fit is no error: see the plan's `fits`.
+    A step that exceeds the device memory raises no error; check the plan's `fits`.
 
     Args:
-      experiment, settings, packages: as for `train`.
-      topology: the devices, as for --topology: "v5e:16x16", "gpu:h100:4x8", "cpu:8".
-      steps: of "train", "eval" and "decode".
-      num_slices: so many slices of that topology.
-      batch_sizes: of prompts, each a plan of "decode"; empty: that of the first dataset of prompts.
+      experiment: Name or class of the experiment, as for `train`.
+      topology: The devices to plan for, such as "v5e:16x16", "gpu:h100:4x8" or "cpu:8".
+      steps: Any of "train", "eval" and "decode".
+      num_slices: Number of slices of that topology.
+      batch_sizes: Numbers of prompts to plan "decode" for; by default the batch size of the first
+        dataset of prompts.
+      settings: Changes to the experiment's config, as for `train`.
+      packages: Names of packages with experiments, as for `train`.
 
     Raises:
-      ConfigError: as `train`, there is no such topology, or the mesh does not fill it.
+      ConfigError: The experiment or a setting is invalid, as for `train`, the topology is unknown,
+        or the mesh does not use all its devices.
     """
     steps = [steps] if isinstance(steps, str) else list(steps)
-    require(bool(steps), "plan: steps", steps, f"some of {', '.join(STEPS)}")
+    require(bool(steps), "plan: steps", steps, f"at least one of {', '.join(STEPS)}")
     for step in steps:
         require_choice("plan: steps", step, STEPS)
     require(
         "decode" in steps or not batch_sizes, "plan: steps", steps, "decode, with batch_sizes"
     )
     command = command_line("plan", experiment, settings, packages)
-    return planned(command, lambda text: None, topology, num_slices, steps, batch_sizes)
+    return plan_experiment(command, lambda text: None, topology, num_slices, steps, batch_sizes)
 
 
 def check(
@@ -86,36 +94,39 @@ def check(
     settings: Settings = (),
     packages: Sequence[str] = (),
 ) -> "Certificate":
-    """Returns the comparison of an experiment on meshes with a single device.
+    """Compares an experiment on several meshes with one device.
 
-    It prints what it does as it goes, for it may take minutes. See the certificate's `certified`.
+    It prints its progress, because it may take minutes. The result is in the certificate's
+    `certified`.
 
     Args:
-      experiment, settings, packages: as for `train`.
-      meshes: shapes of the experiment's axes, such as [(1, 4, 2), (2, 2, 2)]; None: its own, each
-        axis alone, all axes, and one that divides as little as possible.
-      steps: of training on the experiment's own mesh.
-      shrink: True: a smaller model of the same kind, for one device to hold.
+      experiment: Name or class of the experiment, as for `train`.
+      meshes: Mesh shapes to check, such as [(1, 4, 2), (2, 2, 2)]. By default the experiment's
+        mesh, each axis alone, all axes, and a mesh that divides as few dims as possible.
+      steps: Number of training steps on the experiment's mesh.
+      shrink: Whether to check a smaller model of the same architecture that fits on one device.
+      settings: Changes to the experiment's config, as for `train`.
+      packages: Names of packages with experiments, as for `train`.
 
     Raises:
-      ConfigError: as `train`, or a mesh does not fit.
+      ConfigError: The experiment or a setting is invalid, as for `train`, or a mesh does not fit.
     """
     command = command_line("check", experiment, settings, packages)
-    return checked(
+    return check_experiment(
         command, functools.partial(print, flush=True), meshes=meshes, steps=steps, shrink=shrink
     )
 
 
 def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":
-    """Returns jobs beside each other, from their files, as --mode=report prints them.
+    """Compares jobs by their files: curves, configs, samples, evaluations and times.
 
-    A notebook shows curves, evaluations, settings that differ, samples, and where the time went.
+    A notebook displays the result as a page.
 
     Args:
-      job_log_dirs: of one job or several, which may be training.
+      *job_log_dirs: Directories of one or more jobs, which may still be running.
 
     Raises:
-      ConfigError: a directory is no job's, or its files cannot be read.
+      ConfigError: A directory contains no job, or its files cannot be read.
     """
     from praxis_tools.report.job_reader import named_jobs
     from praxis_tools.report.report import ReportReader

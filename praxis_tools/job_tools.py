@@ -32,7 +32,7 @@ def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
     """Yields a listener that writes timeline.jsonl; prints the goodput if training succeeds."""
     with Timeline(files.timeline_jsonl, events, note) as timeline:
         yield timeline
-    if not timeline.is_taken_back:
+    if not timeline.is_discarded:
         note_goodput(files, note)
 
 

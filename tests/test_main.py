@@ -214,9 +214,9 @@ def test_what_is_missing_on_the_command_line_is_named(tmp_path):
     for mode in ("train", "explain"):
         message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
         assert f"--mode={mode} " in message and "--exp=NAME" in message and "--list" in message
-    assert "--mode=train needs --job_log_dir=DIR" in refused(TINY)
+    assert "--mode=train requires --job_log_dir=DIR" in refused(TINY)
     for mode in ("eval", "decode", "summary"):
-        assert f"--mode={mode} needs --job_log_dir=DIR" in refused(f"--mode={mode}")
+        assert f"--mode={mode} requires --job_log_dir=DIR" in refused(f"--mode={mode}")
 
 
 def test_a_foreign_directory_is_left_alone(tmp_path):

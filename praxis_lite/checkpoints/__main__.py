@@ -19,7 +19,7 @@ from praxis_lite.job.command import Parser, status_of
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit status; errors are printed to standard error."""
-    status = status_of(lambda: _run(argv), goes_on=False)
+    status = status_of(lambda: _run(argv), continues_without_output=False)
     # A closed pipe, as with `| head`, is not a failure.
     return 0 if status == 128 + signal.SIGPIPE else status
 

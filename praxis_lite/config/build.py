@@ -18,7 +18,7 @@ from praxis_lite.host.optional_packages import (
     install_line,
     is_installed,
 )
-from praxis_lite.host.user_errors import own_words
+from praxis_lite.host.user_errors import first_paragraph
 
 __all__ = ("build",)
 
@@ -46,10 +46,10 @@ def build(config: fdl.Config) -> Any:
             raise raised.with_traceback(error.__traceback__) from raised.__cause__
         name, path = place.groups()
         path = path.lstrip(".").replace("['", ".").replace("']", "")
-        message = own_words(error)
+        message = first_paragraph(error)
         hint = "Fix the class, or its arguments in the experiment."
         if "'rngs'" in message:
-            hint = f"It will be called with rngs later: write fdl.Partial({name}, ...) instead."
+            hint = f"It is called with rngs later, so use fdl.Partial({name}, ...) instead."
         raise ConfigError(
             f"{path}: {name} cannot be built: {shown(message, 1000).rstrip('.')}. {hint}"
         ) from error
@@ -74,7 +74,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
 
     Args:
       config: The config.
-      recorded: The config.json that `config` was read from; None if the experiment's class made it.
+      recorded: The config.json that `config` was read from; None if an experiment created it.
     """
     try:
         yield
@@ -112,12 +112,12 @@ def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
             name = field.path.rpartition(".")[2]
             needed += [_PACKAGES_OF_SETTINGS.get((name, value)) for value in (field.value, "")]
     needed = dict.fromkeys(name for name in needed if name not in (None, package))
-    others = [name for name in needed if not is_installed(name)]
-    if not others:
+    missing = [name for name in needed if not is_installed(name)]
+    if not missing:
         return ""
     return (
-        f" The config also needs {', '.join(others)}, which is not installed either. To install "
-        f"all: {install_line([package, *others])}."
+        f" The config also needs {', '.join(missing)}, which is not installed either. To install "
+        f"all: {install_line([package, *missing])}."
     )
 
 

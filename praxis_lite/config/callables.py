@@ -52,24 +52,24 @@ def _full_name(value: Any) -> str | None:
     return ".".join(symbol) + ("()" if isinstance(settings, fdl.Config) else "")
 
 
-def parse_callable(text: str, present: Any, annotation: Any, packages: Collection[str]) -> Any:
+def parse_callable(text: str, current: Any, annotation: Any, packages: Collection[str]) -> Any:
     """Returns the function, class or config with a name, or None.
 
     Args:
         text: A full or bare name (see `names.named`), with or without `()`.
-        present: The current value; a Config is replaced by a Config, a Partial by a Partial.
+        current: The current value; a Config is replaced by a Config, a Partial by a Partial.
         annotation: Annotation of the field; if it is a class, the result is a Config of it.
         packages: Top-level packages whose functions and classes may be used.
     """
     name, is_called = text.removesuffix("()"), text.endswith("()")
-    value = named(name, packages, _places(present, annotation))
+    value = named(name, packages, _modules_to_search(current, annotation))
     if value is None or (is_called and not callable(value)):
         return None
-    if not is_called and value is _function(present):
-        return present  # Keep the current settings.
-    if is_called or isinstance(present, fdl.Config) or takes(annotation) == "instance":
+    if not is_called and value is _function(current):
+        return current  # Keep the current settings.
+    if is_called or isinstance(current, fdl.Config) or takes(annotation) == "instance":
         return fdl.Config(value)
-    return fdl.Partial(value) if isinstance(present, fdl.Partial) else value
+    return fdl.Partial(value) if isinstance(current, fdl.Partial) else value
 
 
 def takes(annotation: Any) -> str | None:
@@ -79,16 +79,16 @@ def takes(annotation: Any) -> str | None:
     return "instance" if _classes(annotation) else None
 
 
-def suggestion(text: str, present: Any, annotation: Any) -> str:
+def suggestion(text: str, current: Any, annotation: Any) -> str:
     """Returns a hint such as ' Did you mean lion?' with similar names, or ''."""
     if {int, float, str, bool} & set(_kinds(annotation)):
         return ""  # The text may not have been meant as a name.
-    return did_you_mean(text.removesuffix("()"), names_in(_places(present, annotation)))
+    return did_you_mean(text.removesuffix("()"), names_in(_modules_to_search(current, annotation)))
 
 
-def _places(present: Any, annotation: Any) -> list[str]:
+def _modules_to_search(current: Any, annotation: Any) -> list[str]:
     """Returns the modules in which to look up a bare name first."""
-    symbol = name_of(_function(present))
+    symbol = name_of(_function(current))
     classes = [kind.__module__ for kind in _classes(annotation)]
     return ([] if symbol is None else [symbol[0]]) + classes
 

@@ -1,4 +1,4 @@
-"""`--set BATCH_SIZE=32`: sets attributes of an experiment's class before it makes its config."""
+"""Sets attributes of an experiment before it creates its config, as in `--set BATCH_SIZE=32`."""
 
 import copy
 import re
@@ -29,7 +29,7 @@ def configured(
     """Returns the config of an experiment with the settings of `--set` applied.
 
     A setting whose path starts with an attribute of the class sets that attribute of the instance
-    before the config is made; other settings set fields of the config.
+    before the config is created; other settings set fields of the config.
 
     Args:
         experiment: The experiment's class.

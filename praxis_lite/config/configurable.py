@@ -83,7 +83,7 @@ def refused(where: str, module: str, name: str) -> str:
     if module == "__main__":
         return (
             f"{where} contains {shown(f'{module}.{name}')}, which was defined in a notebook or "
-            "script and is available only there: define it, and call praxis_lite.load(DIR, "
+            "script and is available only there. Define it, and call praxis_lite.load(DIR, "
             "packages=['__main__']). For --mode=eval and other processes, define it in a module of "
             "your package, train from there, and add --packages=PACKAGE."
         )

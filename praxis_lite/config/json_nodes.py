@@ -61,7 +61,7 @@ def read(node: Any, packages: Collection[str]) -> Any:
 def damaged(path: str, reason: str) -> ConfigError:
     """Returns the error for a config.json that is not valid."""
     return ConfigError(
-        f"config.json is damaged, or praxis_lite did not write it: {shown(path, 300)}: {reason}. "
+        f"config.json is damaged, or was not written by praxis_lite: {shown(path, 300)}: {reason}. "
         "Restore the file or start a new job."
     )
 
@@ -87,7 +87,10 @@ class _Writer:
         if id(value) in self._written:
             node = self._written[id(value)][1]
             if node is None:
-                raise ConfigError(f"{path}: the config contains itself. Remove it there.")
+                raise ConfigError(
+                    f"{path}: the config contains itself, which config.json cannot represent. "
+                    "Remove this reference."
+                )
             if "id" not in node:
                 self._num_ids += 1
                 node["id"] = self._num_ids
@@ -103,7 +106,9 @@ class _Writer:
         if isinstance(value, fdl.Buildable):
             # Fiddle's other Buildables are for tools that edit configs.
             if _BUILDABLES.get(kind) is not type(value):
-                raise ConfigError(f"{path}: is {describe(value)}: write an fdl.Config.")
+                raise ConfigError(
+                    f"{path} is {describe(value)}; expected an fdl.Config or fdl.Partial."
+                )
             name = self._name(fdl.get_callable(value), path)
             return {kind: name, "arguments": self._arguments(value.__arguments__, path)}
         if isinstance(value, functools.partial):
@@ -149,7 +154,7 @@ class _Writer:
                 else f"{describe(value)}, which is not a literal and has no name in a module"
             )
             raise ConfigError(
-                f"{path}: is {description}, so it cannot be written to config.json. Define it at "
+                f"{path} is {description}, so it cannot be written to config.json. Define it at "
                 "the top level of a module, or use fdl.Config(...) of the class or function that "
                 "creates it."
             )

@@ -45,8 +45,8 @@ def imported(module: str, name: str) -> Any:
     )
     if module == "__main__":
         missing = (
-            f"config.json contains {module}.{name}, which a notebook or script has defined, but "
-            "which is not defined here yet. Run the cell or lines that define it first."
+            f"config.json contains {module}.{name}, which was defined in a notebook or script and "
+            "is not defined here yet. Run the cell or the code that defines it first."
         )
     value = _module(module)
     for depth, part in enumerate(name.split(".")):
@@ -77,10 +77,10 @@ def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> A
     if len(text) > 200 or not all(part.isidentifier() for part in parts):
         return None
     splits = [(".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
-    for module, name in splits or [(place, text) for place in (*nearby, *SHORT)]:
+    for module, name in splits or [(module, text) for module in (*nearby, *SHORT)]:
         is_nearby = module in nearby and module in sys.modules
-        may_look = is_nearby or is_allowed(module, name, packages)
-        value = _attribute_at(module, name) if may_look else None
+        may_import = is_nearby or is_allowed(module, name, packages)
+        value = _attribute_at(module, name) if may_import else None
         symbol = None if value is None else name_of(value)
         # Modules re-export names: the defining module must be allowed.
         if symbol is not None and is_allowed(*symbol, packages):

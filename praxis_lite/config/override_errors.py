@@ -48,9 +48,9 @@ def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bo
     """Returns a description of the values that a field accepts instead of `text`."""
     expected, parts = str(wrong), union_parts(annotation)
     plain = [type_name(part) for part in parts if is_plain(part)]
-    others = [_kind(part) for part in parts if not is_plain(part)]
+    objects = [_kind(part) for part in parts if not is_plain(part)]
     if may_be_named:
-        expected = " or ".join([*plain, *others]) if plain and others else expected
+        expected = " or ".join([*plain, *objects]) if plain and objects else expected
         return (
             f"{expected}; a function or class is given by its name, such as optax.lion (if it is "
             "in your package, add --packages), and its result with (), such as "
@@ -61,14 +61,15 @@ def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bo
             parse_value(f"{text},", annotation)
             return f"{expected}; write a sequence of one item as {shown(text)},"
         return f"{expected}, with items separated by commas"
-    if plain and others:
+    if plain and objects:
         return (
-            f"{' or '.join(plain)}; {' or '.join(others)} can only be set in the experiment's code"
+            f"{' or '.join(plain)}; {' or '.join(objects)} can only be set in the experiment's code"
         )
     return expected
 
 
 def _kind(annotation: Any) -> str:
+    """Returns a type that --set cannot write as text, such as "a function" or "an Optimizer"."""
     if "Callable" in str(annotation):
         return "a function"
     name = type_name(annotation).rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""`--set path=value`: sets a field of a config, with checks before anything is built."""
+"""Sets fields of a config (`--set path=value`), and checks them before anything is built."""
 
 import dataclasses
 import functools
@@ -109,11 +109,11 @@ def _apply(
     trail = _resolve(config, path)
     if trail is None:
         raise ConfigError(no_such_path(config, path, attributes))
-    present, annotation = trail[-1].value, trail[-1].annotation
+    current, annotation = trail[-1].value, trail[-1].annotation
     path = functools.reduce(join, (step.key for step in trail), "")
-    value = _checked_value(path, text, present, annotation, packages)
-    change = f"{path}: {shown_value(present, annotation)} -> {shown_value(value, annotation)}"
-    if value is present:
+    value = _checked_value(path, text, current, annotation, packages)
+    change = f"{path}: {shown_value(current, annotation)} -> {shown_value(value, annotation)}"
+    if value is current:
         return change
     for step in reversed(trail):
         if isinstance(step.parent, fdl.Buildable):
@@ -189,42 +189,42 @@ def _replaced(container: Any, key: str | int, value: Any) -> Any:
 
 
 def _checked_value(
-    path: str, text: str, present: Any, annotation: Any, packages: Collection[str]
+    path: str, text: str, current: Any, annotation: Any, packages: Collection[str]
 ) -> Any:
     """Returns the value of a text after `path=`; raises ConfigError if its type is wrong."""
     text = text.strip()
-    is_config = not holds_only_literals(present)
-    if text == text_of_value(present, annotation) and is_config:
-        return present
-    may_be_named = takes(annotation) or (is_config and _is_single(present))
+    is_config = not holds_only_literals(current)
+    if text == text_of_value(current, annotation) and is_config:
+        return current
+    may_be_named = takes(annotation) or (is_config and _is_single(current))
     # A bare word is first tried as a string, below.
     is_named = is_config or "." in text or text.endswith("()")
     if may_be_named and is_named:
-        value = parse_callable(text, present, annotation, packages)
+        value = parse_callable(text, current, annotation, packages)
         if value is not None:
             return value
     try:
-        if is_config and (annotation in (UNKNOWN, Any) or not _is_single(present)):
+        if is_config and (annotation in (UNKNOWN, Any) or not _is_single(current)):
             raise WrongType("a function, a class or a config, by its name")
-        return parse_value(text, annotation, None if isinstance(present, Unknown) else present)
+        return parse_value(text, annotation, None if isinstance(current, Unknown) else current)
     except WrongType as wrong:
-        value = parse_callable(text, present, annotation, packages) if may_be_named else None
+        value = parse_callable(text, current, annotation, packages) if may_be_named else None
         if value is not None:
             return value
-        if is_config and not _is_single(present):
+        if is_config and not _is_single(current):
             raise ConfigError(
                 f"{path} contains configs; set the fields below it one by one with --set."
             ) from None
-        hint = suggestion(text, present, annotation) if may_be_named else ""
+        hint = suggestion(text, current, annotation) if may_be_named else ""
         raise ConfigError(
             f"{path}: found {shown(repr(text), 200)}, expected "
             f"{expected_here(wrong, annotation, text, may_be_named)}. The current value is "
-            f"{shown_value(present, annotation)}.{hint}"
+            f"{shown_value(current, annotation)}.{hint}"
         ) from None
 
 
-def _is_single(present: Any) -> bool:
-    return not isinstance(present, dict | list | tuple | set | frozenset)
+def _is_single(current: Any) -> bool:
+    return not isinstance(current, dict | list | tuple | set | frozenset)
 
 
 def _split(path: str) -> list[str]:

@@ -29,27 +29,27 @@ class _Word:
     text: str
 
 
-def parse_value(text: str, annotation: Any, present: Any = None) -> Any:
+def parse_value(text: str, annotation: Any, current: Any = None) -> Any:
     """Parses a text as a value of a type.
 
     Args:
         text: A Python literal, `none`, `true`, `false`, a bare word, or items separated by commas.
-        annotation: Annotation of the parameter; if it is `UNKNOWN`, the type of `present` counts.
-        present: The current value, or the default.
+        annotation: Annotation of the parameter; if it is `UNKNOWN`, the type of `current` counts.
+        current: The current value, or the default.
 
     Raises:
         WrongType: The text is not a value of this type.
     """
-    if is_dtype(present) or _names_dtype(annotation):
-        return _parse_dtype(text, annotation, present)
+    if is_dtype(current) or _names_dtype(annotation):
+        return _parse_dtype(text, annotation, current)
     if annotation is UNKNOWN:
-        annotation = _type_of(present)
+        annotation = _type_of(current)
     read = _read(text)
     # Try an exact match first: for `str | int`, 7 is a number; for `str | None`, none is None.
     for lenient in (False, True):
         with contextlib.suppress(WrongType):
             return _fit(read, text, annotation, lenient)
-    if read is None and present is None:
+    if read is None and current is None:
         return None  # Accept `width: int = None`, as in older code.
     raise WrongType(type_name(annotation))
 
@@ -230,15 +230,15 @@ def _plain(read: Any) -> Any:
     return tuple(_plain(item) for item in read) if type(read) is tuple else read
 
 
-def _type_of(present: Any) -> Any:
-    """Returns the type that a replacement of `present` must have."""
-    if present is None or present is UNKNOWN:
+def _type_of(current: Any) -> Any:
+    """Returns the type that a replacement of `current` must have."""
+    if current is None or current is UNKNOWN:
         return UNKNOWN
-    if type(present) in (tuple, list) and present:
-        kinds = {type(element) for element in present}
-        if len(kinds) == 1 and (item := kinds.pop()) in (int, float, str, bool):
-            return tuple[item, ...] if type(present) is tuple else list[item]
-    return type(present)
+    if type(current) in (tuple, list) and current:
+        kinds = {type(item) for item in current}
+        if len(kinds) == 1 and (kind := kinds.pop()) in (int, float, str, bool):
+            return tuple[kind, ...] if type(current) is tuple else list[kind]
+    return type(current)
 
 
 def _names_dtype(annotation: Any) -> bool:
@@ -249,20 +249,20 @@ def _names_dtype(annotation: Any) -> bool:
     return any(typing.get_origin(part) is numpy.dtype or part is numpy.dtype for part in parts)
 
 
-def _parse_dtype(text: str, annotation: Any, present: Any) -> Any:
+def _parse_dtype(text: str, annotation: Any, current: Any) -> Any:
     import numpy as np
 
     name = text.strip().strip("'\"")
     optional = types.NoneType in union_parts(annotation) or annotation is UNKNOWN
-    if name.lower() == "none" and (optional or present is None):
+    if name.lower() == "none" and (optional or current is None):
         return None
     expected = "a dtype by name, such as float32 or bfloat16"
     scalar = getattr(sys.modules.get("jax.numpy", np), name, None)
     if not is_dtype(scalar):
         raise WrongType(expected)
     # Return the same kind of object as the current value: np.dtype, np.float32 or jnp.bfloat16.
-    if isinstance(present, np.dtype):
+    if isinstance(current, np.dtype):
         return np.dtype(scalar)
-    if isinstance(present, type) and issubclass(present, np.generic):
+    if isinstance(current, type) and issubclass(current, np.generic):
         return np.dtype(scalar).type
     return scalar

@@ -47,21 +47,21 @@ class NotCertified(Error):
     """A certificate found a difference. The state is saved, and all hosts of the job end."""
 
 
-def require(condition: bool, setting: str, found: object, wanted: str, change: str = "") -> None:
-    """Raises ConfigError with "SETTING is FOUND; expected WANTED. CHANGE" unless `condition` holds.
+def require(condition: bool, setting: str, found: object, expected: str, change: str = "") -> None:
+    """Raises ConfigError "SETTING is FOUND; expected EXPECTED. CHANGE" unless `condition` is True.
 
     Args:
       condition: Whether the setting is valid.
       setting: Path or name of the setting, such as "Linear.num_heads" or "run.seed".
       found: Its value. The message shows a shortened, printable repr.
-      wanted: A short description of valid values, such as "a positive integer".
-      change: What to change, in complete sentences, unless that follows from `wanted`.
+      expected: A short description of valid values, such as "a positive integer".
+      change: What to change, in complete sentences, unless that follows from `expected`.
 
     Raises:
       ConfigError: The condition is False.
     """
     if not condition:
-        message = f"{setting} is {shown(repr(found))}; expected {wanted}."
+        message = f"{setting} is {shown(repr(found))}; expected {expected}."
         raise ConfigError(f"{message} {change}".rstrip())
 
 

@@ -25,9 +25,8 @@ class LaunchedConfig:
       experiment: Full name of the experiment's class.
       settings: The values of --set.
       packages: Further packages whose functions and classes the config may refer to.
-      mesh_for: The method of the experiment; None for a recorded config.
-      recorded: The config.json that the config was read from; None for a config that the class
-        made.
+      mesh_for: Method `mesh_for` of the experiment; None for a recorded config.
+      recorded: The config.json that the config was read from; None if an experiment created it.
     """
 
     config: "fdl.Config"

@@ -27,7 +27,7 @@ class ExamplesProof:
       faults: A sentence per fault; empty if every example was used exactly once and in order.
       notes: Sentences about other differences.
       num_lost_steps: Number of steps that were recomputed.
-      is_recomputed: Whether the data were recomputed and compared.
+      is_recomputed: Whether the data were read again and compared with the record.
     """
 
     history: History
@@ -39,17 +39,17 @@ class ExamplesProof:
     @property
     def num_rollbacks(self) -> int:
         """Number of roll-backs from loss spikes."""
-        return self.history.starts - self.history.num_launches
+        return self.history.num_starts - self.history.num_launches
 
     def lines(self) -> list[str]:
         """Formats the result as lines."""
         history = self.history
-        lines = [_segment_line(part) for part in history.parts]
-        if history.parts:
+        lines = [_segment_line(segment) for segment in history.segments]
+        if history.segments:
             skipped = history.skipped
             left_out = f", without {few([str(index) for index in skipped], 8)}" if skipped else ""
-            first = history.parts[0].batch_of(history.first_step)
-            last = history.parts[-1].batch_of(history.last_step)
+            first = history.segments[0].batch_of(history.first_step)
+            last = history.segments[-1].batch_of(history.last_step)
             lines += [
                 f"steps {history.first_step} to {history.last_step}: batches {first} to {last}"
                 f"{left_out}, {history.num_rows:,} rows; changes of hands: "
@@ -82,14 +82,14 @@ def proof_of_examples(
       settings: Settings "path=value", as for --set, such as the current location of the data.
       recorded_only: Whether to check only the record, without recomputing the data.
       progress: Called with (number of compared steps, number of all steps).
-      last_step: The last step to check; None for the step of the newest checkpoint.
+      last_step: The last step to check; None for the step of the latest checkpoint.
       num_lost_steps: Number of recomputed steps, including unrecorded ones between two saves.
 
     Raises:
       ConfigError: There is no record, or the data cannot be read.
     """
     record = read_record(job_dir.examples)
-    if not record.starts and not record.stretches:
+    if not record.starts and not record.spans:
         raise ConfigError(
             f"{job_dir.path} has no record of its examples ({job_dir.examples.name}/*.jsonl). A "
             "job writes the record while it trains; older jobs cannot be verified."
@@ -99,18 +99,18 @@ def proof_of_examples(
     history = history_of(record, last_step)
     faults, notes = [*history.faults], [*history.notes]
     notes += [
-        f"the data of start {part.number} have other settings than those of the previous steps"
-        for previous, part in itertools.pairwise(history.parts)
-        if part.starts[0].data != previous.starts[0].data
+        f"the data of start {segment.number} have other settings than those of the previous steps"
+        for previous, segment in itertools.pairwise(history.segments)
+        if segment.starts[0].data != previous.starts[0].data
     ]
-    if not history.parts:
+    if not history.segments:
         faults.append("no step is on record")
     elif not recorded_only:
         from praxis_lite.job.examples.proof import faults_of_data
 
         pipeline = train_pipeline(job_dir, packages, settings)
         faults += faults_of_data(history, pipeline, progress)
-        if fingerprint_digest(pipeline) != history.parts[-1].starts[0].data:
+        if fingerprint_digest(pipeline) != history.segments[-1].starts[0].data:
             notes.append("the settings of the config's data have changed since they were fed")
     return ExamplesProof(
         history, faults, notes,
@@ -132,13 +132,13 @@ def train_pipeline(
         return build(config.datasets[TRAIN])
 
 
-def _segment_line(part: Segment) -> str:
+def _segment_line(segment: Segment) -> str:
     """Formats the steps, processes and mesh of a start as a line."""
-    first = part.starts[0]
+    first = segment.starts[0]
     mesh = ", ".join(f"{axis} {size}" for axis, size in first.mesh.items())
     generation = "" if first.generation is None else f", generation {first.generation}"
     count = first.num_processes
     return (
-        f"steps {part.first_step} to {part.last_step}: start {part.number}{generation}, {count} "
-        f"process{'es' * (count > 1)}, mesh ({mesh})"
+        f"steps {segment.first_step} to {segment.last_step}: start {segment.number}{generation}, "
+        f"{count} process{'es' * (count > 1)}, mesh ({mesh})"
     )

@@ -45,7 +45,7 @@ def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
     return loaded
 
 
-def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
+def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
     """Copies the tokenizers that a config refers to into the job's directory.
 
     The copies are normalized, so that reading them does not need transformers.
@@ -100,8 +100,8 @@ def check_tokenizers(config: fdl.Buildable) -> None:
         )
 
 
-def keep_only(config: fdl.Buildable, mode: str, *, has_prompts: bool = False) -> None:
-    """Removes the hooks and the datasets that a mode does not read from a job's config.
+def remove_unused(config: fdl.Buildable, mode: str, *, has_prompts: bool = False) -> None:
+    """Removes hooks, and the datasets that a mode does not read, from a job's config.
 
     Args:
       config: The config, which is changed in place.

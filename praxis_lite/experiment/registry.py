@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from praxis_lite.core.callables import callable_name, imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
-from praxis_lite.host.user_errors import described
+from praxis_lite.host.user_errors import describe_error
 
 if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Experiment
@@ -42,7 +42,7 @@ def register(experiment: ExperimentT) -> ExperimentT:
 
     if not (isinstance(experiment, type) and issubclass(experiment, Experiment)):
         raise ConfigError(
-            f"@register on {experiment!r}, which is not a subclass of Experiment: write "
+            f"@register is applied to {experiment!r}; expected a subclass of Experiment. Write "
             "`class MyLm(Experiment):`."
         )
     key = callable_name(experiment)
@@ -79,12 +79,12 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
             )
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"--packages={shown(package)}: there is no such package on sys.path (the current "
-                "directory is, under `python -m praxis_lite.main`)."
+                f"--packages={shown(package)}: there is no such package on sys.path, which "
+                "includes the current directory under `python -m praxis_lite.main`."
             )
-    others = sorted(key.partition(".")[0] for key in registered if not key.startswith(f"{HOME}."))
-    others += [_MAIN] if _is_interactive(_MAIN) else []
-    return tuple(dict.fromkeys([HOME, *listed, *others]))
+    own = sorted(key.partition(".")[0] for key in registered if not key.startswith(f"{HOME}."))
+    own += [_MAIN] if _is_interactive(_MAIN) else []
+    return tuple(dict.fromkeys([HOME, *listed, *own]))
 
 
 def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]":
@@ -118,7 +118,7 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
         raise ConfigError(_unknown(name, allowed))
     if len(found) > 1:
         raise ConfigError(
-            f"--exp={name} may mean {' or '.join(sorted(found))}: use the full name of one."
+            f"--exp={name} may mean {' or '.join(sorted(found))}. Use one of these full names."
         )
     return found.popitem()[1]
 
@@ -167,7 +167,7 @@ def _import_all(packages: Sequence[str]) -> None:
         try:
             folders = getattr(importlib.import_module(name), "__path__", ())
         except Exception as error:
-            reason = described(error) or f"{type(error).__name__}: {error}"
+            reason = describe_error(error) or f"{type(error).__name__}: {error}"
             _log.warning("WARNING: %s cannot be imported: %s", name, reason)
             continue
         remaining += [
@@ -189,7 +189,7 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
     )
     text = f"There is no experiment {shown(name)} in {', '.join(allowed)}.{hint}"
     if name.startswith(("tasks.", "paxml.", "praxis.")):
-        return f"{text} That is a name in Pax: see docs/coming_from_pax.md for its counterpart."
+        return f"{text} The name is from Pax; docs/coming_from_pax.md has its counterpart."
     return f"{text} --packages=mypackage adds your package."
 
 

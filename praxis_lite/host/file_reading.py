@@ -15,7 +15,7 @@ __all__ = (
 
 # Deeper nesting would exceed the recursion limit of code that traverses the value. The limit of
 # Python's own parser depends on the Python version.
-MOST_NESTED = 200
+MAX_NESTING = 200
 _BLOCK_BYTES = 1 << 16  # Bytes per read from the end of a file.
 
 
@@ -34,10 +34,10 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def is_nested(value: Any, most: int) -> bool:
-    """Returns whether lists and objects are nested more than `most` levels deep."""
+def is_nested(value: Any, max_depth: int) -> bool:
+    """Returns whether lists and objects are nested more than `max_depth` levels deep."""
     level = [value]
-    for _ in range(most):
+    for _ in range(max_depth):
         level = [
             inner for outer in level if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
@@ -56,28 +56,28 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
-def lines_of(path: Path, newest: int | None = None) -> list[str]:
-    """Returns the lines of a file to which a job appends; [] if there is no such file.
+def lines_of(path: Path, num_bytes: int | None = None) -> list[str]:
+    """Returns the lines of a file to which a job appends; [] if the file does not exist.
 
     Args:
       path: The file.
-      newest: Read only this many bytes at the end, so that the first line may be incomplete; None
-        to read all.
+      num_bytes: Number of bytes to read from the end, so that the first line may be incomplete;
+        None to read the complete file.
 
     Raises:
       ConfigError: The file cannot be read.
     """
     try:
         with opened(path) as file:
-            if newest is not None:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - newest))
+            if num_bytes is not None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - num_bytes))
             content = file.read()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). A training job writes this file; "
-            "remove whatever has taken its place."
+            f"{path} cannot be read ({error.strerror or error}); expected a file that a training "
+            "job wrote. Remove it or make it readable."
         ) from None
     return [text for text in content.decode("utf-8", "replace").split("\n") if text]
 
@@ -155,7 +155,7 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}). {advice}") from None
     except ValueError as error:
         raise ConfigError(
-            f"{path} is damaged, or praxis_lite did not write it ({error}). {advice}"
+            f"{path} is damaged, or was not written by praxis_lite ({error}). {advice}"
         ) from None
 
 

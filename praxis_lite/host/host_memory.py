@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ("FirstRuns", "available_bytes", "check_program_fits", "check_room_for_devices")
 
-# Tolerance, because the kernel's numbers are estimates.
+# Tolerance for comparisons, because the kernel's numbers are estimates.
 _SLACK = 1.05
 
 # For each version of control groups: the files with the limit and the usage, and the prefix of the
@@ -30,14 +30,14 @@ _FILES = {
 def available_bytes(root: Path = Path("/")) -> float:
     """Returns how many bytes this process may still allocate.
 
-    psutil reports the memory of the machine, also in a container, so the limits of control groups
-    and of ulimit are read as well.
+    Even in a container psutil reports the memory of the machine, so the limits of control groups
+    and of ulimit are taken into account as well.
 
     Args:
       root: The folder that contains proc and sys.
     """
-    left = [psutil.virtual_memory().available, *_left_in_groups(root)]
-    return min(min(left) + psutil.swap_memory().free, _left_of_own_limit())
+    available = [psutil.virtual_memory().available, *_free_bytes_of_groups(root)]
+    return min(min(available) + psutil.swap_memory().free, _free_address_space())
 
 
 def check_room_for_devices(num_simulated: int) -> None:
@@ -52,12 +52,13 @@ def check_room_for_devices(num_simulated: int) -> None:
     Raises:
       OutOfMemory: The limit is too low.
     """
-    least, left = 2**30 + num_simulated * 2**26, _left_of_own_limit()
-    if left < least:
+    required, available = 2**30 + num_simulated * 2**26, _free_address_space()
+    if available < required:
         raise OutOfMemory(
             f"The limit of this process's address space (ulimit -v) leaves "
-            f"{format_bytes(max(int(left), 0))}, but JAX needs more than {format_bytes(least)} for "
-            f"{num_simulated} simulated devices, without any array. Raise the limit."
+            f"{format_bytes(max(int(available), 0))}, but JAX needs more than "
+            f"{format_bytes(required)} for {num_simulated} simulated devices, without any array. "
+            "Raise the limit."
         )
 
 
@@ -67,9 +68,9 @@ def check_program_fits(
 ) -> None:
     """Checks that this host has memory for the buffers of a program on simulated devices.
 
-    Call it after the program was compiled, and before it runs: the kernel allocates more memory
-    than there is, and kills the process when the memory is written to. The program's arguments are
-    already in memory.
+    Call it between compiling and running the program. Linux overcommits memory: allocations
+    succeed, and the process is killed when it writes to memory that does not exist. The program's
+    arguments are already in memory.
 
     Args:
       compiled: The compiled program.
@@ -94,7 +95,7 @@ def check_program_fits(
     devices = f"{num_buffers} simulated devices" if num_buffers > 1 else "a simulated device"
     raise OutOfMemory(
         f"{program} takes {format_bytes(needed)} on this host in addition to its arguments, but "
-        f"{format_bytes(int(available))} are available: {devices}, with "
+        f"only {format_bytes(int(available))} are available: {devices}, with "
         f"{format_bytes(stats.temp_size_in_bytes)} of temporaries, {format_bytes(outputs)} of "
         f"outputs and {format_bytes(stats.argument_size_in_bytes)} of arguments each. {advice}"
     )
@@ -145,7 +146,7 @@ class FirstRuns:
         return function(*args)
 
 
-def _left_in_groups(root: Path) -> Iterator[float]:
+def _free_bytes_of_groups(root: Path) -> Iterator[float]:
     """Yields the free bytes of each memory control group of this process."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -159,12 +160,12 @@ def _left_in_groups(root: Path) -> Iterator[float]:
         # host, which is not mounted; then the base folder is the container's group.
         folder = base / path.strip("/")
         for group in (folder, *folder.parents):
-            yield _left_in_group(group, *_FILES[version])
+            yield _free_bytes_of_group(group, *_FILES[version])
             if group == base:
                 break
 
 
-def _left_in_group(group: Path, limit: str, usage: str, prefix: str) -> float:
+def _free_bytes_of_group(group: Path, limit: str, usage: str, prefix: str) -> float:
     maximum, used = _read(group / limit).strip(), _read(group / usage).strip()
     if not (maximum.isdigit() and used.isdigit()):  # "max", or there is no such file.
         return math.inf
@@ -174,7 +175,7 @@ def _left_in_group(group: Path, limit: str, usage: str, prefix: str) -> float:
     return max(int(maximum) - int(used) + sum(map(int, cache)), 0)
 
 
-def _left_of_own_limit() -> float:
+def _free_address_space() -> float:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return math.inf

@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Sequence, Set
 
-__all__ = ("LOOPBACK_HOSTS", "asks_for", "is_loopback")
+__all__ = ("LOOPBACK_HOSTS", "has_allowed_host", "is_loopback")
 
 # Names of this machine for itself.
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -23,8 +23,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def asks_for(host_headers: Sequence[str], names: Set[str]) -> bool:
-    """Returns whether a request has exactly one Host header, with one of the given names.
+def has_allowed_host(host_headers: Sequence[str], names: Set[str]) -> bool:
+    """Returns whether a request has exactly one Host header, with one of the allowed names.
 
     Args:
       host_headers: Values of all Host headers of the request. A valid one is NAME, ADDRESS or

@@ -13,13 +13,13 @@ _NO_MEMORY = re.compile(
 
 
 def lack_of_memory(error: BaseException) -> str | None:
-    """Returns the message of an out-of-memory exception, or of such a cause; None for others."""
+    """Returns the message of an out-of-memory error among an exception's causes, or None."""
     for cause in causes(error):
         text, name = str(cause), type(cause).__name__
         if (
             isinstance(cause, MemoryError)
             or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
-            or name == "ResourceExhaustedError"  # Of TensorFlow, which may not be installed.
+            or name == "ResourceExhaustedError"  # TensorFlow's, which may not be installed.
             or (name == "JaxRuntimeError" and "out of memory" in text.lower())
             or _NO_MEMORY.search(text)
         ):
@@ -38,7 +38,7 @@ def out_of_memory(lacking: str) -> OutOfMemory:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception, then its cause, then the cause of that, and so on."""
+    """Yields an exception and the chain of its causes."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause

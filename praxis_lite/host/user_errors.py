@@ -12,32 +12,37 @@ from praxis_lite.core.user_lines import user_line
 from praxis_lite.host.whole_files import write_whole
 
 
-class ElsewhereError(RuntimeError):
-    """An exception in another process; the message is its traceback.
+class RemoteError(RuntimeError):
+    """An exception in another process, whose traceback is the message.
 
     Attributes:
-      in_short: The result of `described` in that process.
+      description: Result of `describe_error` in that process.
     """
 
-    def __init__(self, message: str, in_short: str | None):
+    def __init__(self, message: str, description: str | None):
         super().__init__(message)
-        self.in_short = in_short
+        self.description = description
 
 
-class Explained(NamedTuple):
-    """A message for an exception, and the exit status: 1 for the user's code."""
+class ErrorReport(NamedTuple):
+    """A message about an exception, and the exit status of the command.
+
+    Attributes:
+      message: The message, which names the file with the traceback.
+      status: 1 for an exception in the user's code, 2 for an error about a file.
+    """
 
     message: str
     status: int
 
 
-def own_words(error: BaseException) -> str:
+def first_paragraph(error: BaseException) -> str:
     """Returns the first paragraph of an exception's message, without Fiddle's additions."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     return " ".join(text.strip().split("\n\n")[0].split("\nThe error occurred while")[0].split())
 
 
-def explained(error: BaseException, path: Path | None) -> Explained | None:
+def explain_error(error: BaseException, path: Path | None) -> ErrorReport | None:
     """Returns a message for an exception in the user's code or about a file.
 
     The traceback is written to a file that the message names.
@@ -49,7 +54,7 @@ def explained(error: BaseException, path: Path | None) -> Explained | None:
     Returns:
       The message and exit status; None if the exception is neither, or no file can be written.
     """
-    message, status = described(error), 1
+    message, status = describe_error(error), 1
     if message is None:
         if not isinstance(error, OSError) or error.filename is None:
             return None
@@ -58,23 +63,23 @@ def explained(error: BaseException, path: Path | None) -> Explained | None:
     if path is not None:
         with contextlib.suppress(ConfigError):  # The directory may be deleted, or the disk full.
             write_whole(path, text)
-            return Explained(f"{message} The full traceback is in {path}.", status)
+            return ErrorReport(f"{message} The full traceback is in {path}.", status)
     try:
         number, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")
         with open(number, "wb") as file:
             file.write(text)
     except OSError:
         return None
-    return Explained(f"{message} The full traceback is in {name}.", status)
+    return ErrorReport(f"{message} The full traceback is in {name}.", status)
 
 
-def described(error: BaseException) -> str | None:
+def describe_error(error: BaseException) -> str | None:
     """Returns a line such as 'model.py, line 12, in __call__: `x @ w`: TypeError: ...'.
 
     None if the exception was not raised through a line of the user's code.
     """
-    if isinstance(error, ElsewhereError):
-        return error.in_short
+    if isinstance(error, RemoteError):
+        return error.description
     line = user_line(error)
     if line is None:
         return None
@@ -85,7 +90,7 @@ def described(error: BaseException) -> str | None:
     if line.name != "<module>":
         where += f", in {line.name}"
     code = f": `{shown(line.line, 200)}`" if line.line else ""
-    text = shown(own_words(error), 1000).rstrip(".")
+    text = shown(first_paragraph(error), 1000).rstrip(".")
     message = f"{where}{code}: {type(error).__name__}: {text}".rstrip(": ") + "."
     if isinstance(error, AttributeError) and re.search(r"split_dims_mapping\.\w", line.line or ""):
         # The syntax of Pax.

@@ -85,7 +85,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
     try:
         existing = sorted(file.name for file in path.iterdir() if file.name != PARTIAL)
         if existing:
-            reason = ", left incomplete by a command that was ended" if partial.exists() else ""
+            reason = ", from a command that did not finish" if partial.exists() else ""
             raise ConfigError(
                 f"{path} already has files ({few(existing)}{reason}). Choose a new or an empty "
                 "directory."

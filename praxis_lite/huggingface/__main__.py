@@ -14,7 +14,7 @@ from praxis_lite.job.processes.standard_output import print_log
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Begins a job with a Hugging Face model, or exports a job's model as one."""
-    run(lambda: _convert(argv), goes_on=True)
+    run(lambda: _convert(argv), continues_without_output=True)
 
 
 def _convert(argv: Sequence[str] | None) -> None:

@@ -21,7 +21,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2, after a message, for errors that the user can fix."""
-    return status_of(lambda: _run(argv), goes_on=False)
+    return status_of(lambda: _run(argv), continues_without_output=False)
 
 
 def _run(argv: Sequence[str] | None) -> int | None:

@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 
 from praxis_lite.core.errors import ConfigError, Error, did_you_mean, printable
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
-from praxis_lite.host.user_errors import described, explained
+from praxis_lite.host.user_errors import describe_error, explain_error
 from praxis_lite.host.whole_files import DISK_FULL, not_written
 from praxis_lite.job.processes.peers import ending_together
 from praxis_lite.job.processes.signals import EndsBySignal
 from praxis_lite.job.processes.standard_output import (
-    open_what_is_closed,
+    open_closed_streams,
     output_may_be_lost,
 )
 
@@ -26,7 +26,7 @@ __all__ = ("Parser", "run")
 def run(
     command: Callable[[], int | None],
     *,
-    goes_on: bool | Callable[[], bool],
+    continues_without_output: bool | Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
 ) -> None:
@@ -39,22 +39,23 @@ def run(
 
     Args:
       command: Returns the exit status; None for 0.
-      goes_on: Whether the command continues if its standard output is closed, or else ends quietly
-        like a program in a pipe; or a function that returns this, called when output is lost.
+      continues_without_output: Whether the command continues if its standard output is closed.
+        Otherwise it ends quietly, like a program in a pipe. May also be a function that returns
+        this, which is called when output is lost.
       traceback_txt: Returns the file for the traceback of the user's code; None for a temporary
         file.
       wraps: Whether to wrap errors at 100 characters; False prints a single line, for scripts.
     """
-    open_what_is_closed()
-    with output_may_be_lost(continues=goes_on), EndsBySignal(), ending_together():
+    open_closed_streams()
+    with output_may_be_lost(continues=continues_without_output), EndsBySignal(), ending_together():
         _add_current_directory_to_path()
         _run(command, traceback_txt, wraps)
 
 
-def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
+def status_of(command: Callable[[], int | None], *, continues_without_output: bool) -> int:
     """Calls `run` and returns the exit status."""
     try:
-        run(command, goes_on=goes_on)
+        run(command, continues_without_output=continues_without_output)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
@@ -89,10 +90,10 @@ def _run(
             print_error(not_written(error.filename or "A file", error), wraps=wraps)
             sys.exit(2)
         if reason := lack_of_memory(error):
-            description = (described(error) or "").rstrip(".")
+            description = (describe_error(error) or "").rstrip(".")
             print_error(out_of_memory(description or reason), wraps=wraps)
             sys.exit(2)
-        explanation = explained(error, traceback_txt())
+        explanation = explain_error(error, traceback_txt())
         if explanation is None:
             raise
         print_error(explanation.message, wraps=wraps)

@@ -1,8 +1,8 @@
-"""Events of a job: what this process does, reported to listeners.
+"""Reports phases, progress and facts of this process to listeners.
 
 The code of the job reports through the global `events`:
 
-    with events.phase(SAVE, step=7):     # What the main thread does, to account for its time.
+    with events.phase(SAVE, step=7):     # The activity of the main thread; its time is counted.
         ...
     events.progress(7)                   # The main thread has made progress.
     events.report(made=7)                # Facts by name, with JSON values.
@@ -54,7 +54,7 @@ MEETING = "meeting"  # Waiting for the other processes, on the host.
 
 
 class Phase(NamedTuple):
-    """What the main thread does.
+    """The activity of the main thread.
 
     Attributes:
       kind: The argument of `JobEvents.phase`: one of KINDS, or that of an inner phase, such as
@@ -93,7 +93,7 @@ class Listener:
 
 
 class JobEvents:
-    """Reports what this process does to listeners, and measures its seconds by kind.
+    """Reports the activity of this process to listeners, and measures its seconds by kind.
 
     The seconds of all kinds add up to the time since `began`. Only the main thread reports phases
     and progress; any thread may report facts.
@@ -187,8 +187,8 @@ class JobEvents:
 # The events of this process.
 events = JobEvents()
 
-# An older process did something else before the launch, such as a notebook, a test run, or a shell
-# that executed Python in its place.
+# A process that is older did something else before the launch, for example a notebook or a test
+# run, or a shell that was replaced by Python (exec).
 _MAX_AGE_SECONDS = 60.0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, require
 
-__all__ = ("HealthFiles", "directory_of")
+__all__ = ("HealthFiles", "health_directory")
 
 # Far shorter than the minute after which a probe considers the process dead, because a busy machine
 # may miss many updates.
@@ -22,7 +22,7 @@ class HealthFiles(contextlib.AbstractContextManager):
     `alive` is updated are ignored, because the probe sees its age.
 
     Args:
-      directory: A directory of this process alone.
+      directory: A directory that only this process uses.
     """
 
     def __init__(self, directory: Path):
@@ -96,7 +96,7 @@ class HealthBeat(contextlib.AbstractContextManager):
                 self.files.alive()
 
 
-def directory_of(given: str, job_log_dir: str | None) -> Path:
+def health_directory(given: str, job_log_dir: str | None) -> Path:
     """Returns the directory of --health_dir; raises ConfigError if it is inside --job_log_dir."""
     directory = Path(given)
     require(

@@ -13,7 +13,7 @@ from praxis_lite.host.file_reading import read_json
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.local_directory import local_directory
 
-__all__ = ("JobDir", "open_for_meeting", "open_for_reading", "recorded_experiment")
+__all__ = ("JobDir", "open_for_supervisors", "open_for_reading", "recorded_experiment")
 
 # The name, below decode/, of the dataset of prompts from --prompt and --prompts.
 COMMAND_LINE = "command_line"
@@ -107,10 +107,10 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
       experiment: Full name of the experiment, "module.Class".
 
     Raises:
-      ConfigError: The path is a URL or a file, cannot be created or written, or contains something
-        else than a job of this experiment.
+      ConfigError: The path is a URL or a file, cannot be created or written, or contains anything
+        other than a job of this experiment.
     """
-    job = open_for_meeting(path)
+    job = open_for_supervisors(path)
     if job.config_json.is_file():
         recorded = recorded_experiment(job)
         if recorded != experiment:
@@ -123,7 +123,7 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
     return job
 
 
-def open_for_meeting(path: str | os.PathLike[str]) -> JobDir:
+def open_for_supervisors(path: str | os.PathLike[str]) -> JobDir:
     """Opens the directory of an elastic job for its supervisors; creates it if needed.
 
     The first worker calls `open_for_training` later.
@@ -202,7 +202,7 @@ def recorded_experiment(job: JobDir) -> str:
     if not isinstance(experiment, str):
         _refuse(
             job,
-            "has a config.json that praxis_lite did not write, or that is damaged. Choose another "
+            "has a config.json that is damaged, or was not written by praxis_lite. Choose another "
             "directory",
         )
     return experiment

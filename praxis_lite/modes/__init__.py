@@ -1,6 +1,6 @@
-"""The modes of the command line, a file for each, and the parser of its options.
+"""Modes of the command line, one per file, and the parser of their options.
 
-Modes turn options into arguments of other packages and compute nothing themselves.
+A mode passes its options to functions of other packages and computes nothing itself.
 """
 
 from praxis_lite.public_names import public_names

@@ -21,7 +21,7 @@ class Decode(Mode):
 
     name = "decode"
     summary = "continues prompts with a checkpoint of a job"
-    goes_on = True
+    continues_without_output = True
     is_of_many_processes = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
@@ -30,18 +30,18 @@ class Decode(Mode):
         add_follow(options)
         options.add_argument(
             "--prompt", metavar="TEXT", nargs="+", action="extend", default=None,
-            help="texts to continue, printed as they come, instead of the experiment's decode "
-            "datasets",
+            help="texts to continue instead of the experiment's decode datasets; the continuations "
+            "are printed as they are generated",
         )
         options.add_argument(
             "--prompts", metavar="FILE", type=Path,
-            help='the same from a file: a text in each line, or of FILE.jsonl {"prompt": TEXT} or '
-            '{"messages": [...]} in each',
+            help='file of prompts: one text per line, or in FILE.jsonl one {"prompt": TEXT} or '
+            '{"messages": [...]} per line',
         )
         options.add_argument(
             "--chat", action="store_true",
-            help="the prompts are messages of a user, formatted by the tokenizer's chat template; "
-            "without prompts: read from the terminal, one after the other",
+            help="treat prompts as messages of a user, formatted by the tokenizer's chat template; "
+            "without prompts, read messages from the terminal",
         )
 
     def run(

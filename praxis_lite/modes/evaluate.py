@@ -14,7 +14,7 @@ class Evaluate(Mode):
 
     name = "eval"
     summary = "evaluates a checkpoint of a job on every dataset but train"
-    goes_on = True
+    continues_without_output = True
     is_of_many_processes = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
@@ -37,14 +37,14 @@ class Evaluate(Mode):
 def add_step(options: argparse._ArgumentGroup) -> None:
     """Adds the option --step, which selects a checkpoint."""
     options.add_argument(
-        "--step", metavar="N|best", type=_step, help="the checkpoint to read; default: the newest"
+        "--step", metavar="N|best", type=_step, help="the checkpoint to read; default: the latest"
     )
 
 
-def _step(word: str) -> int | str:
-    if word != "best" and not word.isdecimal():
+def _step(text: str) -> int | str:
+    if text != "best" and not text.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{word!r} is not a checkpoint; expected the number of a step or 'best', or no --step "
-            "for the newest"
+            f"{text!r} is not a checkpoint; expected the number of a step or 'best', or no --step "
+            "for the latest checkpoint"
         )
-    return word if word == "best" else int(word)
+    return text if text == "best" else int(text)

@@ -19,13 +19,13 @@ def add_follow(options: argparse._ArgumentGroup) -> None:
     """Adds the options --follow and --follow_seconds."""
     options.add_argument(
         "--follow", action="store_true",
-        help="take each new checkpoint of a job that trains in another process, until the job "
-        "ends; of several new ones, the newest",
+        help="process each new checkpoint of a job that trains in another process until the job "
+        "ends; if there are several new ones, only the latest",
     )
     options.add_argument(
         "--follow_seconds", metavar="N", type=int, default=_SILENT_SECONDS,
-        help="with --follow: end after so many seconds without a training process and without a "
-        f"new checkpoint; default: {_SILENT_SECONDS}",
+        help="with --follow: end after this many seconds without a training process and without "
+        f"a new checkpoint; default: {_SILENT_SECONDS}",
     )
 
 
@@ -46,7 +46,10 @@ def each_checkpoint(
     """
     if silent_seconds is None:
         return lambda take: take(step)
-    require(step is None, "--step", step, "no --step with --follow, which takes each new one")
+    require(
+        step is None, "--step", step, "no value",
+        "With --follow, each new checkpoint is processed.",
+    )
     require(
         silent_seconds > 0, "--follow_seconds", silent_seconds, "a number of seconds, 1 or more"
     )

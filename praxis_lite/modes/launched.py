@@ -37,7 +37,7 @@ def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConf
     """
     if command.exp is None:
         raise ConfigError(
-            f"--mode={command.mode} needs --exp=NAME; --list shows the names."
+            f"--mode={command.mode} requires --exp=NAME; --list shows the available names."
         )
     launched = config_of_experiment(command.exp, command.settings, command.packages)
     if trains:
@@ -69,10 +69,10 @@ def recorded_job_of(
     launched = config_of_job(job_dir, command.exp, command.settings, command.packages)
     command.job_dir = job_dir
 
-    from praxis_lite.experiment.recorded_job import keep_only
+    from praxis_lite.experiment.recorded_job import remove_unused
 
     _announce(command, launched)
-    keep_only(launched.config, reads, has_prompts=has_prompts)
+    remove_unused(launched.config, reads, has_prompts=has_prompts)
     _check(launched)
     return launched
 
@@ -133,7 +133,7 @@ def job_on_mesh(
 def job_log_dir(command: CommandLine) -> str:
     """Returns the directory of --job_log_dir; raises ConfigError without it."""
     if command.job_log_dir is None:
-        raise ConfigError(f"--mode={command.mode} needs --job_log_dir=DIR, the job's directory.")
+        raise ConfigError(f"--mode={command.mode} requires --job_log_dir=DIR, the job's directory.")
     if not command.job_log_dir:
         raise ConfigError(
             "--job_log_dir is empty, perhaps because a shell variable is not set. Pass a directory."

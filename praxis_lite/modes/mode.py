@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class CommandLine:
-    """The options that every mode has.
+    """The options that all modes share.
 
     Attributes:
       mode: The option --mode.
@@ -78,16 +78,17 @@ class Mode(abc.ABC):
     paragraph, with exit status 2.
 
     Attributes:
-      name: The mode's name on the command line; not needed for a mode that is given in full.
+      name: Name of the mode on the command line; not needed for modes that are given as
+        module.Class.
       summary: One line for --help.
-      goes_on: Whether the mode finishes its work if its output is closed, because its results are
-        files.
+      continues_without_output: Whether the mode finishes its work even if its standard output is
+        closed, because its results are files.
       is_of_many_processes: Whether several processes (--coordinator) may run it together.
     """
 
     name: str = ""
     summary: str
-    goes_on: bool = False
+    continues_without_output: bool = False
     is_of_many_processes: bool = False
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:  # noqa: B027

@@ -52,7 +52,7 @@ class Grace(Hook):
     def __init__(self, seconds: int):
         self._seconds, self._has_warned = seconds, False
         self._step = self._save = 0.0
-        self._seen: float | None = None  # Start time of the newest save that was measured.
+        self._measured_save: float | None = None  # Start time of the last save that was measured.
 
     def restore(self, saved: Mapping[str, float] | None) -> None:
         if saved is not None:
@@ -70,10 +70,10 @@ class Grace(Hook):
 
     def after_step(self, made: StepMade) -> None:
         loop = self._loop
-        if self._seen is None:
-            self._seen = loop.saved_at
-        if self._seen != loop.saved_at and not loop.checkpoints.is_saving():
-            self._seen = loop.saved_at
+        if self._measured_save is None:
+            self._measured_save = loop.saved_at
+        if self._measured_save != loop.saved_at and not loop.checkpoints.is_saving():
+            self._measured_save = loop.saved_at
             self._save = max(self._save, time.monotonic() - loop.saved_at)
             self._warn()
 

@@ -77,7 +77,7 @@ def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
             modes_text = f"{', '.join(first)} and {last}" if first else last
             parser.add_argument(
                 flag, action=_OtherModeOption, help=argparse.SUPPRESS, nargs="*",
-                default=argparse.SUPPRESS, const=f"goes with {modes_text}; --mode={name}",
+                default=argparse.SUPPRESS, const=f"is an option of {modes_text}; --mode={name}",
             )
     return parser
 
@@ -90,29 +90,31 @@ def names(words: str) -> list[str]:
 def file_to_write(example: str) -> Callable[[str], Path]:
     """Returns an argparse type for an option with a file to write, such as `example`."""
 
-    def file(given: str) -> Path:
-        path = Path(given)
+    def parse_path(text: str) -> Path:
+        path = Path(text)
         if path.is_dir() or not path.name:
             raise argparse.ArgumentTypeError(
-                f"{given} is a directory; expected a file, such as {path / example}"
+                f"{text} is a directory; expected a file, such as {path / example}"
             )
         if not path.parent.is_dir():
             raise argparse.ArgumentTypeError(
-                f"{given} cannot be written: there is no directory {path.parent}. Create it"
+                f"{text} cannot be written: there is no directory {path.parent}. Create it"
             )
         return path
 
-    return file
+    return parse_path
 
 
 def _add_common(parser: Parser, modes: Modes) -> None:
-    parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
+    parser.add_argument(
+        "--exp", metavar="NAME", help="the experiment, such as lm.PyDocs or mypackage.mod.MyLm"
+    )
     parser.add_argument(
         "--packages", metavar="NAME,...", type=names, action="extend", default=[],
         help="your packages, in which --exp is looked up in addition to praxis_lite.experiments",
     )
     parser.add_argument(
-        "--job_log_dir", metavar="DIR", help="where the job keeps its files"
+        "--job_log_dir", metavar="DIR", help="directory of the job's files"
     )
     parser.add_argument(
         "--mode", metavar="MODE", type=_mode,
@@ -126,14 +128,16 @@ def _add_common(parser: Parser, modes: Modes) -> None:
     )
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT",
-        help="for several processes: the address of the first one. Under SLURM, Open MPI, "
-        "Kubernetes and on TPU slices none of these flags is needed",
+        help="for a job of several processes: address of the first process. This flag and the "
+        "next two are not needed under SLURM, Open MPI and Kubernetes, and on TPU slices",
     )
-    parser.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
-    parser.add_argument("--process_id", metavar="K", type=int, help="which this is, from 0")
+    parser.add_argument("--num_processes", metavar="N", type=int, help="number of processes")
+    parser.add_argument(
+        "--process_id", metavar="K", type=int, help="index of this process, from 0"
+    )
     parser.add_argument(
         "--start_seconds", metavar="S", type=int, default=CommandLine.start_seconds,
-        help="how long they wait for each other at the start; default: "
+        help="how long processes wait for each other at the start; default: "
         f"{CommandLine.start_seconds}",
     )
     parser.add_argument("--list", action="store_true", help="list the experiments and stop")
@@ -191,5 +195,5 @@ class _OtherModeOption(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         raise ConfigError(
-            f"{self.option_strings[0]} {self.const} does not use it. Leave it out."
+            f"{self.option_strings[0]} {self.const} does not use it. Remove it."
         )

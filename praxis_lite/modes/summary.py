@@ -1,4 +1,4 @@
-"""`main.py --mode=summary`: a job's results, from the files in its directory."""
+"""`main.py --mode=summary`: prints a job's results from the files in its directory."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ class Summary(Mode):
     """Prints a job's losses, evaluations, goodput, decoded samples and files.
 
     Args:
-      more: Returns another section of the summary, or "".
+      more: Function that returns another section of the summary, or "".
     """
 
     name = "summary"

@@ -37,7 +37,7 @@ class Train(Mode):
 
     name = "train"
     summary = "trains an experiment, or resumes its job"
-    goes_on = True
+    continues_without_output = True
     is_of_many_processes = True
 
     def __init__(self, tools: "JobTools"):
@@ -46,32 +46,33 @@ class Train(Mode):
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         options.add_argument(
             "--metrics_port", metavar="N", type=_port,
-            help="show the newest metrics to Prometheus at http://localhost:N/metrics; 0: at a "
-            "free port, which a line names",
+            help="serve the latest metrics for Prometheus at http://localhost:N/metrics; 0 chooses "
+            "a free port and prints it",
         )
         options.add_argument(
             "--metrics_host", metavar="ADDRESS",
-            help="with --metrics_port: the address to listen on, 0.0.0.0 for all; default: only "
-            "this machine can fetch them",
+            help="with --metrics_port: address to listen on, 0.0.0.0 for all interfaces; default: "
+            "reachable from this machine only",
         )
         options.add_argument(
             "--health_dir", metavar="DIR",
-            help="a directory, for this process only, for the files `alive`, renewed every second, "
-            "and `ready`, present while it trains: docs/clusters.md",
+            help="directory, for this process only, of the files `alive`, updated every second, "
+            "and `ready`, present during training: see docs/clusters.md",
         )
         options.add_argument(
             "--grace_seconds", metavar="S", type=int,
-            help="how long the cluster waits between SIGTERM and SIGKILL: a line warns if a step "
-            "and a save take longer",
+            help="how long the cluster waits between SIGTERM and SIGKILL; a warning is printed if "
+            "a step and a save take longer",
         )
         options.add_argument(
             "--elastic", action="store_true",
-            help="for several processes: when one dies, hangs or leaves, the others continue "
-            "without it, on a mesh of the remaining devices; when it comes back it joins them",
+            help="for several processes: if one dies, hangs or leaves, the others continue on a "
+            "mesh of the remaining devices, and it can join again later",
         )
         options.add_argument(
             "--min_processes", metavar="N", type=int,
-            help="with --elastic: with fewer processes the job waits for more; default: 1",
+            help="with --elastic: minimum number of processes; the job waits if there are fewer; "
+            "default: 1",
         )
 
     def run(
@@ -114,7 +115,7 @@ def _cluster_hooks(
 
         # In an elastic job the supervisors write these files.
         if health_dir is not None and processes.membership() is None:
-            directory = health_files.directory_of(health_dir, command.job_log_dir)
+            directory = health_files.health_directory(health_dir, command.job_log_dir)
             files = health_files.HealthFiles(directory)
             hooks.append(on_clusters.Health(stack.enter_context(health_files.HealthBeat(files))))
         if grace_seconds is not None:

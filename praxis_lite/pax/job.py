@@ -56,7 +56,7 @@ def begin_job(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Begins a job with the weights of a Pax job, from the command line."""
-    run(lambda: _begin(argv), goes_on=True)
+    run(lambda: _begin(argv), continues_without_output=True)
 
 
 def _begin(argv: Sequence[str] | None) -> None:

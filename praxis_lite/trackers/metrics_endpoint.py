@@ -1,4 +1,4 @@
-"""`--metrics_port=N`: serves the newest metrics of a run over HTTP, for Prometheus."""
+"""Serves the latest metrics of a run over HTTP for Prometheus (`--metrics_port=N`)."""
 
 import contextlib
 import dataclasses
@@ -12,17 +12,17 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import make_wsgi_app
 
-from praxis_lite.host.host_names import LOOPBACK_HOSTS, asks_for, is_loopback
-from praxis_lite.trackers.prometheus import NewestNumbers
+from praxis_lite.host.host_names import LOOPBACK_HOSTS, has_allowed_host, is_loopback
+from praxis_lite.trackers.prometheus import LatestMetrics
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 LOOPBACK = "127.0.0.1"
-MOST_CONNECTIONS = 16
+MAX_CONNECTIONS = 16
 
 
 @dataclasses.dataclass
 class MetricsEndpoint(Tracker):
-    """Serves GET /metrics with the newest metrics, in the text format of Prometheus.
+    """Serves GET /metrics with the latest metrics, in the text format of Prometheus.
 
     If the port is in use, a note is printed, and training continues without the endpoint.
 
@@ -41,9 +41,9 @@ class MetricsEndpoint(Tracker):
 
     def start(self, run: TrackedRun) -> None:
         """Starts the server."""
-        self._numbers = NewestNumbers(run)
+        self._numbers = LatestMetrics(run)
         self._server = _Server((self.host, self.port))
-        self._server.set_app(_for_own_names(self.host, make_wsgi_app(self._numbers.registry)))
+        self._server.set_app(_check_host(self.host, make_wsgi_app(self._numbers.registry)))
         threading.Thread(
             target=self._server.serve_forever, name="metrics endpoint", daemon=True
         ).start()
@@ -67,13 +67,13 @@ class _Handler(WSGIRequestHandler):
         return {**super().get_environ(), "SERVER_ADDR": self.connection.getsockname()[0]}
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing, because the standard output belongs to the job."""
+        """Logs nothing, because standard output is for the job's own lines."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Serves each connection in a thread, and closes the oldest if there are too many.
+    """Serves each connection in a thread, and closes the oldest one if there are too many.
 
-    So slow clients do not block others, and use only a few of the job's file descriptors.
+    Slow clients therefore do not block others, and use only a few of the job's file descriptors.
     """
 
     daemon_threads = True
@@ -86,7 +86,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: socket.socket, client_address: Any) -> None:
         self._open.append(request)
-        if len(self._open) > MOST_CONNECTIONS:
+        if len(self._open) > MAX_CONNECTIONS:
             with contextlib.suppress(OSError):
                 self._open.pop(0).shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
@@ -100,7 +100,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         """Ignores clients that have closed their connection."""
 
 
-def _for_own_names(host: str, app: WSGIApplication) -> WSGIApplication:
+def _check_host(host: str, app: WSGIApplication) -> WSGIApplication:
     """Wraps an app to respond with status 403 if the Host header is not a name of this machine."""
     names = LOOPBACK_HOSTS
     if not is_loopback(host):
@@ -108,7 +108,7 @@ def _for_own_names(host: str, app: WSGIApplication) -> WSGIApplication:
 
     def checked(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         known = names | {environ["SERVER_ADDR"]}
-        if asks_for([environ.get("HTTP_HOST", "")], known):
+        if has_allowed_host([environ.get("HTTP_HOST", "")], known):
             return app(environ, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [f"The Host is not one of {', '.join(sorted(known))}.\n".encode()]

@@ -14,12 +14,12 @@ from praxis_lite.core.errors import require
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 
-class NewestNumbers(Collector):
-    """Exports the newest value of each metric of a run as a gauge praxis_lite_NAME.
+class LatestMetrics(Collector):
+    """Exports the latest value of each metric of a run as a gauge praxis_lite_NAME.
 
     Labels are the run's id, name and experiment, and the dataset for metrics of evaluations:
     praxis_lite_evaluation_loss{dataset="heldout", ...}. praxis_lite_updated_seconds is the time of
-    the newest value in Unix seconds, for alerts about runs that hang.
+    the latest value in Unix seconds, for alerts about runs that hang.
 
     Args:
       run: The description of the run.
@@ -52,12 +52,12 @@ class NewestNumbers(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yields a gauge per metric."""
         families: dict[str, GaugeMetricFamily] = {}
-        # Copy the values, because the tracker's thread may add some meanwhile.
+        # Copy the values, because the tracker's thread may add some at the same time.
         values = (("running", ""), float(self.is_running)), *tuple(self._values.items())
         for (name, dataset), value in values:
             name = f"praxis_lite_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
             if name not in families:
-                families[name] = GaugeMetricFamily(name, f"The newest {name} of a run.")
+                families[name] = GaugeMetricFamily(name, f"The latest {name} of a run.")
             labels = {**self._labels, **({"dataset": dataset} if dataset else {})}
             families[name].add_sample(name, labels, value)
         yield from families.values()
@@ -65,7 +65,7 @@ class NewestNumbers(Collector):
 
 @dataclasses.dataclass
 class PrometheusTextfile(Tracker):
-    """Writes the newest metrics of a run to a file, atomically and at most once a second.
+    """Writes the latest metrics of a run to a file, atomically and at most once a second.
 
     Attributes:
       directory: The directory of node_exporter's --collector.textfile.directory, where the file is
@@ -90,7 +90,7 @@ class PrometheusTextfile(Tracker):
         """Writes the file with the gauge praxis_lite_running 1."""
         folder = run.job_log_dir if self.directory is None else Path(self.directory)
         name = "metrics" if self.directory is None else f"praxis_lite_{run.id}"
-        self._path, self._numbers = folder / f"{name}.prom", NewestNumbers(run)
+        self._path, self._numbers = folder / f"{name}.prom", LatestMetrics(run)
         self._write()
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:

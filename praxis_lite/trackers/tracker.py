@@ -13,7 +13,7 @@ Ending = Literal["finished", "stopped", "failed"]
 
 @dataclasses.dataclass(frozen=True)
 class TrackedRun:
-    """The description of a run that its trackers get.
+    """Description of a run, which is passed to its trackers.
 
     Attributes:
       id: 32 hex digits, the same for all launches of a job; stored in the job's directory.
@@ -23,7 +23,7 @@ class TrackedRun:
       config: The values of the job's config by path, as in config.txt; numbers and booleans are not
         converted to text.
       facts: Facts about this launch by name: mesh, devices, host, versions, number of parameters.
-      first_step: Number of steps made before this launch.
+      first_step: Number of steps completed before this launch.
       evaluated: Names of the evaluation datasets.
       note: Prints a line for the user; callable from any thread.
     """

@@ -15,7 +15,7 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 # Maximum number of queued calls, which take tens of megabytes with fifty numbers each.
-MOST_WAITING = 10_000
+MAX_QUEUED_CALLS = 10_000
 # Minimum seconds between two steps for a tracker with `newest_alone`.
 NEWEST_SECONDS = 1.0
 
@@ -36,7 +36,7 @@ class TrackerThread(threading.Thread):
     """Calls the methods of a tracker, in the order in which they were queued.
 
     An exception in `start` disables the tracker for this launch. After an exception in another
-    method, calls continue. The first exception is noted.
+    method, calls continue. Only the first exception is reported.
 
     Args:
       name: Name of the tracker in `RunConfig.trackers`.
@@ -63,13 +63,13 @@ class TrackerThread(threading.Thread):
         self._recorded_step = self._recorded_evaluation = 0
 
     def go_on_from(self, step: int, recorded_step: int, recorded_evaluation: int) -> None:
-        """Queues the call that training continues after a step.
+        """Queues a call that informs the tracker that training continues after `step`.
 
         Args:
           step: The step.
-          recorded_step: The newest step that was recorded before. A tracker that cannot hide
-            recorded steps does not get the steps up to this one again.
-          recorded_evaluation: The newest step whose evaluation was recorded before.
+          recorded_step: Last step that was recorded before. A tracker that cannot hide recorded
+            steps does not get the steps up to this one again.
+          recorded_evaluation: Last step whose evaluation was recorded before.
         """
         if type(self._tracker).go_on_from is Tracker.go_on_from:
             self._recorded_step, self._recorded_evaluation = recorded_step, recorded_evaluation
@@ -131,13 +131,13 @@ class TrackerThread(threading.Thread):
     def _call(self, method: Callable[..., None], *args: Any) -> None:
         if self._is_off:
             return
-        if self._calls.qsize() < MOST_WAITING:
+        if self._calls.qsize() < MAX_QUEUED_CALLS:
             self._calls.put(functools.partial(method, *args))
         elif not self._is_behind:
             self._is_behind = True
             self.notes.append(
-                f"note: the tracker {self._label} is {MOST_WAITING:,} calls behind; further calls "
-                "are dropped until it has caught up"
+                f"note: the tracker {self._label} is {MAX_QUEUED_CALLS:,} calls behind; further "
+                "calls are dropped until it has caught up"
             )
 
     def _failure(self, error: BaseException, rest: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# W&B's defaults are 90 s and no limit, for which a process would wait at its end.
+# Timeout for starting and finishing a run. By default W&B waits 90 s at the start, and without a
+# limit at the end, which would delay the end of the process.
 _TIMEOUT_SECONDS = 20
 
 

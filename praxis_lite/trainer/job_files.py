@@ -11,7 +11,7 @@ from praxis_lite.config.config_json import (
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.launched_config import LaunchedConfig
-from praxis_lite.experiment.recorded_job import keep_tokenizers
+from praxis_lite.experiment.recorded_job import copy_tokenizers
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import JobDir
@@ -56,7 +56,7 @@ class ConfigFiles:
         """Writes config.json and config.txt, and copies the tokenizers that the config names."""
         self._files.write_config(self.json, self._lines)
         if processes.is_first():
-            keep_tokenizers(self._launched.config, self._files)
+            copy_tokenizers(self._launched.config, self._files)
 
     def changes(self) -> list[str]:
         """Returns a line per setting that changed since the previous launch."""

@@ -79,7 +79,7 @@ class Certificates(Hook):
             if differences:
                 # Raise before the wrong state can be saved.
                 raise NotRestored(
-                    f"The restored state of step {loop.first_step} is not the one that was saved. "
+                    f"The restored state of step {loop.first_step} differs from the saved state. "
                     f"{differences[0]}. No step was trained. Launch the job again to read the "
                     "checkpoint again. If the same device differs again, remove it from the job."
                 )

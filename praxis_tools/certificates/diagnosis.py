@@ -352,7 +352,7 @@ def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -
 
 
 def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 0.0) -> Leaves:
-    """Returns what a recorder computes for each layer of a step, by "NUMBER|LAYER"."""
+    """Runs a step with a recorder, and returns its records of each layer by "NUMBER|LAYER"."""
     with jax.enable_x64(False):
         arguments = rerun.arguments(rows, nudge)
         closed_jaxpr = jax.make_jaxpr(rerun.function)(*arguments)

@@ -62,21 +62,25 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Do nothing. `why` is "" if the job is training."""
+    """Decision to do nothing.
+
+    Attributes:
+      why: What the job waits for, as text; "" if it is training.
+    """
 
     why: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class StopWorkers:
-    """Stop the workers after a step, because a member joins or leaves."""
+    """Decision to stop the workers after a step, because a member joins or leaves."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class StartGeneration:
-    """Start the next generation.
+    """Decision to start the next generation.
 
     Attributes:
       kind: Event that ended the previous generation; see `Generation`.
@@ -95,7 +99,7 @@ class StartGeneration:
 
 @dataclasses.dataclass(frozen=True)
 class EndJob:
-    """End the job with an exit status."""
+    """Decision to end the job with an exit status."""
 
     status: int
     why: str
@@ -155,10 +159,10 @@ def _end_time(view: View, k: int) -> float:
 
 
 def _is_resting(view: View, k: int) -> bool:
-    """Returns whether the backoff of a member lasts, counted from the observed end of its worker.
+    """Returns whether a member still backs off after the end of its worker.
 
-    The length is the difference of two times by the member's clock. The clocks of the member and
-    the leader are never compared.
+    The backoff begins when the leader observes this end. Its length is the difference of two times
+    by the member's clock; the clocks of the member and the leader are never compared.
     """
     member = view.members[k]
     if member.end is None:
@@ -193,7 +197,7 @@ def _decide_after_failure(
     if not (gone or causes or lost or view.stuck):
         return None
     if view.is_asked_to_stop and (came or left) and not (gone or causes or view.stuck):
-        # Some workers stopped before others had begun to train.
+        # Some workers stopped on request before others had begun to train.
         return _decide_after_stop(view, came, left, available)
     failed = {k: end for k, end in causes.items() if end.kind == FAILED}
     times = [_end_time(view, k) for k in (*causes, *lost)]

@@ -36,7 +36,7 @@ class GenerationRecord:
       reached: Whether the generation made a step.
       programs: Number of programs that its first process needed up to the first step.
       compiled: Number of these programs that were not in the compilation cache.
-      seconds: Time from `time` to the first step, or to the end of the generation, by phase.
+      seconds: Seconds by phase, from `time` to the first step or to the end of the generation.
     """
 
     generation: int
@@ -106,10 +106,10 @@ def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
 
 
 def last_step_made(generation: Generation | None, members: Mapping[int, Member]) -> int:
-    """Returns the last step of a generation as far as is known, or 0.
+    """Returns the last known step of a generation, or 0.
 
-    If the generation made no step, returns the last step before it, so that steps which it did not
-    repeat are not counted as lost again.
+    If the generation made no step, returns the last step before it, so that steps that it did not
+    repeat are not counted as lost twice.
     """
     if generation is None:
         return max((member.worker.get("made", 0) for member in members.values()), default=0)

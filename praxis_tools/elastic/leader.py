@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 
 from praxis_lite.job.job_dir import JobDir
-from praxis_lite.job.processes.addresses import joined
+from praxis_lite.job.processes.addresses import format_address
 from praxis_tools.elastic.decisions import (
     Decision,
     EndJob,
@@ -142,7 +142,7 @@ class Leader:
                     self._print_status(why)
             case StopWorkers(why):
                 if self._rendezvous.request_stop(last.number, why):
-                    self._print_status(f"{why}: the running step is made and saved")
+                    self._print_status(f"{why}: the current step will be completed and saved")
             case EndJob(status, why):
                 if last is not None and last.number not in self._recorded:
                     self._record(generation_record(last, view.members))
@@ -160,7 +160,7 @@ class Leader:
             number=(last.number if last else 0) + 1, kind=start.kind, who=start.who, why=start.why,
             members=start.members,
             incarnations=tuple(view.members[k].incarnation for k in start.members),
-            coordinator=joined(first.address, first.port), event=event, noticed=noticed,
+            coordinator=format_address(first.address, first.port), event=event, noticed=noticed,
             agreed=time.time(), last_step=last_step_made(last, view.members),
             num_fruitless=(
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1
@@ -181,7 +181,7 @@ class Leader:
         recorded = self._recorded_generations()
         self._recorded = recorded | {record.generation}
         if record.generation in recorded:
-            return  # Another leader was faster.
+            return  # Another leader has recorded it already.
         try:
             append_record(self._elastic_jsonl, record)
         except OSError as error:

@@ -101,7 +101,7 @@ def _refuses(address: str) -> bool:
     """Returns whether a host refuses connections at "host:port", that is, nothing listens there."""
     with contextlib.suppress(OSError):
         try:
-            socket.create_connection(addresses.split(address), timeout=0.3).close()
+            socket.create_connection(addresses.parse_address(address), timeout=0.3).close()
         except ConnectionRefusedError:
             return True
     return False

@@ -1,8 +1,8 @@
 """The files through which supervisors coordinate: members, generations and the end of the job.
 
 They are in the job's directory, which all hosts share. A member only writes its own file. The file
-of a generation is created atomically, by whichever member is first. So no supervisor ever waits for
-another one, and each may die at any time.
+of a generation is created atomically by the first member that tries. Therefore no supervisor ever
+waits for another one, and each may die at any time.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Member:
       address: Address at which other hosts reach this host.
       port: A free port for the coordination service of the next generation.
       store: "host:port" of the member's peer store.
-      is_leaving: Whether the member was asked to leave. It then joins no further generation.
+      is_leaving: Whether the member was requested to leave. It then joins no further generation.
       rests_until: The member joins no generation until this time, because its worker repeatedly
         ended before its first step.
       generation: Generation of the current or last worker; 0 if there was none.
@@ -157,7 +157,7 @@ class Rendezvous:
         return content_of(path)
 
     def write(self, member: Member) -> None:
-        """Writes the file of a member. Raises OSError."""
+        """Writes the file of a member atomically. Raises OSError if it cannot be written."""
         path = self._members / f"{member.member}.json"
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(json.dumps(dataclasses.asdict(member)))
@@ -209,7 +209,7 @@ class Rendezvous:
             ) from None
 
     def create_generation(self, generation: Generation) -> bool:
-        """Creates the file of a generation. Returns False if another member was faster."""
+        """Creates the file of a generation. Returns False if another member has created it."""
         return self._create(f"{generation.number}.json", dataclasses.asdict(generation))
 
     def request_stop(self, number: int, why: str) -> bool:
@@ -233,7 +233,7 @@ class Rendezvous:
         return None if status is None else (status, self._read(f"{number}.end", "why"))
 
     def clear_job_end(self, number: int) -> None:
-        """Removes the end of the job, because the job is started again."""
+        """Removes the record that the job has ended, because it is started again."""
         (self._generations / f"{number}.end").unlink(missing_ok=True)
 
     def _create(self, name: str, fields: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ import xxhash
 
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.host.host_memory import available_bytes
-from praxis_lite.job.processes.addresses import joined
+from praxis_lite.job.processes.addresses import format_address
 from praxis_tools.elastic.store_messages import (
     SaveId,
     StoreFailed,
@@ -67,7 +67,7 @@ class PeerStore:
         self._key, self._saves, self._lock = key, dict[SaveId, _StoredSave](), threading.Lock()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        self.address = joined(host, self._listener.getsockname()[1])
+        self.address = format_address(host, self._listener.getsockname()[1])
         self._connections = set[socket.socket]()
         self._unauthenticated = list[socket.socket]()
         self._is_closed = threading.Event()

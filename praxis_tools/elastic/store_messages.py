@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from praxis_lite.job.processes.addresses import split
+from praxis_lite.job.processes.addresses import parse_address
 
 _VERIFY_SECONDS = 120.0  # Time limit for a store to verify a save.
 STALL_SECONDS = 30.0  # A connection is closed if no bytes are transferred for this long.
@@ -208,7 +208,7 @@ class StoreClient:
         self._idle.append(connection)
 
     def _connect(self) -> socket.socket:
-        connection = socket.create_connection(split(self._address), _GREETING_SECONDS)
+        connection = socket.create_connection(parse_address(self._address), _GREETING_SECONDS)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greet(connection, self._key, is_server=False)

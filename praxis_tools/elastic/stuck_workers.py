@@ -9,7 +9,7 @@ from praxis_lite.job.processes.watchdog import write_report
 from praxis_tools.elastic.members import Generation, Member
 from praxis_tools.elastic.worker_process import WorkerProcess
 from praxis_tools.stuck import Decision, Progress
-from praxis_tools.stuck.on_host import state_in_words
+from praxis_tools.stuck.on_host import describe_state
 from praxis_tools.stuck.stuck_report import details
 
 _INTERVAL_SECONDS = 1.0
@@ -83,6 +83,6 @@ def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
     stacks = stacks or worker.reports.get("stacks", "")
     location = (
         f"All threads:\n{stacks.rstrip()}" if stacks
-        else f"Its stacks are not available: {state_in_words(worker.pid) or 'it has ended'}."
+        else f"Its stacks are not available: {describe_state(worker.pid) or 'it has ended'}."
     )
     write_report(f"stuck: {why}. It is killed and replaced. {location}\n", stacks_txt)

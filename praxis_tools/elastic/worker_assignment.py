@@ -16,7 +16,7 @@ from praxis_lite.job.events import Listener, Phase
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.membership import Membership
 from praxis_lite.job.processes.stacks import install_stacks_handler, stacks
-from praxis_tools.stuck.progress import own
+from praxis_tools.stuck.progress import progress_recorder
 
 # Environment variable of worker processes: "file descriptor for reports:PID of the supervisor".
 WORKER = "PRAXIS_LITE_WORKER"
@@ -162,7 +162,7 @@ def _report_progress() -> None:
     has_reported_wait = False
     while True:
         time.sleep(_PROGRESS_SECONDS)
-        progress = own.progress_of(_assignment.index)
+        progress = progress_recorder.progress_of(_assignment.index)
         report(progress=dataclasses.asdict(progress))
         if progress.silent_seconds < _WAITING_SECONDS:
             if has_reported_wait:
@@ -170,5 +170,6 @@ def _report_progress() -> None:
             has_reported_wait = False  # The next wait may be in another program.
         elif not has_reported_wait:
             has_reported_wait = True
-            collectives = list(map(own.first_collective, range(len(_assignment.members))))
+            first_collective = progress_recorder.first_collective
+            collectives = list(map(first_collective, range(len(_assignment.members))))
             report(first_collectives=collectives, stacks=stacks()[:_MAX_STACK_CHARACTERS])

@@ -26,7 +26,7 @@ from praxis_tools.elastic.members import (
 )
 from praxis_tools.elastic.worker_assignment import LOST_PEER_STATUS, WORKER, Assignment
 from praxis_tools.stuck import Progress
-from praxis_tools.stuck.on_host import seen_by_host
+from praxis_tools.stuck.on_host import progress_of_pid
 
 _MAX_REPORT_BYTES = 2**20
 # Exit statuses of a worker that was asked to stop before it handled the signal.
@@ -111,7 +111,7 @@ class WorkerProcess:
     def progress(self, index: int) -> Progress:
         """Returns the progress of the worker; `index` is its process index in the generation."""
         reported = self.reports.get("progress", {})
-        return seen_by_host(self.pid, reported, index, time.monotonic() - self.progress_time)
+        return progress_of_pid(self.pid, reported, index, time.monotonic() - self.progress_time)
 
     def status(self) -> int | None:
         """Returns the exit status, negative for a signal, or None while the process is running."""

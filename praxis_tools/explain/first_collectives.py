@@ -13,7 +13,7 @@ from praxis_lite.job import processes
 from praxis_lite.trainer.hooks.hook import Hook
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo import Collective, collectives
-from praxis_tools.stuck.progress import own
+from praxis_tools.stuck.progress import progress_recorder
 
 # Limit of the program's text. Parsing takes seconds during which the thread sends no heartbeats.
 _MAX_TEXT_BYTES = 2**24
@@ -39,7 +39,9 @@ class ReportFirstCollectives(Hook):
             step = partitioner.train_step.lower(self._job.datasets[TRAIN].element_spec()).compile()
             mesh = partitioner.mesh
             owners = [device.process_index for device in mesh.devices.flat]
-            own.first_collective = FirstCollectives(step, dict(mesh.shape), owners)
+            progress_recorder.first_collective = FirstCollectives(
+                step, dict(mesh.shape), owners
+            )
 
 
 class FirstCollectives:

@@ -1,6 +1,6 @@
-"""Trained models for other programs, as files that need only jax.
+"""Exports trained models as files that other programs run with only jax installed.
 
     python -m praxis_tools.export JOB OUT --what=decode|predict
 
-It does not depend on training: it takes weights and a compiled step's function.
+The package takes a partitioner and its weights, and never imports the training loop.
 """

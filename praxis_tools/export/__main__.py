@@ -1,4 +1,4 @@
-"""Exports a job's decoding step or its model's call as StableHLO and weights, to run with jax only.
+"""Exports a job's decode step or its model's forward pass as StableHLO, to run with only jax.
 
     python -m praxis_tools.export JOB OUT --what=decode|predict [--mesh=1,2,2]
         [--batch=ROWS|b] [--length=TOKENS] [--platforms=cpu,cuda] [--step N] [--set path=value ...]
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes OUT/program.bin, weights.npz, manifest.json, and load.py, which runs them."""
-    run(lambda: _export(argv), goes_on=True)
+    """Writes program.bin, weights.npz, manifest.json and load.py, which runs them, into OUT."""
+    run(lambda: _export(argv), continues_without_output=True)
 
 
 def _export(argv: Sequence[str] | None) -> None:
     print_log()
     args = _parser().parse_args(argv)
     require_package("flatbuffers", "praxis_tools.export")
-    # Imported here, so that a signal during the import of jax prints no traceback.
+    # Imported late, so that Ctrl-C during the import of jax prints no traceback.
     from praxis_lite.core.errors import format_bytes
     from praxis_lite.host.whole_files import new_directory
     from praxis_lite.job.local_directory import local_directory
@@ -38,7 +38,7 @@ def _export(argv: Sequence[str] | None) -> None:
 
     out = local_directory(args.out)
     with new_directory(out, MANIFEST) as target:
-        partitioner, weights, datasets, about = _source(args)
+        partitioner, weights, datasets, about = _load_model(args)
         inputs = inputs_of(
             partitioner.task, args.what, datasets, given=args.inputs, batch=args.batch,
             length=args.length,
@@ -49,19 +49,21 @@ def _export(argv: Sequence[str] | None) -> None:
             "what": args.what, "job": args.job, **about, **_text_settings(partitioner.task)
         }
         if args.what == "decode":
-            # Donated: nothing else is computed with them.
+            # The weights can be donated because nothing else uses them.
             weights = partitioner.for_decoding(weights, donates=True)
         sizes = write_artifact(target, program, partitioner, weights, about)
     files = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     print(f"wrote {out}: {files}")
 
 
-class _Source(NamedTuple):
+class _Model(NamedTuple):
     """A trained model to export.
 
     Attributes:
-      mdl_vars: its weights.
-      about: facts for the manifest.
+      partitioner: Partitioner of the model's task.
+      mdl_vars: Weights of the model.
+      datasets: Pipelines by name, whose batches determine the input shapes.
+      about: Facts for the manifest.
     """
 
     partitioner: "Partitioner"
@@ -70,12 +72,12 @@ class _Source(NamedTuple):
     about: dict[str, Any]
 
 
-def _source(args: Any) -> _Source:
+def _load_model(args: Any) -> _Model:
     from praxis_lite.job.local_directory import local_directory
 
-    # The folder of a job has no safetensors.
+    # Only the directory of a Hugging Face model contains safetensors; that of a job never does.
     if any(local_directory(args.job).glob("*.safetensors")):
-        return _from_huggingface(args)
+        return _load_from_huggingface(args)
     from praxis_lite.trained_model.loading import load
 
     mesh = [] if args.mesh is None else [f"mesh.ici_mesh_shape={args.mesh}"]
@@ -87,19 +89,24 @@ def _source(args: Any) -> _Source:
     use_ema = run.decode_use_ema_states if decodes else run.evaluation.use_ema_states
     datasets = model.job.decode_datasets if decodes else model.job.datasets
     about = {"experiment": model.experiment, "step": model.step}
-    return _Source(model.partitioner, model.mdl_vars_with(use_ema=use_ema), datasets, about)
+    return _Model(model.partitioner, model.mdl_vars_with(use_ema=use_ema), datasets, about)
 
 
-def _from_huggingface(args: Any) -> _Source:
+def _load_from_huggingface(args: Any) -> _Model:
     from praxis_lite.core.errors import require
     from praxis_lite.core.sharding.mesh import make_mesh, simulate_devices
     from praxis_lite.core.sharding.mesh_config import MeshConfig
     from praxis_lite.huggingface.model import EXPERIMENT, load
 
-    require(args.step is None, "--step", args.step, "left out: the directory has no steps")
+    require(
+        args.step is None, "--step", args.step, "no value",
+        "A Hugging Face directory has no checkpoint steps.",
+    )
     sizes = (args.mesh or "1,1,1").split(",")
-    is_right = len(sizes) == 3 and all(size.isdecimal() and int(size) for size in sizes)
-    require(is_right, "--mesh", args.mesh, "three sizes, of replica, data and mdl: 1,2,2")
+    is_valid = len(sizes) == 3 and all(size.isdecimal() and int(size) for size in sizes)
+    require(
+        is_valid, "--mesh", args.mesh, "sizes of the axes replica, data and mdl, such as 1,2,2"
+    )
     config = MeshConfig(ici_mesh_shape=tuple(map(int, sizes)), allow_unused_devices=True)
     simulate_devices(config.num_devices)
     model = load(
@@ -107,22 +114,22 @@ def _from_huggingface(args: Any) -> _Source:
         note=lambda line: print(line, flush=True),
     )
     about = {"experiment": EXPERIMENT, "step": None}
-    return _Source(model.partitioner, model.mdl_vars, {}, about)
+    return _Model(model.partitioner, model.mdl_vars, {}, about)
 
 
 def _text_settings(task: Any) -> dict[str, Any]:
-    """Returns a task's tokenizer and decoder as JSON for the manifest."""
-    result = {}
+    """Returns the manifest's JSON description of a task's tokenizer and decoder."""
+    settings = {}
     if task.tokenizer is not None:
         tokenizer = task.tokenizer
-        result["tokenizer"] = {
+        settings["tokenizer"] = {
             "class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size,
             "eos_ids": list(tokenizer.eos_ids), "padding": "zeros on the right",
         }
     if dataclasses.is_dataclass(task.decoder):
         fields = dataclasses.asdict(task.decoder)
-        result["decoder"] = {"class": type(task.decoder).__name__, **fields}
-    return result
+        settings["decoder"] = {"class": type(task.decoder).__name__, **fields}
+    return settings
 
 
 def _parser() -> Parser:
@@ -131,22 +138,23 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("job", metavar="JOB", help="directory of a job, or of a model of Hugging Face")
-    add("out", metavar="OUT", help="a new directory")
+    add("job", metavar="JOB", help="directory of a job or of a Hugging Face model")
+    add("out", metavar="OUT", help="directory to create")
     add("--what", choices=("decode", "predict"), required=True,
-        help="the job's decoding step, or the model's own call")
+        help="export the job's decode step, or the model's forward pass")
     add_step(parser.add_argument_group("the job"))
-    add("--mesh", metavar="SIZES", help="of its axes, as 1,2,2; default: the job's own")
-    add("--batch", metavar="ROWS", help="of a call, or b: any multiple of the devices; default: "
-        "the dataset's")
+    add("--mesh", metavar="SIZES", help="axis sizes, such as 1,2,2; default: the job's mesh")
+    add("--batch", metavar="ROWS", help="number of rows, or b for any multiple of the number of "
+        "devices; default: as in the dataset")
     add("--length", type=int, metavar="TOKENS",
-        help="of a row of ids: the longest prompt; default: the dataset's")
+        help="number of tokens in a row, the longest prompt; default: as in the dataset")
     add("--inputs", nargs="+", default=[], metavar="NAME=DTYPE[ROWS,DIM,...]",
-        help="all inputs, in place of the dataset's")
-    add("--platforms", default="", metavar="NAME,...", help="cpu, cuda, rocm, tpu; default: this")
+        help="all inputs, instead of the dataset's")
+    add("--platforms", default="", metavar="NAME,...",
+        help="cpu, cuda, rocm or tpu; default: the current platform")
     add("--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
-        help="as of main.py")
-    add("--packages", metavar="NAME,...", default="", help="as of main.py")
+        help="as for main.py")
+    add("--packages", metavar="NAME,...", default="", help="as for main.py")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""An exported program as a directory: the program, the weights, a manifest, and their loader."""
+"""Writes an exported program to a directory: the program, its weights, a manifest and a loader."""
 
 import hashlib
 import importlib.metadata
@@ -24,11 +24,17 @@ def write_artifact(
     folder: Path, program: Program, partitioner: Partitioner, weights: Any,
     about: Mapping[str, Any],
 ) -> dict[str, int]:
-    """Writes a program and its weights into a folder; returns the files' sizes in bytes, by name.
+    """Writes a program, its weights, a manifest and the loader.
 
     Args:
-      weights: a tree of the program's layout.
-      about: more facts for the manifest, as JSON.
+      folder: Existing directory to write to.
+      program: The exported program.
+      partitioner: Partitioner that the program was exported from.
+      weights: Tree of arrays with the program's layout.
+      about: Further facts for the manifest, as JSON values.
+
+    Returns:
+      The size of each file in bytes, by file name.
     """
     (folder / PROGRAM).write_bytes(program.exported.serialize())
     _write_weights(folder / WEIGHTS, program, weights)
@@ -41,7 +47,7 @@ def write_artifact(
 
 
 def _write_weights(path: Path, program: Program, weights: Any) -> None:
-    """Writes weights one after the other, as `np.savez` does, each under its path."""
+    """Writes a file like that of `np.savez`, with only one weight in host memory at a time."""
     leaves = program.layout.leaves()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for leaf, x in zip(leaves, jax.tree.leaves(weights), strict=True):
@@ -54,31 +60,32 @@ def _manifest(
 ) -> dict[str, Any]:
     exported, mesh = program.exported, partitioner.mesh
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
-    devices = f"It runs on {' or '.join(exported.platforms)}."
+    devices = f"The program runs on {' or '.join(exported.platforms)}."
     if "cpu" in exported.platforms:
-        devices += f" A CPU has them with JAX_NUM_CPU_DEVICES={mesh.size} in the environment."
+        devices += f" On CPU, set JAX_NUM_CPU_DEVICES={mesh.size} in the environment."
     return {
         "format": load.FORMAT, **about,
         "jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"),
         "calling_convention_version": exported.calling_convention_version,
         "platforms": list(exported.platforms), "devices": devices,
         "mesh": dict(mesh.shape),
-        # By the name of jax's backend; other backends compile without them.
+        # Options by the name of the backend they are for; other backends compile without them.
         "compiler_options": {mesh.devices.flat[0].platform: program.compiler_options},
         "disabled_checks": [str(check) for check in exported.disabled_safety_checks],
-        "inputs": {name: _described(x, x.sharding.spec) for name, x in program.inputs.items()},
-        "outputs": {path: _described(x) for path, x in leaves_with_path(outputs)},
+        "inputs": {name: _describe(x, x.sharding.spec) for name, x in program.inputs.items()},
+        "outputs": {path: _describe(x) for path, x in leaves_with_path(outputs)},
         "weights": {
-            leaf.path: _described(leaf, leaf.spec) | {"padded_shape": list(leaf.padded_shape)}
+            leaf.path: _describe(leaf, leaf.spec) | {"padded_shape": list(leaf.padded_shape)}
             for leaf in program.layout.leaves()
         },
     }
 
 
-def _described(x: Any, spec: PartitionSpec | None = None) -> dict[str, Any]:
+def _describe(x: Any, spec: PartitionSpec | None = None) -> dict[str, Any]:
+    """Returns the shape, dtype and full-rank PartitionSpec of an array as JSON."""
     shape = [dim if isinstance(dim, int) else str(dim) for dim in x.shape]
-    split = {} if spec is None else {"spec": [*spec, *[None] * (len(shape) - len(spec))]}
-    return {"shape": shape, "dtype": np.dtype(x.dtype).name} | split
+    full_spec = {} if spec is None else {"spec": [*spec, *[None] * (len(shape) - len(spec))]}
+    return {"shape": shape, "dtype": np.dtype(x.dtype).name} | full_spec
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The input shapes that a program is exported for: from the command line, or from a dataset."""
+"""Determines the input shapes of an exported program, from the command line or from a dataset."""
 
 import dataclasses
 import inspect
@@ -17,11 +17,12 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.trainer.forward_pass import LEAVES_OF_ARGUMENTS
 
 What = Literal["decode", "predict"]
-# Stands for any number of rows.
+# Value of --batch, and of ROWS in --inputs, that exports a program for any number of rows.
 ANY_ROWS = "b"
 _INPUT = re.compile(rf"([\w/]+)=(\w+)\[(\d+|{ANY_ROWS})((?:,\d+)*)\]")
-# Rank and dtype of the inputs of language models, whose shapes need no dataset.
-_OF_TEXTS = {
+# Rank and dtype of a language model's inputs. The number of rows and the length determine their
+# shapes, so no dataset is needed.
+_TEXT_INPUTS = {
     "ids": (2, jnp.int32), "prefix_lengths": (1, jnp.int32), "weights": (1, jnp.float32),
 }
 Specs = dict[str, jax.ShapeDtypeStruct]
@@ -32,8 +33,8 @@ class Inputs:
     """The shapes and dtypes of a program's inputs.
 
     Attributes:
-      specs: by path, without padding; with 1 row if `any_rows`.
-      any_rows: whether the program takes any number of rows.
+      specs: Logical shape and dtype of each input, by path; with one row if `any_rows`.
+      any_rows: Whether the program accepts any number of rows.
     """
 
     specs: Specs
@@ -44,30 +45,32 @@ def inputs_of(
     task: Task, what: What, datasets: Mapping[str, InputPipeline], *,
     given: Sequence[str] = (), batch: str | None = None, length: int | None = None,
 ) -> Inputs:
-    """Returns the inputs of a job's decoding step, or of its model's call.
+    """Returns the input shapes of a job's decode step or of its model's forward pass.
 
     Args:
-      datasets: by name; for "decode" those of prompts. The shapes are those of the training
-        dataset, or else of the first.
-      given: "NAME=DTYPE[ROWS,DIM,...]" each, in place of a dataset's.
-      batch: the number of rows, or `ANY_ROWS`; None: the dataset's.
-      length: the number of tokens of a row; None: the dataset's.
+      task: The job's task.
+      what: "decode" for the decode step, "predict" for the forward pass.
+      datasets: Pipelines by name; for "decode" the pipelines of prompts. Shapes that no other
+        argument sets are those of `train`, or of the first pipeline if there is no `train`.
+      given: Inputs as "NAME=DTYPE[ROWS,DIM,...]", which replace those of the dataset.
+      batch: Number of rows, or `ANY_ROWS`; None uses that of the dataset.
+      length: Number of tokens in a row; None uses that of the dataset.
 
     Raises:
-      ConfigError: the task does not decode, an option is malformed, the rows differ, or nothing
-        determines the shapes.
+      ConfigError: The task cannot decode, an option is malformed, inputs differ in their number of
+        rows, or nothing determines the shapes.
     """
     if what == "decode" and type(task).decode is Task.decode:
         raise ConfigError(
-            f"{type(task).__name__} decodes nothing: it has no method `decode`. Export the model's "
-            "call, --what=predict."
+            f"{type(task).__name__} cannot decode: it has no method `decode`. Export the forward "
+            "pass with --what=predict instead."
         )
     if given:
         require(
             batch is None and length is None, "--batch or --length next to --inputs",
-            batch or length, "neither", "--inputs gives all shapes.",
+            batch or length, "neither", "--inputs already sets all shapes.",
         )
-        return _parsed(given)
+        return _parse(given)
     is_any = batch == ANY_ROWS
     if batch is not None and not is_any:
         is_number = batch.isdecimal() and int(batch) > 0
@@ -76,79 +79,82 @@ def inputs_of(
     num_rows = None if batch is None else 1 if is_any else int(batch)
     arguments = None
     if what == "predict" and not takes_batches(task):
-        arguments = _leaves_of_arguments(task)
+        arguments = _leaf_names_by_argument(task)
     names = list(task.required_decode_inputs if arguments is None else arguments)
-    if num_rows and length and names and set(names) <= _OF_TEXTS.keys():
-        specs = {
-            name: jax.ShapeDtypeStruct((num_rows, length)[: _OF_TEXTS[name][0]], _OF_TEXTS[name][1])
-            for name in names
-        }
+    if num_rows and length and names and set(names) <= _TEXT_INPUTS.keys():
+        specs = {}
+        for name in names:
+            rank, dtype = _TEXT_INPUTS[name]
+            specs[name] = jax.ShapeDtypeStruct((num_rows, length)[:rank], dtype)
         return Inputs(specs, is_any)
     field = "decode_datasets" if what == "decode" else "datasets"
-    specs = _of_dataset(datasets, field, arguments)
-    length_now = specs["ids"].shape[1:2] if "ids" in specs else ()
+    specs = _specs_from_dataset(datasets, field, arguments)
+    dataset_length = specs["ids"].shape[1:2] if "ids" in specs else ()
     require(
-        length is None or length_now != (), "--length", length, "left out",
-        f"The inputs have no rows of ids: {sorted(specs)}. --inputs sets other shapes.",
+        length is None or dataset_length != (), "--length", length, "no value",
+        f"No input has token ids: {sorted(specs)}. Use --inputs to set other shapes.",
     )
 
-    def resized(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         rows, *dims = x.shape or (None,)
-        if length is not None and tuple(dims[:1]) == length_now:
+        if length is not None and tuple(dims[:1]) == dataset_length:
             dims[0] = length
         shape = (num_rows or rows, *dims) if x.shape else ()
         return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    return Inputs({name: resized(x) for name, x in specs.items()}, is_any)
+    return Inputs({name: resize(x) for name, x in specs.items()}, is_any)
 
 
 def takes_batches(task: Task) -> bool:
-    """Returns whether `Task.predict` takes complete batches, because the model has no call."""
+    """Returns whether `Task.predict` takes complete batches, because the model is not callable."""
     return task.predict is not None and not callable(task.model.abstract_module())
 
 
-def _parsed(texts: Sequence[str]) -> Inputs:
+def _parse(texts: Sequence[str]) -> Inputs:
     specs, rows = {}, {}
     for text in texts:
         match = _INPUT.fullmatch(text)
         require(
             match is not None, "--inputs", text, "NAME=DTYPE[ROWS,DIM,...], as ids=int32[8,64]",
-            f"ROWS is a number, or {ANY_ROWS} for any.",
+            f"ROWS is a number, or {ANY_ROWS} for any number of rows.",
         )
-        name, kind, first, others = match.groups()
-        rows[name], dims = first, [int(dim) for dim in others.split(",") if dim]
-        num_rows = 1 if first == ANY_ROWS else int(first)
-        specs[name] = jax.ShapeDtypeStruct((num_rows, *dims), _dtype(kind, text))
+        name, dtype, rows[name], other_dims = match.groups()
+        dims = [int(dim) for dim in other_dims.split(",") if dim]
+        num_rows = 1 if rows[name] == ANY_ROWS else int(rows[name])
+        specs[name] = jax.ShapeDtypeStruct((num_rows, *dims), _parse_dtype(dtype, text))
         require(min(specs[name].shape) > 0, "--inputs", text, "dims of 1 or more")
-    message = ", ".join(f"{name} {first}" for name, first in rows.items())
-    require(len(set(rows.values())) == 1, "The rows of --inputs", message, "the same of all")
+    found = ", ".join(f"{name} {num_rows}" for name, num_rows in rows.items())
+    require(
+        len(set(rows.values())) == 1, "The number of rows in --inputs", found,
+        "the same for all inputs",
+    )
     return Inputs(specs, ANY_ROWS in rows.values())
 
 
-def _dtype(kind: str, text: str) -> Any:
+def _parse_dtype(name: str, text: str) -> Any:
     try:
-        dtype = jnp.dtype(kind)
+        dtype = jnp.dtype(name)
         if dtype == jax.dtypes.canonicalize_dtype(dtype):
             return dtype
     except TypeError:
         pass
     raise ConfigError(
-        f"--inputs is {shown(text)}; expected a dtype that JAX computes with: int32, float32, "
-        "bfloat16, uint8, bool."
+        f"--inputs is {shown(text)}; expected a dtype that JAX supports, such as int32, float32, "
+        "bfloat16, uint8 or bool."
     )
 
 
-def _of_dataset(
+def _specs_from_dataset(
     datasets: Mapping[str, InputPipeline], field: str,
     arguments: Mapping[str, Sequence[str]] | None,
 ) -> Specs:
-    """Returns the leaves of a dataset that are arguments; all leaves without arguments."""
+    """Returns the specs of the dataset's leaves that are arguments, or of all leaves if None."""
     name = TRAIN if TRAIN in datasets else next(iter(sorted(datasets)), None)
     if name is None:
         raise ConfigError(
-            f"The job has no {field}, whose batches would tell the shapes of the inputs. Give "
-            "--batch=ROWS and --length=TOKENS of a language model, or --inputs "
-            "NAME=DTYPE[ROWS,DIM,...] of each."
+            f"The job has no {field} to take the input shapes from. For a language model give "
+            "--batch=ROWS and --length=TOKENS; otherwise give every input as --inputs "
+            "NAME=DTYPE[ROWS,DIM,...]."
         )
     available = dict(leaves_with_path(checked_spec(datasets[name], f"{field}.{name}")))
     if arguments is None:
@@ -161,14 +167,14 @@ def _of_dataset(
     if not specs or len(specs) < len(arguments):
         call = f"the arguments {list(arguments)}" if arguments else "arguments without names"
         raise ConfigError(
-            f"The model's call takes {call}, and batches of {field}.{name} have "
-            f"{sorted(available)}. Give all inputs with --inputs NAME=DTYPE[ROWS,DIM,...] of each."
+            f"The model takes {call}, but batches of {field}.{name} have {sorted(available)}. Give "
+            "every input as --inputs NAME=DTYPE[ROWS,DIM,...]."
         )
     return specs
 
 
-def _leaves_of_arguments(task: Task) -> dict[str, tuple[str, ...]]:
-    """Returns the names of matching leaves of a batch by required argument of the model's call."""
+def _leaf_names_by_argument(task: Task) -> dict[str, tuple[str, ...]]:
+    """Returns, for each required argument of the model, the names that its batch leaf may have."""
     model = task.model.abstract_module()
     parameters = inspect.signature(model).parameters.values() if callable(model) else ()
     names = [

@@ -1,4 +1,4 @@
-"""Loads the program in this folder with jax only: `outputs = load()({"ids": ids, ...})`."""
+"""Loads the program in this folder; needs only jax: `outputs = load()({"ids": ids, ...})`."""
 
 import contextlib
 import hashlib
@@ -19,10 +19,13 @@ FIELDS = {"jax": str, "devices": str, "sha256": dict, "mesh": dict, "weights": d
 
 
 def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
-    """Returns a function of a dict of NumPy arrays, as manifest.json describes its inputs.
+    """Returns the program as a function from a dict of NumPy arrays to its outputs.
+
+    Args:
+      folder: Directory with manifest.json, which lists the inputs' names, shapes and dtypes.
 
     Raises:
-      Refused: a file is missing, damaged or of another program; or there are too few devices.
+      Refused: A file is missing, damaged or from another program, or jax has too few devices.
     """
     archive = Archive(Path(folder))
     about, program = archive.about, archive.program()
@@ -40,14 +43,15 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
 
 
 class Refused(SystemExit, ValueError):
-    """The program cannot be loaded. Where it is not caught, it is one line, and status 1."""
+    """The program cannot be loaded. If not caught, Python prints the message and exits with 1."""
 
 
 class Archive:
-    """The files of a program in a folder, each checked as it is read.
+    """The files of an exported program, each checked when it is read.
 
     Attributes:
-      about: what manifest.json has.
+      folder: Directory of the files.
+      about: Content of manifest.json.
     """
 
     def __init__(self, folder: Path):
@@ -56,7 +60,7 @@ class Archive:
             self.about = json.loads((folder / "manifest.json").read_text("utf-8"))
             found = self.about["format"]
             if found != FORMAT:
-                raise Refused(f"{folder} has the format {found!r}; this load.py reads {FORMAT!r}.")
+                raise Refused(f"{folder} has format {found!r}; this load.py reads {FORMAT!r}.")
             for name, kind in FIELDS.items():
                 if not isinstance(self.about[name], kind):
                     raise TypeError(f"{name} is {self.about[name]!r}")
@@ -64,23 +68,24 @@ class Archive:
             with self.reading(name), (folder / name).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != self.about["sha256"].get(name):
-                raise Refused(f"{folder / name} is damaged: its SHA-256 is not that in the "
-                              "manifest. Copy or export it again.")
+                raise Refused(f"{folder / name} is damaged: its SHA-256 differs from the "
+                              "manifest's. Copy or export it again.")
 
     def program(self) -> export.Exported:
-        """Returns the program."""
+        """Deserializes the program."""
         content = bytearray((self.folder / "program.bin").read_bytes())
         try:
             program = export.deserialize(content)
             program.mlir_module()
         except Exception as error:
-            wrote = self.about["jax"]
-            raise Refused(f"jax {jax.__version__} cannot read what {wrote} wrote.") from error
+            writer = self.about["jax"]
+            raise Refused(f"jax {jax.__version__} cannot read a program that jax {writer} wrote. "
+                          "Install that version, or export it again.") from error
         return program
 
     def weights(self, avals: Sequence) -> Iterator[np.ndarray]:
-        """Yields the weights, of the shapes and dtypes that the program takes."""
-        # Not np.load, which leaves the file open where an array is damaged.
+        """Yields the weights, after checking their shapes and dtypes against the program's."""
+        # np.load would leave the file open if an array is damaged.
         with self.reading("weights.npz"), zipfile.ZipFile(self.folder / "weights.npz") as archive:
             names = [file.removesuffix(".npy") for file in archive.namelist()]
             for name in {*names} ^ {*self.about["weights"]}:
@@ -88,7 +93,8 @@ class Archive:
             for name, aval in zip(names, avals, strict=True):
                 with archive.open(f"{name}.npy") as file:
                     x = np.lib.format.read_array(file, allow_pickle=False)
-                raw = np.dtype(f"V{aval.dtype.itemsize}")  # Of bfloat16, say.
+                # NumPy files store bfloat16 and other types that NumPy lacks as raw bytes.
+                raw = np.dtype(f"V{aval.dtype.itemsize}")
                 if x.shape != aval.shape or x.dtype not in (aval.dtype, raw):
                     raise ValueError(f"{name} is {x.dtype}{[*x.shape]}; the program takes "
                                      f"{aval.dtype}{[*aval.shape]}")
@@ -96,7 +102,7 @@ class Archive:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Names the file in errors of what cannot be read."""
+        """Turns errors while reading a file into `Refused`, which names the file."""
         try:
             yield
         except Refused:
@@ -109,7 +115,7 @@ class Archive:
 
 
 def options_taken(about: dict, mesh: Mesh) -> dict:
-    """Returns the recorded options that this compiler takes; warns of each that it does not."""
+    """Returns the recorded compiler options that this jaxlib accepts; warns about the others."""
     taken, replicated, backend = {}, NamedSharding(mesh, PartitionSpec()), jax.default_backend()
     for name, value in (about["compiler_options"].get(backend) or {}).items():
         option = {name: value}
@@ -119,8 +125,8 @@ def options_taken(about: dict, mesh: Mesh) -> dict:
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).rstrip(".")
             warnings.warn(
-                f"{name}={value}, with which the program was exported, is left out: {reason}. Its "
-                "speed and memory may differ. Correct compiler_options in manifest.json.",
+                f"The compiler option {name}={value} of the exported program is ignored: {reason}. "
+                "Speed and memory may differ. Correct compiler_options in manifest.json.",
                 stacklevel=3,
             )
     return taken

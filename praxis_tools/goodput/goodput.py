@@ -1,4 +1,4 @@
-"""Where the time of a job went, in all its launches and between them."""
+"""Computes a job's goodput: the share of its time that went into training steps that counted."""
 
 import dataclasses
 import itertools
@@ -23,29 +23,31 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_tools.elastic.generation_log import START, GenerationRecord, read_generation_records
 from praxis_tools.goodput.spans import Span, read_spans
 
-# Kinds of seconds that no launch knows of itself.
-LOST_STEP = "lost step"  # Steps that were lost before a save, and repeated.
-HANDS = "change of hands"  # Of an elastic job: another process is gone, leaves or comes; agreed.
-IDLE = "idle"  # Between launches, and from the last sign of life of a launch that was killed.
+# Kinds of time that only become known after a launch has ended.
+LOST_STEP = "lost step"  # Steps that were not saved before a failure, and had to be recomputed.
+HANDOVER = "change of hands"  # In an elastic job: processes leave or join, and the others agree.
+IDLE = "idle"  # Time between launches, and after the last recorded moment of a killed launch.
 KINDS = (
-    IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDS,
+    IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDOVER,
     IDLE,
 )
-# A single launch shorter than this reports no goodput.
-_FIRST_SECONDS = 600
+# A job with one launch that is shorter than this reports seconds instead of a goodput.
+_MIN_SECONDS_FOR_GOODPUT = 600
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A launch of a job: a process that trained, or was about to.
+    """One launch of a job, from its start to its end.
 
     Attributes:
-      began, ended: in Unix seconds. A launch that was killed ends with its last sign of life.
-      first_step: the step that it started from; None: it ended before that was known.
-      last_step: the newest step that it made, or None.
-      ended_by: THE_END, a signal, the name of an exception; None: it was killed, or still runs.
-      num_lost_steps: how many of its steps were lost and repeated.
-      seconds: by kind, all that a launch can have; they add up to `ended` - `began`.
+      began: Start in Unix seconds.
+      ended: End in Unix seconds; for a killed launch, the last moment that it recorded.
+      first_step: Step that training started from, or None if the launch ended before that.
+      last_step: Last completed step, or None.
+      ended_by: `THE_END`, the name of a signal or exception, or None if the launch was killed or is
+        still running.
+      num_lost_steps: Number of its steps that a later launch recomputed.
+      seconds: Seconds by kind; they add up to `ended - began`.
     """
 
     began: float
@@ -59,13 +61,13 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The seconds of a job by kind, from its first launch to the end of its last.
+    """The time of a job by kind, from the start of its first launch to the end of its last.
 
     Attributes:
-      launches: in their order.
-      seconds: by kind, in the order of `KINDS`, those between launches as "idle", or "change of
-        hands" where an elastic job was about to continue.
-      total_seconds: the sum of all kinds.
+      launches: The launches in chronological order.
+      seconds: Seconds by kind, in the order of `KINDS`. Time between launches is idle, or a change
+        of hands while an elastic job regroups.
+      total_seconds: Sum of all kinds.
     """
 
     launches: tuple[Launch, ...]
@@ -74,27 +76,27 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The share of time of steps that were not lost; 0 if no time passed."""
+        """Share of the time spent in steps that were not lost; 0 if no time passed."""
         return self._share(self.seconds[STEP])
 
     @property
     def num_lost_steps(self) -> int:
-        """The number of steps that were lost and repeated."""
+        """Number of steps that were lost and recomputed."""
         return sum(launch.num_lost_steps for launch in self.launches)
 
     def line(self) -> str:
-        """Returns a sentence: the share of useful steps, and where the most of the rest went.
+        """Returns a one-line summary: the goodput, and the three largest other kinds of time.
 
-        Of a single launch of less than `_FIRST_SECONDS` it has seconds and no share, because the
-        start takes most of a short run.
+        For a single launch of less than `_MIN_SECONDS_FOR_GOODPUT` the line has seconds instead of
+        shares, because startup takes most of a short run.
         """
         others = sorted(
             ((value, kind) for kind, value in self.seconds.items() if kind != STEP), reverse=True
         )
-        if len(self.launches) == 1 and self.total_seconds < _FIRST_SECONDS:
+        if len(self.launches) == 1 and self.total_seconds < _MIN_SECONDS_FOR_GOODPUT:
             parts = [f"{kind} {value:,.0f} s" for value, kind in others[:3] if value >= 0.5]
             steps = f"steps took {self.seconds[STEP]:,.0f} of {self.total_seconds:,.0f} s"
-            return f"{steps}; {', '.join(parts)} (a short run is mostly its start)"
+            return f"{steps}; {', '.join(parts)} (startup dominates a short run)"
         rest = ", ".join(
             f"{kind} {self._share(value):.1%}"
             for value, kind in others[:3] if self._share(value) >= 0.001
@@ -104,14 +106,14 @@ class Goodput:
         return f"goodput {self.share:.1%} of {over}" + (f"; {rest}" if rest else "")
 
     def __str__(self) -> str:
-        """Returns two tables: seconds and share of each kind; and the launches."""
+        """Returns a table of the time by kind, and a table of the launches."""
         rows = [("kind", "seconds", "share")]
         for kind, value in self.seconds.items():
             rows.append((kind, f"{value:,.1f}", f"{self._share(value):.1%}"))
         rows.append(("all", f"{self.total_seconds:,.1f}", "100.0%"))
         lines = [*table_lines(rows, right=(1, 2)), f"goodput: {self.share:.1%}, the steps' share"]
         if lost := self.num_lost_steps:
-            lines[-1] += f"; {lost:,} step{'s' * (lost > 1)} made again"
+            lines[-1] += f"; {lost:,} step{'s' * (lost > 1)} recomputed"
         rows = [("launch", "seconds", "steps", "lost", "goodput", "ended by")]
         for launch in self.launches:
             seconds = launch.ended - launch.began
@@ -122,7 +124,7 @@ class Goodput:
                 time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.began)),
                 f"{seconds:,.1f}", steps, f"{launch.num_lost_steps}",
                 f"{launch.seconds[STEP] / seconds if seconds else 0.0:.1%}",
-                launch.ended_by or "no word: killed, or at work",
+                launch.ended_by or "unknown: killed or running",
             ))
         return "\n".join([*lines, "", *table_lines(rows, right=(1, 3, 4))])
 
@@ -131,22 +133,22 @@ class Goodput:
 
 
 def goodput_of(job_dir: JobDir) -> Goodput | None:
-    """Returns where the time of a job went, or None if no launch recorded it.
+    """Computes the goodput of a job from timeline.jsonl; returns None if nothing was recorded.
 
-    Launches count from the moment that they hold the job's directory; one that was refused before
-    has no entry, and its time is idle. So is the time of a launch that found nothing to do. Only
-    launches that train are recorded.
+    A launch counts from the moment it has locked the job's directory. Launches that were refused
+    before, or that found nothing to do, have no entry; their time is idle. Only --mode=train
+    records launches.
 
-    A launch that began before the previous one had ended is cut: its import is shorter by the
-    overlap. If it began earlier than that a clock was set back, and no time is between the two.
+    If a launch began before the previous one ended, the overlap is subtracted from its import time.
+    If the overlap is longer than that, a clock was set back, and no time between the two counts.
 
     Raises:
       ConfigError: timeline.jsonl cannot be read.
     """
     if not job_dir.timeline_jsonl.exists():
         return None
-    spans = _with_steps_before_a_kill(read_spans(job_dir.timeline_jsonl))
-    pairs = zip(spans, _lost_shares(spans), strict=True)
+    spans = _with_unrecorded_steps(read_spans(job_dir.timeline_jsonl))
+    pairs = zip(spans, _lost_steps(spans), strict=True)
     launches: list[Launch] = []
     for began, group in itertools.groupby(pairs, lambda pair: pair[0].launch):
         previous_end = launches[-1].ended if launches else None
@@ -160,14 +162,14 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
         (before.ended, after.began) for before, after in itertools.pairwise(launches)
         if after.began > before.ended
     ]
-    changes = read_generation_records(job_dir.elastic_jsonl)
-    seconds[HANDS] = sum(_seconds_of_changes(gap, changes) for gap in gaps)
-    seconds[IDLE] = sum(end - begin for begin, end in gaps) - seconds[HANDS]
+    generations = read_generation_records(job_dir.elastic_jsonl)
+    seconds[HANDOVER] = sum(_handover_seconds(gap, generations) for gap in gaps)
+    seconds[IDLE] = sum(end - begin for begin, end in gaps) - seconds[HANDOVER]
     return Goodput(tuple(launches), seconds, sum(seconds.values()))
 
 
 def note_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
-    """Notes where the time of the job went so far, or why that is not known."""
+    """Logs the job's goodput so far, or why it cannot be computed, on the first process."""
     if not processes.is_first():
         return
     try:
@@ -180,102 +182,116 @@ def note_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
 
 
 def num_lost_steps(job_dir: JobDir) -> int:
-    """Returns how many steps of a job were lost and repeated, as recorded in timeline.jsonl."""
+    """Returns the number of a job's steps that were recomputed, according to timeline.jsonl."""
     goodput = goodput_of(job_dir)
     return goodput.num_lost_steps if goodput else 0
 
 
 def time_section(job_dir: JobDir) -> str:
-    """Returns where the time of a job went, as a section of its summary; "" if it is not known."""
+    """Returns the section on goodput of a job's summary, or "" if nothing was recorded."""
     if (goodput := goodput_of(job_dir)) is None:
         return ""
     return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
 
 
-def _seconds_of_changes(gap: tuple[float, float], changes: Sequence[GenerationRecord]) -> float:
-    """Returns the seconds of a gap between launches that changes of hands took.
+def _handover_seconds(
+    gap: tuple[float, float], generations: Sequence[GenerationRecord]
+) -> float:
+    """Returns how many seconds of a gap between launches an elastic job spent regrouping.
 
-    A change takes the gap's time up to its end: before, the processes of the previous generation
-    were ending. The start of a job takes time only from when it happened.
+    A change of generation takes all time of the gap up to its end, because the processes of the
+    previous generation were ending before it. The first start of a job only counts from its own
+    beginning.
     """
-    seconds, reached = 0.0, gap[0]
+    seconds, counted_until = 0.0, gap[0]
     intervals = sorted(
-        (change.time if change.kind == START else gap[0], change.time + change.total)
-        for change in changes if change.time < gap[1]
+        (record.time if record.kind == START else gap[0], record.time + record.total)
+        for record in generations if record.time < gap[1]
     )
     for begin, end in intervals:
-        begin, end = max(begin, reached), min(end, gap[1])
+        begin, end = max(begin, counted_until), min(end, gap[1])
         if end > begin:
-            seconds, reached = seconds + end - begin, end
+            seconds, counted_until = seconds + end - begin, end
     return seconds
 
 
 def _launch(
-    began: float, parts: Sequence[tuple[Span, "_Lost"]], previous_end: float | None
+    began: float, spans_with_losses: Sequence[tuple[Span, "_Lost"]], previous_end: float | None
 ) -> Launch:
-    kinds = [kind for kind in KINDS if kind not in (HANDS, IDLE)]
+    """Returns the launch that consists of these spans."""
+    kinds = [kind for kind in KINDS if kind not in (HANDOVER, IDLE)]
     seconds = {
-        kind: sum(span.seconds.get(kind, 0.0) for span, _ in parts) for kind in kinds
+        kind: sum(span.seconds.get(kind, 0.0) for span, _ in spans_with_losses) for kind in kinds
     }
-    seconds[LOST_STEP] = sum(span.seconds[STEP] * lost.share for span, lost in parts)
+    seconds[LOST_STEP] = sum(span.seconds[STEP] * lost.share for span, lost in spans_with_losses)
     seconds[STEP] = max(0.0, seconds[STEP] - seconds[LOST_STEP])
     if previous_end is not None and 0 < previous_end - began <= seconds[IMPORT]:
         seconds[IMPORT] -= previous_end - began
         began = previous_end
-    with_steps = [span for span, _ in parts if span.first_step is not None]
+    with_steps = [span for span, _ in spans_with_losses if span.first_step is not None]
+    last_span, _ = spans_with_losses[-1]
     return Launch(
         began, began + sum(seconds.values()),
         with_steps[0].first_step if with_steps else None,
         with_steps[-1].last_step if with_steps else None,
-        parts[-1][0].ended_by, sum(lost.num_steps for _, lost in parts), seconds,
+        last_span.ended_by, sum(lost.num_steps for _, lost in spans_with_losses), seconds,
     )
 
 
-def _with_steps_before_a_kill(spans: Sequence[Span]) -> list[Span]:
-    """Returns spans with the steps that a later launch found, of the last second before a kill."""
-    result: list[Span] = []
-    newest = None  # The index of the newest span with steps.
+def _with_unrecorded_steps(spans: Sequence[Span]) -> list[Span]:
+    """Extends killed spans by the steps of their last second, which only metrics.jsonl recorded."""
+    extended: list[Span] = []
+    latest = None  # Index of the latest span with steps.
     for span in spans:
-        if span.lost_to is not None and newest is not None:
-            last_step = max(result[newest].last_step, span.lost_to)
-            result[newest] = dataclasses.replace(result[newest], last_step=last_step)
+        if span.lost_to is not None and latest is not None:
+            last_step = max(extended[latest].last_step, span.lost_to)
+            extended[latest] = dataclasses.replace(extended[latest], last_step=last_step)
         if span.first_step is not None:
-            newest = len(result)
-        result.append(span)
-    return result
+            latest = len(extended)
+        extended.append(span)
+    return extended
 
 
 @dataclasses.dataclass
 class _Lost:
-    """The steps of a span that were lost and repeated, and their share of its seconds of steps."""
+    """The steps of a span that a later span recomputed.
+
+    Attributes:
+      num_steps: Number of these steps.
+      share: Their share of the span's time in steps.
+    """
 
     num_steps: int = 0
     share: float = 0.0
 
 
-def _lost_shares(spans: Sequence[Span]) -> list[_Lost]:
-    """Returns the loss of each span: its steps that a later span repeated."""
+def _lost_steps(spans: Sequence[Span]) -> list[_Lost]:
+    """Returns, for each span, its steps that a later span recomputed.
+
+    `valid` is a stack of the spans with steps that still count, each with the last of these steps.
+    A span that starts from step N, and does not continue the span before it, discards all steps
+    after N from the top of the stack.
+    """
     lost = [_Lost() for _ in spans]
-    ends: list[tuple[int, int]] = []  # The index and the last kept step of each span with any.
+    valid: list[tuple[int, int]] = []  # (index of the span, last step that counts)
     for index, span in enumerate(spans):
         first = span.first_step
         if first is None:
             continue
         previous = spans[index - 1] if index else None
-        is_same = previous is not None and previous.launch == span.launch
-        if not (is_same and previous.last_step == first):
-            while ends and ends[-1][1] >= first:
-                before, end = ends.pop()
-                begin = spans[before].first_step
-                if begin >= first:  # With the step in which it was killed.
-                    lost[before] = _Lost(lost[before].num_steps + end - begin, 1.0)
+        is_same_launch = previous is not None and previous.launch == span.launch
+        if not (is_same_launch and previous.last_step == first):
+            while valid and valid[-1][1] >= first:
+                i, end = valid.pop()
+                begin = spans[i].first_step
+                if begin >= first:
+                    # All its steps are lost, and so is the time in the step that did not complete.
+                    lost[i] = _Lost(lost[i].num_steps + end - begin, 1.0)
                     continue
                 if end > first:
-                    lost[before].num_steps += end - first
-                    lost[before].share = lost[before].num_steps / (
-                        spans[before].last_step - begin
-                    )
-                ends.append((before, first))
+                    lost[i].num_steps += end - first
+                    lost[i].share = lost[i].num_steps / (spans[i].last_step - begin)
+                valid.append((i, first))
                 break
-        ends.append((index, span.last_step))
+        valid.append((index, span.last_step))
     return lost

@@ -1,10 +1,10 @@
-"""Models here as models of lm-evaluation-harness (EleutherAI's `lm_eval`), from its command line.
+"""Evaluates trained models with EleutherAI's lm-evaluation-harness (`lm_eval`).
 
     python -m praxis_tools.lm_eval --model praxis_lite --model_args job=DIR --tasks hellaswag
 
-It takes the arguments of `lm_eval`, which has no place for models of other packages. In Python
-`harness_model` makes the same. Texts become ids as in lm_eval's own adapter of transformers.
-Never sees tasks and their metrics: those are lm_eval's.
+The command takes all arguments of `lm_eval` and registers `--model praxis_lite`; `harness_model`
+does the same in Python. Text is tokenized as in lm_eval's adapter for transformers (`hf`). Tasks
+and their metrics are lm_eval's: this package only scores and continues token ids.
 """
 
 from praxis_lite.public_names import public_names

@@ -1,4 +1,4 @@
-"""The command line of lm_eval, with the models of this library.
+"""Command line of lm_eval with `--model praxis_lite` registered.
 
     python -m praxis_tools.lm_eval --model praxis_lite --model_args job=DIR --tasks hellaswag
 """
@@ -15,7 +15,8 @@ NAME, CLASS = "praxis_lite", "praxis_tools.lm_eval.lm:HarnessModel"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs lm_eval with `--model praxis_lite` among its models."""
-    run(lambda: evaluate(sys.argv[1:] if argv is None else argv), goes_on=True)
+    arguments = sys.argv[1:] if argv is None else argv
+    run(lambda: evaluate(arguments), continues_without_output=True)
 
 
 def evaluate(argv: Sequence[str]) -> None:
@@ -29,7 +30,7 @@ def evaluate(argv: Sequence[str]) -> None:
     command_line = optional_module("lm_eval.__main__", "python -m praxis_tools.lm_eval")
     if NAME not in registry.model_registry:
         registry.model_registry.register(NAME, target=CLASS)
-    # It reads the arguments from here, and has no other way.
+    # cli_evaluate takes no argument list; it always parses sys.argv.
     sys.argv[:] = ["lm_eval", *argv]
     command_line.cli_evaluate()
 

@@ -1,4 +1,4 @@
-"""Continuations of contexts until a stop string: greedy, or drawn with a temperature."""
+"""Generates continuations up to a stop string, greedily or by sampling (`generate_until`)."""
 
 import functools
 import logging
@@ -22,16 +22,23 @@ from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_tools.lm_eval.progress import Progress
 
-# Reading the texts waits for the devices. Until they are read, rows that should end continue.
-STEPS_BETWEEN_LOOKS = 8
-# Settings of Greedy and Sample by the names that transformers has for them.
+# Stop strings are found on the host, and fetching the tokens waits for the devices. With a longer
+# interval the devices wait less often, but rows that have reached a stop string run on longer.
+STEPS_PER_FETCH = 8
+# The argument of Greedy and Sample for each generation argument of transformers.
 GREEDY_SETTINGS = {"repetition_penalty": "repetition_penalty"}
 SAMPLE_SETTINGS = {"temperature": "temperature", "top_k": "k", "top_p": "p", "min_p": "min_p"}
 _log = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
-    """A context to continue: its ids, the decoder, and texts that end the continuation."""
+    """A context to continue.
+
+    Attributes:
+      context: Token ids of the context.
+      decoder: Decoder with the request's settings.
+      until: Strings that end the continuation.
+    """
 
     context: Sequence[int]
     decoder: Greedy
@@ -39,13 +46,15 @@ class Request(NamedTuple):
 
 
 class Continuations:
-    """Continues contexts on the model's mesh; two programs for each decoder and class of lengths.
+    """Continues contexts on the model's mesh with continuous batching.
+
+    Two programs are compiled for each decoder and length class.
 
     Args:
-      model: to ask.
-      num_rows: continued at a time.
-      seed: of the draws.
-      settings: of all decoders, such as num_cached_prefixes.
+      model: The evaluated model.
+      num_rows: Number of contexts that are decoded at the same time.
+      seed: Seed for sampling.
+      settings: Arguments that all decoders get, such as num_cached_prefixes.
     """
 
     def __init__(self, model: EvaluatedModel, num_rows: int, seed: int, **settings: Any):
@@ -54,51 +63,64 @@ class Continuations:
         self._batchings: dict[tuple[Greedy, int], ContinuousBatching] = {}
 
     def decoder(self, settings: Mapping[str, Any], max_new_tokens: int) -> Greedy:
-        """Returns the decoder of a request's settings: do_sample, temperature, top_k, ...
+        """Returns the decoder for a request's generation arguments.
+
+        Args:
+          settings: Generation arguments in transformers' terms: do_sample, temperature, top_k, ...
+          max_new_tokens: Maximum number of tokens to generate.
+
+        Returns:
+          A `Sample` if the request samples with a positive temperature, otherwise a `Greedy`.
 
         Raises:
-          ConfigError: a setting is not known here, or has no such value.
+          ConfigError: An argument is unknown or has an invalid value.
         """
         known = {"do_sample", *GREEDY_SETTINGS, *SAMPLE_SETTINGS}
         for name in settings.keys() - known:
             raise ConfigError(
-                f"generation_kwargs has {name}={settings[name]!r}; known here are until, "
-                f"max_gen_toks, {', '.join(sorted(known))}.{did_you_mean(name, known)} Leave it "
-                "out of the task, or of --gen_kwargs."
+                f"generation_kwargs has {name}={settings[name]!r}; expected only until, "
+                f"max_gen_toks, {', '.join(sorted(known))}.{did_you_mean(name, known)} Remove it "
+                "from the task or from --gen_kwargs."
             )
-        result: dict[str, Any] = {"max_decode_steps": max_new_tokens, **self._settings}
-        result |= {our: settings[name] for name, our in GREEDY_SETTINGS.items() if name in settings}
+        arguments: dict[str, Any] = {"max_decode_steps": max_new_tokens, **self._settings}
+        arguments |= {
+            ours: settings[theirs] for theirs, ours in GREEDY_SETTINGS.items() if theirs in settings
+        }
         if not settings.get("do_sample") or not settings.get("temperature"):
-            return for_tokenizer(Greedy(**result), self._model.tokenizer)
-        drawn = {our: settings[name] for name, our in SAMPLE_SETTINGS.items() if name in settings}
-        return for_tokenizer(Sample(**result, **{"k": 0, **drawn}), self._model.tokenizer)
+            return for_tokenizer(Greedy(**arguments), self._model.tokenizer)
+        # transformers samples from all tokens unless top_k is set; Sample's default is k=40.
+        arguments |= {"k": 0} | {
+            ours: settings[theirs] for theirs, ours in SAMPLE_SETTINGS.items() if theirs in settings
+        }
+        return for_tokenizer(Sample(**arguments), self._model.tokenizer)
 
-    def of(self, requests: Sequence[Request]) -> list[str]:
-        """Returns the text that each request's new tokens add, up to the first stop string.
+    def generate(self, requests: Sequence[Request]) -> list[str]:
+        """Returns the continuation of each request, up to its first stop string.
 
-        A context that leaves no room for the new tokens loses its first ids, with a warning.
+        If context and new tokens together exceed max_length, the context loses its first ids, with
+        a warning.
 
         Raises:
-          ConfigError: A context is empty, or max_gen_toks leaves no room for any.
+          ConfigError: A context is empty, or max_gen_toks leaves no room for a context.
         """
         contexts, tokenizer = list[np.ndarray](), self._model.tokenizer
         groups: dict[Any, list[int]] = defaultdict(list)
-        for place, request in enumerate(requests):
-            context, length = self._context(request)
+        for index, request in enumerate(requests):
+            context, length = self._truncate_context(request)
             contexts.append(context)
-            groups[length, request.decoder, request.until].append(place)
+            groups[length, request.decoder, request.until].append(index)
         texts = [""] * len(requests)
         progress = Progress("continued", len(requests))
         mdl_vars = self._model.partitioner.for_decoding(self._model.mdl_vars)
-        # The longest first: a lack of memory shows at once.
+        # Longest contexts first, so that a lack of memory shows at once.
         for length, decoder, until in sorted(groups, key=lambda group: -group[0]):
-            places = groups[length, decoder, until]
-            new_ids: list[list[int]] = [[] for _ in places]
+            indices = groups[length, decoder, until]
+            new_ids: list[list[int]] = [[] for _ in indices]
             batching = self._batching(decoder, length)
             stream = batching.stream(
                 mdl_vars,
-                (self._prompt(place, contexts[place], length) for place in places),
-                num_steps=STEPS_BETWEEN_LOOKS,
+                (self._prompt(index, contexts[index], length) for index in indices),
+                num_steps=STEPS_PER_FETCH,
                 text_of=lambda prompt, until=until: ContinuationText(
                     tokenizer, prompt.ids[: prompt.length], until
                 ),
@@ -107,38 +129,39 @@ class Continuations:
                 new_ids[new.index].extend(new.ids.tolist())
                 progress.add(int(new.done))
             _log.info(batching.latest.summary(f"contexts of up to {length} ids"))
-            for place, ids in zip(places, new_ids, strict=True):
-                texts[place] = continuation_text(tokenizer, contexts[place], ids, until).text
+            for index, ids in zip(indices, new_ids, strict=True):
+                texts[index] = continuation_text(tokenizer, contexts[index], ids, until).text
         return texts
 
-    def _context(self, request: Request) -> tuple[np.ndarray, int]:
-        """Returns a context, without its first ids if it is too long, and its padded length."""
+    def _truncate_context(self, request: Request) -> tuple[np.ndarray, int]:
+        """Returns a context, cut to leave room for the new tokens, and its padded length."""
         num_new = request.decoder.max_decode_steps
-        most = self._model.max_length - num_new
-        if most < 1:
+        max_context = self._model.max_length - num_new
+        if max_context < 1:
             raise ConfigError(
                 f"max_gen_toks is {num_new}; expected less than max_length, "
-                f"{self._model.max_length}, so that a context has room. Lower it: --gen_kwargs "
-                "max_gen_toks=NUMBER."
+                f"{self._model.max_length}, so that there is room for a context. Lower it with "
+                "--gen_kwargs max_gen_toks=NUMBER."
             )
         if not request.context:
             raise ConfigError(
-                "A request of generate_until has an empty context, and the tokenizer puts nothing "
+                "A generate_until request has an empty context, and the tokenizer adds no token "
                 "before it. Set add_bos_token=True, or fix the task."
             )
-        size = self._model.partitioner.task.num_ids().get("ids")
-        ids = token_ids(request.context, "A context", size, ndim=1)
-        if len(ids) > most:
+        vocab_size = self._model.partitioner.task.num_ids().get("ids")
+        ids = token_ids(request.context, "A context", vocab_size, ndim=1)
+        if len(ids) > max_context:
             _log.warning(
-                "a context of %d ids and %d new ones exceed max_length, %d: the first %d ids are "
-                "left out", len(ids), num_new, self._model.max_length, len(ids) - most,
+                "a context of %d ids and %d new ids exceed max_length, %d: the first %d ids are "
+                "left out", len(ids), num_new, self._model.max_length, len(ids) - max_context,
             )
-        ids = ids[-most:]
-        return ids, length_class(len(ids), most)
+        ids = ids[-max_context:]
+        return ids, length_class(len(ids), max_context)
 
-    def _prompt(self, place: int, context: np.ndarray, length: int) -> Prompt:
+    def _prompt(self, index: int, context: np.ndarray, length: int) -> Prompt:
+        """Returns a padded context, with a random key that depends on the request's index."""
         ids = np.pad(context, (0, length - len(context)))
-        key = jax.random.fold_in(jax.random.key(self._seed), place)
+        key = jax.random.fold_in(jax.random.key(self._seed), index)
         return Prompt(ids, len(context), key)
 
     def _batching(self, decoder: Greedy, length: int) -> ContinuousBatching:

@@ -1,4 +1,4 @@
-"""The model that lm_eval asks: weights on a mesh, its tokenizer, and how long its rows may be."""
+"""The evaluated model: weights on a mesh, a tokenizer, and the maximum length of a sequence."""
 
 import dataclasses
 import math
@@ -15,19 +15,19 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.trained_model.trained_model import TrainedModel
 from praxis_lite.trainer.decoding.user_prompts import check_language_model
 
-# If the length is not known, as in lm_eval's other adapters.
-USUAL_LENGTH = 2048
+# For models without a known maximum; lm_eval's other adapters use the same value.
+DEFAULT_MAX_LENGTH = 2048
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluatedModel:
-    """A language model that reads text.
+    """A language model with a tokenizer, ready to score and continue text.
 
     Attributes:
-      partitioner: the task on its mesh.
-      mdl_vars: the weights as the compiled steps take them.
-      max_length: most tokens of a row.
-      info: about the model, for lm_eval's results.
+      partitioner: Partitioner of the model's task.
+      mdl_vars: Weights, laid out for the partitioner's compiled steps.
+      max_length: Maximum number of tokens in a sequence.
+      info: Facts about the model that lm_eval writes next to its results.
     """
 
     partitioner: Partitioner
@@ -43,32 +43,36 @@ class EvaluatedModel:
 def evaluated_model(
     model: TrainedModel | HuggingFaceModel, max_length: int | None = None
 ) -> EvaluatedModel:
-    """Returns a model as lm_eval needs it.
+    """Checks that a loaded model can be evaluated, and chooses its maximum length.
 
     Args:
-      model: of `praxis_lite.load` or of `praxis_lite.huggingface.load`.
-      max_length: most tokens of a row; None: the model's positions, or without an end of those the
-        length of the rows of the job's data `train`.
+      model: Result of `praxis_lite.load` or `praxis_lite.huggingface.load`.
+      max_length: Maximum number of tokens in a sequence. By default the model's number of
+        positions; if that is unlimited, the row length of the job's training data.
+
+    Returns:
+      The model for `LogLikelihoods` and `Continuations`.
 
     Raises:
-      ConfigError: it is something else, no causal language model, or has no tokenizer for text;
-        the model has fewer positions; there are several processes.
+      ConfigError: `model` is not a causal language model, or has no tokenizer; max_length exceeds
+        the model's positions; or several processes are running.
     """
     require(
         isinstance(model, TrainedModel | HuggingFaceModel), "harness_model: model",
-        type(model).__name__, "a model of praxis_lite.load or praxis_lite.huggingface.load",
+        type(model).__name__, "the result of praxis_lite.load or praxis_lite.huggingface.load",
     )
     partitioner = model.partitioner
     check_language_model(partitioner.task, "lm_eval")
     num_positions = partitioner.task.num_ids().get("segment_pos")
     if max_length is None:
-        max_length = num_positions or _length_of_data(model) or USUAL_LENGTH
+        max_length = num_positions or _known_length(model) or DEFAULT_MAX_LENGTH
     most = {} if num_positions is None else {"most": num_positions}
     max_length = whole_number(max_length, "max_length", 1, **most)
     return EvaluatedModel(partitioner, model.mdl_vars, max_length, _info(model))
 
 
-def _length_of_data(model: TrainedModel | HuggingFaceModel) -> int | None:
+def _known_length(model: TrainedModel | HuggingFaceModel) -> int | None:
+    """Returns max_positions of a Hugging Face config, or the row length of the training data."""
     if isinstance(model, HuggingFaceModel):
         config = model.pretrained.config
         return family_of(config).decoder_settings(config).max_positions

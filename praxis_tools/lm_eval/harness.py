@@ -1,4 +1,4 @@
-"""A loaded model as a model of lm_eval."""
+"""`harness_model`: wraps a loaded model as an `LM` of lm_eval."""
 
 from typing import Any
 
@@ -23,26 +23,27 @@ def harness_model(
 ) -> Any:
     """Returns an `LM` of lm_eval, for `lm_eval.simple_evaluate(harness_model(model), ...)`.
 
-    It scores and continues texts on the model's mesh. Requests are sorted by length and padded to
-    powers of two, so that a program serves many batches.
+    The model scores and continues text on its mesh. Requests are sorted by length and padded to
+    powers of two, so that few programs are compiled.
 
     Args:
-      model: of `praxis_lite.load` or `praxis_lite.huggingface.load`.
-      batch_size: rows of a batch; made a multiple of the mesh's devices.
-      max_length: most tokens of a row, context and continuation; None: as many as the model has
-        positions, or without an end of those as the rows of the job's training data have. What is
-        longer loses its first tokens.
-      add_bos_token: True: texts begin with the tokenizer's beginning of a text; False: with
-        nothing; None: as the tokenizer does.
-      prefix_token_id: precedes texts that have no context; None: the tokenizer's beginning of
-        a text, or else its end.
-      seed: of draws, where a task asks for a temperature.
-      num_cached_prefixes, num_speculative_tokens: of `praxis_lite.decode.Greedy`, for
-        continuations: examples before a question are read once; drafts are checked.
+      model: Result of `praxis_lite.load` or `praxis_lite.huggingface.load`.
+      batch_size: Number of requests per batch, rounded up to a multiple of the number of devices.
+      max_length: Maximum number of tokens of context and continuation together; longer requests
+        lose their first tokens. By default the model's number of positions; if that is unlimited,
+        the row length of the job's training data.
+      add_bos_token: Whether each text begins with the beginning-of-text token; None follows the
+        tokenizer.
+      prefix_token_id: Id of the token that precedes texts without a context. By default the
+        beginning-of-text token, or the end-of-text token if there is none.
+      seed: Seed for tasks that sample with a temperature.
+      num_cached_prefixes: Number of prompt prefixes whose cache entries are reused, for example
+        few-shot examples; see `praxis_lite.decode.Greedy`.
+      num_speculative_tokens: Number of draft tokens per step; see `praxis_lite.decode.Greedy`.
 
     Raises:
-      ConfigError: lm_eval is not installed; the model is not a causal language model of texts;
-        an argument has a wrong value.
+      ConfigError: lm_eval is not installed, the model is not a causal language model with a
+        tokenizer, or an argument has an invalid value.
     """
     require_package("lm_eval", "harness_model")
     num_rows = whole_number(batch_size, "batch_size", 1)

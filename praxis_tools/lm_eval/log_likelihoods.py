@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations: a forward pass over context and continuation."""
+"""Computes log-likelihoods of continuations with a forward pass over context and continuation."""
 
 import inspect
 import logging
@@ -21,18 +21,23 @@ _log = logging.getLogger(__name__)
 
 
 class Score(NamedTuple):
-    """The log-likelihood of a continuation in nats; True if each of its ids is the likeliest."""
+    """The score of a continuation.
+
+    Attributes:
+      log_likelihood: Sum of the log-probabilities of its ids, in nats.
+      is_greedy: Whether every id is the most likely one.
+    """
 
     log_likelihood: float
     is_greedy: bool
 
 
 class LogLikelihoods:
-    """Scores continuations of contexts on the model's mesh; a program for each class of lengths.
+    """Scores continuations on the model's mesh, with one compiled program per length class.
 
     Args:
-      model: to ask.
-      num_rows: of a batch.
+      model: The evaluated model.
+      num_rows: Number of rows in a batch.
     """
 
     def __init__(self, model: EvaluatedModel, num_rows: int):
@@ -45,52 +50,52 @@ class LogLikelihoods:
         self._compiled = jax.jit(
             partitioner.with_mdl_vars(scores), out_shardings=partitioner.replicated
         )
-        self._runs = FirstRuns("Scoring continuations", "Make batch_size or max_length smaller.")
+        self._runs = FirstRuns("Scoring continuations", "Lower batch_size or max_length.")
 
-    def of(self, pairs: Sequence[Pair]) -> list[Score]:
-        """Returns the score of each pair of context and continuation.
+    def score(self, pairs: Sequence[Pair]) -> list[Score]:
+        """Returns the score of the continuation in each (context, continuation) pair.
 
-        A pair of more than max_length + 1 ids loses the first ones, which is logged.
+        A pair of more than max_length + 1 ids loses its first ids, with a warning.
 
         Raises:
-          ConfigError: a context or a continuation has no id, a continuation has more than
-            max_length, or the model lacks an id.
+          ConfigError: A context or continuation is empty, a continuation has more than max_length
+            ids, or an id is not in the model's vocabulary.
         """
-        rows = [self._checked(*pair) for pair in pairs]
-        lengths = [len(row) - 1 for row, _ in rows]  # The last id is not put in.
+        rows = [self._truncate(*pair) for pair in pairs]
+        lengths = [len(row) - 1 for row, _ in rows]  # The last id is only a label, not an input.
         scores: list[Score | None] = [None] * len(rows)
         progress = Progress("scored", len(rows))
-        for places, length in batches_by_length(lengths, self._num_rows, self._model.max_length):
-            batch = self._batch([rows[place] for place in places], length)
+        for indices, length in batches_by_length(lengths, self._num_rows, self._model.max_length):
+            batch = self._batch([rows[index] for index in indices], length)
             log_likelihoods, is_greedy = jax.device_get(
                 self._runs.run(self._compiled, self._model.mdl_vars, batch, key=length)
             )
-            for row, place in enumerate(places):
-                scores[place] = Score(float(log_likelihoods[row]), bool(is_greedy[row]))
-            progress.add(len(places))
+            for row, index in enumerate(indices):
+                scores[index] = Score(float(log_likelihoods[row]), bool(is_greedy[row]))
+            progress.add(len(indices))
         return scores
 
-    def _checked(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[Any, int]:
-        """Returns a row of ids that is not too long, and how many of them are scored."""
-        most, num_scored = self._model.max_length, len(continuation)
+    def _truncate(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[Any, int]:
+        """Returns the last max_length + 1 ids of a request, and how many of them are scored."""
+        max_length, num_scored = self._model.max_length, len(continuation)
         if not context or not continuation:
             raise ConfigError(
                 f"A request has {len(context)} ids of context and {num_scored} of continuation; "
                 "expected at least one of each. Fix the task: the continuation must not be empty, "
-                "and its tokens must not be part of the context's."
+                "and its tokens must not belong to the context."
             )
-        if num_scored > most:
+        if num_scored > max_length:
             raise ConfigError(
-                f"A continuation has {num_scored} ids, and max_length is {most}. Raise max_length, "
-                "or leave such requests out of the task."
+                f"A continuation has {num_scored} ids, but max_length is {max_length}. Raise "
+                "max_length, or remove such requests from the task."
             )
         row = [*context, *continuation]
-        if len(row) > most + 1:
+        if len(row) > max_length + 1:
             _log.warning(
                 "a context of %d ids and a continuation of %d exceed max_length, %d: the first %d "
-                "ids are left out", len(context), num_scored, most, len(row) - most - 1,
+                "ids are left out", len(context), num_scored, max_length, len(row) - max_length - 1,
             )
-        return row[-(most + 1) :], num_scored
+        return row[-(max_length + 1) :], num_scored
 
     def _batch(self, rows: Sequence[tuple[Sequence[int], int]], length: int) -> Any:
         shape = self._num_rows, length
@@ -98,19 +103,19 @@ class LogLikelihoods:
             "ids": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32),
             "weights": np.zeros(shape, np.float32), "paddings": np.ones(shape, np.float32),
         }
-        for place, (row, num_scored) in enumerate(rows):
+        for i, (row, num_scored) in enumerate(rows):
             end = len(row) - 1
-            arrays["ids"][place, :end], arrays["labels"][place, :end] = row[:-1], row[1:]
-            arrays["weights"][place, end - num_scored : end] = 1.0
-            arrays["paddings"][place, :end] = 0.0
+            arrays["ids"][i, :end], arrays["labels"][i, :end] = row[:-1], row[1:]
+            arrays["weights"][i, end - num_scored : end] = 1.0
+            arrays["paddings"][i, :end] = 0.0
         return self._model.partitioner.global_batch(arrays)
 
 
 def _scores(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns of each row the sum of its labels' log-probs, and True if all are the likeliest."""
+    """Returns the log-likelihood of each row's scored labels, and whether argmax predicts them."""
     takes_paddings = "paddings" in inspect.signature(type(model).__call__).parameters
-    given = {"paddings": batch["paddings"]} if takes_paddings else {}
-    logits_BTV = model(batch["ids"], **given)[0].astype(jnp.float32)
+    paddings = {"paddings": batch["paddings"]} if takes_paddings else {}
+    logits_BTV = model(batch["ids"], **paddings)[0].astype(jnp.float32)
     labels_BT1, is_scored_BT = batch["labels"][:, :, None], batch["weights"] > 0
     log_prob_BT = (
         jnp.take_along_axis(logits_BTV, labels_BT1, axis=-1)[:, :, 0]

@@ -1,4 +1,4 @@
-"""The model that `--model_args` of lm_eval names."""
+"""Loads the model that lm_eval's `--model_args` describes."""
 
 import logging
 import re
@@ -13,88 +13,94 @@ from praxis_lite.trained_model.trained_model import TrainedModel
 from praxis_tools.lm_eval.harness import harness_model
 
 _log = logging.getLogger(__name__)
-USUAL_ROWS = 32
-OF_LOADING = ("job", "pretrained", "step", "mesh", "settings", "packages")
-# Arguments that lm_eval's command line always gives; here the mesh decides the devices.
-NOT_FOLLOWED = ("device", "max_batch_size")
-OF_THE_MODEL = (
+DEFAULT_BATCH_SIZE = 32
+LOADING_ARGS = ("job", "pretrained", "step", "mesh", "settings", "packages")
+# lm_eval's command line always passes these. They have no effect, because the mesh decides which
+# devices are used.
+IGNORED_ARGS = ("device", "max_batch_size")
+HARNESS_ARGS = (
     "batch_size", "max_length", "add_bos_token", "prefix_token_id", "seed", "num_cached_prefixes",
     "num_speculative_tokens",
 )
 
 
-def model_of_args(given: Mapping[str, Any]) -> Any:
-    """Returns the model of lm_eval's arguments.
+def model_from_args(args: Mapping[str, Any]) -> Any:
+    """Loads the model that lm_eval's arguments describe.
 
     Args:
-      given: `job`, the directory of a job, or `pretrained`, that of a model of Hugging Face; `step`
-        of the job's checkpoint; `mesh`: "attached" (the default: all accelerators), "job" (that of
-        the job's config) or sizes of the axes, "1x4x2"; `settings`, a text or a list as for --set;
-        `packages` of the user's own; and the arguments of `harness_model`. A batch_size of "auto"
-        is 32. lm_eval's `device` and `max_batch_size` are ignored, and logged. None means that an
-        argument is not given.
+      args: Arguments by name; None counts as absent. Either `job`, the directory of a job, or
+        `pretrained`, the directory of a Hugging Face model, is required. Optional are `step`, a
+        checkpoint step of the job; `mesh`, which is "attached" (the default: all accelerators),
+        "job" (the mesh of the job's config) or axis sizes such as "1x4x2"; `settings`, a string or
+        list as for --set; `packages` of the user; and the arguments of `harness_model`, where a
+        batch_size of "auto" means 32. lm_eval's `device` and `max_batch_size` are ignored.
+
+    Returns:
+      The result of `harness_model`.
 
     Raises:
-      ConfigError: an argument is not known, or has no such value; as `load` and `harness_model`.
+      ConfigError: An argument is unknown or invalid, or the model cannot be loaded.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in NOT_FOLLOWED:
-        if name in given:
-            _log.info("%s=%s is ignored: the mesh decides the devices", name, given.pop(name))
-    known = (*OF_LOADING, *OF_THE_MODEL)
-    for name in given.keys() - set(known):
+    args = {name: value for name, value in args.items() if value is not None}
+    for name in IGNORED_ARGS:
+        if name in args:
+            _log.info("%s=%s is ignored: the mesh decides the devices", name, args.pop(name))
+    known = (*LOADING_ARGS, *HARNESS_ARGS)
+    for name in args.keys() - set(known):
         raise ConfigError(
-            f"lm_eval gives the model {name}={given[name]!r}; known here are {', '.join(known)}."
-            f"{did_you_mean(name, known)} Leave it out, or fix its name in --model_args."
+            f"--model_args has {name}={args[name]!r}; expected only {', '.join(known)}."
+            f"{did_you_mean(name, known)} Remove it or correct its name."
         )
-    sources = [name for name in ("job", "pretrained") if name in given]
-    require(
-        len(sources) == 1, "Of job=DIR and pretrained=DIR the number in --model_args", len(sources),
-        "1", "Name the directory of a job, or that of a model of Hugging Face.",
-    )
-    model = _job(given) if sources == ["job"] else _pretrained(given)
-    settings = {name: given[name] for name in OF_THE_MODEL if name in given}
-    if "batch_size" in settings:
-        settings["batch_size"] = _num_rows(settings["batch_size"])
-    return harness_model(model, **settings)
+    sources = [name for name in ("job", "pretrained") if name in args]
+    if len(sources) != 1:
+        raise ConfigError(
+            f"--model_args has {len(sources)} of job=DIR and pretrained=DIR; expected exactly one. "
+            "Give the directory of a job or of a Hugging Face model."
+        )
+    model = _load_job(args) if sources == ["job"] else _load_pretrained(args)
+    harness_args = {name: args[name] for name in HARNESS_ARGS if name in args}
+    if "batch_size" in harness_args:
+        harness_args["batch_size"] = _batch_size(harness_args["batch_size"])
+    return harness_model(model, **harness_args)
 
 
-def _num_rows(given: object) -> object:
-    """Returns batch_size as a number, which is a text on lm_eval's command line."""
-    if isinstance(given, str) and given.partition(":")[0] == "auto":
-        return USUAL_ROWS
-    return int(given) if isinstance(given, str) and given.isdecimal() else given
+def _batch_size(value: object) -> object:
+    """Parses batch_size, which lm_eval's command line passes as a string."""
+    if isinstance(value, str) and value.partition(":")[0] == "auto":
+        return DEFAULT_BATCH_SIZE
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
-def _job(given: Mapping[str, Any]) -> TrainedModel:
+def _load_job(args: Mapping[str, Any]) -> TrainedModel:
     return load(
-        str(given["job"]), given.get("step"), mesh=_mesh(given.get("mesh", "attached")),
-        settings=_texts(given, "settings"), packages=_texts(given, "packages"),
+        str(args["job"]), args.get("step"), mesh=_mesh(args.get("mesh", "attached")),
+        settings=_strings(args, "settings"), packages=_strings(args, "packages"),
     )
 
 
-def _pretrained(given: Mapping[str, Any]) -> HuggingFaceModel:
+def _load_pretrained(args: Mapping[str, Any]) -> HuggingFaceModel:
     for name in ("step", "packages"):
         require(
-            name not in given, f"{name}, next to pretrained=DIR,", given.get(name), "no value",
+            name not in args, f"{name}, next to pretrained=DIR,", args.get(name), "no value",
             "It belongs to job=DIR.",
         )
     return load_on_devices(
-        str(given["pretrained"]), _mesh(given.get("mesh", "attached")),
-        settings=_texts(given, "settings"),
+        str(args["pretrained"]), _mesh(args.get("mesh", "attached")),
+        settings=_strings(args, "settings"),
     )
 
 
-def _mesh(given: object) -> MeshConfig | str:
-    if given in ("attached", "job"):
-        return given
+def _mesh(value: object) -> MeshConfig | str:
+    if value in ("attached", "job"):
+        return value
     require(
-        isinstance(given, str) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", given), "mesh", given,
-        "'attached', 'job', or devices along each axis, such as 1x4x2",
+        isinstance(value, str) and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", value), "mesh", value,
+        "'attached', 'job', or axis sizes such as 1x4x2",
     )
-    return MeshConfig(ici_mesh_shape=tuple(map(int, given.split("x"))))
+    return MeshConfig(ici_mesh_shape=tuple(map(int, value.split("x"))))
 
 
-def _texts(given: Mapping[str, Any], name: str) -> Sequence[str]:
-    texts = given.get(name, ())
-    return [texts] if isinstance(texts, str) else list(texts)
+def _strings(args: Mapping[str, Any], name: str) -> Sequence[str]:
+    """Returns an argument that may be a string or a list of strings as a list."""
+    value = args.get(name, ())
+    return [value] if isinstance(value, str) else list(value)

@@ -1,4 +1,4 @@
-"""Lines in the log while many requests are answered."""
+"""Logs the progress of long evaluations."""
 
 import logging
 import time
@@ -8,25 +8,27 @@ _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Logs every 20 seconds how many of the requests are done.
+    """Logs the number of finished requests every 20 seconds, and at the end of a long run.
 
     Args:
-      done_to: the requests as the log calls them, such as "scored".
-      total: how many there are.
+      verb: Past participle that begins the log line, such as "scored".
+      num_requests: Total number of requests.
     """
 
-    def __init__(self, done_to: str, total: int):
-        self._done_to, self._total, self._done = done_to, total, 0
-        self._began = self._last = time.monotonic()
+    def __init__(self, verb: str, num_requests: int):
+        self._verb, self._num_requests, self._num_done = verb, num_requests, 0
+        self._started_at = self._logged_at = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Counts requests that are done."""
-        self._done += count
+        """Adds `count` finished requests, and logs a line if one is due."""
+        self._num_done += count
         now = time.monotonic()
-        is_end = self._done == self._total and self._last > self._began  # Of several lines.
-        if now - self._last >= SECONDS_BETWEEN_LINES or is_end:
-            self._last = now
+        # A run of less than 20 seconds logs nothing; a longer one ends with a final line.
+        has_logged = self._logged_at > self._started_at
+        is_last_line = self._num_done == self._num_requests and has_logged
+        if now - self._logged_at >= SECONDS_BETWEEN_LINES or is_last_line:
+            self._logged_at = now
             _log.info(
-                "%s %d of %d requests in %.0f s", self._done_to, self._done, self._total,
-                now - self._began,
+                "%s %d of %d requests in %.0f s", self._verb, self._num_done, self._num_requests,
+                now - self._started_at,
             )

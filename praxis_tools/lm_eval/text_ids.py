@@ -1,4 +1,4 @@
-"""Texts as ids by the rules of lm_eval's adapter of transformers (`hf`)."""
+"""Tokenizes text by the rules of lm_eval's adapter for transformers (`hf`)."""
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.text.token_ids import whole_number
@@ -6,18 +6,18 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 
 class TextIds:
-    """The ids of texts, with or without a beginning.
+    """Encodes text as token ids, with or without a beginning-of-text token (BOS).
 
     Args:
-      tokenizer: of the model.
-      add_bos_token: True: each text begins with the tokenizer's beginning of a text and has no
-        other special tokens around it; False: it has none at all; None: as the tokenizer does. A
-        text that has the beginning already, as chat templates write it, gets no other.
-      prefix_token_id: the id before a text that has no context; None: the tokenizer's beginning of
-        a text, or without any its end of a text.
+      tokenizer: The model's tokenizer.
+      add_bos_token: If True, each text gets BOS and no other special token; if False, none at all;
+        if None, the special tokens that the tokenizer adds. Text that already begins with BOS,
+        such as the output of a chat template, gets no second one.
+      prefix_token_id: Id of the token that precedes a text without a context. By default BOS, or
+        the end-of-text token if the tokenizer has no BOS.
 
     Raises:
-      ConfigError: an argument has another type, or the tokenizer has no such token.
+      ConfigError: An argument has the wrong type, or the tokenizer lacks the token.
     """
 
     def __init__(
@@ -30,38 +30,40 @@ class TextIds:
         )
         require(
             not add_bos_token or tokenizer.bos_id is not None,
-            f"add_bos_token, for {tokenizer}, which has no beginning of a text,", add_bos_token,
+            f"add_bos_token, for {tokenizer}, which has no beginning-of-text token,", add_bos_token,
             "False or None",
         )
         self.tokenizer, self._add_bos_token = tokenizer, add_bos_token
         self.prefix_id = _prefix_id(tokenizer, prefix_token_id)
         self._prefix_text = tokenizer.decode([self.prefix_id])
 
-    def of(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Returns the ids of a text.
+    def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
+        """Returns the token ids of a text.
 
         Args:
-          add_special_tokens: True or False, in place of the rules of the class; None: by them.
+          text: The text to encode.
+          add_special_tokens: Whether special tokens are added; None adds them unless the text
+            begins with the prefix token. `add_bos_token=False` overrides True.
         """
-        adds = add_special_tokens
-        if adds is None:
-            adds = not self._prefix_text or not text.startswith(self._prefix_text)
-        if not adds or self._add_bos_token is False:
+        if add_special_tokens is None:
+            add_special_tokens = not self._prefix_text or not text.startswith(self._prefix_text)
+        if not add_special_tokens or self._add_bos_token is False:
             return self.tokenizer.encode(text, False).tolist()
         if self._add_bos_token:
             return [self.tokenizer.bos_id, *self.tokenizer.encode(text, False).tolist()]
         return self.tokenizer.encode(text).tolist()
 
 
-def _prefix_id(tokenizer: Tokenizer, given: int | None) -> int:
-    if given is not None:
-        most = tokenizer.vocab_size
-        return whole_number(given, "prefix_token_id", 0, *([] if most is None else [most - 1]))
+def _prefix_id(tokenizer: Tokenizer, prefix_token_id: int | None) -> int:
+    if prefix_token_id is not None:
+        vocab_size = tokenizer.vocab_size
+        limits = (0,) if vocab_size is None else (0, vocab_size - 1)
+        return whole_number(prefix_token_id, "prefix_token_id", *limits)
     if tokenizer.bos_id is not None:
         return tokenizer.bos_id
     if tokenizer.eos_id is not None:
         return tokenizer.eos_id
     raise ConfigError(
-        f"{tokenizer} has neither a beginning nor an end of a text, one of which must precede a "
-        "text without context. Set prefix_token_id=NUMBER."
+        f"{tokenizer} has neither a beginning-of-text nor an end-of-text token to precede a text "
+        "without a context. Set prefix_token_id=NUMBER."
     )

@@ -1,4 +1,4 @@
-"""The tools of the command line, a mode per file.
+"""Modes of the command line that praxis_tools adds, one per file.
 
-Turns options into arguments of the tools, and never computes.
+A mode parses options, calls a tool with them, and prints or writes the tool's result.
 """

@@ -1,4 +1,4 @@
-"""`main.py --mode=certify`: a job's facts as a page and as JSON, which others verify."""
+"""`main.py --mode=certify`: writes or verifies a certificate with digests of a job's data."""
 
 import argparse
 import json
@@ -20,43 +20,56 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Certify(Mode):
-    """Collects digests of all parts of a job, or compares such a certificate with jobs."""
+    """Certifies jobs by digests of their files and data, or verifies such a certificate."""
 
     name = "certify"
-    summary = "certifies a job by digests of all its files and data; or verifies that"
+    summary = "certifies jobs by digests of their files, or verifies a certificate"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the jobs, --json, --html, --verify and --recorded_only."""
         options.add_argument(
-            "jobs", metavar="JOB", nargs="*", help="directories of jobs, besides --job_log_dir",
+            "jobs", metavar="JOB", nargs="*",
+            help="directories of jobs, in addition to --job_log_dir",
         )
         options.add_argument(
             "--json", metavar="FILE", type=file_to_write("certificate.json"),
-            help="where to write the certificate, for others to verify",
+            help="write the certificate to this file, which --verify reads",
         )
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("certificate.html"),
-            help="where to write it as a page as well",
+            help="write the certificate as an HTML page",
         )
         options.add_argument(
             "--verify", metavar="FILE", type=Path,
-            help="a certificate to compare with the jobs instead; default: the jobs that it names",
+            help="verify this certificate against the given jobs, by default against the jobs that "
+            "it names",
         )
         options.add_argument(
             "--recorded_only", action="store_true",
-            help="do not recompute the jobs' data; --set tells where they are now",
+            help="do not read the training data again; without this option, --set gives its "
+            "current location",
         )
 
     def run(
         self, command: CommandLine, *, jobs: Sequence[str], json: Path | None, html: Path | None,
         verify: Path | None, recorded_only: bool,
     ) -> int:
-        """Returns 1 if something is wrong or differs; raises ConfigError if a job is not found."""
+        """Certifies or verifies the jobs.
+
+        Returns:
+          1 if a job has a fault or differs from the certificate, otherwise 0.
+
+        Raises:
+          ConfigError: Options contradict each other, or a directory contains no job.
+        """
         if command.exp is not None:
-            raise ConfigError("--mode=certify reads jobs, and has no use for --exp. Leave it out.")
+            raise ConfigError(
+                f"--exp is {command.exp}; expected no value, because --mode=certify reads jobs. "
+                "Remove it."
+            )
         if verify is not None and (json or html):
-            raise ConfigError("--verify writes nothing: leave out --json and --html.")
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # No accelerator is needed.
+            raise ConfigError("--verify writes nothing. Remove --json and --html.")
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Digests need no accelerator.
         from praxis_tools.report.certified.facts import Reading
 
         reading = Reading(command.packages, command.settings, recorded_only, _Progress())
@@ -101,8 +114,8 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
     paths = paths or [job.path for job in certificate.jobs]
     if len(paths) != len(certificate.jobs):
         raise ConfigError(
-            f"{file} is about {len(certificate.jobs)} jobs, and {len(paths)} are named: name as "
-            "many, in its order, or none if they are in the directories that it names."
+            f"{file} certifies {len(certificate.jobs)} jobs, but {len(paths)} are given. Give all "
+            "of them in the certificate's order, or none if they have not been moved."
         )
     jobs = [open_for_reading(path, writes=False) for path in paths]
     verdicts = [own, *verify_certificate(certificate, jobs, reading)]
@@ -113,15 +126,15 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
     for fault in certificate.faults:
         print(printable(f"WRONG according to the certificate: {fault}"))
     counts = {
-        kind: sum(item.verdict == kind for item in verdicts)
-        for kind in dict.fromkeys(item.verdict for item in verdicts)
+        kind: sum(verdict.verdict == kind for verdict in verdicts)
+        for kind in dict.fromkeys(verdict.verdict for verdict in verdicts)
     }
     print(", ".join(f"{number} {kind}" for kind, number in counts.items()))
     return int(DIFFERS in counts or bool(certificate.faults))
 
 
 class _Progress:
-    """Prints every ten seconds which part is being read."""
+    """Prints to stderr, at most every ten seconds, which part of a job is being read."""
 
     def __init__(self):
         self._printed_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""`main.py --mode=check`: compares an experiment on meshes with a single device."""
+"""`main.py --mode=check`: compares an experiment on several meshes with one device."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Check(Mode):
-    """Compares an experiment on meshes with the same on a single device."""
+    """Checks that an experiment computes the same on several meshes as on one device."""
 
     name = "check"
     summary = "compares an experiment on meshes with itself on one device"
@@ -26,28 +26,28 @@ class Check(Mode):
         """Adds --meshes, --steps, --shrink and --json."""
         options.add_argument(
             "--meshes", metavar="1x4x2,...",
-            help="the meshes to check on; default: the experiment's own, each axis alone, all "
-            "axes, and one that divides as little as possible",
+            help="the meshes to check; default: the experiment's mesh, each axis alone, all axes, "
+            "and a mesh that divides as few dims as possible",
         )
         options.add_argument(
             "--steps", metavar="N", type=int, default=20,
-            help="the steps of training on the experiment's own mesh; default: 20",
+            help="number of training steps on the experiment's mesh; default: 20",
         )
         options.add_argument(
             "--shrink", action="store_true",
-            help="a smaller model of the same kind, for one device to hold",
+            help="check a smaller model of the same architecture that fits on one device",
         )
         options.add_argument(
             "--json", metavar="FILE", type=file_to_write("certificate.json"),
-            help="where to write the certificate as well",
+            help="write the certificate to this file",
         )
 
     def run(
         self, command: CommandLine, *, meshes: str | None, steps: int, shrink: bool,
         json: Path | None,
     ) -> int:
-        """Checks; returns 1 if anything differs."""
-        certificate = checked(
+        """Prints the certificate; returns 1 if any comparison differs, otherwise 0."""
+        certificate = check_experiment(
             command, lambda text: print(text, flush=True), meshes=meshes, steps=steps,
             shrink=shrink,
         )
@@ -57,18 +57,21 @@ class Check(Mode):
         return int(not certificate.certified)
 
 
-def checked(
+def check_experiment(
     command: CommandLine, print_text: Callable[[str], None], *,
     meshes: "str | Sequence[Shape] | None", steps: int, shrink: bool,
 ) -> "Certificate":
-    """Returns the certificate of the experiment of a command line.
+    """Compares the command line's experiment on several meshes with one device.
 
     Args:
-      print_text: called with lines on the progress.
-      meshes, steps, shrink: as for `check_launched`.
+      command: The parsed command line, which names the experiment.
+      print_text: Called with lines of progress.
+      meshes: Mesh shapes to check, or None for the default ones; see `check_launched`.
+      steps: Number of training steps on the experiment's mesh.
+      shrink: Whether to check a smaller model of the same architecture.
 
     Raises:
-      ConfigError: as training does, or a mesh does not fit.
+      ConfigError: The experiment is invalid, as for training, or a mesh does not fit.
     """
     require(steps > 0, "--steps", steps, "1 or more")
     launched = experiment_of(command)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.job import processes
 from praxis_lite.job.events import events
-from praxis_lite.job.health_files import HealthFiles, directory_of
-from praxis_lite.job.job_dir import open_for_meeting
+from praxis_lite.job.health_files import HealthFiles, health_directory
+from praxis_lite.job.job_dir import open_for_supervisors
 from praxis_lite.job.processes.addresses import own_address
-from praxis_lite.job.processes.start import connect_member, own_number
+from praxis_lite.job.processes.start import connect_member, process_numbers
 from praxis_lite.modes.launched import job_log_dir
 from praxis_lite.modes.mode import CommandLine
 from praxis_tools.elastic import worker_assignment
-from praxis_tools.stuck.progress import own
+from praxis_tools.stuck.progress import progress_recorder
 
 
 def begin_elastic(
@@ -39,7 +39,7 @@ def begin_elastic(
     assignment = worker_assignment.wait_for_assignment(lambda: _import(command))
     command.began = time.time()
     events.add_listener(worker_assignment.SupervisorListener())
-    events.add_listener(own)
+    events.add_listener(progress_recorder)
     worker_assignment.report_phase("connect")
     connect_member(assignment, command.start_seconds)
     worker_assignment.report_progress()
@@ -56,7 +56,7 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
     from praxis_tools.elastic.leader import Settings
     from praxis_tools.elastic.supervisor import Supervisor
 
-    member, num_members = own_number(
+    member, num_members = process_numbers(
         command.coordinator, command.num_processes, command.process_id, os.environ
     )
     min_members = 1 if command.min_processes is None else command.min_processes
@@ -66,10 +66,10 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
     )
     if command.exp is None:
         raise ConfigError("--elastic requires --exp=NAME; --list shows the available names.")
-    job = open_for_meeting(job_log_dir(command))
+    job = open_for_supervisors(job_log_dir(command))
     health = None
     if health_dir is not None:
-        health = HealthFiles(directory_of(health_dir, command.job_log_dir))
+        health = HealthFiles(health_directory(health_dir, command.job_log_dir))
     return Supervisor(Settings(
         argv=tuple(argv), job=job, member=member, num_members=num_members, min_members=min_members,
         start_seconds=command.start_seconds, address=own_address(command.coordinator),

@@ -1,4 +1,4 @@
-"""`main.py --mode=explain`: the layout and the compiled steps of an experiment."""
+"""`main.py --mode=explain`: prints the layout and the compiled steps of an experiment."""
 
 import argparse
 from collections.abc import Callable
@@ -15,34 +15,37 @@ if TYPE_CHECKING:
 
 
 class Explain(Mode):
-    """Compiles an experiment's steps, and prints what each device stores, sends and computes."""
+    """Compiles an experiment's steps and prints their layout, memory and collectives."""
 
     name = "explain"
-    summary = "compiles an experiment's steps: what each device stores and sends"
+    summary = "prints an experiment's layout and its steps' memory and collectives"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --html."""
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("explain.html"),
-            help="where to write the explanation as an HTML page",
+            help="write the explanation as an HTML page",
         )
 
     def run(self, command: CommandLine, *, html: Path | None) -> None:
-        """Prints the explanation; raises ConfigError where training would."""
-        explanation = explained(command, print)
+        """Prints the explanation; raises ConfigError as training does."""
+        explanation = explain_experiment(command, print)
         if html is not None:
             write_whole(html, explanation.page().encode())
             print(f"\nThe page to look at in a browser: {html.absolute()}")
 
 
-def explained(command: CommandLine, print_text: Callable[[str], None]) -> "Explanation":
-    """Returns the explanation of a command line's experiment.
+def explain_experiment(
+    command: CommandLine, print_text: Callable[[str], None]
+) -> "Explanation":
+    """Compiles and explains the steps of the command line's experiment.
 
     Args:
-      print_text: called with each part of the text as soon as it is known.
+      command: The parsed command line, which names the experiment.
+      print_text: Called with each section of the text as soon as it is known.
 
     Raises:
-      ConfigError: training would raise it.
+      ConfigError: The experiment is invalid, as for training.
     """
     launched = experiment_of(command)
     with job_on_mesh(command, launched, "explain") as job:

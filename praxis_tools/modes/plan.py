@@ -1,4 +1,4 @@
-"""`main.py --mode=plan`: predicts an experiment on devices that are not attached."""
+"""`main.py --mode=plan`: predicts time, memory and cost of an experiment on any topology."""
 
 import argparse
 import functools
@@ -19,64 +19,64 @@ if TYPE_CHECKING:
 
 STEPS = ("train", "eval", "decode")
 _SEARCH_MINUTES = 10.0
-_EXPERT_LOAD = 2.0  # As in step_plan.py, which is slow to import.
+_EXPERT_LOAD = 2.0  # Keep equal to the default in step_plan.py, which is slow to import.
 
 
 class Plan(Mode):
-    """Predicts time, memory and cost of an experiment's steps on a topology."""
+    """Predicts time, memory and cost of an experiment's steps on devices that are not attached."""
 
     name = "plan"
-    summary = "predicts the steps of an experiment on devices that need not be attached"
+    summary = "predicts an experiment's steps on devices that need not be attached"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
-        """Adds the options of the topology, the search, --measure, and files."""
+        """Adds the options for the topology, the search, --measure and the output files."""
         options.add_argument(
             "--topology", metavar="CHIP:SHAPE",
             help="the devices to plan for, such as v5e:16x16, cpu:8, gpu:h100:4x8",
         )
         options.add_argument(
             "--num_slices", metavar="N", type=int, default=1,
-            help="the number of slices of that topology; default: 1",
+            help="number of slices of that topology; default: 1",
         )
         options.add_argument(
             "--steps", metavar="NAMES", type=_steps, default=["train"],
-            help=f"names among {','.join(STEPS)}; default: train",
+            help=f"steps to plan, any of {','.join(STEPS)}; default: train",
         )
         options.add_argument(
             "--batch_sizes", metavar="N,N", type=_batch_sizes, default=(),
-            help="with --steps=decode: plan for each of these numbers of prompts, such as 1,8,32; "
-            "default: the dataset's",
+            help="with --steps=decode: numbers of prompts to plan for, such as 1,8,32; default: as "
+            "in the dataset",
         )
         options.add_argument(
             "--search", action="store_true",
-            help="look for the fastest mesh, preset, remat and micro-batches",
+            help="search for the fastest mesh, preset, remat and number of micro-batches",
         )
         options.add_argument(
             "--search_minutes", metavar="M", type=float, default=_SEARCH_MINUTES,
-            help=f"with --search: how long to search; default: {_SEARCH_MINUTES:g}",
+            help=f"with --search: time limit of the search; default: {_SEARCH_MINUTES:g}",
         )
         options.add_argument(
             "--measure", action="store_true",
-            help="run ten steps on the attached devices, and compare with the plan",
+            help="run ten steps on the attached devices and compare them with the plan",
         )
         options.add_argument(
             "--expert_load", metavar="X", type=_load, default=_EXPERT_LOAD,
-            help="for experts split over devices: also predict a step at this load, the most "
-            "tokens that a device sends to another one's experts over the number with even loads; "
-            f"default: {_EXPERT_LOAD:g}",
+            help="for experts split over devices: also predict a step with this load, the largest "
+            "number of tokens that one device sends to another, relative to even loads; default: "
+            f"{_EXPERT_LOAD:g}",
         )
         options.add_argument(
             "--residuals", metavar="FILE", type=file_to_write("residuals.jsonl"),
-            help="a file of measured and predicted seconds, to which --measure adds a line, and "
-            "which corrects plans; default: JOB/residuals.jsonl, with --job_log_dir",
+            help="file of measured and predicted seconds; --measure appends to it, and plans use "
+            "it as a correction; default: JOB/residuals.jsonl, with --job_log_dir",
         )
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("plan.html"),
-            help="where to write the plan as an HTML page",
+            help="write the plan as an HTML page",
         )
         options.add_argument(
             "--json", metavar="FILE", type=file_to_write("plan.json"),
-            help="where to write the plan as JSON",
+            help="write the plan as JSON",
         )
 
     def run(
@@ -85,19 +85,24 @@ class Plan(Mode):
         measure: bool, expert_load: float, residuals: Path | None, html: Path | None,
         json: Path | None,
     ) -> None:
-        """Plans; raises ConfigError, after all steps, if any does not fit."""
+        """Plans, searches or measures.
+
+        Raises:
+          ConfigError: Options contradict each other, the experiment is invalid, or a step does not
+            fit in memory (raised after all steps have been planned).
+        """
         if measure and (topology is not None or search):
             raise ConfigError(
-                "--measure runs on the attached devices: leave --topology and --search out."
+                "--measure runs on the attached devices. Remove --topology and --search."
             )
         if batch_sizes and (measure or search or "decode" not in steps):
             raise ConfigError(
-                f"--batch_sizes={','.join(map(str, batch_sizes))} is for decoding: add "
-                "--steps=decode, without --search and --measure."
+                f"--batch_sizes={','.join(map(str, batch_sizes))} requires --steps=decode, without "
+                "--search and --measure."
             )
         if topology is None and not measure:
             raise ConfigError(
-                "--mode=plan needs --topology=CHIP:SHAPE, the devices to plan for, such as "
+                "--mode=plan requires --topology=CHIP:SHAPE, the devices to plan for, such as "
                 "--topology=v5e:16x16."
             )
         if residuals is None and command.job_log_dir is not None:
@@ -124,7 +129,7 @@ class Plan(Mode):
                 )
         else:
             _avoid_accelerators()
-            plan = planned(
+            plan = plan_experiment(
                 command, functools.partial(print, flush=True), topology, num_slices, steps,
                 batch_sizes, residuals, expert_load,
             )
@@ -136,20 +141,26 @@ class Plan(Mode):
             plan.require_fit()
 
 
-def planned(
+def plan_experiment(
     command: CommandLine, print_text: Callable[[str], None], topology: str, num_slices: int,
     steps: Sequence[str], batch_sizes: Sequence[int] = (), residuals: Path | None = None,
     expert_load: float = _EXPERT_LOAD,
 ) -> "Plan":
-    """Returns the plan of a command line's experiment, whether it fits or not.
+    """Plans the steps of the command line's experiment; the plan may exceed the device memory.
 
     Args:
-      print_text: called with each part of the text as soon as it is known.
-      topology, num_slices, steps, batch_sizes, residuals, expert_load: as the options of these
-        names.
+      command: The parsed command line, which names the experiment.
+      print_text: Called with each section of the text as soon as it is known.
+      topology: Value of --topology.
+      num_slices: Value of --num_slices.
+      steps: Names of the steps, a subset of `STEPS`.
+      batch_sizes: Numbers of prompts to plan decoding for; empty for that of the dataset.
+      residuals: File of earlier measurements that correct the plan.
+      expert_load: Value of --expert_load.
 
     Raises:
-      ConfigError: there is no such topology, the mesh does not fill it, or training would raise it.
+      ConfigError: The topology is unknown, the mesh does not use all its devices, or the experiment
+        is invalid, as for training.
     """
     launched = experiment_of(command)
 
@@ -176,7 +187,7 @@ def _avoid_accelerators() -> None:
 def _steps(text: str) -> list[str]:
     if not set(names(text)) <= set(STEPS):
         raise argparse.ArgumentTypeError(
-            f"{text!r} with --mode=plan; expected names of steps: {', '.join(STEPS)}"
+            f"{text!r} with --mode=plan; expected step names among {', '.join(STEPS)}"
         )
     return names(text)
 
@@ -185,7 +196,7 @@ def _batch_sizes(text: str) -> list[int]:
     sizes = names(text)
     if not sizes or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{text!r} with --mode=plan; expected numbers of prompts, 1 or more, such as 1,8,32"
+            f"{text!r} with --mode=plan; expected positive numbers of prompts, such as 1,8,32"
         )
     return list(map(int, sizes))
 

@@ -1,4 +1,4 @@
-"""`main.py --mode=profile`: where the time and the memory of a job's profiled steps went."""
+"""`main.py --mode=profile`: prints time and memory of a job's profiled steps."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from praxis_lite.modes.mode import CommandLine, Mode
 
 
 class Profile(Mode):
-    """Prints the tables of a profile that a job made, from its files."""
+    """Prints tables of time and memory from the profile that a job wrote."""
 
     name = "profile"
     summary = "prints time and memory of a job's profiled steps, by layer and collective"
@@ -18,11 +18,11 @@ class Profile(Mode):
         """Adds --step."""
         options.add_argument(
             "--step", metavar="N", type=int,
-            help="the first step of the profile; default: the newest profile",
+            help="first step of the profile; default: that of the latest profile",
         )
 
     def run(self, command: CommandLine, *, step: int | None) -> None:
-        """Prints them; raises ConfigError if there is no such job or profile."""
+        """Prints the tables; raises ConfigError if the job or its profile does not exist."""
         require(step is None or step >= 1, "--step", step, "1 or more")
         job_dir = open_for_reading(job_log_dir(command), writes=False)
 

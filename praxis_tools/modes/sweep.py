@@ -1,4 +1,4 @@
-"""`main.py --mode=sweep`: many jobs of an experiment, with different settings."""
+"""`main.py --mode=sweep`: trains an experiment with many settings and compares the results."""
 
 import argparse
 
@@ -9,47 +9,49 @@ _SEED = 0
 
 
 class Sweep(Mode):
-    """Trains an experiment with each of several settings, and compares the results."""
+    """Runs an experiment as one trial per combination of settings, and ranks the trials."""
 
     name = "sweep"
-    summary = "trains an experiment with many settings, and finds the best"
-    goes_on = True
+    summary = "trains an experiment with many settings and finds the best"
+    continues_without_output = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
-        """Adds those of the search, of the metric, and of the processes."""
+        """Adds the options for the search, the metric and the processes."""
         options.add_argument(
             "--search", metavar="NAME", default="grid",
-            help="grid: each combination of the values that --set lists; random, or tpe (by the "
-            "results so far): also from ranges, 1e-4..1e-2; default: grid",
+            help="grid: every combination of the values that --set lists; random or tpe (guided by "
+            "previous results): also ranges such as 1e-4..1e-2; default: grid",
         )
         options.add_argument(
-            "--trials", metavar="N", type=int, help="with random or tpe: how many; default: 20"
+            "--trials", metavar="N", type=int,
+            help="number of trials, with random or tpe; default: 20",
         )
         options.add_argument(
             "--parallel", metavar="N", type=int, default=1,
-            help="how many trials run at a time, on simulated devices alone; default: 1",
+            help="number of trials that run at the same time, only on simulated devices; default: "
+            "1",
         )
         options.add_argument(
             "--metric", metavar="NAME",
-            help="the metric to compare, such as heldout/loss; default: the loss of the only "
-            "evaluation dataset, or of training (loss)",
+            help="metric that ranks the trials, such as heldout/loss; default: the loss of the "
+            "only evaluation dataset, or the training loss",
         )
         options.add_argument(
             "--better", metavar="min|max", default="min",
-            help="which values of it are better; default: min",
+            help="whether lower or higher values of the metric are better; default: min",
         )
         options.add_argument(
             "--prune", metavar="NAME", default="median",
-            help="how the worst trials are ended early: median, halving or none; default: median",
+            help="rule that ends bad trials early: median, halving or none; default: median",
         )
         options.add_argument(
             "--seed", metavar="N", type=int, default=_SEED,
-            help=f"of random and tpe; default: {_SEED}",
+            help=f"seed of random and tpe; default: {_SEED}",
         )
         options.add_argument(
             "--topology", metavar="CHIP:SHAPE",
-            help="devices, as for --mode=plan, such as v5e:2x4: a trial that does not fit on them "
-            "by its plan is not begun",
+            help="devices, as for --mode=plan, such as v5e:2x4; trials that do not fit on them are "
+            "skipped",
         )
         options.add_argument(
             "--print", dest="prints", action="store_true",
@@ -61,7 +63,7 @@ class Sweep(Mode):
         metric: str | None, better: str, prune: str, seed: int, topology: str | None,
         prints: bool,
     ) -> int | None:
-        """Sweeps; raises ConfigError as `sweep` does."""
+        """Runs or prints the trials; raises ConfigError if an option is invalid."""
         directory = job_log_dir(command)
 
         from praxis_tools.sweep.command import sweep

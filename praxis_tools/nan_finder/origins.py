@@ -38,7 +38,7 @@ class OriginSearch:
 
     Args:
       jaxpr: The closed jaxpr of the program, `jax.jit(function).trace(...).jaxpr`.
-      outputs: Indices of the outputs to check. Operations that they do not need are not run.
+      outputs: Indices of the outputs to check. Operations that they do not depend on are removed.
       replicated: A replicated sharding, with which every process can read the results, or None for
         a single process.
     """
@@ -51,7 +51,7 @@ class OriginSearch:
         self._run = jax.jit(self._traced, out_shardings=replicated)
 
     def __call__(self, args: Sequence[jax.Array], *, only_nan: bool) -> list[Origin | None]:
-        """Returns the origin of the first non-finite number of each output, None for a finite one.
+        """Returns the origin of the first non-finite number in each output; None if it is finite.
 
         Args:
           args: Flat arguments of the program, which are not donated.
@@ -61,7 +61,7 @@ class OriginSearch:
         return [self._origin(int(tag)) for tag in tags]
 
     def _traced(self, infinities_count: jax.Array, never: jax.Array, *args: jax.Array) -> list:
-        # Twice the number of operations, because JAX may trace a loop's body again.
+        # Twice the number of operations, because JAX may trace the body of a loop twice.
         num_operations = 2 * (len(args) + sum(1 for _ in all_eqns(self._jaxpr.eqns))) + 1
         self._num_iterations = int(CONSTANT) // num_operations
         run = TaggedRun(self._num_iterations, infinities_count, never)
@@ -70,6 +70,7 @@ class OriginSearch:
         return [tag for _, tag in run.call(self._jaxpr, list(zip(args, tags, strict=True)))]
 
     def _origin(self, tag: int) -> Origin | None:
+        """Decodes a tag: its operation, and the iteration of each enclosing loop."""
         if tag >= CONSTANT:
             sum_over_devices = Origin(Operation("a sum over devices"))
             return {CONSTANT: Origin(None), ELSEWHERE: sum_over_devices}.get(tag)
@@ -88,7 +89,7 @@ class OriginSearch:
 
 
 def _pruned(jaxpr: Any, outputs: Sequence[int]) -> Any:
-    """Returns a closed jaxpr with only the given outputs and the operations that they need."""
+    """Returns a closed jaxpr with only the given outputs and the operations they depend on."""
     inner, eqns = open_jaxpr(jaxpr), []
     outvars = [inner.outvars[i] for i in outputs]
     needed = set(map(id, outvars))

@@ -32,7 +32,8 @@ MAX_REPORTS = 20
 class NonFinite(Hook):
     """Reports the layer that made a step's loss or gradient non-finite (run.debug_nans)."""
 
-    waits = False  # `after_step` waits for the step, and the wait counts as time of the step.
+    # `after_step` waits for the step itself, and that wait counts as step time.
+    waits = False
 
     def __init__(self, job: JobOnMesh):
         self._job = job
@@ -51,13 +52,13 @@ class NonFinite(Hook):
 class NonFiniteReports:
     """Checks every step of a run, and reruns a step whose loss or gradient is not finite.
 
-    Such a step changes neither weights nor slots, so its initial state is still available. The
-    rerun is another program, which checks the result of every operation. It is compiled at the
-    first such step, needs the memory of a step in addition to the state, and is several times
-    slower.
+    Such a step changes neither weights nor optimizer slots, so its initial state is still
+    available. The rerun uses another program, which checks the result of every operation. It is
+    compiled when the first such step occurs, needs the memory of a step in addition to the state,
+    and is several times slower than a step.
 
     Args:
-      partitioner: The partitioner of the training step.
+      partitioner: Partitioner of the training step.
       path: Path of the file to which at most `max_reports` reports are appended.
       note: Called with each line of a report.
       max_reports: Maximum number of reports.
@@ -77,20 +78,20 @@ class NonFiniteReports:
     def check(
         self, step: int, state: TrainState, batch: Any, key: jax.Array, outputs: Any
     ) -> None:
-        """Waits for a step, and reports the reason if its loss or gradient is not finite.
+        """Waits for a step, and reports the cause if its loss or gradient is not finite.
 
         Args:
-          step: The number of the step.
-          state: The state after the step, which is not donated.
-          batch: The batch of the step.
-          key: The random key of the step.
-          outputs: The outputs of the step.
+          step: Number of the step.
+          state: State after the step; it is not donated.
+          batch: Batch of the step.
+          key: Random key of the step.
+          outputs: Outputs of the step.
         """
         loss, grad_norm = map(float, jax.device_get(_watched(outputs)))
         if (math.isfinite(loss) and math.isfinite(grad_norm)) or not self._num_left:
             return
         self._num_left -= 1
-        args = (self._before(step, state, outputs), batch, key)
+        args = (self._state_before(step, state, outputs), batch, key)
         lines = [
             f"step {step}: the loss is {loss}, the norm of the gradient {grad_norm}; run again, "
             "operation by operation:",
@@ -106,9 +107,10 @@ class NonFiniteReports:
         for line in lines:
             self._note(line)
 
-    def _before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
+    def _state_before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
+        """Returns the state before a skipped step, given the state after it."""
         opt_states = dict(state.opt_states)
-        if "loss_scale" in opt_states:  # A skipped step changes only this, apart from counters.
+        if "loss_scale" in opt_states:  # Apart from counters, a skipped step changes only this.
             scale = outputs["learner"]["loss_scale"]
             opt_states["loss_scale"] = {**opt_states["loss_scale"], "scale": scale}
         before = jax.device_put(np.int32(step - 1), self._partitioner.replicated)
@@ -128,8 +130,9 @@ class NonFiniteReports:
         first = loss or gradient
         if first is None:
             return [
-                "all numbers were finite this time. So it depends on how XLA put operations "
-                "together (digits kept between them in bfloat16 or float16), or does not come back."
+                "all numbers were finite in the rerun. The cause depends on how XLA fuses "
+                "operations (fusions keep extra precision in bfloat16 and float16), or is not "
+                "reproducible."
             ]
         if first.operation is not None and first.operation.argument is not None:
             path, x = leaves[first.operation.argument]
@@ -139,11 +142,12 @@ class NonFiniteReports:
 
 
 def _watched(outputs: Any) -> tuple[Any, Any]:
+    """Returns the loss and the norm of the gradient from the outputs of a step."""
     return outputs["metrics"]["loss"][0], outputs["learner"]["grad_norm"]
 
 
 def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> list[str]:
-    """Returns the report on a weight or a leaf of the batch that was non-finite before the step."""
+    """Returns the report on an argument of the step, such as a weight, that was non-finite."""
     name = path_of(path)
     for prefix, kind in (
         ("0/mdl_vars/params/", "the weight"), ("0/mdl_vars/non_trainable/", "the variable"),
@@ -165,22 +169,23 @@ def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> l
 
 
 def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[str]:
+    """Returns the report on the operations that produced the first infinity and the first NaN."""
     where = "the forward pass" if is_forward else "the backward pass (the loss is finite)"
     if first.operation is None:
         # A mask of -inf is intended, so the error is in the code that turned it into a NaN.
         if first_nan is None or first_nan.operation is None:
-            what = "infinity" if first_nan is None else "NaN"
-            return [f"in {where}, from a constant {what} of the model's code"]
-        return [f"the first NaN, in {where}, of an infinite constant: {_place(first_nan)}"]
+            constant = "infinity" if first_nan is None else "NaN"
+            return [f"in {where}, from a constant {constant} in the model's code"]
+        return [f"the first NaN, in {where}, of an infinite constant: {_describe(first_nan)}"]
     if first_nan == first:
-        return [f"the first NaN, in {where}: {_place(first)}"]
-    lines = [f"the first infinity, in {where}: {_place(first)}"]
+        return [f"the first NaN, in {where}: {_describe(first)}"]
+    lines = [f"the first infinity, in {where}: {_describe(first)}"]
     if first_nan is not None:
-        lines.append(f"the first NaN, made of it: {_place(first_nan)}")
+        lines.append(f"the first NaN, made of it: {_describe(first_nan)}")
     return lines
 
 
-def _place(origin: Origin) -> str:
+def _describe(origin: Origin) -> str:
     """Returns text such as 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
     operation, depth, iterations = origin.operation, 0, []
     scopes = _scopes(operation)
@@ -194,7 +199,7 @@ def _place(origin: Origin) -> str:
         if name is None and depth < len(scopes) and "[" not in scopes[depth]:
             scopes[depth] += f"[{iteration}]"
         else:
-            iterations.append(f"{name or 'turn'} {iteration}")
+            iterations.append(f"{name or 'iteration'} {iteration}")
     layer = "/".join(scopes)
     hint = " (an index out of range gives NaN)" if operation.primitive == "gather" else ""
     parts = [f"in the layer {layer}" if layer else "", f"made by {operation.primitive}{hint}"]
@@ -203,24 +208,24 @@ def _place(origin: Origin) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _scopes(named: Operation | Loop) -> list[str]:
-    # The last part of a name is the operation, which is not a scope.
-    layer = layers_of_name(f"{named.name_stack}/operation")[0].removeprefix(GRADIENT_OF)
+def _scopes(source: Operation | Loop) -> list[str]:
+    # layers_of_name drops the last part of a name, which is the operation itself.
+    layer = layers_of_name(f"{source.name_stack}/operation")[0].removeprefix(GRADIENT_OF)
     return layer.split("/") if layer else []
 
 
 def _source_lines(tracebacks: Sequence[Any]) -> str:
     """Returns text such as 'linears.py:45, called at my_model.py:12' or 'my_model.py:12'.
 
-    The text names the innermost line that is not in another library. If that line is in this
-    package, the line of the user's code that called it follows.
+    The innermost line that is not in a third-party library comes first. If it is in this package,
+    the line of the user's code that called it follows.
     """
     frames = _frames(tracebacks)
-    shown = frames[:1]
-    if shown and shown[0][0].startswith(LIBRARY_FOLDERS):
-        users = [frame for frame in frames[1:] if not frame[0].startswith(LIBRARY_FOLDERS)]
-        shown += users[:1]
-    return ", called at ".join(f"{os.path.basename(file)}:{line}" for file, line in shown)
+    selected = frames[:1]
+    if selected and selected[0][0].startswith(LIBRARY_FOLDERS):
+        user_frames = [frame for frame in frames[1:] if not frame[0].startswith(LIBRARY_FOLDERS)]
+        selected += user_frames[:1]
+    return ", called at ".join(f"{os.path.basename(file)}:{line}" for file, line in selected)
 
 
 def _frames(tracebacks: Sequence[Any]) -> list[tuple[str, int]]:

@@ -1,7 +1,7 @@
-"""Evaluates a program with a tag for each array, which tells where it stopped being finite.
+"""Evaluates a program with a tag per array, which identifies where it became non-finite.
 
-An operation is an origin if it produces a non-finite number from finite ones. Tags follow the
-numbers through loops, branches and calls.
+An operation is an origin if it produces a non-finite number from finite ones. Tags are propagated
+through loops, branches and calls.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from praxis_tools.interpreter import CALLS, Interpreter, bind, run_shard_map
 
 Pair = tuple[Any, Any]  # (value, tag).
 # A tag is an int32, operation * num_iterations + iteration, so the smallest of several tags is the
-# first origin in the program. Special tags:
+# first origin in the program. These values are reserved:
 NOWHERE = np.int32(2**31 - 1)  # The array is finite.
 ELSEWHERE = np.int32(2**31 - 2)  # The number comes from another device.
 CONSTANT = np.int32(2**31 - 3)  # The number is a constant of the program.
 NUM_WHILE_ITERATIONS = 1000  # Number of distinguished iterations in a loop of unknown length.
 
-# Collectives under shard_map, which bring numbers of other devices to a device.
+# Collectives under shard_map, whose results contain numbers of other devices.
 _COLLECTIVES = {
     "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
     "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute", "reduce_scatter",
     "unreduced_psum", "unreduced_reduce_scatter",
 }
-# Operations whose result has the same numbers as their operand.
+# Operations that only move, copy or negate the numbers of their operand, and are never an origin.
 _SAME_NUMBERS = {
     "reshape", "transpose", "broadcast_in_dim", "neg", "abs", "copy", "copy_p", "squeeze", "rev",
     "expand_dims", "name", "stop_gradient", "sharding_constraint", "pvary", "layout_constraint",
@@ -45,7 +45,14 @@ _SAME_NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop around an operation: its place in the code, and its length or None if unknown."""
+    """A loop around an operation.
+
+    Attributes:
+      name_stack: Name scopes of the loop.
+      tracebacks: Where the loop was called.
+      length: Number of iterations, or None if unknown.
+      is_reversed: Whether a scan runs from the last element to the first.
+    """
 
     name_stack: str
     tracebacks: tuple[Any, ...]
@@ -59,9 +66,10 @@ class Operation:
 
     Attributes:
       primitive: Name of the JAX primitive, such as "log".
-      name_stack, tracebacks: As in Interpreter.
+      name_stack: Name scopes of the operation.
+      tracebacks: Where the operation was called.
       loops: The loops around the operation, outermost first.
-      argument: Index of an argument, or None for an operation.
+      argument: Index of the argument, or None for an operation.
     """
 
     primitive: str
@@ -75,7 +83,7 @@ class TaggedRun(Interpreter):
     """Traces a program in which each value is a pair of an array and its tag.
 
     Attributes:
-      operations: The operations so far, into which tags are indices.
+      operations: The operations so far; a tag contains an index into this list.
     """
 
     def __init__(self, num_iterations: int, infinities_count: jax.Array, never: jax.Array):
@@ -84,7 +92,8 @@ class TaggedRun(Interpreter):
         self._num_iterations = num_iterations
         self._infinities_count, self._never = infinities_count, never
         self._loops: tuple[Loop, ...] = ()
-        self._iteration: Any = np.int32(0)  # Of all enclosing loops, as one number.
+        # Flattened index of the current iteration of all enclosing loops.
+        self._iteration: Any = np.int32(0)
         # Every check of an array depends on the previous one. Otherwise, devices could run the
         # collectives of the checks in different orders and deadlock.
         self._last_check: Any = np.bool_(False)
@@ -92,6 +101,7 @@ class TaggedRun(Interpreter):
         self._varying_axes: tuple[str, ...] = ()
 
     def argument_tag(self, index: int, x: Any) -> Any:
+        """Returns the tag of an argument of the program."""
         if not _is_float(x):
             return NOWHERE
         self.operations.append(Operation("argument", argument=index))
@@ -121,18 +131,24 @@ class TaggedRun(Interpreter):
         if not any(map(_is_float, results)):
             return [(x, NOWHERE) for x in results]
         self.operations.append(Operation(name, self.name_stack, self.tracebacks, self._loops))
-        # The origin of a number from another device is in the tags of that device.
+        # If the number came from another device, the tags of that device have its origin.
         here = ELSEWHERE if name in _COLLECTIVES else self._here()
         return [(x, self._tag(x, tags, here)) for x in results]
 
     def _here(self) -> Any:
-        """Returns the tag of the newest operation in the current iteration."""
+        """Returns the tag of the most recent operation in the current iteration."""
         first = (len(self.operations) - 1) * self._num_iterations
         last = np.int32(self._num_iterations - 1)
         return lax.add(np.int32(first), lax.min(self._iteration, last))
 
     def _tag(self, x: Any, tags: Sequence[Any], here: Any) -> Any:
-        """Returns the tag of `x`, a result of the operation `here` on operands with given tags."""
+        """Returns the tag of `x`, the result of an operation with the tag `here`.
+
+        Args:
+          x: The result.
+          tags: Tags of the operands.
+          here: Tag of the result if the operands are finite and the result is not.
+        """
         if not _is_float(x):
             return NOWHERE
         origin = here
@@ -142,7 +158,7 @@ class TaggedRun(Interpreter):
         return lax.select(self._is_bad(x), origin, NOWHERE)
 
     def _is_bad(self, x: Any) -> Any:
-        """Returns whether `x` has a NaN, or an infinity when infinities count."""
+        """Returns whether `x` contains a NaN, or an infinity if infinities count."""
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             x = lax.abs(x)
         elif x.dtype.itemsize < 2:
@@ -193,18 +209,18 @@ class TaggedRun(Interpreter):
         return [*last, *((y, _first(tags)) for y, tags in ys)]
 
     def while_loop(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
-        of_cond, of_body, carry = split_loop_operands(eqn, operands)
+        cond_consts, body_consts, carry = split_loop_operands(eqn, operands)
         loop = Loop(self.name_stack, self.tracebacks, None)
 
         def cond(state: tuple) -> Any:
-            args, _ = _unzipped([*of_cond, *state[0]])
+            args, _ = _unzipped([*cond_consts, *state[0]])
             return jaxpr_as_fun(eqn.params["cond_jaxpr"])(*args)[0]
 
         def body(state: tuple) -> tuple:
             values, index, self._last_check = state
             last = np.int32(NUM_WHILE_ITERATIONS - 1)
             with self._in_iteration(loop, lax.min(index, last)):
-                values = self.call(eqn.params["body_jaxpr"], [*of_body, *values])
+                values = self.call(eqn.params["body_jaxpr"], [*body_consts, *values])
             return self._carried(values, lax.add(index, np.int32(1)))
 
         values, _, self._last_check = lax.while_loop(cond, body, self._carried(carry, np.int32(0)))
@@ -225,11 +241,11 @@ class TaggedRun(Interpreter):
         )
         return list(outs)
 
-    def _carried(self, pairs: Sequence[Pair], *known: Any) -> tuple:
+    def _carried(self, pairs: Sequence[Pair], *extra: Any) -> tuple:
         """Converts values and tags to arrays for the carry of a loop or the result of a branch."""
-        (values, tags), known = _arrays(_unzipped(pairs)), _arrays((*known, self._last_check))
-        tags, *known = varying_over((tags, *known), self._varying_axes)
-        return _zipped(values, tags), *known
+        (values, tags), extra = _arrays(_unzipped(pairs)), _arrays((*extra, self._last_check))
+        tags, *extra = varying_over((tags, *extra), self._varying_axes)
+        return _zipped(values, tags), *extra
 
     @contextlib.contextmanager
     def _in_iteration(self, loop: Loop, index: Any) -> Iterator[None]:
@@ -278,7 +294,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _first(tags: Any) -> Any:
-    """Returns the first of the tags [n] of the n parts of an array."""
+    """Returns the first origin among tags of shape [N], one for each of N parts of an array."""
     return lax.reduce(tags, NOWHERE, lax.min, (0,))
 
 

@@ -132,7 +132,7 @@ def predicted_fields(
     low, middle, high = (efficiencies.step_seconds + timeline.seconds,) * 3
     notes = []
     if topology.compiled_for == "tpu":
-        # The text does not tell whether a permute uses one link or both. `high` assumes one.
+        # The text does not show whether a permute uses one link or both. `high` assumes one.
         low = efficiencies.step_seconds + schedule(
             text, chip, mesh, efficiencies, both_links=True, loop_body=loop_body
         ).seconds

@@ -12,10 +12,10 @@ from praxis_lite.host.file_reading import content_of
 
 
 def largest_temporaries(file: Path) -> list[tuple[str, int]]:
-    """Returns the largest buffers of instructions' results.
+    """Returns the largest temporary buffers that hold results of instructions.
 
-    Of the buffers that share memory at different times, only the largest counts. So their sum is at
-    most the temporaries of the step.
+    Among buffers that share memory at different times, only the largest is returned. Their sum is
+    therefore at most the size of the step's temporaries.
 
     Returns:
       (instruction name, bytes), largest first; empty without a buffer assignment.
@@ -27,7 +27,8 @@ def largest_temporaries(file: Path) -> list[tuple[str, int]]:
         return _largest(content_of(file))
     except (IndexError, KeyError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{file} is damaged, or praxis_lite did not write it ({error}). Make another profile."
+            f"{file} is damaged, or was not written by praxis_lite ({error}). Record another "
+            "profile."
         ) from None
 
 
@@ -44,7 +45,7 @@ def _largest(content: bytes) -> list[tuple[str, int]]:
         _number(buffer, 1): _number(_submessages(buffer, 3)[0], 4)
         for buffer in _submessages(assignment[0], 1)
     }
-    result: list[tuple[str, int]] = []
+    largest: list[tuple[str, int]] = []
     for allocation in _submessages(assignment[0], 3):
         # is_thread_local, is_entry_computation_parameter, maybe_live_out, is_constant.
         if any(_number(allocation, field) for field in (3, 5, 7, 12)):
@@ -54,11 +55,11 @@ def _largest(content: bytes) -> list[tuple[str, int]]:
             for part in _submessages(allocation, 9)
         ]
         taken: list[tuple[int, int]] = []
-        for size, offset, buffer in sorted(assigned, key=lambda item: (-item[0], *item[1:])):
+        for size, offset, buffer in sorted(assigned, key=lambda part: (-part[0], *part[1:])):
             if size and all(offset + size <= first or last <= offset for first, last in taken):
                 taken.append((offset, offset + size))
-                result.append((names[defined[buffer]], size))
-    return sorted(result, key=lambda item: -item[1])
+                largest.append((names[defined[buffer]], size))
+    return sorted(largest, key=lambda buffer: -buffer[1])
 
 
 def _submessages(message: bytes, field: int) -> list[bytes]:

@@ -27,7 +27,7 @@ _NAMED = 4  # A kernel named after the fusion.
 _LIKELY, _POSSIBLE = 2, 1  # A kernel that a library call may have launched.
 _SAME = 0  # Another kernel of the same call.
 _SKIPPED = -1  # An instruction without a kernel.
-_STRAY = -2  # A kernel that fits nowhere.
+_STRAY = -2  # A kernel that matches no instruction.
 _NEVER = -(10**6)
 
 
@@ -86,7 +86,8 @@ class Schedule:
         return scores
 
     def _library_scores(self, kernel: str) -> np.ndarray:
-        return np.array([_library_score(kernel, item) for item in self._launched], np.int32)
+        scores = [_library_score(kernel, instruction) for instruction in self._launched]
+        return np.array(scores, np.int32)
 
 
 def _launched(program: Program, computation: str) -> Iterator[Instruction]:
@@ -108,7 +109,7 @@ def _content(instruction: Instruction) -> str:
 
 
 def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tuple[int, int]]:
-    """Yields (first, last) of the kernels of each call, as libraries clear memory beforehand."""
+    """Yields (first, last) of the kernels of each call; libraries may clear memory before it."""
     first = 0
     for index, kernel in enumerate(kernels):
         following = kernels[index + 1] if index + 1 < len(kernels) else ""
@@ -118,9 +119,9 @@ def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tupl
         first = index + 1
 
 
-def _library_score(kernel: str, item: Instruction) -> int:
-    """Returns the score of a library's kernel or a copy as the first kernel of an instruction."""
-    kind = item.opcode.removesuffix("-start")
+def _library_score(kernel: str, instruction: Instruction) -> int:
+    """Returns the score of a library kernel or copy as the first kernel of an instruction."""
+    kind = instruction.opcode.removesuffix("-start")
     is_copy = re.match(r"(?i)mem(cpy|set)", kernel)
     if is_copy or kind == "copy":
         moves = kind in ("copy", "fusion", "dynamic-slice", "dynamic-update-slice")
@@ -128,27 +129,28 @@ def _library_score(kernel: str, item: Instruction) -> int:
     if "nccl" in kernel.lower() or kind in KINDS:
         return _LIKELY if kind in KINDS else _NEVER
     if "cudnn" in kernel.lower():
-        return _LIKELY if "__cudnn" in item.attributes else _NEVER
-    if item.opcode == "custom-call":
+        return _LIKELY if "__cudnn" in instruction.attributes else _NEVER
+    if instruction.opcode == "custom-call":
         if re.search(r"(?i)splitk_?reduce", kernel):  # The second kernel of a matmul.
             return _SAME
-        return _POSSIBLE if "__cudnn" in item.attributes else _LIKELY
-    return _POSSIBLE if "kind=kCustom" in item.attributes or kind != "fusion" else _NEVER
+        return _POSSIBLE if "__cudnn" in instruction.attributes else _LIKELY
+    is_custom_fusion = "kind=kCustom" in instruction.attributes
+    return _POSSIBLE if is_custom_fusion or kind != "fusion" else _NEVER
 
 
 def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
-    """Aligns kernels with instructions in order, so that the total score is at a maximum.
+    """Aligns kernels with instructions in order so that the total score is maximal.
 
     Skip this on a first read. The sequence alignment uses dynamic programming: `best[i]` is the
-    best score of the kernels so far if the last one belongs to instruction i. A kernel either
+    best score of the kernels so far if the last kernel belongs to instruction i. A kernel either
     starts instruction i after any earlier one, which skips the instructions between them, or
     continues it.
 
     Args:
-      scores: The scores by instruction of each kernel.
+      scores: For each kernel, its score for each instruction.
 
     Returns:
-      The instruction index of each kernel, ascending, or None for a kernel that fits nowhere.
+      The instruction index of each kernel, ascending, or None for a kernel that matches none.
     """
     best, choices = None, []
     for score in scores:
@@ -160,8 +162,8 @@ def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
             # The best score of any earlier instruction minus the penalty for skipped ones.
             penalty = indices * _SKIPPED
             reached = np.maximum.accumulate(best - penalty)
-            newest = np.maximum.accumulate(np.where(best - penalty == reached, indices, 0))
-            previous = np.roll(newest, 1)
+            latest = np.maximum.accumulate(np.where(best - penalty == reached, indices, 0))
+            previous = np.roll(latest, 1)
             begun = score + np.where(indices > 0, np.roll(reached + penalty, 1), _NEVER)
         fits = score > _NEVER
         continued = best + np.where(fits, _SAME, _STRAY)

@@ -1,4 +1,4 @@
-"""Measures the seconds of a step by layer and by collective, and adds the plan's predictions."""
+"""Computes the seconds of a profiled step by layer and by collective, and those in its plan."""
 
 import collections
 import dataclasses
@@ -43,8 +43,8 @@ class Row:
 
     Attributes:
       count: Number of executed instructions, without the `-done` of asynchronous ones.
-      seconds: Measured seconds, the mean over devices and steps.
-      predicted: Seconds in the plan, or None without a prediction.
+      seconds: Measured seconds, as a mean over devices and steps.
+      predicted: Seconds in the plan, or None if there is no prediction.
     """
 
     count: float = 0.0
@@ -106,7 +106,8 @@ def measure(folder: Path) -> Measured:
         for name, instruction in computation.items()
     }
     containers = [
-        name for name, (item, _) in instructions.items() if item.opcode in _CONTAINERS
+        name for name, (instruction, _) in instructions.items()
+        if instruction.opcode in _CONTAINERS
     ]
     file = folder / "plugins/profile" / f"step_{facts.first_step}" / "process_0.xplane.pb"
     module = re.match(r"HloModule ([\w.\-]+)", program.header)[1]
@@ -131,7 +132,7 @@ def text_of_step(folder: Path) -> str:
         text = content_of(path).decode()
         parse(text)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Make another profile.") from None
+        raise ConfigError(f"{path} cannot be read ({error}). Record another profile.") from None
     return text
 
 
@@ -185,7 +186,7 @@ def _rows(
                 row = layer_rows[_layer(program, *instructions[name])]
                 row.predicted = (row.predicted or 0.0) + seconds
         for transfer in timeline.collectives.values():
-            # On GPU, collectives run in a separate stream, and the trace has their whole time. On
+            # On GPU, collectives run in a separate stream, and the trace has their total time. On
             # other devices, it only has the time for which the device waits.
             row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
             row.predicted = transfer.seconds if on_gpu else transfer.exposed_seconds

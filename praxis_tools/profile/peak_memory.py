@@ -1,4 +1,4 @@
-"""Reads the memory of a device at the peak of a step: the state's arrays, temporaries by layer."""
+"""Breaks down a device's memory at the peak of a step, by array of the state and by layer."""
 
 import collections
 import dataclasses
@@ -14,7 +14,7 @@ from praxis_tools.profile.measured import OUTSIDE, text_of_step
 
 @dataclasses.dataclass(frozen=True)
 class PeakMemory:
-    """The bytes on a device in a step, according to the compiler.
+    """The memory of a device during a step, in bytes, according to the compiler.
 
     Attributes:
       peak: Arguments + outputs - outputs in donated arguments + temporaries.

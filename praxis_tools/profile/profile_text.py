@@ -54,7 +54,7 @@ def _time_table(measured: Measured, total: Row, max_rows: int) -> list[str]:
 def _largest(
     title: str, named: Mapping[str, Row], seconds: float, max_rows: int
 ) -> list[Sequence[str]]:
-    """Returns a row for the sum, and below it the rows with the most seconds."""
+    """Returns a row for the total, followed by the rows with the most seconds."""
     if not named:
         return [(f"no {title}", *[""] * len(_COLUMNS))]
     items = list(named.items())
@@ -88,12 +88,12 @@ def _memory_lines(memory: PeakMemory, max_rows: int) -> list[str]:
     rows: list[tuple[str, Any]] = [("memory of a device at the peak of a step", memory.peak)]
     rows += [(f"  {name}", size) for name, size in _first(memory.arrays, max_rows)]
     rows += [("  batch and other arguments", memory.batch),
-             ("  outputs that are not in the state's place", memory.outputs),
+             ("  outputs not in donated arguments", memory.outputs),
              ("  temporaries", memory.temporaries)]
     rows += [(f"    {name}", size) for name, size in _first(memory.layers, max_rows)]
     if memory.layers:
         rest = memory.temporaries - sum(memory.layers.values())
-        rows.append(("    in smaller buffers, or free", max(0, rest)))
+        rows.append(("    in smaller buffers, or unused", max(0, rest)))
     cells = [
         (name, format_bytes(size), f"{size / max(memory.peak, 1):.1%}") for name, size in rows
     ]
@@ -108,25 +108,25 @@ def _first(sizes: Mapping[str, int], max_rows: int) -> list[tuple[str, int]]:
 
 
 def _notes(measured: Measured, memory: PeakMemory) -> list[str]:
-    device, result = measured.facts.devices[0], []
+    device, notes = measured.facts.devices[0], []
     if measured.topology is None:
-        result.append(f"nothing is predicted: the plan has no figures of {device.device_kind}")
+        notes.append(f"nothing is predicted: the plan has no figures of {device.device_kind}")
     elif device.platform == "cpu":
-        result.append(
+        notes.append(
             "predicted is each simulated device on a core of its own; here all share this "
             "machine's cores, and a collective's time is mostly the wait for the others"
         )
     else:
-        result.append("a collective's time has its wait for other devices in it")
+        notes.append("the time of a collective includes its wait for other devices")
     if measured.other_seconds:
         others = sorted(measured.other_seconds.items(), key=lambda item: -item[1])
         named = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in others[:5])
-        result.append(f"other programs in the trace, between steps, per step and device: {named}")
+        notes.append(f"other programs in the trace, between steps, per step and device: {named}")
     if memory.used is None:
-        result.append(f"the memory that was in use: the platform {device.platform} does not tell")
+        notes.append(f"peak memory in use: not reported by the platform {device.platform}")
     else:
-        result.append(
-            f"the most memory in use on a device since the process began: "
+        notes.append(
+            "peak memory in use on a device since the start of the process: "
             f"{format_bytes(memory.used)}"
         )
-    return result
+    return notes

@@ -28,8 +28,8 @@ def _read(folder: Path) -> tuple[Measured, PeakMemory]:
         raise
     except Exception as error:  # A damaged text can raise anything in its parser.
         raise ConfigError(
-            f"The files in {folder} are damaged, or of different programs "
-            f"({type(error).__name__}: {error}). Make another profile."
+            f"The files in {folder} are damaged, or belong to different programs "
+            f"({type(error).__name__}: {error}). Record another profile."
         ) from error
 
 
@@ -49,21 +49,22 @@ def folder_of(files: JobDir, step: int | None) -> Path:
     )
     if not steps:
         raise ConfigError(
-            f"{files.profiles} has no profile. Train with --set run.profile.steps=FIRST:END, or "
-            f"while the job runs write a file {files.profile_request}."
+            f"{files.profiles} contains no profile. Train with --set run.profile.steps=FIRST:END, "
+            f"or create the file {files.profile_request} while the job is running."
         )
     if step is not None and step not in steps:
         raise ConfigError(
-            f"--step={step}, but {files.profiles} has profiles that begin with the steps "
+            f"--step is {step}; expected the first step of a profile in {files.profiles}: "
             f"{', '.join(map(str, steps))}.{did_you_mean(str(step), map(str, steps))}"
         )
     return files.profiles / str(steps[-1] if step is None else step)
 
 
 class ProfileTables(Hook):
-    """Prints the tables of each new profile, and saves them next to it.
+    """Prints the tables of each new profile, and writes them to a file next to it.
 
-    The hook also appends the measured and predicted seconds of the step to the job's residuals.
+    The hook also appends the measured and predicted seconds of the step to the job's residuals,
+    which correct later plans.
     """
 
     every, waits = None, False
@@ -80,6 +81,6 @@ class ProfileTables(Hook):
                 # The folder is JOB/profiles/STEP.
                 append_residual(JobDir(folder.parents[1]).residuals_jsonl, measured.residual)
         except Exception as error:  # A failed profile must not end the run.
-            self._note(f"the profile has no tables, and training goes on: {error}")
+            self._note(f"note: no tables could be made from the profile: {error}")
             return
         self._note(f"{text}\nmore rows: {folder / PROFILE_TXT}")

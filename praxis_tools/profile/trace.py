@@ -1,4 +1,4 @@
-"""Reads a trace of JAX's profiler: how often and how long each instruction ran on each device.
+"""Reads how often and for how long each instruction ran from a trace of JAX's profiler.
 
 The format depends on the platform. On CPU, the events of a thread name the instruction, program,
 device and run. On GPU, the events of a device's streams are kernels, which name the program and
@@ -99,7 +99,7 @@ def read_trace(
         planes = list(trace.planes)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"{file} cannot be read as a trace ({error}). Make another profile."
+            f"{file} cannot be read as a trace ({error}). Record another profile."
         ) from None
     with warnings.catch_warnings():
         # Python 3.13 warns that the type of an event has no __module__. If warnings are errors,
@@ -110,8 +110,8 @@ def read_trace(
     if not trace.devices:
         others = ", ".join(sorted(trace.other_seconds)) or "no program"
         raise ConfigError(
-            f"{file}: the trace has no instruction of {module}, but {others}. The profiler may "
-            "have run out of room: profile fewer steps."
+            f"{file}: the trace has no instruction of {module}, only of {others}. The profiler's "
+            "buffer may have overflowed: profile fewer steps."
         )
     return trace
 

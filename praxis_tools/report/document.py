@@ -33,11 +33,11 @@ _NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batche
 # (bytes of Base64 in total, minimum points per curve, maximum points per curve), for the curves of
 # training and of evaluations. The page stays below 5 MB, with more points than a screen can show.
 _CURVES_BUDGET, _EVALUATIONS_BUDGET = (3_000_000, 50, 2_000), (1_000_000, 11, 500)
-_MOST_METRICS, _MOST_MARKS, _MOST_ARRAYS = 80, 300, 12
+_MAX_METRICS, _MAX_MARKS, _MAX_ARRAYS = 80, 300, 12
 _AXES_BYTES = 3 * 8  # Bytes of the axes per point.
-_MOST_DIFFERENCES = 500
-_MOST_OF_VALUE = 300  # Characters. A value of a config may be a long list of files.
-MOST_LETTERS = 600_000  # Characters of all samples.
+_MAX_DIFFERENCES = 500
+_MAX_VALUE_CHARS = 300  # Values of a config may be long, for example a list of files.
+MAX_CHARS_OF_SAMPLES = 600_000  # Characters of all samples.
 
 
 def document(
@@ -51,7 +51,7 @@ def document(
       reload_seconds: Interval at which an open page reloads itself; None for never.
     """
     names = metric_names(jobs)
-    drawn = names[:_MOST_METRICS]
+    drawn = names[:_MAX_METRICS]
     # A bucket has mean, minimum and maximum of a metric, but only the mean of a time.
     num_values = sum(3 * (name in job.columns) for job in jobs for name in drawn)
     num_values += sum(name in job.columns for job in jobs for name in SPENT)
@@ -60,11 +60,11 @@ def document(
     num_evaluations = _num_points(num_curves * (_AXES_BYTES + 4), _EVALUATIONS_BUDGET)
     rows, num_equal = config_differences([job.config for job in jobs])
     notes = [f"{job.name}: {note}" for job in jobs for note in job.notes]
-    if len(names) > _MOST_METRICS:
-        notes.append(f"Only the first {_MOST_METRICS} of {len(names)} metrics are drawn.")
-    if len(rows) > _MOST_DIFFERENCES:
+    if len(names) > _MAX_METRICS:
+        notes.append(f"Only the first {_MAX_METRICS} of {len(names)} metrics are drawn.")
+    if len(rows) > _MAX_DIFFERENCES:
         notes.append(
-            f"Only the first {_MOST_DIFFERENCES} of {len(rows)} differing settings are shown."
+            f"Only the first {_MAX_DIFFERENCES} of {len(rows)} differing settings are shown."
         )
     return {
         "written": written.strftime("%Y-%m-%d %H:%M:%S %Z").strip(),
@@ -72,7 +72,7 @@ def document(
         "metrics": drawn,
         "spent": SPENT,
         "jobs": [_job(job, drawn, num_buckets, num_evaluations) for job in jobs],
-        "config": {"rows": rows[:_MOST_DIFFERENCES], "num_equal": num_equal},
+        "config": {"rows": rows[:_MAX_DIFFERENCES], "num_equal": num_equal},
         "notes": notes,
     }
 
@@ -104,7 +104,7 @@ def config_differences(
     paths = list(dict.fromkeys(path for config in configs for path in config))
     values = {path: [config.get(path) for config in configs] for path in paths}
     differing = [
-        (path, [value and truncated(value, _MOST_OF_VALUE) for value in values[path]])
+        (path, [value and truncated(value, _MAX_VALUE_CHARS) for value in values[path]])
         for path in paths if len(set(itertools.compress(values[path], known))) > 1
     ]
     return differing, len(paths) - len(differing)
@@ -125,13 +125,13 @@ def _job(
     largest = sorted(arrays, key=lambda array: -array.num_bytes)
     marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
     marked["restarts"] = job.restarts
-    marked["hands"] = np.array([change.from_step for change in job.hands], float)
+    marked["hands"] = np.array([change.from_step for change in job.handovers], float)
     wrong = {item.step for item in failed(job.certificates)}
     certified = {item.step for item in job.certificates} - wrong
     marked["certified"] = np.array(sorted(certified), float)
     marked["differences"] = np.array(sorted(wrong), float)
     marks = {
-        kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MOST_MARKS]))}
+        kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MAX_MARKS]))}
         for kind, steps in marked.items() if len(steps)
     }
     return {
@@ -165,16 +165,16 @@ def _job(
         "samples": job.samples,
         "profiles": job.profiles,
         "goodput": job.goodput and _goodput(job.goodput),
-        "hands": [_change(change, axes) for change in job.changes[-_MOST_MARKS:]],
+        "hands": [_change(change, axes) for change in job.changes[-_MAX_MARKS:]],
         "devices": _devices(job, axes),
         "certificates": summary(job.certificates) if job.certificates else "",
         "differences": [
-            [item.step, item.difference] for item in failed(job.certificates)[:_MOST_MARKS]
+            [item.step, item.difference] for item in failed(job.certificates)[:_MAX_MARKS]
         ],
         "layout": {
             "totals": totals,
             "num_arrays": len(arrays),
-            "largest": [vars(array) for array in largest[:_MOST_ARRAYS]],
+            "largest": [vars(array) for array in largest[:_MAX_ARRAYS]],
         },
     }
 
@@ -192,12 +192,12 @@ def _curve(values: np.ndarray, buckets: Buckets) -> dict[str, str]:
 
 
 def _evaluation(
-    steps: np.ndarray, values: np.ndarray, axes: Mapping[str, np.ndarray], most: int
+    steps: np.ndarray, values: np.ndarray, axes: Mapping[str, np.ndarray], max_points: int
 ) -> dict[str, Any]:
-    kept = with_extremes(values, most)
+    indices = with_extremes(values, max_points)
     return {
-        "num": len(values), "axes": _axes(at_steps(axes, steps[kept])),
-        "values": _base64(values[kept]),
+        "num": len(values), "axes": _axes(at_steps(axes, steps[indices])),
+        "values": _base64(values[indices]),
     }
 
 
@@ -224,15 +224,15 @@ def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | 
     known = [
         change for change in job.changes
         if change.reached and change.from_step is not None and change.num_devices
-    ][-_MOST_MARKS:]
+    ][-_MAX_MARKS:]
     if not known:
         return None
     steps = np.array([change.from_step for change in known], float)
     # If steps were repeated, show the devices of the last repetition.
-    kept = np.minimum.accumulate(steps[::-1])[::-1] >= steps
+    is_valid = np.minimum.accumulate(steps[::-1])[::-1] >= steps
     return {
-        "axes": _axes(at_steps(axes, steps[kept])),
-        "num": [change.num_devices for change, is_kept in zip(known, kept, strict=True) if is_kept],
+        "axes": _axes(at_steps(axes, steps[is_valid])),
+        "num": [change.num_devices for change, valid in zip(known, is_valid, strict=True) if valid],
     }
 
 

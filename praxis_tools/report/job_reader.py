@@ -22,8 +22,8 @@ from praxis_tools.goodput.goodput import Goodput, goodput_of
 from praxis_tools.goodput.spans import THE_END
 from praxis_tools.report.step_certificates import StepCertificate, step_certificates
 
-_NUM_PROMPTS, _MOST_OF_SAMPLE = 20, 2_000  # Characters of a prompt or a continuation.
-_MOST_PROFILES, _MOST_OF_PROFILE = 3, 20_000  # Bytes.
+_NUM_PROMPTS, _MAX_SAMPLE_CHARS = 20, 2_000  # The limit applies to each prompt and continuation.
+_MAX_PROFILES, _MAX_PROFILE_BYTES = 3, 20_000
 
 # By dataset and step: prompts and continuations.
 Samples = dict[str, dict[int, list[tuple[str, str]]]]
@@ -99,7 +99,7 @@ class JobState:
         return np.array([step for step in steps if step not in changed], float)
 
     @property
-    def hands(self) -> Sequence[GenerationRecord]:
+    def handovers(self) -> Sequence[GenerationRecord]:
         """The generations that made steps, without the job's first one."""
         return [
             change for change in self.changes
@@ -121,11 +121,11 @@ class JobReader:
         self._name, self._files = name, files
         self._columns = MetricsColumns(files.metrics_jsonl)
 
-    def read(self, most_letters: int) -> JobState:
+    def read(self, max_chars: int) -> JobState:
         """Returns the current state of the job.
 
         Args:
-          most_letters: Maximum number of characters of all samples.
+          max_chars: Maximum number of characters of all samples.
 
         Raises:
           ConfigError: metrics.jsonl cannot be read, or the directory does not contain a job.
@@ -150,7 +150,7 @@ class JobReader:
             notes.append("There is no step in metrics.jsonl yet.")
         if not (config := _config(files)):
             notes.append("There is no config.txt, so the job's settings are not compared.")
-        samples, notes_on_samples = read_samples(files, most_letters)
+        samples, notes_on_samples = read_samples(files, max_chars)
         notes += notes_on_samples
         eval_file, elastic_file = files.eval_metrics_jsonl, files.elastic_jsonl
         return JobState(
@@ -186,12 +186,12 @@ def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
     return {str(Path(*name)): job for name, job in zip(names, jobs.values(), strict=True)}
 
 
-def read_samples(files: JobDir, most: int) -> tuple[Samples, list[str]]:
-    """Returns decoded samples, newest first, and notes about samples that were left out.
+def read_samples(files: JobDir, max_chars: int) -> tuple[Samples, list[str]]:
+    """Returns decoded samples, latest first, and notes about samples that were left out.
 
     Args:
       files: The job.
-      most: Maximum number of characters of all samples.
+      max_chars: Maximum number of characters of all samples.
     """
     samples: Samples = {}
     num_left_out = num_unreadable = 0
@@ -202,15 +202,15 @@ def read_samples(files: JobDir, most: int) -> tuple[Samples, list[str]]:
             continue
         num_unreadable += decoded.num_unreadable
         pairs = [
-            (truncated(prompt, _MOST_OF_SAMPLE), truncated(text, _MOST_OF_SAMPLE))
+            (truncated(prompt, _MAX_SAMPLE_CHARS), truncated(text, _MAX_SAMPLE_CHARS))
             for prompt, text in decoded.pairs
         ]
         size = sum(len(prompt) + len(text) for prompt, text in pairs)
-        if size > most:
+        if size > max_chars:
             num_left_out += 1
         elif pairs:
             samples.setdefault(file.dataset, {})[file.step] = pairs
-            most -= size
+            max_chars -= size
     notes = []
     if num_left_out:
         number = "a file" if num_left_out == 1 else f"{num_left_out} files"
@@ -221,9 +221,9 @@ def read_samples(files: JobDir, most: int) -> tuple[Samples, list[str]]:
     return samples, notes
 
 
-def truncated(text: str, most: int) -> str:
-    """Truncates a text to `most` characters followed by "..."."""
-    return text if len(text) <= most else f"{text[:most]}..."
+def truncated(text: str, max_chars: int) -> str:
+    """Truncates a text to `max_chars` characters followed by "..."."""
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
 def _config(files: JobDir) -> dict[str, str]:
@@ -243,9 +243,9 @@ def _profiles(files: JobDir) -> dict[int, str]:
         if file.parent.name.isdecimal()
     ]
     texts = {}
-    for step, file in sorted(found)[-_MOST_PROFILES:]:
+    for step, file in sorted(found)[-_MAX_PROFILES:]:
         try:
-            texts[step] = content_of(file)[:_MOST_OF_PROFILE].decode("utf-8", "replace")
+            texts[step] = content_of(file)[:_MAX_PROFILE_BYTES].decode("utf-8", "replace")
         except OSError:  # The file was removed in the meantime, or is not a regular file.
             continue
     return texts

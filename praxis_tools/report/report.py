@@ -12,11 +12,11 @@ from pathlib import Path
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trained_model.shown_model import html_of
-from praxis_tools.report.document import MOST_LETTERS, document
+from praxis_tools.report.document import MAX_CHARS_OF_SAMPLES, document
 from praxis_tools.report.job_reader import JobReader, JobState
 from praxis_tools.report.text import progress_text, report_text
 
-_MOST_WITHOUT_SCRIPT = 8  # Jobs.
+_MAX_JOBS_WITHOUT_SCRIPT = 8  # Number of jobs that the page shows if scripts are disabled.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Report:
         content = document(self.jobs, written=self.read_at, reload_seconds=reload_seconds)
         losses = [
             html_of(job.name, job.path, job.columns, job.evaluations)
-            for job in self.jobs[:_MOST_WITHOUT_SCRIPT]
+            for job in self.jobs[:_MAX_JOBS_WITHOUT_SCRIPT]
         ]
         parts = {
             "title": escape(", ".join(job.name for job in self.jobs)),
@@ -61,7 +61,7 @@ class Report:
         }
         pieces = [(resources.files(__package__) / "report_page.html").read_text("utf-8")]
         for name, value in parts.items():
-            # Only replace placeholders of the template, not those in inserted text.
+            # Replace only placeholders of the template, not similar text in inserted values.
             before, after = pieces.pop().split("{{" + name + "}}")
             pieces += [before, value, after]
         return "".join(pieces)
@@ -75,8 +75,8 @@ class ReportReader:
 
     def read(self) -> Report:
         """Returns a report of the current state. Raises ConfigError if a job cannot be read."""
-        most_letters = MOST_LETTERS // len(self._readers)
-        jobs = [reader.read(most_letters) for reader in self._readers]
+        max_chars = MAX_CHARS_OF_SAMPLES // len(self._readers)
+        jobs = [reader.read(max_chars) for reader in self._readers]
         return Report(jobs, datetime.datetime.now().astimezone())
 
 

@@ -13,8 +13,8 @@ from praxis_tools.report.document import SPENT, config_differences
 from praxis_tools.report.job_reader import JobState
 from praxis_tools.report.step_certificates import failed, summary
 
-_MOST_DIFFERENCES = 40
-_MOST_CHANGES = 20
+_MAX_DIFFERENCES = 40
+_MAX_CHANGES = 20
 
 
 def report_text(jobs: Sequence[JobState]) -> str:
@@ -79,10 +79,10 @@ def _differences(jobs: Sequence[JobState]) -> str:
         return f"All {num_equal} settings are equal."
     cells = [
         [path, *("" if value is None else shown(value, 40) for value in values)]
-        for path, values in rows[:_MOST_DIFFERENCES]
+        for path, values in rows[:_MAX_DIFFERENCES]
     ]
     lines = table_lines([["settings that differ", *(job.name for job in jobs)], *cells])
-    more = len(rows) - _MOST_DIFFERENCES
+    more = len(rows) - _MAX_DIFFERENCES
     if more > 0:
         lines.append(f"and {more} more, shown by --html=FILE")
     return "\n".join([*lines, f"{num_equal} settings are equal"])
@@ -122,14 +122,13 @@ def changes_text(job: JobState) -> str:
     changes = job.changes
     if not changes:
         return ""
-    number = len(job.hands)
-    without = sum(not change.reached for change in changes)
-    unreached = f", and {without} that made no step" if without else ""
-    numbers = [str(change.num_devices) for change in changes if change.num_devices]
-    course = [number for number, _ in itertools.groupby(numbers)]
-    left_out = ["..."] * (len(course) > _MOST_CHANGES)
+    num_without_step = sum(not change.reached for change in changes)
+    unreached = f", and {num_without_step} that made no step" if num_without_step else ""
+    num_devices = [str(change.num_devices) for change in changes if change.num_devices]
+    history = [number for number, _ in itertools.groupby(num_devices)]
+    left_out = ["..."] * (len(history) > _MAX_CHANGES)
     rows = [["generation", "from step", "lost", "devices", "seconds", "of which", ""]]
-    for change in changes[-_MOST_CHANGES:]:
+    for change in changes[-_MAX_CHANGES:]:
         longest = sorted(change.seconds.items(), key=lambda item: -item[1])[:3]
         rows.append([
             str(change.generation),
@@ -139,8 +138,8 @@ def changes_text(job: JobState) -> str:
             shown(f"{change.kind}: {change.why}", 100) + " (made no step)" * (not change.reached),
         ])
     return "\n".join([
-        f"{job.name}: changes of hands: {number}{unreached}; devices: "
-        f"{' -> '.join([*left_out, *course[-_MOST_CHANGES:]]) or 'not known'}",
+        f"{job.name}: changes of hands: {len(job.handovers)}{unreached}; devices: "
+        f"{' -> '.join([*left_out, *history[-_MAX_CHANGES:]]) or 'unknown'}",
         *table_lines(rows, right=range(5)),
     ])
 
@@ -151,6 +150,6 @@ def _certificates(job: JobState) -> str:
     lines = [f"{job.name}: {summary(job.certificates)}"]
     lines += [
         f"{job.name}: step {item.step} is NOT CERTIFIED: {item.difference}"
-        for item in failed(job.certificates)[-_MOST_CHANGES:]
+        for item in failed(job.certificates)[-_MAX_CHANGES:]
     ]
     return "\n".join(lines)

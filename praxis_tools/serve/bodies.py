@@ -9,7 +9,7 @@ from praxis_tools.serve.choice_text import NamedToken, Token
 Json = Mapping[str, Any]
 
 
-def whole(answer: Answer, model: str, deltas: Sequence[Delta]) -> Json:
+def complete_body(answer: Answer, model: str, deltas: Sequence[Delta]) -> Json:
     """Returns the body of a complete answer, which is not streamed."""
     is_chat, choices = answer.request.is_chat, []
     for choice in sorted({delta.choice for delta in deltas}):

@@ -6,7 +6,7 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 # Maximum number of connections without a complete request. Beyond that, the oldest is closed.
-MOST_WAITING = 128
+MAX_WAITING_CONNECTIONS = 128
 # Time limit for the head of a request, since the connection or the previous answer.
 HEAD_SECONDS = 10.0
 # Time limit for a client to read some data once the buffers are full.
@@ -40,7 +40,7 @@ class _DeadlineProtocol(AutoHTTPProtocol):
             connection for connection in self.connections
             if connection.is_waiting() and not connection.transport.is_closing()
         ]
-        if len(waiting) > MOST_WAITING:
+        if len(waiting) > MAX_WAITING_CONNECTIONS:
             min(waiting, key=lambda connection: connection._since).transport.abort()
         self._check_deadlines()
 

@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from praxis_lite.host.host_names import asks_for
+from praxis_lite.host.host_names import has_allowed_host
 from praxis_tools.serve import bodies, requests
 from praxis_tools.serve.answer import Answer, Delta
 from praxis_tools.serve.api_error import ApiError
@@ -25,7 +25,7 @@ from praxis_tools.serve.engine import Engine
 from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 
-MOST_BYTES = 4 << 20  # Maximum size of a request body.
+MAX_BODY_BYTES = 4 << 20  # Maximum size of a request body.
 BODY_SECONDS = 30.0  # Maximum time for a client to send the body.
 # Recorded for requests whose client has disconnected.
 _CLIENT_GONE = ApiError(499, "The client has disconnected.", code="client_gone")
@@ -111,7 +111,7 @@ def _checked(
     async def checked(http: HttpRequest) -> Response:
         try:
             hosts = http.headers.getlist("host")
-            if limits.hosts is not None and not asks_for(hosts, limits.hosts):
+            if limits.hosts is not None and not has_allowed_host(hosts, limits.hosts):
                 raise ApiError(
                     403, f"The request is for the host {', '.join(hosts)!a:.80}, but this server "
                     "only answers its own machine. Start it with --host to open it.",
@@ -170,9 +170,9 @@ async def _body(http: HttpRequest) -> bytes:
         async with asyncio.timeout(BODY_SECONDS):
             async for piece in http.stream():
                 body += piece
-                if len(body) > MOST_BYTES:
+                if len(body) > MAX_BODY_BYTES:
                     raise ApiError(
-                        413, f"The body exceeds {MOST_BYTES} bytes. Send a shorter prompt.",
+                        413, f"The body exceeds {MAX_BODY_BYTES} bytes. Send a shorter prompt.",
                         code="body_too_large",
                     )
     except TimeoutError:
@@ -187,7 +187,7 @@ async def _response(http: HttpRequest, answer: Answer, name: str) -> Response:
     try:
         if not answer.request.stream:
             all_deltas = await _unless_disconnected(http, _collect(deltas))
-            return _json(bodies.whole(answer, name, all_deltas))
+            return _json(bodies.complete_body(answer, name, all_deltas))
         # Wait for the first token, since errors before it can still set the HTTP status.
         first = await _unless_disconnected(http, anext(deltas))
     except BaseException:

@@ -19,7 +19,7 @@ from praxis_lite.decode.rows import NewTokens, Prompt, Rows
 from praxis_tools.serve.api_error import ApiError
 
 # Maximum number of decoding steps after which the queue is checked for new requests.
-STEPS_BETWEEN_LOOKS = 4
+STEPS_BETWEEN_CHECKS = 4
 RETRY_SECONDS = 1  # Retry-After header if the queue is full.
 # Tokens with their log-probs, the most likely first.
 Likeliest = Sequence[tuple[int, float]]
@@ -215,7 +215,7 @@ class Engine:
                 self._in_rows[index] = generation
         if not self._in_rows:
             return
-        for new in rows.advance(STEPS_BETWEEN_LOOKS, until_one_ends=bool(self._waiting)):
+        for new in rows.advance(STEPS_BETWEEN_CHECKS, until_one_ends=bool(self._waiting)):
             generation = self._in_rows[new.index]
             self.num_tokens += len(new.ids)
             if new.done:

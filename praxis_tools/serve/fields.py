@@ -20,10 +20,10 @@ class Field(NamedTuple):
     check: Check
 
 
-def whole(least: int, most: int) -> Field:
-    """Returns a field for whole numbers in a range."""
+def integer(least: int, most: int) -> Field:
+    """Returns a field for integers in a range."""
     return Field(
-        f"a whole number from {least} to {most}",
+        f"an integer from {least} to {most}",
         lambda x: x if type(x) is int and least <= x <= most else None,
     )
 

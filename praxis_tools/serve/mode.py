@@ -21,53 +21,54 @@ LOOPBACK = "127.0.0.1"
 
 
 class Serve(Mode):
-    """Serves completions and chats over HTTP until it receives a signal. See docs/serving.md."""
+    """Serves completions and chats over HTTP until it receives a signal; see docs/serving.md."""
 
     name = "serve"
-    summary = "serves completions and chats over HTTP, as OpenAI's API does"
-    goes_on = True
+    summary = "serves completions and chats through OpenAI's HTTP API"
+    continues_without_output = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the options for the model, the port and the limits."""
         add_step(options)
         options.add_argument(
-            "--hf", metavar="DIR", help="a model of Hugging Face, instead of a job's"
+            "--hf", metavar="DIR", help="directory of a Hugging Face model, instead of a job"
         )
         options.add_argument(
             "--model_name", metavar="NAME",
-            help="by which clients ask for it; default: the name of the directory",
+            help="name of the model in requests; default: the name of the directory",
         )
         options.add_argument(
             "--host", metavar="ADDRESS", default=LOOPBACK,
-            help=f"to listen on; default: {LOOPBACK}, which this machine alone reaches",
+            help=f"address to listen on; default: {LOOPBACK}, reachable from this machine only",
         )
         options.add_argument(
-            "--port", metavar="N", type=int, default=8000, help="default: 8000; 0: a free one"
+            "--port", metavar="N", type=int, default=8000,
+            help="port to listen on; 0 chooses a free one; default: 8000",
         )
         options.add_argument(
             "--api_key_variable", metavar="NAME",
-            help="the environment variable with a key that clients must show",
+            help="environment variable with the API key that clients must send",
         )
         options.add_argument(
             "--num_rows", metavar="N", type=int, default=8,
-            help="answers that are decoded at a time; default: 8",
+            help="number of answers that are decoded at the same time; default: 8",
         )
         options.add_argument(
             "--max_length", metavar="N", type=int,
-            help="most tokens of a prompt and its answer; default: the model's positions, at most "
-            "4096",
+            help="maximum number of tokens of a prompt and its answer; default: the number of the "
+            "model's positions, at most 4096",
         )
         options.add_argument(
             "--max_queue", metavar="N", type=int, default=256,
-            help="answers that may wait for a row; default: 256",
+            help="maximum number of answers in the queue; default: 256",
         )
         options.add_argument(
             "--request_seconds", metavar="S", type=float, default=600.0,
-            help="the most that a request may take; default: 600",
+            help="time limit of a request in seconds; default: 600",
         )
         options.add_argument(
             "--drain_seconds", metavar="S", type=float, default=30.0,
-            help="after a signal, for the requests under way; default: 30",
+            help="after a signal, seconds to finish the requests in progress; default: 30",
         )
 
     def run(
@@ -140,7 +141,7 @@ def _serve(
         api_key = os.environ.get(api_key_variable)
         require(
             bool(api_key), f"The environment variable {api_key_variable}", api_key, "the API key",
-            "Set it, or leave out --api_key_variable.",
+            "Set it, or remove --api_key_variable.",
         )
     model, engine = create_served_model(
         partitioner, mdl_vars, model_name or Path(directory).absolute().name,

@@ -9,12 +9,12 @@ from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.text.messages import Conversation, conversation, conversation_of
 from praxis_lite.inputs.tokenizers.chat_messages import Message
 from praxis_tools.serve.api_error import ApiError
-from praxis_tools.serve.fields import FLAG, TEXT, Field, checked, number, only, read, whole
+from praxis_tools.serve.fields import FLAG, TEXT, Field, checked, integer, number, only, read
 
-MOST_CHOICES = 128  # Maximum of prompts times n in a request.
-MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
+MAX_CHOICES = 128  # Maximum of prompts times n in a request.
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
 # Maximum number of alternatives to each token that a request may ask for.
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # Default of max_tokens for completions, as in OpenAI's API.
 
 Prompt = str | Sequence[int] | Conversation
@@ -113,10 +113,10 @@ def _common(given: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
             400, "stream_options requires stream. Set stream: true, or remove stream_options.",
             param="stream_options", code="invalid_value",
         )
-    if num_prompts * given.get("n", 1) > MOST_CHOICES:
+    if num_prompts * given.get("n", 1) > MAX_CHOICES:
         raise ApiError(
             400, f"{num_prompts} prompts with n = {given.get('n', 1)} exceed the limit of "
-            f"{MOST_CHOICES} answers. Split them into several requests.", param="n",
+            f"{MAX_CHOICES} answers. Split them into several requests.", param="n",
             code="invalid_value",
         )
     names = ("temperature", "top_p", "top_k", "n", "seed", "stop")
@@ -138,7 +138,7 @@ def _required(given: Mapping[str, Any], name: str) -> Any:
 def _prompts(x: Any) -> Sequence[Prompt] | None:
     if isinstance(x, str) or _are_ids(x):
         return [x]
-    is_list = isinstance(x, list) and 0 < len(x) <= MOST_CHOICES
+    is_list = isinstance(x, list) and 0 < len(x) <= MAX_CHOICES
     if is_list and (all(isinstance(item, str) for item in x) or all(map(_are_ids, x))):
         return x
     return None
@@ -165,8 +165,8 @@ def _api_errors(parse: Callable[[], Any], param: str) -> Any:
 
 def _stops(x: Any) -> Sequence[str] | None:
     stops = [x] if isinstance(x, str) else x
-    is_valid = isinstance(stops, list) and len(stops) <= MOST_STOPS and all(
-        isinstance(stop, str) and 0 < len(stop) <= MOST_STOP_CHARACTERS for stop in stops
+    is_valid = isinstance(stops, list) and len(stops) <= MAX_STOPS and all(
+        isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops
     )
     return tuple(stops) if is_valid else None
 
@@ -180,7 +180,7 @@ _UNSUPPORTED_FLAG = only(False, because="other values are not supported")
 _PENALTY = only(0, 0.0, because="penalties are not supported")
 _SAMPLING = {
     "model": TEXT,
-    "max_tokens": whole(1, 2**31 - 1),
+    "max_tokens": integer(1, 2**31 - 1),
     "temperature": number(0, 2),
     "top_p": Field(
         "a number above 0 and at most 1",
@@ -188,13 +188,13 @@ _SAMPLING = {
     ),
     # As in vLLM, -1 also means all tokens.
     "top_k": Field(
-        "a whole number, 0 or -1 for all tokens",
+        "an integer, 0 or -1 for all tokens",
         lambda x: max(x, 0) if type(x) is int and -1 <= x < 2**31 else None,
     ),
-    "n": whole(1, MOST_CHOICES),
-    "seed": whole(-(2**63), 2**63 - 1),
+    "n": integer(1, MAX_CHOICES),
+    "seed": integer(-(2**63), 2**63 - 1),
     "stop": Field(
-        f"a text, or at most {MOST_STOPS} texts, of 1 to {MOST_STOP_CHARACTERS} characters",
+        f"a text, or at most {MAX_STOPS} texts, of 1 to {MAX_STOP_CHARACTERS} characters",
         _stops,
     ),
     "stream": FLAG,
@@ -210,9 +210,9 @@ _SAMPLING = {
 _CONTEXT = ("tools", "documents", "chat_template_kwargs")
 _COMPLETION = {
     "prompt": Field(
-        f"a text, token ids, or at most {MOST_CHOICES} of either", _prompts,
+        f"a text, token ids, or at most {MAX_CHOICES} of either", _prompts,
     ),
-    "logprobs": whole(0, MOST_LOGPROBS),
+    "logprobs": integer(0, MAX_LOGPROBS),
     **_SAMPLING,
     "best_of": only(1, because="choosing the most likely of several is not supported. Use n"),
     "echo": only(False, because="returning the prompt is not supported"),
@@ -224,9 +224,9 @@ _CHAT = {
         '{"type": "text"} parts', _messages,
     ),
     **{name: Field("a value as in a row of training data", lambda x: x) for name in _CONTEXT},
-    "max_completion_tokens": whole(1, 2**31 - 1),
+    "max_completion_tokens": integer(1, 2**31 - 1),
     "logprobs": FLAG,
-    "top_logprobs": whole(0, MOST_LOGPROBS),
+    "top_logprobs": integer(0, MAX_LOGPROBS),
     **_SAMPLING,
     "tool_choice": only("none", because="tool calls are returned as text"),
     "parallel_tool_calls": only(True, False, because="tool calls are returned as text"),

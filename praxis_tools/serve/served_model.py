@@ -16,11 +16,11 @@ from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.trainer.decoding.user_prompts import check_language_model, prompt_ids
 from praxis_tools.serve.api_error import ApiError
-from praxis_tools.serve.engine import STEPS_BETWEEN_LOOKS, Engine
-from praxis_tools.serve.requests import COMPLETION_TOKENS, MOST_LOGPROBS, Request
+from praxis_tools.serve.engine import STEPS_BETWEEN_CHECKS, Engine
+from praxis_tools.serve.requests import COMPLETION_TOKENS, MAX_LOGPROBS, Request
 
 # Default limit of tokens per row, since a cache for more may not fit in memory.
-USUAL_LENGTH = 4096
+DEFAULT_MAX_LENGTH = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def create_served_model(
       mdl_vars: Variables of the model. They are donated if decoding needs them in another form.
       name: Name of the model in requests.
       max_length: Maximum number of tokens of a prompt and its answer. By default, the number of the
-        model's positions, and at most USUAL_LENGTH.
+        model's positions, and at most DEFAULT_MAX_LENGTH.
       num_rows: Number of answers that are decoded at the same time.
       max_waiting: Number of answers that may wait in the queue.
 
@@ -116,7 +116,7 @@ def create_served_model(
     check_language_model(task, "--mode=serve")
     num_positions = task.num_ids().get("segment_pos")
     if max_length is None:
-        max_length = min(num_positions or USUAL_LENGTH, USUAL_LENGTH)
+        max_length = min(num_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
     limit = {} if num_positions is None else {"most": num_positions}
     max_length = whole_number(max_length, "--max_length", 2, **limit)
     whole_number(num_rows, "--num_rows", 1)
@@ -132,8 +132,8 @@ def create_served_model(
     # Each row has room for max_length tokens, for any length of the prompt.
     decoder = SampleByRow(
         max_decode_steps=max_length - 1, seqlen=max_length, eos_id=task.decoder.eos_id,
-        num_likeliest=min(MOST_LOGPROBS, task.num_ids().get("ids", MOST_LOGPROBS)),
-        num_kept_steps=STEPS_BETWEEN_LOOKS * (1 + settings["num_speculative_tokens"]), **settings,
+        num_likeliest=min(MAX_LOGPROBS, task.num_ids().get("ids", MAX_LOGPROBS)),
+        num_kept_steps=STEPS_BETWEEN_CHECKS * (1 + settings["num_speculative_tokens"]), **settings,
     )
     lengths = all_length_classes(max_length)
     batching = ContinuousBatching(

@@ -1,7 +1,7 @@
-"""Finds the process of a job that is alive but stuck, and what the other processes wait for.
+"""Finds a process of a job that is alive but stuck, and where the other processes wait for it.
 
-The decision is a function of the progress that all processes report; it never accesses a process,
-a clock or a file.
+The decision is a pure function of the progress that the processes report: it reads no clock, file
+or process.
 """
 
 from praxis_tools.stuck.decision import Decision, Stuck

@@ -11,12 +11,12 @@ from praxis_lite.job.processes import watchdog
 from praxis_lite.job.processes.beats import Beats, value_of
 from praxis_lite.job.processes.stacks import stacks
 from praxis_tools.stuck.decision import Decision, Stuck
-from praxis_tools.stuck.on_host import own_progress, state_in_words
-from praxis_tools.stuck.progress import Progress, own
+from praxis_tools.stuck.on_host import describe_state, own_progress
+from praxis_tools.stuck.progress import Progress, progress_recorder
 from praxis_tools.stuck.stuck_report import details, paragraph
 
-_STACKS_BEATS = 4  # Number of heartbeats to wait for the stacks of a stuck process.
-_STACKS = "praxis_lite/stacks"
+_MAX_BEATS_FOR_STACKS = 4  # Number of heartbeats to wait for the stacks of a stuck process.
+_STACKS_KEY = "praxis_lite/stacks"
 
 
 class StuckBeats(Beats):
@@ -27,7 +27,7 @@ class StuckBeats(Beats):
 
     def __init__(self, seconds: float):
         super().__init__(seconds)
-        events.add_listener(own)
+        events.add_listener(progress_recorder)
         self._decision = Decision(processes.count())
         self._asked: dict[int, str] = {}  # Maps stuck processes to their stacks, "" if not yet.
         self._num_asked, self._reported = 0, ()
@@ -39,15 +39,16 @@ class StuckBeats(Beats):
     def check(self, service: Any) -> int | None:
         process = processes.index()
         if 0 in self._last and process in self._last[0]["asks"]:
-            key = _stacks_key(own.progress_of(process))
+            key = _stacks_key(progress_recorder.progress_of(process))
             service.key_value_set(key, stacks(), allow_overwrite=True)
         if not processes.is_first():
             return None
-        found = self._find_stuck(lambda item: value_of(service, _stacks_key(item)))
+        found = self._find_stuck(lambda progress: value_of(service, _stacks_key(progress)))
         if found is None:
             return None
         stuck, report = found
-        return stuck.processes[0].process if say(report) and stuck.processes else None
+        ends_job = report_stuck(report)
+        return stuck.processes[0].process if ends_job and stuck.processes else None
 
     def why_silent(self, process: int, seconds: float) -> str:
         """Returns why a process may be silent, its last progress, and where the others wait."""
@@ -55,59 +56,65 @@ class StuckBeats(Beats):
         if last is None:
             return why
         if processes.host(process) == processes.host(processes.index()):
-            why = state_in_words(last["pid"]) or why
+            why = describe_state(last["pid"]) or why
         progress = Progress(**last["progress"])
         silent = dataclasses.replace(progress, unheard_seconds=seconds)
-        stuck = Stuck((silent,), seconds, (own.progress_of(processes.index()),), why)
-        return f"{why}; {details(stuck, processes.name, own.first_collective)}"
+        local = progress_recorder.progress_of(processes.index())
+        stuck = Stuck((silent,), seconds, (local,), why)
+        return f"{why}; {details(stuck, processes.name, progress_recorder.first_collective)}"
 
     def _find_stuck(
         self, read_stacks: Callable[[Progress], str | None]
     ) -> tuple[Stuck, str] | None:
         """Returns the stuck processes and a report with their stacks, once for each set of them.
 
-        Only the first process calls this.
+        Only the first process of the job calls this method.
 
         Args:
-          read_stacks: Returns the stacks that a process sent on request, or None if not yet.
+          read_stacks: Returns the stacks that a process sent on request, or None if it has not sent
+            them yet.
         """
-        progress = [
+        remote = [
             Progress(**beat["progress"] | {"unheard_seconds": self.silent_seconds(k)})
             for k, beat in self._last.items()
         ]
         local = own_progress(processes.index())
-        stuck = self._decision.add(time.monotonic(), [local, *progress])
+        stuck = self._decision.add(time.monotonic(), [local, *remote])
         if stuck is None:
             self._asked, self._num_asked = {}, 0
             return None
-        who = tuple((item.process, item.arrived) for item in stuck.processes or stuck.waiting)
-        if who == self._reported:
+        reported = stuck.processes or stuck.waiting
+        identity = tuple((progress.process, progress.arrived) for progress in reported)
+        if identity == self._reported:
             return None
-        for item in stuck.processes:
-            if not self._asked.get(item.process):
-                is_own = item.process == processes.index()
-                self._asked[item.process] = stacks() if is_own else read_stacks(item) or ""
+        for progress in stuck.processes:
+            if not self._asked.get(progress.process):
+                is_own = progress.process == processes.index()
+                self._asked[progress.process] = (
+                    stacks() if is_own else read_stacks(progress) or ""
+                )
         self._num_asked += 1
-        if not all(self._asked.values()) and self._num_asked <= _STACKS_BEATS:
+        if not all(self._asked.values()) and self._num_asked <= _MAX_BEATS_FOR_STACKS:
             return None
-        self._reported, answers = who, self._asked
+        self._reported, received = identity, self._asked
         self._asked, self._num_asked = {}, 0
-        report = f"stuck: {paragraph(stuck, processes.name, own.first_collective)}\n"
-        for process, text in answers.items():
-            report += f"Stacks of {processes.name(process)}:\n{text or 'it gave none'}\n"
+        report = paragraph(stuck, processes.name, progress_recorder.first_collective)
+        report = f"stuck: {report}\n"
+        for process, text in received.items():
+            report += f"Stacks of {processes.name(process)}:\n{text or 'not available'}\n"
         return stuck, report
 
 
 def _stacks_key(progress: Progress) -> str:
-    """Returns the key for the stacks of a process at its present synchronization point."""
-    return f"{_STACKS}/{progress.process}/{progress.arrived}"
+    """Returns the key for the stacks of a process at its current synchronization point."""
+    return f"{_STACKS_KEY}/{progress.process}/{progress.arrived}"
 
 
-def say(report: str) -> bool:
+def report_stuck(report: str) -> bool:
     """Reports that a process is stuck; returns whether this should end the job."""
     dog = watchdog.entered()
     if dog is None:
         watchdog.write_report(report, None)
         return False
-    dog.say(report)
+    dog.write(report)
     return dog.may_end()

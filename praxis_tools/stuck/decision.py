@@ -1,18 +1,19 @@
 """Decides which process is stuck, from the progress of all processes over time.
 
 In a collective program, all processes wait for the one that has reached the fewest synchronization
-points. It is stuck if the others have waited for long, and it does no work. The time limit depends
-on its phase, and on how long the same phase took before (`Observed`).
+points. It is stuck if the others have waited too long while it does no work. The time limit depends
+on its phase, and on how long the same phase took before (`ProcessHistory`).
 """
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 
 from praxis_tools.stuck.progress import ON_DEVICES, Progress
-from praxis_tools.stuck.progress_history import LONG, Observed
+from praxis_tools.stuck.progress_history import LONG, ProcessHistory
 
-# Longer than a debugger or profiler stops a process to inspect it.
+# A process that is stopped for longer is stuck. Debuggers and profilers stop one for less.
 STOPPED_SECONDS = 5.0
+# Minimum time limit if all processes wait at the same point.
 _TOGETHER_SECONDS = 60.0
 # Maximum time to count between observations, because the observer may have been stopped.
 _MAX_GAP_SECONDS = 5.0
@@ -23,11 +24,11 @@ class Stuck:
     """The stuck processes of a job.
 
     Attributes:
-      processes: Last progress of each stuck process; empty if all processes wait, and none is
+      processes: Last progress of each stuck process; empty if all processes wait and none is
         behind the others.
       seconds: How long the other processes have waited for them, or how long all have waited.
       waiting: Last progress of the processes that wait.
-      why: The reason, as text.
+      why: Explanation for the user.
     """
 
     processes: tuple[Progress, ...]
@@ -46,7 +47,7 @@ class Decision:
     """
 
     def __init__(self, num_processes: int):
-        self._observed = [Observed() for _ in range(num_processes)]
+        self._histories = [ProcessHistory() for _ in range(num_processes)]
         self._now, self._last = 0.0, None
 
     def add(self, seconds: float, progress: Iterable[Progress]) -> Stuck | None:
@@ -60,57 +61,64 @@ class Decision:
             self._now += min(max(0.0, seconds - self._last), _MAX_GAP_SECONDS)
         self._last = seconds
         for item in progress:
-            self._observed[item.process].take(item, self._now)
+            self._histories[item.process].add(item, self._now)
         stopped = [
-            item for item in self._known()
-            if item.last.state == "T" and self._now - item.state_since >= STOPPED_SECONDS
+            history for history in self._started()
+            if history.last.state == "T" and self._now - history.state_since >= STOPPED_SECONDS
         ]
         if stopped:
-            since = min(item.state_since for item in stopped)
+            since = min(history.state_since for history in stopped)
             return self._stuck(stopped, since, "stopped by a signal (state T) and not continued")
-        if len(self._known()) < len(self._observed):
+        if len(self._started()) < len(self._histories):
             return None
-        arrived = [item.last.arrived for item in self._observed]
+        arrived = [history.last.arrived for history in self._histories]
         if min(arrived) < max(arrived):
-            return self._check_behind(max(arrived))
+            return self._check_behind(min(arrived), max(arrived))
         return self._check_all_waiting()
 
-    def _known(self) -> list[Observed]:
-        return [item for item in self._observed if item.last is not None]
+    def _started(self) -> list[ProcessHistory]:
+        """Returns the histories of the processes that have reported their progress."""
+        return [history for history in self._histories if history.last is not None]
 
-    def _check_behind(self, most: int) -> Stuck | None:
-        """Checks whether the processes that are behind the others are stuck."""
-        for item in self._observed:
-            if item.last.arrived < most and item.behind_since is None:
-                item.behind_since = self._now
-        least = min(item.last.arrived for item in self._observed)
-        behind = [item for item in self._observed if item.last.arrived == least]
-        reasons = [item.why_stuck(self._now) for item in behind]
+    def _check_behind(self, first: int, last: int) -> Stuck | None:
+        """Checks whether the processes that are furthest behind are stuck.
+
+        Args:
+          first: Synchronization point of the processes that are furthest behind.
+          last: Synchronization point of those that are furthest ahead.
+        """
+        for history in self._histories:
+            if history.last.arrived < last and history.behind_since is None:
+                history.behind_since = self._now
+        behind = [history for history in self._histories if history.last.arrived == first]
+        reasons = [history.why_stuck(self._now) for history in behind]
         if not all(reasons):  # One of them makes progress, so the rest may wait for it.
             return None
-        since = min(item.behind_since for item in behind)
+        since = min(history.behind_since for history in behind)
         return self._stuck(behind, since, "; ".join(dict.fromkeys(reasons)))
 
     def _check_all_waiting(self) -> Stuck | None:
-        """Checks whether all processes wait at the same synchronization point."""
-        doing = {item.last.doing for item in self._observed}
-        silent = min(item.silent(self._now) for item in self._observed)
-        patience = max(item.patience_together() for item in self._observed)
-        if doing & set(LONG) or silent < max(patience, _TOGETHER_SECONDS):
+        """Checks whether all processes have waited too long at the same synchronization point."""
+        phases = {history.last.doing for history in self._histories}
+        silent = min(history.silent(self._now) for history in self._histories)
+        limit = max(history.time_limit_together() for history in self._histories)
+        if phases & set(LONG) or silent < max(limit, _TOGETHER_SECONDS):
             return None
-        on_devices = all(item.endswith(ON_DEVICES) for item in doing)
-        last = (
+        on_devices = all(phase.endswith(ON_DEVICES) for phase in phases)
+        hint = (
             "a device, or a link between devices, is stuck" if on_devices
             else "look for a file system or a service that all of them wait for"
         )
-        if len(doing) == len(self._observed) == 1 and not on_devices:
-            return self._stuck(self._observed, self._observed[0].changed_at, "nothing goes on")
-        return Stuck((), silent, tuple(item.last for item in self._observed), (
-            f"all processes have come as far ({' and '.join(sorted(doing))}) and none goes on: no "
-            f"process is behind; {last}"
+        if len(phases) == len(self._histories) == 1 and not on_devices:
+            return self._stuck(self._histories, self._histories[0].changed_at, "no progress")
+        return Stuck((), silent, tuple(history.last for history in self._histories), (
+            f"all processes have reached the same point ({' and '.join(sorted(phases))}), and none "
+            f"makes progress; {hint}"
         ))
 
-    def _stuck(self, stuck: Sequence[Observed], since: float, why: str) -> Stuck:
-        who = tuple(item.last for item in stuck)
-        waiting = tuple(item.last for item in self._known() if item.last not in who)
-        return Stuck(who, self._now - since, waiting, why)
+    def _stuck(self, stuck: Sequence[ProcessHistory], since: float, why: str) -> Stuck:
+        progress = tuple(history.last for history in stuck)
+        waiting = tuple(
+            history.last for history in self._started() if history.last not in progress
+        )
+        return Stuck(progress, self._now - since, waiting, why)

@@ -1,4 +1,4 @@
-"""Reads the state and the work of a process from the operating system of its host."""
+"""Reads the state of a process and its CPU, I/O and scheduling counters from /proc."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_tools.stuck.progress import Progress, own
+from praxis_tools.stuck.progress import Progress, progress_recorder
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STATES = {
@@ -18,46 +18,48 @@ _STATES = {
 
 def own_progress(process: int) -> Progress:
     """Returns the progress of this process, given its index in the job; callable in any thread."""
-    return _with_work(own.progress_of(process), os.getpid())
+    return _with_counters(progress_recorder.progress_of(process), os.getpid())
 
 
-def seen_by_host(
-    pid: int, told: Mapping[str, Any], process: int, unheard_seconds: float
+def progress_of_pid(
+    pid: int, report: Mapping[str, Any], process: int, unheard_seconds: float
 ) -> Progress:
-    """Returns the progress of another process of this host, such as a supervisor's worker.
+    """Returns the progress of another process on this host, such as a supervisor's worker.
 
     Args:
-      pid: The process ID.
-      told: The fields of `Progress` in its last report; empty before the first report.
-      process: Its index in the generation.
+      pid: Process ID.
+      report: Fields of `Progress` in its last report; empty before the first one.
+      process: Index of the process in the generation.
       unheard_seconds: Time since the report, or since the process was started.
     """
-    progress = Progress(**{"doing": "import", **told, "process": process})
-    return _with_work(dataclasses.replace(
+    progress = Progress(**{"doing": "import", **report, "process": process})
+    return _with_counters(dataclasses.replace(
         progress, unheard_seconds=unheard_seconds,
         silent_seconds=progress.silent_seconds + unheard_seconds,
     ), pid)
 
 
-def state_in_words(pid: int) -> str:
-    """Describes the state of a running process of this host; returns "" if it is unknown."""
-    words = []
+def describe_state(pid: int) -> str:
+    """Describes the state of a running process on this host; returns "" if it is unknown."""
+    parts = []
     if (state := _stat(pid)[0]) not in ("", "Z"):
-        words.append(f"it {_STATES.get(state, 'lives')} (state {state})")
+        parts.append(f"it {_STATES.get(state, 'is alive')} (state {state})")
     with contextlib.suppress(OSError):
-        if words and (place := Path(f"/proc/{pid}/wchan").read_text()) not in ("", "0"):
-            words.append(f"in the kernel's {place}")
-    return ", ".join(words)
+        if parts and (function := Path(f"/proc/{pid}/wchan").read_text()) not in ("", "0"):
+            parts.append(f"in the kernel function {function}")
+    return ", ".join(parts)
 
 
-def _with_work(progress: Progress, pid: int) -> Progress:
+def _with_counters(progress: Progress, pid: int) -> Progress:
+    """Adds the state of a process, and the counters of it and its running descendants."""
     state, cpu_seconds = _stat(pid)
     children, ready_seconds = _threads(pid)
     while children:
         child = children.pop()
-        more, ready = _threads(child)
-        children += more
-        cpu_seconds, ready_seconds = cpu_seconds + _stat(child)[1], ready_seconds + ready
+        grandchildren, child_ready_seconds = _threads(child)
+        children += grandchildren
+        cpu_seconds += _stat(child)[1]
+        ready_seconds += child_ready_seconds
     return dataclasses.replace(
         progress, state=state, cpu_seconds=round(cpu_seconds, 2),
         ready_seconds=round(ready_seconds, 2), io_bytes=_io_bytes(pid),
@@ -75,7 +77,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _threads(pid: int) -> tuple[list[int], float]:
-    """Returns the running children of a process, and the seconds its threads ran or were ready."""
+    """Returns a process's running children, and the seconds its threads ran or were ready to."""
     children: list[int] = []
     seconds = 0.0
     with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ from praxis_lite.job import events
 from praxis_lite.job.events import DISPATCH, MEETING, Listener, Phase
 
 ON_DEVICES = f" {events.ON_DEVICES}"  # Suffix of `Phase.doing`.
-_MIN_TIMES = 3  # Number of times after which the usual duration of an activity is known.
+_MIN_TIMES = 3  # Number of times that an activity must be recorded before its duration is usual.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Progress:
     state: str = ""
 
 
-class Noted(Listener):
+class ProgressRecorder(Listener):
     """Records the activity and progress of this process from the events of its main thread.
 
     Attributes:
@@ -118,4 +118,5 @@ class Noted(Listener):
         )
 
 
-own = Noted()
+# The recorder of this process.
+progress_recorder = ProgressRecorder()

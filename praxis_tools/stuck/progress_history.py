@@ -1,4 +1,4 @@
-"""Keeps the observations of a process: how long it has been silent, and whether it works."""
+"""Tracks how long a process has been silent, and whether it is working, from its progress."""
 
 import collections
 import itertools
@@ -13,8 +13,9 @@ BUSY_SECONDS = 300.0
 # Time limit for a phase whose usual time is unknown, such as the first step on the devices, or a
 # save that waits for a file system in another process (FUSE).
 UNKNOWN_SECONDS = 600.0
-# A phase is not stuck up to these multiples of its longest time so far.
-_TIMES_STILL, _TIMES_BUSY = 3.0, 10.0
+# A phase is not stuck up to these multiples of its longest time so far, if the process is idle or
+# busy.
+_TIMES_IDLE, _TIMES_BUSY = 3.0, 10.0
 # A process works if in a window of time it uses at least this share of a core or reads and writes
 # at least this many bytes. On a host with too few cores, it also works if its threads are ready to
 # run for this share of the window. Background threads (heartbeats, the timeline, trackers) use
@@ -28,8 +29,8 @@ _UNHEARD_SECONDS = 25.0
 LONG = ("import", "init", "connect", "compile", "restore", "save")
 
 
-class Observed:
-    """The observations of a process, with times in seconds of the observer's clock.
+class ProcessHistory:
+    """The recent progress of a process, with times in seconds of the observer's clock.
 
     Attributes:
       last: The last observed progress, or None before the first.
@@ -44,48 +45,48 @@ class Observed:
         self.behind_since: float | None = None
         self._samples: collections.deque[tuple[float, Progress]] = collections.deque()
 
-    def take(self, item: Progress, now: float) -> None:
-        """Adds the reported progress of the process."""
-        last, self.last = self.last, item
-        if last is None or item.state != last.state:
+    def add(self, progress: Progress, now: float) -> None:
+        """Adds an observation of the process at the time `now`."""
+        last, self.last = self.last, progress
+        if last is None or progress.state != last.state:
             self.state_since = now
-        if last is None or _has_changed(last, item):
+        if last is None or _has_changed(last, progress):
             self.changed_at = now
-        if last is None or item.arrived != last.arrived:
+        if last is None or progress.arrived != last.arrived:
             self.behind_since = None
-        self._samples.append((now, item))
+        self._samples.append((now, progress))
         while now - self._samples[0][0] > _WINDOW_SECONDS:
             self._samples.popleft()
 
     def why_stuck(self, now: float) -> str:
         """Returns why this process, for which others wait, is stuck; "" if it is not."""
         silent = self.silent(now)
-        if self.behind_since is None or min(now - self.behind_since, silent) < self._patience():
+        if self.behind_since is None or min(now - self.behind_since, silent) < self._time_limit():
             return ""
         if self._is_unheard():
-            return "none of its threads runs Python, as if C code kept Python's lock"
+            return "none of its threads runs Python, as if C code never released the GIL"
         if self._is_working():
             usual = self.last.usual_seconds
             before = f", which took at most {usual:.2g} s before" if usual is not None else ""
             return f"at work for {silent:.0f} s without a sign of life{before}"
-        disk = ", and waits for a disk or a network file system" * (self.last.state == "D")
+        disk = ", and it waits for a disk or a network file system" * (self.last.state == "D")
         return f"no sign of life and no work for {silent:.0f} s{disk}"
 
     def silent(self, now: float) -> float:
         """Returns the seconds since the last sign of life was observed."""
         return now - self.changed_at
 
-    def patience_together(self) -> float:
+    def time_limit_together(self) -> float:
         """Returns the time limit for the silence of the process if no process is behind."""
         usual = self.last.usual_seconds
         if not self.last.doing:
             return math.inf
         if usual is None:
             return UNKNOWN_SECONDS
-        # Simulated devices run in the process, so their work counts as its own.
+        # Simulated devices run in the process, so their work counts as work of the process.
         return max(BUSY_SECONDS if self._is_working() else 0.0, _TIMES_BUSY * usual)
 
-    def _patience(self) -> float:
+    def _time_limit(self) -> float:
         """Returns the time limit for the silence of the process while others wait for it."""
         doing, usual = self.last.doing, self.last.usual_seconds
         if not doing:
@@ -93,14 +94,15 @@ class Observed:
         if self._is_working() and not self._is_unheard():
             if doing in LONG:
                 return math.inf
-            most = BUSY_SECONDS if usual is None else min(_TIMES_BUSY * usual, BUSY_SECONDS)
+            limit = BUSY_SECONDS if usual is None else min(_TIMES_BUSY * usual, BUSY_SECONDS)
         elif doing == "save":
-            most = math.inf if self.last.state == "D" else UNKNOWN_SECONDS
+            limit = math.inf if self.last.state == "D" else UNKNOWN_SECONDS
         else:
-            most = UNKNOWN_SECONDS if self.last.state == "D" and doing in LONG else WAIT_SECONDS
+            limit = UNKNOWN_SECONDS if self.last.state == "D" and doing in LONG else WAIT_SECONDS
         if usual is None or doing.endswith((ON_DEVICES, MEETING)):
-            usual = 0.0  # It may have waited for others, so its own time is unknown.
-        return max(most, WAIT_SECONDS, _TIMES_STILL * usual)
+            # The usual time may include waiting for other processes, so it is no guide.
+            usual = 0.0
+        return max(limit, WAIT_SECONDS, _TIMES_IDLE * usual)
 
     def _is_unheard(self) -> bool:
         return self.last.unheard_seconds >= _UNHEARD_SECONDS and self.last.doing not in LONG
@@ -124,15 +126,15 @@ class Observed:
         over the threads that were found, so a thread that was missed once reappears with its total.
         """
         return sum(
-            min(max(item.ready_seconds - before.ready_seconds, 0.0), now - then)
-            for (then, before), (now, item) in itertools.pairwise(self._samples)
+            min(max(after.ready_seconds - before.ready_seconds, 0.0), end - begin)
+            for (begin, before), (end, after) in itertools.pairwise(self._samples)
         )
 
 
-def _has_changed(last: Progress, item: Progress) -> bool:
-    """Returns whether there was a sign of life, or the process was continued."""
+def _has_changed(before: Progress, after: Progress) -> bool:
+    """Returns whether there was a sign of life, or the process was continued by SIGCONT."""
     return (
-        (item.arrived, item.step, item.doing) != (last.arrived, last.step, last.doing)
-        or item.silent_seconds < last.silent_seconds
-        or (last.state == "T" and item.state not in ("T", ""))
+        (after.arrived, after.step, after.doing) != (before.arrived, before.step, before.doing)
+        or after.silent_seconds < before.silent_seconds
+        or (before.state == "T" and after.state not in ("T", ""))
     )

@@ -90,17 +90,17 @@ def sweep(
 def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
     if JobDir(path).config_json.exists():
         raise ConfigError(
-            f"--job_log_dir={path} is the directory of a job. Name another one for the sweep, "
-            "which keeps a job per trial in it."
+            f"--job_log_dir={path} is the directory of a job; expected one for a sweep, which "
+            "contains a job per trial. Choose another directory."
         )
     if journal.is_file():
         return
-    visible = [item.name for item in path.iterdir() if item.name[0] != "."] if path.exists() else []
-    if not is_new or visible:
+    files = [file.name for file in path.iterdir() if file.name[0] != "."] if path.exists() else []
+    if not is_new or files:
         raise ConfigError(
-            f"--job_log_dir={path} has no sweep (sweep.journal)"
-            + (f", but {', '.join(sorted(visible)[:3])}" if visible else "")
-            + ". Name a new directory for a sweep, with --exp=NAME."
+            f"--job_log_dir={path} contains no sweep (sweep.journal)"
+            + (f", but {', '.join(sorted(files)[:3])}" if files else "")
+            + ". To start a sweep, give a new directory and --exp=NAME."
         )
 
 
@@ -117,8 +117,8 @@ def _settings(
     )
     if search == "grid":
         require(
-            num_trials is None, "--trials", num_trials, "left out with --search=grid, which makes "
-            "each combination",
+            num_trials is None, "--trials", num_trials, "no value",
+            "--search=grid runs every combination of the values.",
         )
         combinations = list(space.combinations())
         num_trials, to_check = len(combinations), map(space.settings, combinations)
@@ -133,12 +133,12 @@ def _settings(
     if "/" in metric:
         require(
             not run.evaluation.by_follower, "run.evaluation.by_follower", True,
-            "False in a sweep by an evaluation", "No follower evaluates the trials.",
+            "False if --metric is of an evaluation", "No follower evaluates the trials.",
         )
         if chosen["pruner"] != "none" and run.evaluation.every_steps is None:
             note(
-                "note: no trial ends early, for the only evaluation is at the last step: set "
-                "run.evaluation.every_steps"
+                "note: no trial will be pruned, because the only evaluation is at the last step; "
+                "set run.evaluation.every_steps"
             )
     return SweepSettings(
         experiment=callable_name(experiment), packages=sorted(command.packages), space=space,
@@ -170,22 +170,22 @@ def _print_commands(
     for trial in trials:
         job = job_of(trial)
         if job.is_training():
-            _print_error(f"trial {trial.number} is trained now: {job.files.path}")
+            _print_error(f"trial {trial.number} is already running: {job.files.path}")
         else:
             print(shlex.join(job.command()))
     return bool(trials)
 
 
 def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
-    better = "less" if settings.better == "min" else "more"
-    prunes = "" if settings.pruner == "none" else f"; the worst end early ({settings.pruner})"
+    better = "lower" if settings.better == "min" else "higher"
+    pruning = "" if settings.pruner == "none" else f"; bad trials end early ({settings.pruner})"
     _print(
-        f"{settings.experiment}, sweep, in {path}: {settings.num_trials} trials "
-        f"({settings.search}), {parallel} at a time, by {settings.metric} ({better} is better)"
-        f"{prunes}"
+        f"sweep of {settings.experiment} in {path}: {settings.num_trials} trials "
+        f"({settings.search}), {parallel} at a time, ranked by {settings.metric} ({better} is "
+        f"better){pruning}"
     )
-    for path_and_values in settings.space.searched.items():
-        _print(f"  {describe(*path_and_values)}")
+    for setting, distribution in settings.space.searched.items():
+        _print(f"  {describe(setting, distribution)}")
 
 
 def _report(study: Study, path: Path) -> int | None:
@@ -214,13 +214,13 @@ def _table(study: Study, directory: Path) -> str:
         value = "" if record.value is None else f"{record.value:.6g}"
         rows.append([
             "*" if record == best else "", str(record.number),
-            *(_shown(record.values.get(path, "")) for path in paths), value,
+            *(_shorten(record.values.get(path, "")) for path in paths), value,
             "" if record.step is None else str(record.step), record.status,
         ])
     lines = table_lines(rows, right={1, len(paths) + 2, len(paths) + 3})
     lines += [f"trial {x.number} {x.status}: {x.reason}" for x in records if x.reason]
     if best is None:
-        lines.append("no trial is complete, so none is the best")
+        lines.append("no trial is complete")
     else:
         settings = shlex.join(sweep.space.settings(best.values))
         lines += [
@@ -231,8 +231,8 @@ def _table(study: Study, directory: Path) -> str:
     return printable("\n".join(lines))
 
 
-def _shown(text: str) -> str:
-    """Returns the text of a fraction with at most four digits, or any other text unchanged."""
+def _shorten(text: str) -> str:
+    """Rounds the text of a fraction to four digits, and returns any other text unchanged."""
     if text.isdecimal():
         return text
     try:

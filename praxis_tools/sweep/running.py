@@ -16,7 +16,7 @@ from praxis_tools.sweep.trial_job import TrialJob
 _POLL_SECONDS, _PROGRESS_SECONDS = 0.2, 15.0
 # Time limit for the remaining trials of a killed sweep to end.
 _REMAINING_SECONDS = 60.0
-_PLATFORM = (
+_PRINT_PLATFORM = (
     "from praxis_lite.core.sharding.mesh import attached_devices; print(attached_devices()[1])"
 )
 
@@ -44,20 +44,20 @@ class RunningTrial:
 
     def __init__(self, trial: OpenTrial, job: TrialJob):
         self.trial, self.job, self.process = trial, job, job.start(job.command())
-        self._judged: set[int] = set()
+        self._reported_steps: set[int] = set()
         self._pruned_at: int | None = None
 
-    def judge(self) -> None:
+    def prune_if_bad(self) -> None:
         """Reports the trial's new values to the study, and ends the process if it is pruned.
 
-        Values are reported in order, even after the process has ended. So whether and where a
-        trial is pruned does not depend on when the files are read.
+        Values are reported in order, even after the process has ended, so that pruning does not
+        depend on when the files are read.
         """
         for step, value in self.job.values():
             if self._pruned_at is not None or not math.isfinite(value):
                 return
-            if step not in self._judged:
-                self._judged.add(step)
+            if step not in self._reported_steps:
+                self._reported_steps.add(step)
                 if self.trial.should_prune(step, value):
                     self._pruned_at = step
                     self.end()
@@ -69,7 +69,7 @@ class RunningTrial:
 
     def record(self) -> str:
         """Records how the trial ended, and returns a description."""
-        self.judge()
+        self.prune_if_bad()
         if self._pruned_at is not None:
             self.trial.pruned(self._pruned_at)
             return f"pruned at step {self._pruned_at}"
@@ -129,11 +129,11 @@ def run_trials(
                     running.append(_start(trial, job_of(trial), request, note))
             if not running:
                 break
-            for item in [item for item in running if item.process.poll() is not None]:
-                running.remove(item)
-                note(f"trial {item.trial.number}: {item.record()}")
-            for item in running:
-                item.judge()
+            for ended in [each for each in running if each.process.poll() is not None]:
+                running.remove(ended)
+                note(f"trial {ended.trial.number}: {ended.record()}")
+            for still_running in running:
+                still_running.prune_if_bad()
             if time.monotonic() - printed_at > _PROGRESS_SECONDS:
                 printed_at = time.monotonic()
                 note(_progress(study, running))
@@ -147,10 +147,10 @@ def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
     try:
         yield
     finally:
-        for item in running:
-            item.end()
-        for item in running:
-            item.process.wait()
+        for trial in running:
+            trial.end()
+        for trial in running:
+            trial.process.wait()
 
 
 def is_refused_by_plan(
@@ -193,8 +193,8 @@ def _start(
     while job.is_training() and request.reason is None:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{job.files.path}: another process trains this trial. Wait for its end, or end it "
-                "(kill PID saves its step; .training there names it)."
+                f"{job.files.path}: another process trains this trial. Wait until it has ended, or "
+                "stop it with `kill PID`, which saves its step; the file .training has the PID."
             )
         time.sleep(_POLL_SECONDS)
     values = " ".join(f"{path}={text}" for path, text in trial.values.items())
@@ -204,23 +204,22 @@ def _start(
 
 def _progress(study: Study, running: list[RunningTrial]) -> str:
     progress = []
-    for item in running:
-        values = item.job.values()
-        known = f" {values[-1][1]:.4g} at step {values[-1][0]}" if values else " no value yet"
-        progress.append(f"trial {item.trial.number}:{known}")
-    records = study.records()
-    ended = sum(record.status not in ("runs", "waits") for record in records)
+    for trial in running:
+        values = trial.job.values()
+        latest = f" {values[-1][1]:.4g} at step {values[-1][0]}" if values else " no value yet"
+        progress.append(f"trial {trial.trial.number}:{latest}")
+    num_ended = sum(record.status not in ("runs", "waits") for record in study.records())
     best = study.best()
-    so_far = f"; the best: {best.value:.6g}, trial {best.number}" if best else ""
-    count = f"{ended} of {study.settings.num_trials} trials have ended"
-    return f"{count}{so_far}; {', '.join(progress)}"
+    best_so_far = f"; the best: {best.value:.6g}, trial {best.number}" if best else ""
+    count = f"{num_ended} of {study.settings.num_trials} trials have ended"
+    return f"{count}{best_so_far}; {', '.join(progress)}"
 
 
 def check_parallel(parallel: int) -> None:
     """Checks that several trials can share this machine.
 
-    On a machine with accelerators they cannot, because each process holds all accelerators. The
-    check for devices runs in another process, because it may also take hold of them.
+    On a machine with accelerators they cannot, because every process reserves all accelerators.
+    The devices are looked up in another process, which may reserve them, too.
 
     Raises:
       ConfigError: The number is below 1, or it is above 1 and there are accelerators.
@@ -228,12 +227,12 @@ def check_parallel(parallel: int) -> None:
     require(parallel >= 1, "--parallel", parallel, "a number of trials, 1 or more")
     if parallel == 1:
         return
-    asked = subprocess.run(
-        [sys.executable, "-c", _PLATFORM], capture_output=True, text=True, check=False
+    process = subprocess.run(
+        [sys.executable, "-c", _PRINT_PLATFORM], capture_output=True, text=True, check=False
     )
-    platform = asked.stdout.strip()
+    platform = process.stdout.strip()
     require(
         platform == "cpu", "--parallel", parallel, f"1 on devices of the platform {platform!r}",
-        "A process holds all accelerators of a machine: run the trials one after the other, or "
-        "give the lines of --print to a scheduler.",
+        "Every process reserves all accelerators of a machine. Run one trial at a time, or pass "
+        "the commands that --print writes to a scheduler.",
     )

@@ -38,19 +38,21 @@ class Space:
 
     def combinations(self) -> Iterator[dict[str, str]]:
         """Yields each combination of values, by path; raises ConfigError for a range."""
-        for path, item in self.searched.items():
+        for path, distribution in self.searched.items():
             require(
-                hasattr(item, "choices"), f"{path} of --search=grid", describe(path, item),
-                "a list of values", "A range needs --search=random or --search=tpe.",
+                hasattr(distribution, "choices"), f"{path} of --search=grid",
+                describe(path, distribution), "a list of values",
+                "A range needs --search=random or --search=tpe.",
             )
-        for texts in itertools.product(*(item.choices for item in self.searched.values())):
+        choices = (distribution.choices for distribution in self.searched.values())
+        for texts in itertools.product(*choices):
             yield dict(zip(self.searched, texts, strict=True))
 
     def to_check(self) -> Iterator[list[str]]:
-        """Yields settings of trials that together contain each value and each end of a range."""
-        first = {path: _examples(item)[0] for path, item in self.searched.items()}
-        for path, item in self.searched.items():
-            for text in _examples(item):
+        """Yields settings of trials that together contain all values and the ends of all ranges."""
+        first = {path: _examples(searched)[0] for path, searched in self.searched.items()}
+        for path, distribution in self.searched.items():
+            for text in _examples(distribution):
                 yield self.settings({**first, path: text})
 
     def settings(self, values: Mapping[str, str]) -> list[str]:
@@ -58,13 +60,13 @@ class Space:
         return [*self.fixed, *(f"{path}={text}" for path, text in values.items())]
 
 
-def describe(path: str, item: Distribution) -> str:
-    """Returns a description of a setting and its values."""
-    if hasattr(item, "choices"):
-        return f"{path}: {', '.join(item.choices)}"
-    kind = "whole numbers " if type(item.low) is int else ""
-    scale = ", by the logarithm" if item.log else ""
-    return f"{path}: {kind}{item.low!r} to {item.high!r}{scale}"
+def describe(path: str, distribution: Distribution) -> str:
+    """Returns a description of a searched setting and its values."""
+    if hasattr(distribution, "choices"):
+        return f"{path}: {', '.join(distribution.choices)}"
+    kind = "integers " if type(distribution.low) is int else ""
+    scale = ", on a logarithmic scale" if distribution.log else ""
+    return f"{path}: {kind}{distribution.low!r} to {distribution.high!r}{scale}"
 
 
 def text_of(value: str | float) -> str:
@@ -72,8 +74,11 @@ def text_of(value: str | float) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _examples(item: Distribution) -> Sequence[str]:
-    return item.choices if hasattr(item, "choices") else (repr(item.low), repr(item.high))
+def _examples(distribution: Distribution) -> Sequence[str]:
+    """Returns the choices of a distribution, or the two ends of its range."""
+    if hasattr(distribution, "choices"):
+        return distribution.choices
+    return repr(distribution.low), repr(distribution.high)
 
 
 def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
@@ -95,32 +100,35 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
     fixed, before = [], []
     for setting in settings:
         path, _, text = map(str.strip, setting.partition("="))
-        item = _searched(path, text, setting, before, value_after)
-        if item is None:
+        distribution = _distribution(path, text, setting, before, value_after)
+        if distribution is None:
             fixed.append(setting)
             before.append(setting)
         else:
-            searched[path] = item
-            before.append(f"{path}={_examples(item)[0]}")
+            searched[path] = distribution
+            before.append(f"{path}={_examples(distribution)[0]}")
     for path in searched:
-        given = sum(setting.partition("=")[0].strip() == path for setting in settings)
-        require(given == 1, f"--set {path}: how often it is given", given, "once, with all values")
+        count = sum(setting.partition("=")[0].strip() == path for setting in settings)
+        require(
+            count == 1, f"--set {path}: the number of times it is given", count,
+            "1, with all values",
+        )
     if not searched:
         raise ConfigError(
-            "--mode=sweep has nothing to try: give a setting several values, such as --set "
-            "task.learner.learning_rate=1e-3,3e-3, or a range, 1e-4..1e-2."
+            "--mode=sweep has no setting to search. Give a setting several values, such as --set "
+            "task.learner.learning_rate=1e-3,3e-3, or a range, such as 1e-4..1e-2."
         )
     return Space(tuple(fixed), searched)
 
 
-def _searched(
+def _distribution(
     path: str, text: str, setting: str, before: Sequence[str], value_after: ValueAfter
 ) -> Distribution | None:
     """Returns the distribution of a setting, or None if it has a single value."""
     is_range, items = _RANGE.fullmatch(text), items_of(text)
     if not is_range and len(items) < 2:
         return None
-    present = value_after([*before], path)  # Raises if there is no such field.
+    current = value_after([*before], path)  # Raises if there is no such field.
     try:
         single = value_after([*before, setting], path)
     except ConfigError:
@@ -131,13 +139,13 @@ def _searched(
         return _range(path, *is_range.groups(), before, value_after)
     if isinstance(single, str):
         if not all(map(_QUOTED.fullmatch, items)) and not all(
-            isinstance(word, str) and _WORD.fullmatch(word) for word in (present, *items)
+            isinstance(word, str) and _WORD.fullmatch(word) for word in (current, *items)
         ):
             raise _ambiguous(
                 setting, f'"{text}"', ",".join(f'"{item}"' for item in items), len(items)
             )
     elif isinstance(single, tuple | list | set | frozenset | dict):
-        if isinstance(present, type(single)) or not _all_accepted(path, items, before, value_after):
+        if isinstance(current, type(single)) or not _all_accepted(path, items, before, value_after):
             return None
         several = ",".join(f"({item!r},)" for item in items)
         raise _ambiguous(setting, repr(tuple(items)), several, len(items))

@@ -18,8 +18,8 @@ from praxis_lite.host.whole_files import DISK_FULL, not_written, write_picture
 from praxis_tools.sweep.space import text_of
 from praxis_tools.sweep.sweep_settings import SweepSettings
 
-# The first quarter of a trial is never pruned, because learning rates warm up there.
-_UNJUDGED_PART = 4
+# A trial is never pruned in its first quarter, because the learning rate warms up there.
+_WARMUP_PART = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Study:
                     load_if_exists=True,
                 )
             recorded = self._study.user_attrs.get("settings")
-            before = None if recorded is None else SweepSettings.of_json(recorded)
+            before = None if recorded is None else SweepSettings.from_json(recorded)
         except (ValueError, LookupError, TypeError, OSError) as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 raise not_written(journal, error) from error
             raise ConfigError(
-                f"{journal} is damaged, or no sweep of praxis_lite wrote it ({error}). Restore the "
-                "file, or name another directory."
+                f"{journal} is damaged, or was not written by a sweep of praxis_lite ({error}). "
+                "Restore the file, or choose another directory."
             ) from error
         if settings is not None and before is not None:
             settings.check_continues(before)
@@ -93,14 +93,14 @@ class Study:
         return [_record(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRecord | None:
-        """Returns the first complete trial with the best value, or None without a complete one."""
+        """Returns the first complete trial with the best value, or None if none is complete."""
         try:
             return _record(self._study.best_trial)
         except ValueError:
             return None
 
     def draw(self, path: Path) -> None:
-        """Draws the metric of complete trials against each setting as a PNG, a panel per setting.
+        """Plots the metric of complete trials against each setting, as a PNG with a panel each.
 
         Raises:
           ConfigError: matplotlib is missing, or the file cannot be written.
@@ -138,15 +138,15 @@ class Study:
         for trial in self._study.get_trials(deepcopy=False):
             if trial.state.name == "RUNNING":
                 with self._sampler_for(trial.number):
-                    again = self._optuna.trial.Trial(self._study, trial._trial_id)
-                    opened.append(self._open(again))
+                    resumed = self._optuna.trial.Trial(self._study, trial._trial_id)
+                    opened.append(self._open(resumed))
         return opened
 
     def _open(self, trial: Any) -> "OpenTrial":
-        # Does what Study.ask does with distributions; a trial keeps its recorded values.
+        # Study.ask suggests values in the same way. A resumed trial gets its recorded values.
         values = {
-            path: text_of(trial._suggest(path, item))
-            for path, item in self.settings.space.searched.items()
+            path: text_of(trial._suggest(path, distribution))
+            for path, distribution in self.settings.space.searched.items()
         }
         return OpenTrial(self._study, trial, values)
 
@@ -166,9 +166,9 @@ class Study:
         pruners, num_steps = self._optuna.pruners, self.settings.num_steps
         match self.settings.pruner:
             case "median":
-                return pruners.MedianPruner(n_warmup_steps=num_steps // _UNJUDGED_PART)
+                return pruners.MedianPruner(n_warmup_steps=num_steps // _WARMUP_PART)
             case "halving":
-                first = max(1, num_steps // _UNJUDGED_PART)
+                first = max(1, num_steps // _WARMUP_PART)
                 return pruners.SuccessiveHalvingPruner(min_resource=first)
         return pruners.NopPruner()
 

@@ -1,6 +1,7 @@
 """The recorded settings of a sweep: its search space, search and metric."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,11 +21,11 @@ class SweepSettings:
       experiment: Full name of the experiment's class.
       packages: Packages of --packages.
       space: The search space.
-      search: "grid" for each combination in order, "random", or "tpe" for a choice by the results
-        so far.
+      search: "grid" for every combination in order, "random", or "tpe" for a search guided by the
+        results so far.
       num_trials: Number of trials.
-      metric: The metric to compare, such as "heldout/loss" of evaluations or "loss" of training.
-      better: "min" or "max", whichever is better.
+      metric: Metric that ranks the trials, such as "heldout/loss", or "loss" for the training loss.
+      better: "min" if lower values of the metric are better, or "max".
       pruner: "median", "halving" or "none", which decides which trials end early.
       seed: Random seed of the search.
       num_steps: run.num_train_steps of the first trial.
@@ -50,16 +51,18 @@ class SweepSettings:
     def as_json(self) -> dict[str, Any]:
         """Returns the settings in the form in which they are recorded."""
         to_json = optional_module("optuna.distributions", "--mode=sweep").distribution_to_json
-        searched = {path: to_json(item) for path, item in self.space.searched.items()}
+        searched = {
+            path: to_json(distribution) for path, distribution in self.space.searched.items()
+        }
         space = {"fixed": [*self.space.fixed], "searched": searched}
         return {**vars(self), "packages": [*self.packages], "space": space}
 
     @classmethod
-    def of_json(cls, recorded: Mapping[str, Any]) -> "SweepSettings":
+    def from_json(cls, recorded: Mapping[str, Any]) -> "SweepSettings":
         """Returns the settings from the result of `as_json`."""
-        of_json = optional_module("optuna.distributions", "--mode=sweep").json_to_distribution
+        from_json = optional_module("optuna.distributions", "--mode=sweep").json_to_distribution
         space = recorded["space"]
-        searched = {path: of_json(text) for path, text in space["searched"].items()}
+        searched = {path: from_json(text) for path, text in space["searched"].items()}
         return cls(**{**recorded, "space": Space(tuple(space["fixed"]), searched)})
 
     def check_continues(self, before: "SweepSettings") -> None:
@@ -71,13 +74,13 @@ class SweepSettings:
         for name, old in before._fixed().items():
             if old != (new := now[name]):
                 raise ConfigError(
-                    f"--job_log_dir holds a sweep with {name} {old}, and {name} is {new} now. Give "
-                    "the same to go on with it, or name another directory."
+                    f"--job_log_dir contains a sweep with {name} {old}, but {name} is {new}. Give "
+                    "the same value to continue that sweep, or choose another directory."
                 )
 
     def _fixed(self) -> dict[str, object]:
         """Returns the settings that must not change when a sweep is continued, by option."""
-        searched = (describe(path, item) for path, item in self.space.searched.items())
+        searched = itertools.starmap(describe, self.space.searched.items())
         return {
             "--exp": self.experiment, "--set": "; ".join([*self.space.fixed, *searched]),
             "--search": self.search, "--metric": self.metric, "--better": self.better,
@@ -85,27 +88,27 @@ class SweepSettings:
         }
 
 
-def metric_of(given: str | None, eval_sets: Sequence[str]) -> str:
-    """Returns the given metric, or by default the loss on the only evaluation dataset.
+def metric_of(metric: str | None, eval_sets: Sequence[str]) -> str:
+    """Returns the metric that ranks the trials, by default the loss on the only evaluation dataset.
 
     Args:
-      given: The value of --metric, or None.
-      eval_sets: Datasets of the experiment except `train`.
+      metric: The value of --metric, or None.
+      eval_sets: Names of the experiment's datasets, without `train`.
 
     Raises:
-      ConfigError: The dataset does not exist, or no metric is given for several datasets.
+      ConfigError: The dataset does not exist, or there are several datasets and no --metric.
     """
-    if given is None:
+    if metric is None:
         require(
-            len(eval_sets) <= 1, "--metric", given,
-            f"the metric to compare trials by, such as {(*eval_sets, '')[0]}/loss",
+            len(eval_sets) <= 1, "--metric", metric,
+            f"the metric that ranks the trials, such as {(*eval_sets, '')[0]}/loss",
         )
         return f"{eval_sets[0]}/loss" if eval_sets else "loss"
-    dataset, slash, _ = given.rpartition("/")
+    dataset, slash, _ = metric.rpartition("/")
     choices = [f"{name}/loss" for name in eval_sets]
     require(
-        dataset in eval_sets if slash else given == "loss", "--metric", given,
-        "a metric of a dataset that is evaluated on, or loss (training's own), such as "
-        f"{', '.join([*choices, 'loss'])}", did_you_mean(given, choices).strip(),
+        dataset in eval_sets if slash else metric == "loss", "--metric", metric,
+        "a metric of an evaluation dataset, or loss for the training loss, such as "
+        f"{', '.join([*choices, 'loss'])}", did_you_mean(metric, choices).strip(),
     )
-    return given
+    return metric

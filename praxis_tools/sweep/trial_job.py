@@ -26,7 +26,7 @@ _MAX_OUTPUT = 1 << 20  # Bytes to read from the end of a launch's output.
 # Asks the kernel to send SIGHUP to the process when its parent ends in any way (PR_SET_PDEATHSIG),
 # and executes the command that follows. The signal is SIGHUP, because the kernel sends it again
 # for each thread of the parent that ends, and a job ends at once at a second SIGTERM.
-_WITH_PARENT = (
+_END_WITH_PARENT = (
     "import ctypes, os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "ctypes.CDLL(None).prctl(1, signal.SIGHUP); os.execv(sys.argv[1], sys.argv[1:])"
 )
@@ -76,7 +76,7 @@ class TrialJob:
             output.write(f"$ {shlex.join(command)}\n".encode())
             output.flush()
             if sys.platform == "linux":
-                command = [sys.executable, "-S", "-c", _WITH_PARENT, *command]
+                command = [sys.executable, "-S", "-c", _END_WITH_PARENT, *command]
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 # Ctrl-C signals the process group: the sweep forwards it, once.
@@ -88,18 +88,18 @@ class TrialJob:
         return is_training(self.files.path)
 
     def is_complete(self) -> bool:
-        """Returns whether the job has made its last step, and no process trains it."""
+        """Returns whether the job has completed its last step and no process trains it."""
         if self.is_training() or not self.files.config_json.is_file():
             return False
         steps = committed_steps(self.files.checkpoints)
         packages = {*self._sweep.packages, self._sweep.experiment.partition(".")[0]}
         try:
             return bool(steps) and is_complete(self.files, steps[-1], packages)
-        except Error:  # The next launch of the job says which file is damaged.
+        except Error:  # The next launch of the job reports the damaged file.
             return False
 
     def has_stepped(self) -> bool:
-        """Returns whether the job has made a step."""
+        """Returns whether the job has completed a step."""
         with contextlib.suppress(ConfigError):
             self._metrics.read()
         return len(self._metrics.columns()["step"]) > 0
@@ -147,7 +147,7 @@ class TrialJob:
             f"{dataset}/{name}" for _, dataset, metrics in evaluations(self.files)
             for name in metrics
         })
-        return f"it has no {self.metric}; its evaluations have {', '.join(names) or 'none'}"
+        return f"it has no {self.metric}; its evaluations have {', '.join(names) or 'no metrics'}"
 
     def last_error(self) -> str:
         """Returns the error with which the job's last launch ended, or its last line."""
@@ -156,6 +156,6 @@ class TrialJob:
         with opened(self.output) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_OUTPUT))
             launch = file.read().decode("utf-8", "replace").rpartition("\n$ ")[2]
-        before, error, paragraph = launch.rpartition("\nerror: ")
+        _, error, paragraph = launch.rpartition("\nerror: ")
         text = paragraph if error else (launch.strip().splitlines() or [""])[-1]
         return " ".join(text.split())

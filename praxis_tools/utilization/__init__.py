@@ -1,1 +1,1 @@
-"""MFU and HFU of a job's steps, from traced and compiled programs and the table of chips."""
+"""Computes MFU and HFU of training steps from the traced and the compiled step."""

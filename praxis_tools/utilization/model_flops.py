@@ -1,4 +1,4 @@
-"""Counts the matmul flops of a model as it is written: on one device, without recomputation."""
+"""Counts the matmul flops of a model on one device, without recomputation (for MFU)."""
 
 import dataclasses
 import math
@@ -18,13 +18,13 @@ from praxis_tools.explain.hlo_matmuls import window_hits
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
-    """The flops of a program, summed over all devices.
+    """The matmul flops of a program, summed over all devices.
 
     Attributes:
-      flops: 2 x multiplications in matmuls and convolutions, without those that a backward pass
-        recomputes and those of the optimizer.
-      at_least: whether some are in a loop of unknown length (`lax.while_loop`), which counts as one
-        iteration.
+      flops: Twice the number of multiplications in matmuls and convolutions, without those of
+        rematerialization and of the optimizer.
+      at_least: Whether `flops` is a lower bound, because the program has a loop of unknown length
+        (`lax.while_loop`), which is counted as one iteration.
     """
 
     flops: int
@@ -32,10 +32,14 @@ class ModelFlops:
 
 
 def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
-    """Returns the flops that a training step's model needs, which are the same on every mesh.
+    """Returns the flops that the model needs for a training step, independent of the mesh.
 
-    The step is traced for one device, where a pipeline has no idle stages and experts have no spare
+    The step is traced for one device, where a pipeline has no bubbles and experts have no spare
     capacity.
+
+    Args:
+      partitioner: Partitioner of the task.
+      element_spec: Shapes and dtypes of a training batch.
     """
     mesh = partitioner.mesh
     devices = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
@@ -46,15 +50,18 @@ def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
 
 
 def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> Any:
-    """Calls `value_and_grad` on the complete batch; micro-batches may only divide padded rows."""
+    """Calls `value_and_grad` on the complete batch.
+
+    The number of micro-batches may divide only the padded number of rows, which one device lacks.
+    """
     return accumulation.value_and_grad(*args, **named)
 
 
 def model_flops(jaxpr: Any) -> ModelFlops:
-    """Returns the flops of a traced program with global shapes.
+    """Returns the matmul flops of a traced program with global shapes.
 
-    A scan counts as often as it runs, a conditional as its costliest branch. Kernels (Pallas,
-    cuDNN) do not count.
+    The body of a scan counts once per iteration, a conditional as its most expensive branch.
+    Pallas and cuDNN kernels are not counted.
     """
     flops, at_least = 0, False
     for eqn in map(expand_high_level, open_jaxpr(jaxpr).eqns):
@@ -74,7 +81,7 @@ def model_flops(jaxpr: Any) -> ModelFlops:
 
 
 def _num_runs(name: str, params: dict[str, Any]) -> int:
-    """Returns how often an operation runs its jaxpr: once per device for a shard_map."""
+    """Returns how often an equation runs its inner jaxpr; a shard_map runs it once per device."""
     if name == "scan":
         return params["length"]
     if name == "shard_map":
@@ -92,10 +99,10 @@ def _dot(eqn: core.JaxprEqn) -> int:
 def _ragged_dot(eqn: core.JaxprEqn) -> int:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
-    lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    flops = 2 * math.prod(result) * math.prod(lhs[dim] for dim in contracting)
+    lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    flops = 2 * math.prod(out) * math.prod(lhs[dim] for dim in contracting)
     if set(numbers.lhs_ragged_dimensions) & set(contracting):
-        # One result per group, from the rows of that group.
+        # The output has one matrix per group, each computed from the rows of that group only.
         return flops // eqn.invars[2].aval.shape[-1]
     return flops
 
@@ -103,13 +110,13 @@ def _ragged_dot(eqn: core.JaxprEqn) -> int:
 def _convolution(eqn: core.JaxprEqn) -> int:
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
     lhs, rhs = (var.aval.shape for var in eqn.invars)
-    result = eqn.outvars[0].aval.shape
+    out = eqn.outvars[0].aval.shape
     batch, features = numbers.out_spec[:2]
-    flops = 2 * result[batch] * result[features] * rhs[numbers.rhs_spec[1]]
+    flops = 2 * out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
     for dim in range(len(params["window_strides"])):
         sizes = (
             shape[spec[dim + 2]] for shape, spec in
-            zip((lhs, rhs, result), numbers, strict=True)
+            zip((lhs, rhs, out), numbers, strict=True)
         )
         flops *= window_hits(
             *sizes, params["window_strides"][dim], params["padding"][dim][0],

@@ -1,4 +1,4 @@
-"""Adds MFU and HFU to each step's metrics, if the chips are known."""
+"""Adds MFU and HFU to the metrics of each step, on chips with a known peak."""
 
 import contextlib
 import dataclasses
@@ -22,16 +22,17 @@ from praxis_tools.utilization.model_flops import flops_of_step
 
 
 class Utilization(Hook):
-    """Adds the shares of the chips' bfloat16 peak that a step uses, and notes how they count.
+    """Adds MFU and HFU to the metrics, and logs how they are computed.
 
-    MFU (model flops utilization) counts the matmuls of the model as it is written, over all
-    devices: without padding, idle pipeline stages, the optimizer, recomputation (remat), and work
+    Both are flops per second divided by the chip's bfloat16 peak. MFU (model flops utilization)
+    counts the matmuls of the model itself: no padding, pipeline bubbles, optimizer, remat, or work
     that several devices repeat. HFU (hardware flops utilization) counts all matmuls of the compiled
-    program on a device. Both are flops over the seconds of the step and the chip's peak. Nothing is
-    added on CPU, and on chips that the table (praxis_tools/plan/chips.py) lacks.
+    program on a device. Nothing is added on CPU, or on chips without an entry in the table of
+    praxis_tools/plan/chips.py.
 
     Args:
-      chip: the devices' chip; None: that of the attached devices.
+      job: The job on its mesh.
+      chip: Chip of the devices; by default that of the attached devices.
     """
 
     every, waits = None, False
@@ -56,26 +57,26 @@ class Utilization(Hook):
         program = flops_of_program(step.lower(spec).compile().as_text())
         self._flops = {HFU: program.flops}
         head = (
-            f"MFU and HFU are shares of {chip.peak() / 1e12:,.4g} TFLOP/s, the peak of {chip.name} "
-            f"in bfloat16. A step has on each device {program.flops / 1e12:,.4g} TFLOP of matmuls "
-            "that the compiled program makes (HFU), and "
+            f"MFU and HFU are shares of {chip.peak() / 1e12:,.4g} TFLOP/s, the bfloat16 peak of "
+            f"{chip.name}. Per step and device, the compiled program has "
+            f"{program.flops / 1e12:,.4g} TFLOP of matmuls (HFU), and "
         )
         try:
             model = flops_of_step(partitioner, spec)
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             self._loop.note(
-                f"{head}no MFU, for the model cannot be traced for a single device: "
+                f"{head}MFU is unknown, because the model cannot be traced for one device: "
                 f"{shown(reason, 300)}"
             )
             return
-        # A compiler that merges matmuls executes fewer flops than the model has.
+        # If the compiler merged matmuls, the program has fewer flops than the model.
         on_device = model.flops / partitioner.mesh.size + program.useful_kernels
         self._flops[MFU] = min(on_device, program.flops)
-        unknown = "; a loop of unknown length counts as a single pass" * model.at_least
+        lower_bound = "; a loop of unknown length counts as one iteration" * model.at_least
         self._loop.note(
-            f"{head}{self._flops[MFU] / 1e12:,.4g} TFLOP that the model needs (MFU: without "
-            f"padding, recomputation and the optimizer){unknown}"
+            f"{head}the model needs {self._flops[MFU] / 1e12:,.4g} TFLOP (MFU: without padding, "
+            f"remat and the optimizer){lower_bound}"
         )
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, float]:
@@ -87,11 +88,11 @@ class Utilization(Hook):
 
 @dataclasses.dataclass(frozen=True)
 class ProgramFlops:
-    """The matmul flops of a compiled program on a device.
+    """The matmul flops of a compiled program on one device.
 
     Attributes:
-      flops: all matmul flops, including those of known kernels (splash attention, cuDNN's).
-      useful_kernels: the flops of these kernels without recomputation.
+      flops: Flops of all matmuls, including known kernels (splash attention, cuDNN attention).
+      useful_kernels: Flops of these kernels without recomputation.
     """
 
     flops: int
@@ -99,7 +100,11 @@ class ProgramFlops:
 
 
 def flops_of_program(text: str) -> ProgramFlops:
-    """Returns the flops of a program's text; a loop of unknown length counts as one iteration."""
+    """Returns the flops of a compiled program; a loop of unknown length counts as one iteration.
+
+    Args:
+      text: HLO text of the program.
+    """
     flops = useful = 0
     for site in executed(parse(text)):
         instruction, computation = site.instruction, site.computation
@@ -112,7 +117,7 @@ def flops_of_program(text: str) -> ProgramFlops:
 
 
 def attached_chip(job: JobOnMesh) -> Chip | None:
-    """Returns the chip of the job's mesh, or None on CPU and for chips that the table lacks."""
+    """Returns the chip of the job's mesh, or None on CPU and for chips with an unknown peak."""
     devices = list(job.partitioner.mesh.devices.flat)
     topology = None if devices[0].platform == "cpu" else attached_topology(devices)
     return topology and topology.chip

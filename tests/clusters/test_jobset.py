@@ -13,7 +13,7 @@ import yaml
 
 from praxis_lite.job.health_files import HealthFiles
 from praxis_lite.job.processes.addresses import own_address
-from praxis_lite.job.processes.start import find_others, own_number
+from praxis_lite.job.processes.start import find_others, process_numbers
 from tests.clusters.recipes import CLUSTERS, our_options
 
 JOBSET = yaml.safe_load((CLUSTERS / "jobset.yaml").read_text())
@@ -138,8 +138,9 @@ def test_the_pods_find_each_other():
         assert settings["coordinator_address"] == f"{host}.{SPEC['network']['subdomain']}:8476"
         assert settings["num_processes"] == JOB["completions"]
         assert result.startswith("--coordinator")
-        members.add(own_number(*given, env)[0])
-        assert own_number(None, command.num_processes, None, env) == own_number(*given, env)
+        members.add(process_numbers(*given, env)[0])
+        numbers = process_numbers(None, command.num_processes, None, env)
+        assert numbers == process_numbers(*given, env)
     assert members == set(range(JOB["completions"]))
 
 

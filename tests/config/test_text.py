@@ -154,7 +154,7 @@ def test_dumping_leaves_the_config_as_it_was_and_is_deterministic():
 def test_what_text_cannot_hold_is_refused_by_path(value, words):
     with pytest.raises(ConfigError) as caught:
         dump_config(job(datasets={"train": fdl.Config(zoo.Pipeline, [value])}), NAME)
-    assert str(caught.value).startswith("datasets.train.corpus[0]: is ")
+    assert str(caught.value).startswith("datasets.train.corpus[0] is ")
     assert words in str(caught.value)
 
 

@@ -199,10 +199,10 @@ def test_the_serving_page_has_each_field_of_a_request_and_the_numbers_of_the_cod
     for name in ("num_rows", "max_queue", "request_seconds", "drain_seconds"):
         assert f"`--{name}={parser.get_default(name):g}`" in page
     for words in (
-        f"at most {served_model.USUAL_LENGTH})", f"powers? of two from {SHORTEST} on",
-        f"up to {requests.MOST_CHOICES} of either", f"up to {requests.MOST_STOPS} texts",
-        f"has {requests.COMPLETION_TOKENS} unless", f"up to {requests.MOST_LOGPROBS} tokens",
-        f"at most {engine.STEPS_BETWEEN_LOOKS} steps",
-        f"{endpoints.MOST_BYTES >> 20} MiB, in {endpoints.BODY_SECONDS:g} s",
+        f"at most {served_model.DEFAULT_MAX_LENGTH})", f"powers? of two from {SHORTEST} on",
+        f"up to {requests.MAX_CHOICES} of either", f"up to {requests.MAX_STOPS} texts",
+        f"has {requests.COMPLETION_TOKENS} unless", f"up to {requests.MAX_LOGPROBS} tokens",
+        f"at most {engine.STEPS_BETWEEN_CHECKS} steps",
+        f"{endpoints.MAX_BODY_BYTES >> 20} MiB, in {endpoints.BODY_SECONDS:g} s",
     ):
         assert re.search(words.replace(")", r"\)"), page), words

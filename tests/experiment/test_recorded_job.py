@@ -15,9 +15,9 @@ from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.recorded_job import (
     check_tokenizers,
-    keep_only,
-    keep_tokenizers,
+    copy_tokenizers,
     recorded_config,
+    remove_unused,
 )
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.job.job_dir import JobDir
@@ -44,7 +44,7 @@ def recorded(tmp_path):
 
 def test_a_job_keeps_its_tokenizers_and_reads_its_own(recorded):
     job, config, tokenizer = recorded
-    keep_tokenizers(config, job)
+    copy_tokenizers(config, job)
     before = load_tokenizer(tokenizer).fingerprint()
     shutil.rmtree(tokenizer)
     local = recorded_config(job, ()).config
@@ -67,7 +67,7 @@ def test_a_job_needs_no_transformers_for_its_copy_of_a_tokenizer(recorded, monke
     expected = load_tokenizer(tokenizer)
     ids, ends = expected.encode("né fox").tolist(), expected.eos_ids
     assert expected.directory != tokenizer and set(ends) == {7, 5, expected.eos_id}
-    keep_tokenizers(config, job)
+    copy_tokenizers(config, job)
     shutil.rmtree(tokenizer)
     monkeypatch.setitem(sys.modules, "transformers", None)
     local = load_tokenizer(recorded_config(job, ()).config.task.tokenizer)
@@ -77,10 +77,10 @@ def test_a_job_needs_no_transformers_for_its_copy_of_a_tokenizer(recorded, monke
 
 def test_a_tokenizer_that_has_changed_is_copied_again(recorded):
     job, config, tokenizer = recorded
-    keep_tokenizers(config, job)
+    copy_tokenizers(config, job)
     (tokenizer / "generation_config.json").write_text('{"eos_token_id": 7}')
     (tokenizer / "tokenizer_config.json").unlink()
-    keep_tokenizers(config, job)
+    copy_tokenizers(config, job)
     names = {"tokenizer.json", "generation_config.json", "came_from.txt"}
     assert {path.name for path in (job.tokenizers / "0").iterdir()} == names
     assert len(list(job.tokenizers.iterdir())) == 1
@@ -90,7 +90,7 @@ def test_a_tokenizer_that_is_gone_is_said_by_the_settings_that_name_it(recorded)
     job, config, tokenizer = recorded
     shutil.rmtree(tokenizer)  # Of a job that kept none, as former versions did.
     local = recorded_config(job, ()).config
-    keep_only(local, "decode", has_prompts=True)
+    remove_unused(local, "decode", has_prompts=True)
     with pytest.raises(ConfigError, match=r"tokenizer=1.*--set.*task.tokenizer=DI"):
         check_tokenizers(local)
     whole = recorded_config(job, ()).config
@@ -105,7 +105,7 @@ def test_each_mode_keeps_its_own_data_alone(recorded):
         ("decode", True, [], []), ("train", False, ["train", "heldout"], ["heldout"]),
     ):
         local = recorded_config(job, ()).config
-        keep_only(local, mode, has_prompts=has_prompts)
+        remove_unused(local, mode, has_prompts=has_prompts)
         assert (list(local.datasets), list(local.decode_datasets)) == (datasets, decoded), mode
 
 

@@ -55,7 +55,7 @@ REFUSED = {
     "NamedRate": "learning_rate is '1e-3'; expected a number, or a schedule",
     "UnbuiltSchedule": r"Set a schedule as fdl.Config\(linear_schedule, ...\)",
     "PartialLearner": r"LossTask.learner is a partial; expected a Learner: fdl.Config\(Learner",
-    "ConfigModel": r"task.model: Mlp cannot be built: .*'rngs'.* write fdl.Partial\(Mlp, ...\)",
+    "ConfigModel": r"task.model: Mlp cannot be built: .*'rngs'.* use fdl.Partial\(Mlp, ...\)",
     "NoWidth": r"Mlp lacks width: set it in the config, such as fdl.Partial\(Mlp, width=...\)",
     "Misspelled": "Mlp has no setting 'widht'; it has width. Did you mean width",
     "BuiltModel": r"model is Identity itself; expected a function .* fdl.Partial\(Ident",

@@ -151,7 +151,7 @@ def test_a_short_name_in_both_is_refused_and_a_full_one_means_itself(own, monkey
         assert registry.get_experiment(name).__module__ == "praxis_lite.experiments.lm"
     find = functools.partial(registry.get_experiment, packages=["experiments"])
     names = ["experiments.lm.PyDocs", "praxis_lite.experiments.lm.PyDocs"]
-    with pytest.raises(ConfigError, match=f" {' or '.join(names)}:"):
+    with pytest.raises(ConfigError, match=f" {' or '.join(names)}. Use"):
         find("lm.PyDocs")
     for name in names:
         assert callable_name(find(name)) == name

@@ -2,7 +2,7 @@
 
 import pytest
 
-from praxis_lite.host.host_names import LOOPBACK_HOSTS, asks_for
+from praxis_lite.host.host_names import LOOPBACK_HOSTS, has_allowed_host
 
 OWN = ("localhost", "LocalHost", "localhost:80", "127.0.0.1", "127.0.0.1:65535", "[::1]",
        "[::1]:8000", "[0:0:0:0:0:0:0:1]", " localhost ")  # fmt: skip
@@ -24,4 +24,4 @@ FOREIGN = (
     ([], False), (["localhost", "localhost"], False), (["localhost", "evil.com"], False),
 ])  # fmt: skip
 def test_only_one_host_header_that_is_exactly_an_own_name_counts(hosts, expected):
-    assert asks_for(hosts, LOOPBACK_HOSTS) is expected
+    assert has_allowed_host(hosts, LOOPBACK_HOSTS) is expected

@@ -73,7 +73,7 @@ def test_a_stranger_reads_writes_and_ends_nothing(kind, host, tmp_path):
 ])  # fmt: skip
 def test_the_coordinator_listens_on_its_own_address(coordinator, expected):
     assert addresses.to_bind(coordinator) == expected
-    assert addresses.split(addresses.joined(*expected)) == expected
+    assert addresses.parse_address(addresses.format_address(*expected)) == expected
 
 
 @pytest.mark.parametrize("coordinator, names, own, bind, reach", [

@@ -14,9 +14,9 @@ import pytest
 
 from praxis_lite.job.processes.stacks import request_stacks
 from praxis_tools.stuck import Decision, Progress, Stuck
-from praxis_tools.stuck.on_host import seen_by_host, state_in_words
-from praxis_tools.stuck.progress import MEETING, ON_DEVICES, Noted
-from praxis_tools.stuck.progress_history import Observed
+from praxis_tools.stuck.on_host import describe_state, progress_of_pid
+from praxis_tools.stuck.progress import MEETING, ON_DEVICES, ProgressRecorder
+from praxis_tools.stuck.progress_history import ProcessHistory
 from praxis_tools.stuck.stuck_report import paragraph
 from tests.support.job_runs import CHECKOUT
 
@@ -53,7 +53,7 @@ class Process:
 
     def __init__(self, index: int, place_of: Callable[[int, int], Place | None], speed: float):
         self.index, self.place_of, self.speed, self.now = index, place_of, speed, 0.0
-        self.noted = Noted(lambda: self.now)
+        self.noted = ProgressRecorder(lambda: self.now)
         self.num_left, self.spent, self.cpu, self.io = 0, 0.0, 0.0, 0.0
         self.state, self.heard_at, self.arrived_at = "S", 0.0, [0.0]
         self.enter(0)
@@ -298,7 +298,7 @@ def test_devices_that_end_no_step_are_no_process_s_fault(doing):
     ))
     actual, when = verdict_on(place_of, 3, 300.0)
     assert actual.processes == () and len(actual.waiting) == 3
-    assert "no process is behind; a device, or a link" in actual.why
+    assert "a device, or a link between devices, is stuck" in actual.why
     assert 60.0 < actual.seconds < 70.0
 
 
@@ -384,9 +384,10 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
                                         "for it for 36 s")
     unheard = dataclasses.replace(culprit, unheard_seconds=20.0)
     assert words(unheard, other).endswith(
-        "as it said last, it has ended step 12 and is in: input wait; process 0 (host) waits for "
-        "it for 36 s; process 0 (host): it has ended step 12 and waits for its own devices to end "
-        "step 13; a step's first collective that needs the stuck one's devices: all-reduce for 1"
+        "according to its last report, it has ended step 12 and is in: input wait; process 0 "
+        "(host) waits for it for 36 s; process 0 (host): it has ended step 12 and waits for its "
+        "own devices to end step 13; a step's first collective that needs the stuck process's "
+        "devices: all-reduce for 1"
     )
 
 
@@ -402,34 +403,34 @@ def test_the_state_and_work_of_another_process_are_read_and_its_stacks_given_whe
     )
     try:
         path = child.stdout.readline().strip()
-        told = {"doing": "step", "arrived": 7, "silent_seconds": 1.0}
-        progress = seen_by_host(child.pid, told, 3, unheard_seconds=2.0)
+        report = {"doing": "step", "arrived": 7, "silent_seconds": 1.0}
+        progress = progress_of_pid(child.pid, report, 3, unheard_seconds=2.0)
         assert (progress.process, progress.doing, progress.arrived) == (3, "step", 7)
         assert progress.silent_seconds == 3.0 and progress.state in "RS"
         assert progress.cpu_seconds > 0.05 and progress.io_bytes > 10_000
         stacks = request_stacks(child.pid, path, seconds=20.0)
         assert re.search(r'File "<string>", line [45] in <module>', stacks), stacks
         child.send_signal(signal.SIGSTOP)
-        while seen_by_host(child.pid, told, 3, 0.0).state != "T":
+        while progress_of_pid(child.pid, report, 3, 0.0).state != "T":
             time.sleep(0.01)
-        assert state_in_words(child.pid).startswith("it is stopped by a signal (state T)")
+        assert describe_state(child.pid).startswith("it is stopped by a signal (state T)")
         assert request_stacks(child.pid, path, seconds=0.3) == ""
     finally:
         child.kill()
         child.communicate()
-    assert state_in_words(child.pid) == ""
+    assert describe_state(child.pid) == ""
 
 
 def why_of(ready_seconds: Callable[[int], float]) -> str:
     """Returns why a process is stuck that sleeps for 36 s, as its host tells every second."""
-    observed = Observed()
+    history = ProcessHistory()
     for second in range(37):
-        observed.take(Progress(
+        history.add(Progress(
             process=0, arrived=7, step=12, doing="input wait", silent_seconds=float(second),
             state="S", usual_seconds=0.1, ready_seconds=ready_seconds(second),
         ), float(second))
-    observed.behind_since = 0.0
-    return observed.why_stuck(36.0)
+    history.behind_since = 0.0
+    return history.why_stuck(36.0)
 
 
 def test_a_thread_that_was_missed_once_is_no_work_and_one_that_waits_for_a_core_is():

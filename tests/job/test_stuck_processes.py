@@ -75,7 +75,7 @@ def test_a_stopped_process_is_named_and_the_others_end(seen_of, case):
             assert re.search(rf"process {stopped} \(.+\) has not been heard of for 2\d s: it is "
                              r"stopped by a signal \(state T\)", text), text
             # It says so every two seconds, in which it may have made all of its steps.
-            last = r"as it said last, it has ended (no step yet|step \d+) and (is in|waits)"
+            last = r"last report, it has ended (no step yet|step \d+) and (is in|waits)"
             assert re.search(last, text), text
 
 
@@ -101,7 +101,7 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_i
         assert "experiments.py" in texts[culprit] and " in hang" in texts[culprit]
         words = texts[1 if culprit != 1 else 2]
         assert re.search(rf"process {culprit} \(.+\) has not been heard of for 2\d s: it ", words)
-        assert re.search(r"as it said last, it has ended step \d+ and (is in|waits)", words)
+        assert re.search(r"last report, it has ended step \d+ and (is in|waits)", words)
         assert re.search(r"process [012] \(.+\): it has ended step 1[1-3] and waits for its own "
                          r"devices to end step 1[2-4]", words), words
     step = "a step" if how != "sleeps" else "step 1[23]"
@@ -128,5 +128,5 @@ def test_the_stuck_worker_of_an_elastic_job_is_named_ended_and_replaced(seen_of,
             assert "Its stacks are not available" in report
         else:
             assert re.search(r'experiments.py", line \d+,? in hang', report), report
-            pattern = r"first collective that needs (its|the stuck one's) devices: "
+            pattern = r"first collective that needs (its|the stuck process's) devices: "
             assert re.search(pattern, report), report

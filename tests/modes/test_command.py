@@ -27,7 +27,7 @@ SYNTHETIC = "lm.Synthetic"
 
 
 def status(command, *argv):
-    return status_of(lambda: command(list(argv)), goes_on=False)
+    return status_of(lambda: command(list(argv)), continues_without_output=False)
 
 
 @pytest.mark.parametrize("command, words", [
@@ -102,7 +102,7 @@ def raising(error):
     (raising(KeyboardInterrupt()), 128 + signal.SIGINT, "ended by SIGINT"),
 ])
 def test_an_error_ends_a_command_in_a_paragraph(fails, code, expected, capsys):
-    assert status_of(fails, goes_on=True) == code
+    assert status_of(fails, continues_without_output=True) == code
     err = capsys.readouterr().err
     assert expected in " ".join(err.split()) and "Traceback (most" not in err
 
@@ -112,12 +112,12 @@ def test_a_signal_ends_a_command_with_its_number(capfd):
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
 
-    assert status_of(waits, goes_on=True) == 128 + signal.SIGTERM
+    assert status_of(waits, continues_without_output=True) == 128 + signal.SIGTERM
     assert "ended by SIGTERM" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("goes_on, code", [(True, 0), (False, 128 + signal.SIGPIPE)])
-def test_a_command_whose_output_is_lost_makes_what_it_makes(goes_on, code, monkeypatch, capfd):
+@pytest.mark.parametrize("continues, code", [(True, 0), (False, 128 + signal.SIGPIPE)])
+def test_a_command_whose_output_is_lost_makes_what_it_makes(continues, code, monkeypatch, capfd):
     null, result = os.open(os.devnull, os.O_WRONLY), []
 
     class Closed(io.StringIO):
@@ -133,18 +133,18 @@ def test_a_command_whose_output_is_lost_makes_what_it_makes(goes_on, code, monke
         print("made it", flush=True)
         result.append(7)
 
-    assert status_of(command, goes_on=goes_on) == code
+    assert status_of(command, continues_without_output=continues) == code
     os.close(null)
-    assert result == [7] * goes_on
+    assert result == [7] * continues
     assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_status_of_a_command_is_its_own():
-    assert status_of(lambda: 1, goes_on=True) == 1
+    assert status_of(lambda: 1, continues_without_output=True) == 1
     with pytest.raises(SystemExit) as ended:
-        run(lambda: 3, goes_on=True)
+        run(lambda: 3, continues_without_output=True)
     assert ended.value.code == 3
-    run(lambda: 0, goes_on=True)
+    run(lambda: 0, continues_without_output=True)
 
 
 def test_a_directory_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):

@@ -13,8 +13,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from praxis_lite import ConfigError, PrometheusTextfile
-from praxis_lite.trackers.metrics_endpoint import MOST_CONNECTIONS, MetricsEndpoint
-from praxis_lite.trackers.prometheus import NewestNumbers
+from praxis_lite.trackers.metrics_endpoint import MAX_CONNECTIONS, MetricsEndpoint
+from praxis_lite.trackers.prometheus import LatestMetrics
 from tests.support.tracked_runs import run_in
 
 
@@ -31,7 +31,7 @@ def samples(text):
 
 
 def test_the_text_has_the_newest_numbers_of_training_and_of_evaluations(tmp_path):
-    numbers = NewestNumbers(run_in(tmp_path))
+    numbers = LatestMetrics(run_in(tmp_path))
     numbers.add(7, {"loss": 2.5, "nan": math.nan, "low": -math.inf, "a-b": 1.0})
     numbers.add(9, {"loss": 0.1})
     numbers.add(7, {"heldout/loss": 3.5, "heldout/accuracy": 0.25})
@@ -98,13 +98,13 @@ def test_slow_clients_keep_nobody_out(tmp_path):
     port = int(address.rpartition(":")[2].split("/")[0])
     num_threads = threading.active_count()
     try:
-        for _ in range(3 * MOST_CONNECTIONS):
+        for _ in range(3 * MAX_CONNECTIONS):
             slow.append(socket.create_connection(("127.0.0.1", port), 5))
             slow[-1].sendall(b"GET /metrics HTTP/1.0\r\nX: ")
         with urllib.request.urlopen(address, timeout=10) as answer:
             assert samples(answer.read().decode())["loss", None] == 1.5
         deadline = time.monotonic() + 5
-        while threading.active_count() > num_threads + MOST_CONNECTIONS:
+        while threading.active_count() > num_threads + MAX_CONNECTIONS:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:

@@ -80,7 +80,7 @@ def test_one_that_fails_at_its_start_is_off():
 
 
 def test_one_that_hangs_costs_the_loop_nothing_and_holds_bounded_memory(monkeypatch):
-    monkeypatch.setattr(tracker_thread, "MOST_WAITING", 50)
+    monkeypatch.setattr(tracker_thread, "MAX_QUEUED_CALLS", 50)
     thread = TrackerThread("t", Hangs(), run_in("/nowhere"), lambda step: True)
     began = time.monotonic()
     thread.go_on_from(0, 0, 0)

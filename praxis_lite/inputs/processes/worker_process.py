@@ -17,7 +17,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, Error
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
-from praxis_lite.host.user_errors import ElsewhereError, described
+from praxis_lite.host.user_errors import RemoteError, describe_error
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.batch_arrays import require_numbers
 
@@ -91,8 +91,8 @@ class WorkerProcess:
                 if header["is_users"]:
                     raise ConfigError(header["error"])
                 where = f"{self._name} failed at batch {index}"
-                in_short = header["line"] and f"{where}: {header['line']}"
-                raise ElsewhereError(f"{where}:\n{header['error']}", in_short)
+                description = header["line"] and f"{where}: {header['line']}"
+                raise RemoteError(f"{where}:\n{header['error']}", description)
             batch = {name: np.empty(shape, dtype) for name, shape, dtype in header["leaves"]}
             for leaf in batch.values():
                 self._read_into(leaf)
@@ -151,7 +151,7 @@ def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
             error = out_of_memory(lacking)
         is_users = isinstance(error, Error)
         text = str(error) if is_users else traceback.format_exc()
-        header = {"error": text, "is_users": is_users, "line": described(error)}
+        header = {"error": text, "is_users": is_users, "line": describe_error(error)}
         finished.put((json.dumps(header).encode(), ()))
     finished.put(None)
 

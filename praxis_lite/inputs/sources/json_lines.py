@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
-from praxis_lite.host.file_reading import MOST_NESTED, is_nested
+from praxis_lite.host.file_reading import MAX_NESTING, is_nested
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import FileSource
@@ -91,9 +91,9 @@ def parsed(line: bytes, where: str) -> Example:
         result = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadExample("not_json", where, f"is no JSON: {error}", "Mend the line.") from None
-    if text.count("[") + text.count("{") > MOST_NESTED and is_nested(result, MOST_NESTED):
+    if text.count("[") + text.count("{") > MAX_NESTING and is_nested(result, MAX_NESTING):
         raise BadExample(
-            "not_json", where, f"is nested more than {MOST_NESTED} deep", "Mend the line."
+            "not_json", where, f"is nested more than {MAX_NESTING} deep", "Mend the line."
         )
     if not isinstance(result, dict):
         raise BadExample(

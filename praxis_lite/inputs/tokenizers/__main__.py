@@ -138,7 +138,7 @@ def _lines(tokenizer: JsonTokenizer) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2, and a paragraph, for errors that the user can fix."""
-    return status_of(lambda: _run(argv), goes_on=True)
+    return status_of(lambda: _run(argv), continues_without_output=True)
 
 
 def _run(argv: Sequence[str] | None) -> None:

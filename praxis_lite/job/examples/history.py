@@ -1,4 +1,4 @@
-"""Extracts the valid history from a record: for each step, the last start that made it."""
+"""Extracts the valid history from a record: for each step, the last start that computed it."""
 
 import dataclasses
 import itertools
@@ -18,16 +18,16 @@ class Segment:
     """The steps of a start that no later start has recomputed.
 
     Attributes:
-      starts: The lines of its processes, by process.
+      starts: The line of each process, in the order of the processes.
       first_step: The first of these steps.
       last_step: The last of these steps.
-      stretches: The spans of rows of these steps, of all processes.
+      spans: The spans of rows that all processes fed in these steps.
     """
 
     starts: Sequence[Start]
     first_step: int
     last_step: int
-    stretches: Sequence[RowSpan]
+    spans: Sequence[RowSpan]
 
     @property
     def number(self) -> int:
@@ -58,51 +58,52 @@ class History:
     """The valid history of a job, and the faults of its record.
 
     Attributes:
-      parts: The segments, in the order of their steps.
+      segments: The segments, in the order of their steps.
       faults: A sentence per fault. Without faults, every row of every batch was fed exactly once
         and in order.
       notes: Sentences about other observations.
-      starts: Number of starts in the record.
+      num_starts: Number of starts in the record.
       num_launches: Number of launches of the job.
       num_lost_steps: Number of recorded steps that were recomputed later.
     """
 
-    parts: Sequence[Segment]
+    segments: Sequence[Segment]
     faults: Sequence[str]
     notes: Sequence[str]
-    starts: int
+    num_starts: int
     num_launches: int
     num_lost_steps: int
 
     @property
     def first_step(self) -> int:
         """First step of the history; 0 if it is empty."""
-        return self.parts[0].first_step if self.parts else 0
+        return self.segments[0].first_step if self.segments else 0
 
     @property
     def last_step(self) -> int:
         """Last step of the history; 0 if it is empty."""
-        return self.parts[-1].last_step if self.parts else 0
+        return self.segments[-1].last_step if self.segments else 0
 
     @property
     def skipped(self) -> tuple[int, ...]:
         """Indices of the batches that were left out before the batch of the last step."""
-        if not self.parts:
+        if not self.segments:
             return ()
-        last = self.parts[-1]
+        last = self.segments[-1]
         return tuple(index for index in last.skipped if index < last.batch_of(last.last_step))
 
     @property
     def num_rows(self) -> int:
         """Number of rows of all batches."""
         return sum(
-            (part.last_step - part.first_step + 1) * part.batch_size for part in self.parts
+            (segment.last_step - segment.first_step + 1) * segment.batch_size
+            for segment in self.segments
         )
 
     @property
     def digest(self) -> str:
         """Sum of all recorded digests modulo 2^64, in hex."""
-        spans = (span for part in self.parts for span in part.stretches)
+        spans = (span for segment in self.segments for span in segment.spans)
         return f"{sum(int(span.digest, 16) for span in spans) % 2**64:016x}"
 
 
@@ -111,14 +112,15 @@ def history_of(record: Record, saved_step: int | None) -> History:
 
     Args:
       record: All lines of a job.
-      saved_step: Step of the newest checkpoint, which the job would resume from; None without one.
+      saved_step: Step of the latest checkpoint, which the job would resume from; None if there is
+        no checkpoint.
     """
     groups = {
         number: list(group)
         for number, group in itertools.groupby(record.starts, lambda start: start.start)
     }
     spans: dict[int, list[RowSpan]] = {number: [] for number in groups}
-    for span in record.stretches:
+    for span in record.spans:
         spans.setdefault(span.start, []).append(span)
     ends = {
         number: max((span.steps[1] for span in spans[number]), default=starts[0].step)
@@ -127,31 +129,33 @@ def history_of(record: Record, saved_step: int | None) -> History:
     faults, notes = [], []
     if missing := [number for number in range(1, 1 + record.last_start) if number not in groups]:
         faults.append(f"the record has no line of start {few([str(n) for n in missing], 8)}")
-    newest = ends[max(ends)] if ends else 0
+    last_recorded = ends[max(ends)] if ends else 0
     if saved_step is None:
         notes.append("there is no checkpoint, so it is not known whether the steps were saved")
-    elif newest > saved_step:
-        notes.append(f"steps {saved_step + 1} to {newest} are on record, but not saved")
-    parts = [
+    elif last_recorded > saved_step:
+        notes.append(f"steps {saved_step + 1} to {last_recorded} are on record, but not saved")
+    segments = [
         _segment(groups[number], spans[number], last_step, faults)
-        for number, last_step in _chain(groups, ends, newest if saved_step is None else saved_step)
+        for number, last_step in _chain(
+            groups, ends, last_recorded if saved_step is None else saved_step
+        )
     ]
-    _check_order(parts, saved_step or 0, faults)
-    if parts and parts[0].starts[0].is_new and parts[0].first_step > 1:
+    _check_order(segments, saved_step or 0, faults)
+    if segments and segments[0].starts[0].is_new and segments[0].first_step > 1:
         notes.append(
-            f"the job started from a state of step {parts[0].first_step - 1}, whose data are not "
-            "on record"
+            f"the job started from a state of step {segments[0].first_step - 1}, whose data are "
+            "not on record"
         )
     if record.num_unreadable:
         notes.append(
             f"{record.num_unreadable} lines of the record cannot be read: they are incomplete, "
             "because a process was killed, or damaged"
         )
-    num_made = sum(ends[number] - starts[0].step for number, starts in groups.items())
-    num_valid = sum(part.last_step - part.first_step + 1 for part in parts)
+    num_computed = sum(ends[number] - starts[0].step for number, starts in groups.items())
+    num_valid = sum(segment.last_step - segment.first_step + 1 for segment in segments)
     return History(
-        parts, faults[:_MAX_FAULTS], notes, len(groups),
-        len({starts[0].launch for starts in groups.values()}), max(0, num_made - num_valid),
+        segments, faults[:_MAX_FAULTS], notes, len(groups),
+        len({starts[0].launch for starts in groups.values()}), max(0, num_computed - num_valid),
     )
 
 
@@ -160,7 +164,7 @@ def _chain(
 ) -> list[tuple[int, int]]:
     """Returns (start number, last valid step) of the starts that led to the state of `step`.
 
-    The chain is followed backwards: each start resumed from the state that the newest earlier start
+    The chain is followed backwards: each start resumed from the state that the latest earlier start
     had at that step.
     """
     chain, number = [], max(groups, default=0) + 1
@@ -225,62 +229,62 @@ def _row_faults(starts: Sequence[Start]) -> Iterator[str]:
         yield f"rows {end} to {starts[0].batch_size - 1} of each batch were fed by no process"
 
 
-def _step_faults(part: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
+def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
     """Yields a sentence per step of a process that is not on record exactly once and in order."""
-    end = part.first_step - 1
+    end = segment.first_step - 1
     for span in spans:
         first, last = span.steps
-        if first > part.last_step:
+        if first > segment.last_step:
             break
         if first > end + 1:
             yield f"steps {end + 1} to {first - 1} are not on record"
         if first <= end:
             yield f"steps {first} to {min(end, last)} are on record twice"
-        if last > part.last_step:
+        if last > segment.last_step:
             yield (
-                f"the run resumed from step {part.last_step}, inside the span of steps {first} to "
-                f"{last}"
+                f"the run resumed from step {segment.last_step}, inside the span of steps {first} "
+                f"to {last}"
             )
-        expected = part.batch_of(first), part.batch_of(last)
+        expected = segment.batch_of(first), segment.batch_of(last)
         if span.batches != expected:
             yield (
                 f"steps {first} to {last} were fed the batches {span.batches[0]} to "
                 f"{span.batches[1]}; expected {expected[0]} to {expected[1]}"
             )
-        skipped = tuple(k for k in part.skipped if expected[0] < k < expected[1])
+        skipped = tuple(k for k in segment.skipped if expected[0] < k < expected[1])
         if span.skipped != skipped:
             yield (
                 f"steps {first} to {last} left out the batches {list(span.skipped)}; expected "
                 f"{list(skipped)}, according to the start"
             )
         end = max(end, last)
-    if end < part.last_step:
-        yield f"steps {end + 1} to {part.last_step} are not on record"
+    if end < segment.last_step:
+        yield f"steps {end + 1} to {segment.last_step} are not on record"
 
 
-def _check_order(parts: Sequence[Segment], saved_step: int, faults: list[str]) -> None:
+def _check_order(segments: Sequence[Segment], saved_step: int, faults: list[str]) -> None:
     """Appends faults between segments: missing steps, and batches left out or repeated."""
-    last = parts[-1].last_step if parts else 0
+    last = segments[-1].last_step if segments else 0
     if last < saved_step:
         faults.append(
             f"steps {last + 1} to {saved_step}, which is saved, are not on record"
         )
-    if not parts:
+    if not segments:
         return
-    first = parts[0].starts[0]
+    first = segments[0].starts[0]
     if first.step and not first.is_new:
         faults.append(f"steps 1 to {first.step} are not on record")
-    for previous, part in itertools.pairwise(parts):
-        if part.first_step != previous.last_step + 1:
+    for previous, segment in itertools.pairwise(segments):
+        if segment.first_step != previous.last_step + 1:
             faults.append(
-                f"steps {previous.last_step + 1} to {part.first_step - 1} are not on record: start "
-                f"{part.number} resumed from step {part.first_step - 1}"
+                f"steps {previous.last_step + 1} to {segment.first_step - 1} are not on record: "
+                f"start {segment.number} resumed from step {segment.first_step - 1}"
             )
         next_batch = previous.batch_of(previous.last_step) + 1
         expected = [index for index in previous.skipped if index < next_batch]
-        actual = [index for index in part.skipped if index < next_batch]
+        actual = [index for index in segment.skipped if index < next_batch]
         if actual != expected:
             faults.append(
-                f"start {part.number} left out the batches {actual} before batch {next_batch}; "
+                f"start {segment.number} left out the batches {actual} before batch {next_batch}; "
                 f"the previous start left out {expected}"
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from praxis_lite.host.file_reading import lines_of, parse_json
 
-_NEWEST_BYTES = 2**16
+_TAIL_BYTES = 2**16  # Enough for the last lines of a file.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Start:
 
     Attributes:
       start: Number of the start, from 1, the same in all processes.
-      step: Number of training steps made before.
+      step: Number of training steps completed before.
       is_new: Whether the job had no checkpoint.
       time: Time of the start, in Unix seconds.
       launch: When the first process was launched, in Unix seconds, as in timeline.jsonl.
@@ -77,18 +77,18 @@ class Record:
 
     Attributes:
       starts: The starts, sorted by number and then by process.
-      stretches: The spans of rows, in file order.
-      num_unreadable: Number of other lines, incomplete or damaged.
+      spans: The spans of rows, in file order.
+      num_unreadable: Number of incomplete or damaged lines.
     """
 
     starts: Sequence[Start]
-    stretches: Sequence[RowSpan]
+    spans: Sequence[RowSpan]
     num_unreadable: int
 
     @property
     def last_start(self) -> int:
         """Number of the last start; 0 if there is none."""
-        return max((line.start for line in (*self.starts, *self.stretches)), default=0)
+        return max((line.start for line in (*self.starts, *self.spans)), default=0)
 
 
 def line_of(line: Start | RowSpan) -> str:
@@ -102,18 +102,18 @@ def read_record(folder: Path) -> Record:
     Raises:
       ConfigError: A file cannot be read.
     """
-    starts, stretches, num_unreadable = [], [], 0
+    starts, spans, num_unreadable = [], [], 0
     for path in sorted(folder.glob("*.jsonl")):
         for text in lines_of(path):
             line = _parse_line(text)
             if isinstance(line, Start):
                 starts.append(line)
             elif isinstance(line, RowSpan):
-                stretches.append(line)
+                spans.append(line)
             else:
                 num_unreadable += 1
     starts.sort(key=lambda line: (line.start, line.process))
-    return Record(starts, stretches, num_unreadable)
+    return Record(starts, spans, num_unreadable)
 
 
 def next_start(folder: Path) -> int:
@@ -123,7 +123,7 @@ def next_start(folder: Path) -> int:
       ConfigError: A file cannot be read.
     """
     lines = [
-        line for path in folder.glob("*.jsonl") for text in lines_of(path, _NEWEST_BYTES)
+        line for path in folder.glob("*.jsonl") for text in lines_of(path, _TAIL_BYTES)
         if (line := _parse_line(text)) is not None
     ]
     return 1 + max((line.start for line in lines), default=0)

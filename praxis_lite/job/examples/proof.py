@@ -18,7 +18,7 @@ def faults_of_data(
     """Checks that the recorded rows are those of the pipeline.
 
     Args:
-      history: The valid part of the record.
+      history: The valid history of the record.
       pipeline: The training data, as rebuilt from the job's config.
       progress: Called with (number of compared steps, number of all steps).
 
@@ -29,36 +29,36 @@ def faults_of_data(
       ConfigError: A batch of the pipeline is not valid.
     """
     faults, done = [], 0
-    num_steps = sum(part.last_step - part.first_step + 1 for part in history.parts)
+    num_steps = sum(segment.last_step - segment.first_step + 1 for segment in history.segments)
     batches = _digests(history, pipeline)
-    for part in history.parts:
-        if part.batch_size != pipeline.batch_size:
+    for segment in history.segments:
+        if segment.batch_size != pipeline.batch_size:
             faults.append(
-                f"steps {part.first_step} to {part.last_step} had batches of {part.batch_size} "
-                f"rows; those of the config have {pipeline.batch_size}"
+                f"steps {segment.first_step} to {segment.last_step} had batches of "
+                f"{segment.batch_size} rows; those of the config have {pipeline.batch_size}"
             )
             return faults
         # Several spans may be active at a step: one per process.
         spans_by_first_step: dict[int, list[int]] = {}
-        for number, span in enumerate(part.stretches):
+        for number, span in enumerate(segment.spans):
             spans_by_first_step.setdefault(span.steps[0], []).append(number)
-        sums, active = [0] * len(part.stretches), []
-        for step in range(part.first_step, part.last_step + 1):
+        sums, active = [0] * len(segment.spans), []
+        for step in range(segment.first_step, segment.last_step + 1):
             digests = next(batches, None)
             if digests is None:
-                faults.append(f"the data end before batch {part.batch_of(step)}, of step {step}")
+                faults.append(f"the data end before batch {segment.batch_of(step)}, of step {step}")
                 return faults
             active += spans_by_first_step.get(step, [])
             for number in active:
-                for first, last in part.rows_of(part.stretches[number].process):
+                for first, last in segment.rows_of(segment.spans[number].process):
                     sums[number] += total(digests[first:last])
-            active = [number for number in active if part.stretches[number].steps[1] > step]
+            active = [number for number in active if segment.spans[number].steps[1] > step]
             done += 1
             progress(done, num_steps)
         faults += [
-            f"steps {span.steps[0]} to {span.steps[1]} (start {part.number}, process "
+            f"steps {span.steps[0]} to {span.steps[1]} (start {segment.number}, process "
             f"{span.process}): the recorded digest is {span.digest}, that of the data is {digest}"
-            for span, value in zip(part.stretches, sums, strict=True)
+            for span, value in zip(segment.spans, sums, strict=True)
             if span.digest != (digest := f"{value % 2**64:016x}")
         ]
     return faults
@@ -67,10 +67,10 @@ def faults_of_data(
 def _digests(history: History, pipeline: InputPipeline) -> Iterator[np.ndarray]:
     """Yields the digests of all rows of each step's batch, in the order of the steps."""
     indices = [
-        part.batch_of(step) for part in history.parts
-        for step in range(part.first_step, part.last_step + 1)
+        segment.batch_of(step) for segment in history.segments
+        for step in range(segment.first_step, segment.last_step + 1)
     ]
-    batches, next_index = iter(()), -1  # `next_index` is that of the next batch of `batches`.
+    batches, next_index = iter(()), -1  # `next_index` is the index of the next batch.
     for index in indices:
         # Skipping ahead is cheaper than a new iterator only for pipelines that replay their data.
         if next_index < 0 or index < next_index or not pipeline.replays and index > next_index:

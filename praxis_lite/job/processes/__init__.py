@@ -8,15 +8,15 @@ from praxis_lite.job.processes.coordination import (
     count,
     count_on_this_host,
     exchange,
+    exchange_host_names,
     host,
     index,
     is_first,
-    learn_hosts,
     name,
 )
 from praxis_lite.job.processes.membership import membership
 
 __all__ = (
     "client", "count", "count_on_this_host", "exchange", "host", "index", "is_first",
-    "learn_hosts", "membership", "name",
+    "exchange_host_names", "membership", "name",
 )

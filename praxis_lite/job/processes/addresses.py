@@ -6,16 +6,16 @@ import socket
 
 from praxis_lite.host.host_names import is_loopback
 
-__all__ = ("joined", "own_address", "split")
+__all__ = ("format_address", "own_address", "parse_address")
 
 
-def split(address: str) -> tuple[str, int]:
+def parse_address(address: str) -> tuple[str, int]:
     """Splits "HOST:PORT" into host and port."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
-def joined(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """Returns "HOST:PORT"; the host is in brackets if it is an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -29,7 +29,7 @@ def own_address(coordinator: str | None) -> str:
     Args:
       coordinator: "HOST:PORT" of the coordinator, or None.
     """
-    host = split(coordinator)[0] if coordinator else ""
+    host = parse_address(coordinator)[0] if coordinator else ""
     # The last address is reserved (RFC 5737); the route to it is the default route.
     for target in filter(None, (host, socket.gethostname(), "192.0.2.1")):
         with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ def to_bind(coordinator: str) -> tuple[str, int]:
 
     The host is one address of this host; 0.0.0.0 and :: mean all interfaces, as usual.
     """
-    host, port = split(coordinator)
+    host, port = parse_address(coordinator)
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_unspecified:
             return host, port
@@ -60,7 +60,7 @@ def to_reach(coordinator: str) -> tuple[str, int]:
 
     The host is unchanged, unless it resolves to a loopback address on this host.
     """
-    host, port = split(coordinator)
+    host, port = parse_address(coordinator)
     with contextlib.suppress(OSError):
         if is_loopback(socket.getaddrinfo(host, port)[0][4][0]) and not is_loopback(host):
             return own_address(coordinator), port

@@ -38,7 +38,7 @@ class Beats:
         return {}
 
     def receive(self, beats: Mapping[int, str]) -> None:
-        """Stores the newest heartbeats of other processes; called once per own heartbeat.
+        """Stores the latest heartbeats of other processes; called once per own heartbeat.
 
         Silence is counted in heartbeats of this process instead of seconds, because this process
         may have been suspended.
@@ -61,7 +61,7 @@ class Beats:
         return None
 
     def silent_seconds(self, process: int) -> float:
-        """Returns the seconds since the newest heartbeat of a process."""
+        """Returns the seconds since the latest heartbeat of a process."""
         return self._num_silent.get(process, 0) * self._seconds
 
     def describe_silence(self, process: int, seconds: float) -> str:

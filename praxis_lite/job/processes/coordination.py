@@ -46,11 +46,11 @@ def name(process: int) -> str:
 
 
 def host(process: int) -> str:
-    """Returns the host name of a process; "" before `learn_hosts` was called."""
+    """Returns the host name of a process; "" before `exchange_host_names` was called."""
     return _hosts[process] if process < len(_hosts) else ""
 
 
-def learn_hosts(timeout_seconds: float) -> None:
+def exchange_host_names(timeout_seconds: float) -> None:
     """Exchanges the host names of all processes, for `name` and `host`."""
     _hosts[:] = exchange("hosts", socket.gethostname(), timeout_seconds)
 
@@ -111,6 +111,6 @@ def _exchange(service: Any, name: str, text: str, timeout_seconds: float) -> lis
 def _timeout_error(what: str, processes: list[int], seconds: float) -> PeerLost:
     return PeerLost(
         f"{' and '.join(map(name, processes))} did not reach '{what}' within {seconds:.0f} s: it "
-        f"hangs, or runs another command than {name(index())}. Look at its output, and start the "
+        f"hangs, or runs a different command than {name(index())}. Check its output, and start the "
         "same command on every host."
     )

@@ -31,8 +31,8 @@ _MAX_UNAUTHENTICATED = 32
 _START_SECONDS = 15.0
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 2**16
-# How long a lost connection is kept open, so that this process can end by itself before JAX notices
-# and aborts it.
+# How long a lost connection stays open, so that this process can end by itself before JAX notices
+# the loss and aborts it.
 _LOST_SECONDS = 3.0
 
 _gates: list["Gate"] = []  # Keeps the gates alive until this process ends.

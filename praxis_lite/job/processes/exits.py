@@ -35,7 +35,7 @@ def on_end_now(callback: Callable[[int, str], None]) -> None:
 
 
 def end_now(status: int, why: str = "") -> NoReturn:
-    """Ends the process immediately; callable from any thread, whatever the others do.
+    """Ends the process immediately; callable from any thread, even if other threads are busy.
 
     Args:
       status: The exit status.

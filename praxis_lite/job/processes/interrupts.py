@@ -12,8 +12,8 @@ class Interrupt(StopRequest):
 
     Before the first step, when there is nothing to save, a signal raises KeyboardInterrupt. The
     time limit raises ConfigError after the first step. Later, only `reason` is set. A second signal
-    raises KeyboardInterrupt in the main thread, whatever it does. Entered in another thread, this
-    class handles no signal.
+    raises KeyboardInterrupt in the main thread, even during a save. If entered in another thread,
+    this class handles no signals.
     """
 
     # The signal for which the main thread must raise KeyboardInterrupt.

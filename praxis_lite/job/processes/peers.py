@@ -35,7 +35,8 @@ _GIL_SECONDS = 16.0
 # JAX's own timeout. It must be longer: JAX aborts processes without naming the one that failed. It
 # sends a heartbeat twice in this time, so it aborts 25 to 50 s after a failure.
 JAX_HEARTBEAT_SECONDS = 50
-# How long the first process, which runs the service, stays so that others can read why it failed.
+# How long the first process, which runs the service, stays alive after a failure, so that the
+# other processes can read the reason.
 _LINGER_SECONDS = 3.0
 _RECORD_SECONDS = 1.0
 
@@ -187,7 +188,7 @@ def _record_end(process: int, reason: str, status: int) -> None:
 
 
 def _record_own_end(status: int, reason: str) -> None:
-    """Records that this process ends, whatever its main thread does; takes seconds."""
+    """Records that this process ends, even if its main thread is busy; may take a few seconds."""
     if not _has_succeeded.is_set():
         _is_failing.set()
         # Use a thread, because the call never returns if the service is stopped.
@@ -200,7 +201,7 @@ def _record_own_end(status: int, reason: str) -> None:
 
 
 def _linger() -> None:
-    """Waits until other processes can have read the record, in the process with the service."""
+    """In the process that runs the service, waits so that the others can read the record."""
     if processes.is_first() and processes.membership() is None:
         threading.Event().wait(_LINGER_SECONDS)
 
@@ -251,7 +252,7 @@ def _send_heartbeats() -> None:
             beats.receive(_newest_beats(client, process))
             stuck = beats.check(client)
         except RuntimeError:
-            return  # The service is gone; `_wait_for_failure` ends this process.
+            return  # The service has ended; `_wait_for_failure` ends this process.
         _num_responses += 1
         for other in range(1, processes.count()) if is_first else (0,):
             if (seconds := beats.silent_seconds(other)) >= SILENT_SECONDS:

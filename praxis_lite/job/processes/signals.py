@@ -43,8 +43,8 @@ class SignalListener(contextlib.AbstractContextManager):
 
     In a worker of an elastic job, STOPS_WORKER takes the place of SIGNALS.
 
-    Python installs handlers only in the main thread; entered in another thread, this class handles
-    no signal. Signals that were ignored before remain ignored, and a handler of the user for
+    Python installs handlers only in the main thread; if entered in another thread, this class
+    handles no signals. Signals that were ignored before remain ignored, and the user's handler for
     PROFILES remains installed.
     """
 
@@ -68,7 +68,7 @@ class SignalListener(contextlib.AbstractContextManager):
 
     def _on_profile_signal(self) -> None:
         """Called immediately, in the listening thread, for each PROFILES signal."""
-        write_line(f"{name(PROFILES)}: no profile is made, because no training runs")
+        write_line(f"{name(PROFILES)}: ignored, because only a training job can be profiled")
 
     def _on_second_signal(self, signum: int) -> None:
         """Called immediately, in the listening thread, for a second signal; ends the process."""
@@ -77,7 +77,7 @@ class SignalListener(contextlib.AbstractContextManager):
         end_now(128 + signum, f"was ended by {cause}{outcome}")
 
     def _outcome(self) -> str:
-        """Returns the end of a line that says what is saved if the process ends now; or ""."""
+        """Returns the end of a message: the latest checkpoint if the process ends now, or ""."""
         return ""
 
     def _on_timeout(self) -> None:

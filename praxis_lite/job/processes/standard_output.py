@@ -15,7 +15,7 @@ from praxis_lite.job.processes.signals import write_line
 __all__ = ("print_log",)
 
 
-def to_nothing(number: int) -> None:
+def redirect_to_null(number: int) -> None:
     """Redirects a file descriptor, open or closed, to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:  # `open` may return this number itself, if it was closed.
@@ -45,7 +45,7 @@ class _LosableStream:
     def _lose(self, error: OSError) -> None:
         # Redirect the descriptor and not Python's stream, so that flushing its buffer at exit does
         # not fail again.
-        to_nothing(self._stream.fileno())
+        redirect_to_null(self._stream.fileno())
         if not self._continues():
             raise SystemExit(128 + signal.SIGPIPE)
         write_line(
@@ -57,7 +57,7 @@ class _LosableStream:
         return getattr(self._stream, name)
 
 
-def open_what_is_closed() -> None:
+def open_closed_streams() -> None:
     """Opens /dev/null for each standard stream that is closed, as by `1>&-` in a shell.
 
     Otherwise the next file that the job opens would get its descriptor, and `print` would write
@@ -67,7 +67,7 @@ def open_what_is_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            to_nothing(number)
+            redirect_to_null(number)
         if getattr(sys, name) is None:
             stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
@@ -78,8 +78,8 @@ def output_may_be_lost(*, continues: bool | Callable[[], bool]) -> Iterator[None
     """Defines what happens when standard output or standard error cannot be written.
 
     Args:
-      continues: Whether the program continues without them, or else ends quietly like a program in
-        a pipe; or a function that returns this, called when the output is lost.
+      continues: Whether the program continues without them. Otherwise it ends quietly, like a
+        program in a pipe. May also be a function that returns this, called when output is lost.
     """
     decide = continues if callable(continues) else lambda: continues
     original = sys.stdout, sys.stderr

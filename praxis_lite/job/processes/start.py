@@ -18,9 +18,9 @@ from praxis_lite.job.processes import addresses, peers
 from praxis_lite.job.processes.beats import Beats
 from praxis_lite.job.processes.coordinator_gate import Gate, user_folder
 from praxis_lite.job.processes.membership import Membership, join
-from praxis_lite.job.processes.standard_output import to_nothing
+from praxis_lite.job.processes.standard_output import redirect_to_null
 
-__all__ = ("connect_member", "own_number")
+__all__ = ("connect_member", "process_numbers")
 
 START_SECONDS = 45
 
@@ -68,7 +68,7 @@ def start(
     with _key_file(settings, job_log_dir) as file:
         _connect(settings, start_seconds, file)
         peers.watch(beats)
-        processes.learn_hosts(start_seconds)
+        processes.exchange_host_names(start_seconds)
     if processes.is_first():
         hosts = len({processes.host(k) for k in range(processes.count())})
         print(f"{processes.count()} processes on {hosts} hosts, found by {found_by}", flush=True)
@@ -102,14 +102,14 @@ def connect_member(membership: Membership, start_seconds: int) -> None:
     try:
         _connect(settings, start_seconds, membership.key, lost_status=membership.lost_status)
         peers.end_with_connection()
-        processes.learn_hosts(start_seconds)
+        processes.exchange_host_names(start_seconds)
     except Error as error:
         raise PeerLost(str(error)) from error
     if not processes.is_first():
         _redirect_output(processes.index())
 
 
-def own_number(
+def process_numbers(
     coordinator: str | None, num_processes: int | None, process_id: int | None,
     environment: Mapping[str, str],
 ) -> tuple[int, int]:
@@ -188,7 +188,7 @@ def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | No
     """Returns (launcher, num_processes, process_id); ("", None, None) without a launcher."""
     for launcher, (size, rank) in _LAUNCHERS.items():
         if size in environment and rank in environment:
-            # A script of sbatch that does not use srun runs once, whatever its number of tasks.
+            # A script of sbatch that does not use srun runs only once, for any number of tasks.
             if launcher == "SLURM" and not all(name in environment for name in _SLURM_STEP):
                 continue
             return launcher, int(environment[size]), int(environment[rank])
@@ -260,7 +260,7 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
     Yields:
       The file; None without a directory that all processes can read.
     """
-    host, port = addresses.split(settings["coordinator_address"])
+    host, port = addresses.parse_address(settings["coordinator_address"])
     if is_loopback(host):
         try:
             file = user_folder() / f"{port}.key"
@@ -345,9 +345,9 @@ def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[st
     coordinator, is_first = settings["coordinator_address"], settings["process_id"] == 0
     to_reach, to_bind = addresses.to_reach(coordinator), addresses.to_bind(coordinator)
     if (bound := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")) and not isinstance(key, bytes):
-        to_bind = addresses.split(bound)
+        to_bind = addresses.parse_address(bound)
     if key is None:
-        reach, bind = addresses.joined(*to_reach), addresses.joined(*to_bind)
+        reach, bind = addresses.format_address(*to_reach), addresses.format_address(*to_bind)
     else:
         gate = Gate(
             to_bind if is_first else to_reach, key, settings["num_processes"], is_first=is_first
@@ -361,7 +361,7 @@ def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[st
 def _redirect_output(process: int) -> None:
     """Drops standard output, and prefixes lines on standard error with the process's index."""
     sys.stdout.flush()
-    to_nothing(1)
+    redirect_to_null(1)
     sys.stderr = PrefixedStream(sys.stderr, f"[process {process}] ")
 
 

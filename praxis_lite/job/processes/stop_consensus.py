@@ -1,4 +1,4 @@
-"""Makes all processes of a job agree at every step on stopping, saving and profiling."""
+"""Makes all processes of a job stop, save and profile at the same step."""
 
 import logging
 import time
@@ -76,13 +76,13 @@ class StopConsensus:
         step before it.
 
         Args:
-          stop_requested: Whether this process was asked to stop.
+          stop_requested: Whether this process was requested to stop.
           save_is_due: Whether a checkpoint is due by this process's clock.
-          profile_steps: Number of steps that this process was asked to profile, or 0.
+          profile_steps: Number of steps that this process was requested to profile, or 0.
           end_is_due: Whether this process has a reason to end training early.
 
         Returns:
-          Whether any process was asked to stop; the same in all processes.
+          Whether any process was requested to stop; the same in all processes.
         """
         self.profile_steps = 0
         if self._is_alone:

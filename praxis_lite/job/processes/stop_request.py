@@ -6,8 +6,8 @@ import time
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.exits import end_now
 
-# The processes of a job stop after the same step. Before the first step, a process that was asked
-# to stop waits at most this long for that step, and then ends. Schedulers kill it after 30 s.
+# The processes of a job stop after the same step. Before the first step, a process that received a
+# stop request waits at most this long for that step, and then ends. Schedulers kill it after 30 s.
 PEERS_SECONDS = 20.0
 
 
@@ -49,11 +49,11 @@ class StopRequest(signals.SignalListener):
         return self
 
     def training_begins(self, newest_step: int | None) -> None:
-        """Sets the step of the newest checkpoint, for messages; None if there is none yet."""
+        """Sets the step of the latest checkpoint, for messages; None if there is none yet."""
         self._has_begun, self._newest_step = True, newest_step
 
     def saved(self, newest_step: int | None) -> None:
-        """Updates the step of the newest checkpoint; callable from any thread."""
+        """Updates the step of the latest checkpoint; callable from any thread."""
         self._newest_step = newest_step
 
     def step_ended(self) -> None:
@@ -115,7 +115,7 @@ class StopRequest(signals.SignalListener):
         return f"; {self._newest_checkpoint()}"
 
     def _newest_checkpoint(self) -> str:
-        """Describes the newest checkpoint."""
+        """Describes the latest checkpoint."""
         if self._newest_step is not None:
             return f"the newest checkpoint is of step {self._newest_step}"
         if not self._has_begun:

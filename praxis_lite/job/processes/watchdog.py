@@ -153,11 +153,11 @@ class Watchdog(contextlib.AbstractContextManager):
             f"{now - self.last_sign:.0f} s now: {doing}; {advice}. "
             f"{'The process ends, status 1. ' if exits else ''}All threads:\n{stacks()}"
         )
-        self.say(report)
+        self.write(report)
         if exits:
             end_now(1)
 
-    def say(self, report: str) -> None:
+    def write(self, report: str) -> None:
         """Writes a report to standard error and to the file."""
         write_report(report, self._stacks_txt)
 

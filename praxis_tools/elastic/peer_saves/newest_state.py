@@ -11,7 +11,7 @@ from praxis_lite.checkpoints.sharded_reading import read_state
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.job import processes
 from praxis_lite.job.processes.broadcast import from_first
-from praxis_tools.elastic.peer_saves.held_saves import (
+from praxis_tools.elastic.peer_saves.stored_saves import (
     SaveChoice,
     StoredSave,
     newest_complete_save,

@@ -134,13 +134,13 @@ def verify_certificate(
 
 
 def notes_on_versions(certificate: Certificate) -> list[str]:
-    """Returns notes about packages whose version here differs from that of the jobs."""
+    """Returns notes about packages whose installed version differs from the one the jobs used."""
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []
         last = used[-1] if used else {}
         notes += [
-            f"{job.name} used {name} {shown(str(last[name]))}; here is {version}"
+            f"{job.name} used {name} {shown(str(last[name]))}, but {version} is installed here"
             for name, version in here.items() if last.get(name, version) != version
         ]
     return notes
@@ -149,7 +149,7 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
 def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
     title = f"{job}: {fact.title}"
     if here is None:
-        return Verdict(title, UNKNOWN, "this version does not know the fact")
+        return Verdict(title, UNKNOWN, "this version of praxis_lite does not compute it")
     faults = "; ".join(here.faults[:3])
     if fact.value is None:
         if set(here.faults) - set(fact.faults):
@@ -164,7 +164,7 @@ def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
     if here.value != fact.value:
         return Verdict(title, DIFFERS, _difference(fact.value, here.value))
     if here.faults != fact.faults:
-        return Verdict(title, DIFFERS, faults or "there is no fault here")
+        return Verdict(title, DIFFERS, faults or "the job has no fault any more")
     return Verdict(title, SAME)
 
 

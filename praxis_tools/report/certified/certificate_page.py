@@ -21,8 +21,8 @@ _STYLE = (
 def text_of(certificate: Certificate) -> str:
     """Returns the certificate as text for a terminal."""
     parts = [_job_text(job) for job in certificate.jobs]
-    number = len(certificate.faults)
-    parts.append(f"{number} faults" if number else "nothing is wrong with what was looked at")
+    num_faults = len(certificate.faults)
+    parts.append(f"{num_faults} faults" if num_faults else "no faults were found")
     return "\n\n".join(parts)
 
 

@@ -30,7 +30,7 @@ from praxis_tools.report.certified.job_files import (
 )
 from praxis_tools.report.step_certificates import failed, step_certificates
 
-_MOST_CHECKPOINTS = 3
+_MAX_CHECKPOINTS = 3
 # Append-only files. If the job has continued, only their beginning is compared.
 _GROWING = ("certificates.jsonl", "elastic.jsonl")
 _FOLDERS = ("tokenizers/", "huggingface")
@@ -103,7 +103,7 @@ def scope_of(job_dir: JobDir) -> Scope:
             f"{job_dir.path} has no checkpoint to certify. Train until a step is saved."
         )
     # Numbered folders include those without a commit, which are damaged.
-    newest = tuple(numbered_steps(job_dir.checkpoints)[-_MOST_CHECKPOINTS:])
+    newest = tuple(numbered_steps(job_dir.checkpoints)[-_MAX_CHECKPOINTS:])
     sizes = {
         name: path.stat().st_size for name in _GROWING
         if (path := job_dir.path / name).is_file()
@@ -122,15 +122,17 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
     """Returns the facts of a job within a scope."""
     proof, examples = _proof(job_dir, scope)
     newest = max([scope.last_step, *committed_steps(job_dir.checkpoints)])
-    parts = proof.history.parts if proof is not None else ()
-    starts = [part.first_step - 1 for part in parts]
+    segments = proof.history.segments if proof is not None else ()
+    starts = [segment.first_step - 1 for segment in segments]
     files = JobFiles(
         job_dir, scope.last_step, newest, reading.packages, first_step=min(starts, default=0),
         start=max(starts, default=scope.last_step),
     )
     timeline = job_dir.timeline_jsonl
     if proof is None and not files.has_trained:
-        examples = [Fact(x.section, x.name, None, "the job made no step yet") for x in examples]
+        examples = [
+            Fact(x.section, x.name, None, "the job has not completed a step") for x in examples
+        ]
     return [
         _fact("config", "experiment", lambda: recorded_experiment(job_dir)),
         _fact(
@@ -140,7 +142,7 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
         ),
         _fact("config", "layout.json", files.layout, files.faults_of_layout),
         *examples,
-        *([_examples_again(job_dir, proof, reading)] if proof is not None else []),
+        *([_recomputed_examples(job_dir, proof, reading)] if proof is not None else []),
         _fact("losses", "steps and losses", lambda: _losses(files), files.faults_of_metrics),
         _evaluations(files, scope),
         *_checkpoints(job_dir, scope, reading, newest),
@@ -149,7 +151,7 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
         _fact(
             "time", timeline.name, lambda: _beginning(timeline, scope), files.faults_of_timeline
         ),
-        _changes(files, scope, parts),
+        _changes(files, scope, segments),
     ]
 
 
@@ -160,12 +162,12 @@ def _fact(
     """Computes a fact. A file that cannot be read is a fault."""
     found = all_faults(faults)
     try:
-        result = value()
+        computed = value()
     except (Error, OSError) as error:
         fault = str(error.args[0] if isinstance(error, Error) else error)
         unique = tuple(dict.fromkeys([*found, fault]))
         return Fact(section, name, None, "it cannot be read", unique)
-    return Fact(section, name, result, why_not if result is None else "", tuple(found))
+    return Fact(section, name, computed, why_not if computed is None else "", tuple(found))
 
 
 def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fact]]:
@@ -182,7 +184,7 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
             Fact("examples", "on record", None, "there is no record", (fault,)),
         ]
     return proof, [
-        Fact("versions", "by their first step", _versions(proof.history.parts)),
+        Fact("versions", "by their first step", _versions(proof.history.segments)),
         Fact("examples", "on record", {
             "first_step": proof.history.first_step, "last_step": proof.history.last_step,
             "rows": proof.history.num_rows, "left_out_batches": list(proof.history.skipped),
@@ -199,25 +201,26 @@ def _damaged_examples(job_dir: JobDir) -> list[str]:
     ]
 
 
-def _versions(parts: Sequence[Segment]) -> list[dict[str, Any]]:
+def _versions(segments: Sequence[Segment]) -> list[dict[str, Any]]:
     """Returns the versions of packages at the start, and after each change."""
-    result: list[dict[str, Any]] = []
-    for part in parts:
-        versions = dict(part.starts[0].versions)
-        if not result or result[-1] != {"from_step": result[-1]["from_step"], **versions}:
-            result.append({"from_step": part.first_step, **versions})
-    return result
+    changes: list[dict[str, Any]] = []
+    for segment in segments:
+        versions = dict(segment.starts[0].versions)
+        if not changes or changes[-1] != {"from_step": changes[-1]["from_step"], **versions}:
+            changes.append({"from_step": segment.first_step, **versions})
+    return changes
 
 
-def _examples_again(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> Fact:
+def _recomputed_examples(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> Fact:
+    """Reads the training data again, and compares its digests with the record."""
     from praxis_lite.job.examples.proof import faults_of_data
 
     section, name = "examples", "made again"
     if reading.recorded_only:
         return Fact(section, name, None, "--recorded_only was given")
 
-    def progress(done: int, of: int) -> None:
-        reading.progress(f"{done:,} of {of:,} steps' examples made again")
+    def progress(num_done: int, num_steps: int) -> None:
+        reading.progress(f"recomputed the examples of {num_done:,} of {num_steps:,} steps")
 
     try:
         pipeline = train_pipeline(job_dir, reading.packages, reading.settings)
@@ -225,7 +228,7 @@ def _examples_again(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> 
     except ConfigError as error:
         return Fact(section, name, None, str(error.args[0]))
     if faults:
-        return Fact(section, name, None, "they are others than those on record", tuple(faults))
+        return Fact(section, name, None, "they differ from the record", tuple(faults))
     return Fact(section, name, {"digest": proof.history.digest})
 
 
@@ -259,7 +262,7 @@ def _checkpoints(
         section, name, step_dir = "checkpoints", f"step {step}", job_dir.checkpoints / str(step)
         if not step_dir.is_dir() and newest > scope.last_step:
             # The job continued and deleted older steps.
-            yield Fact(section, name, None, "it is no longer kept")
+            yield Fact(section, name, None, "the job has deleted it")
             continue
         try:
             yield Fact(section, name, digest_of(step_dir))
@@ -293,18 +296,18 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
 
     return _fact(
         "certificates in flight", path.name, lambda: _beginning(path, scope), faults,
-        "the job made none (run.certify_every_steps)",
+        "the job has none (run.certify_every_steps)",
     )
 
 
-def _changes(files: JobFiles, scope: Scope, parts: Sequence[Segment]) -> Fact:
+def _changes(files: JobFiles, scope: Scope, segments: Sequence[Segment]) -> Fact:
     path = files.job_dir.elastic_jsonl
 
     def faults() -> Iterator[str]:
         if path.exists():
             yield from faults_of_lines(path)
-        elif any(part.starts[0].generation is not None for part in parts):
-            yield f"{path.name} is missing, and the job is elastic"
+        elif any(segment.starts[0].generation is not None for segment in segments):
+            yield f"{path.name} is missing, although the job is elastic"
 
     return _fact(
         "changes of hands", path.name, lambda: _beginning(path, scope), faults,

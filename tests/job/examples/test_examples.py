@@ -230,7 +230,7 @@ def test_each_step_counts_by_the_start_that_made_it_for_good():
          stretch(4, 7, 9)], 0,
     )
     history = history_of(record, 9)
-    assert [(part.number, part.first_step, part.last_step) for part in history.parts] == [
+    assert [(part.number, part.first_step, part.last_step) for part in history.segments] == [
         (1, 1, 4), (2, 5, 6), (4, 7, 9),
     ]
     assert list(history.faults) == [] and history.num_lost_steps == 4 + 2
@@ -278,4 +278,4 @@ def test_lines_of_nonsense_are_left_out_and_counted(tmp_path):
         '{"start": 1}\n[]\n{"digest": 1}\nnull\n\x00\n{"sta'
     )
     record = read_record(tmp_path)
-    assert (record.starts, record.stretches, record.num_unreadable) == ([], [], 6)
+    assert (record.starts, record.spans, record.num_unreadable) == ([], [], 6)

@@ -16,7 +16,7 @@ from praxis_lite.job.events import (
     STEP,
 )
 from praxis_lite.job.job_dir import JobDir
-from praxis_tools.goodput.goodput import HANDS, IDLE, KINDS, LOST_STEP, goodput_of, note_goodput
+from praxis_tools.goodput.goodput import HANDOVER, IDLE, KINDS, LOST_STEP, goodput_of, note_goodput
 from praxis_tools.goodput.spans import Span, read_spans
 from tests.tools.goodput.launches import Clocks, FakeLaunch
 
@@ -78,7 +78,7 @@ def test_three_launches_two_of_them_killed_add_up_to_all_of_the_time(job):
     ]
     assert actual.share == pytest.approx(3.75 / actual.total_seconds)
     text = str(actual)
-    assert "lost step            1.6" in text and "3 steps made again" in text
+    assert "lost step            1.6" in text and "3 steps recomputed" in text
     assert actual.line().startswith("goodput 2.9% of 129 s in 3 launches; idle 70.7%, ")
 
 
@@ -313,7 +313,7 @@ def test_what_lies_between_launches_while_hands_change_is_no_idle_time(job):
     text = "".join(json.dumps(line | fields) + "\n" for line in lines)
     job.elastic_jsonl.write_text(text + "{")
     assert seconds_of(job) == {
-        STEP: 8.0, RESTORE: 2.0, HANDS: 0.5 + 3.0 + 6.0, IDLE: 60 + 1.0,
+        STEP: 8.0, RESTORE: 2.0, HANDOVER: 0.5 + 3.0 + 6.0, IDLE: 60 + 1.0,
     }
 
 

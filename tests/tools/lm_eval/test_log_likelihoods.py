@@ -67,10 +67,10 @@ def test_scores_are_those_of_the_forward_pass_and_each_class_of_lengths_compiles
     likeliest = loaded.generate([given[3][0]], max_new_tokens=3)[0]
     given[3] = given[3][0], likeliest
     before = num_compiled()
-    scores = scorer.of(given)
+    scores = scorer.score(given)
     # Eight rows in batches of six, the longest first: the classes are 128 and 32.
     assert num_compiled() - before == 2
-    assert scorer.of(given[::-1]) == scores[::-1]
+    assert scorer.score(given[::-1]) == scores[::-1]
     assert num_compiled() - before == 2
     for pair, score in zip(given, scores, strict=True):
         total, is_greedy = by_hand(loaded, *pair)
@@ -81,10 +81,10 @@ def test_scores_are_those_of_the_forward_pass_and_each_class_of_lengths_compiles
 
 def test_what_is_too_long_loses_its_first_ids_with_a_warning(scorer, caplog):
     context, continuation = list(range(3, 93)) * 2, [5, 6, 7]
-    cut = scorer.of([(context[54:], continuation)])  # 126 and 3: with the last, one more than 128.
+    cut = scorer.score([(context[54:], continuation)])  # 126 + 3 ids: one more than 128.
     assert not warnings_in(caplog)
-    assert scorer.of([(context, continuation)]) == cut
-    assert scorer.of([(context[53:], continuation)]) == cut
+    assert scorer.score([(context, continuation)]) == cut
+    assert scorer.score([(context[53:], continuation)]) == cut
     message = "a context of {} ids and a continuation of 3 exceed max_length, 128: the first {} ids"
     assert [item.removesuffix(" are left out") for item in warnings_in(caplog)] == [
         message.format(180, 54), message.format(127, 1)
@@ -98,12 +98,12 @@ def warnings_in(caplog):
 @pytest.mark.parametrize("pair, words", [
     (([], [5]), "0 ids of context and 1 of continuation"),
     (([5], []), "1 ids of context and 0 of continuation"),
-    (([5], [6] * 129), "has 129 ids, and max_length is 128"),
+    (([5], [6] * 129), "has 129 ids, but max_length is 128"),
     (([5, 101], [6]), "101"),
 ])  # fmt: skip
 def test_what_cannot_be_scored_is_named(scorer, pair, words):
     with pytest.raises(ConfigError, match=words):
-        scorer.of([pair])
+        scorer.score([pair])
 
 
 def test_classes_of_lengths_are_powers_of_two_up_to_the_longest():

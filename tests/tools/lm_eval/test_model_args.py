@@ -7,25 +7,25 @@ from praxis_tools.lm_eval import model_args
 
 
 @pytest.mark.parametrize("given, words", [
-    ({}, "the number in --model_args is 0; expected 1"),
-    ({"job": "a", "pretrained": "b"}, "the number in --model_args is 2"),
-    ({"job": "a", "dtype": "float32"}, "gives the model dtype='float32'; known here are job"),
+    ({}, "--model_args has 0 of job=DIR and pretrained=DIR"),
+    ({"job": "a", "pretrained": "b"}, "--model_args has 2 of job=DIR and pretrained=DIR"),
+    ({"job": "a", "dtype": "float32"}, "--model_args has dtype='float32'; expected only job"),
     ({"jobs": "a"}, "Did you mean job"),
-    ({"job": "a", "mesh": "4,2"}, "mesh is '4,2'; expected 'attached', 'job', or devices"),
+    ({"job": "a", "mesh": "4,2"}, "mesh is '4,2'; expected 'attached', 'job', or axis sizes"),
     ({"job": "a", "mesh": 8}, "mesh is 8"),
     ({"pretrained": "a", "step": 3}, "step, next to pretrained=DIR, is 3"),
     ({"job": "no_such_job"}, "no_such_job"),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named(given, words):
     with pytest.raises(ConfigError, match=words):
-        model_args.model_of_args(given)
+        model_args.model_from_args(given)
 
 
 def test_a_job_is_loaded_as_the_arguments_say(monkeypatch):
     loads, models = [], []
     monkeypatch.setattr(model_args, "load", lambda *args, **named: loads.append((args, named)))
     monkeypatch.setattr(model_args, "harness_model", lambda model, **named: models.append(named))
-    model_args.model_of_args({
+    model_args.model_from_args({
         "job": "a", "step": 3, "mesh": "1x4x2", "settings": "run.seed=1", "packages": ["mine"],
         "batch_size": "auto:4", "max_batch_size": None, "device": "cuda:0",
         "add_bos_token": False,
@@ -34,5 +34,5 @@ def test_a_job_is_loaded_as_the_arguments_say(monkeypatch):
         "mesh": MeshConfig(ici_mesh_shape=(1, 4, 2)), "settings": ["run.seed=1"],
         "packages": ["mine"],
     })]
-    model_args.model_of_args({"job": "a", "batch_size": "7"})
+    model_args.model_from_args({"job": "a", "batch_size": "7"})
     assert models == [{"batch_size": 32, "add_bos_token": False}, {"batch_size": 7}]

@@ -27,20 +27,20 @@ def test_the_ids_of_texts_are_those_of_the_adapter_of_transformers(case):
     text_ids = TextIds(load_tokenizer(FOLDER / case["tokenizer"]), case["add_bos_token"])
     assert text_ids.prefix_id == case["prefix_token_id"]
     for text, ids in case["texts"]:
-        assert text_ids.of(text) == ids, text
+        assert text_ids.encode(text) == ids, text
     for text, ids in case["bare"]:
-        assert text_ids.of(text, False) == ids, text
+        assert text_ids.encode(text, False) == ids, text
 
 
 def test_bytes_have_nothing_before_them_and_an_empty_context_is_the_end_of_the_text_before():
     text_ids = TextIds(ByteTokenizer())
-    assert text_ids.of("é\n") == [0xC3, 0xA9, 10]
+    assert text_ids.encode("é\n") == [0xC3, 0xA9, 10]
     assert text_ids.prefix_id == 256
     assert TextIds(ByteTokenizer(), prefix_token_id=10).prefix_id == 10
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"add_bos_token": True}, "no beginning of a text, is True; expected False or None"),
+    ({"add_bos_token": True}, "no beginning-of-text token, is True; expected False or None"),
     ({"add_bos_token": "yes"}, "add_bos_token is 'yes'"),
     ({"prefix_token_id": 257}, "prefix_token_id is 257; .*256"),
 ])  # fmt: skip

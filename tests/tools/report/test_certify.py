@@ -87,7 +87,7 @@ def test_a_certificate_has_what_the_files_have(original):
     assert own == hashlib.sha256(text.encode()).hexdigest()
     html = page.read_text()
     assert own in html and "<script" not in html and "<svg" in html and "died: process 3" in html
-    assert out.count(on_record["digest"]) == 2 and "nothing is wrong" in out
+    assert out.count(on_record["digest"]) == 2 and "no faults were found" in out
 
 
 def test_a_copy_elsewhere_is_the_same_in_every_line(original, job):
@@ -257,7 +257,7 @@ def test_a_job_with_all_evidence_is_the_same_elsewhere_and_when_it_was_evaluated
 @pytest.mark.parametrize("argv, words", [
     ([], "--mode=report JOB"), (["{job}", "--exp=lm.PyDocs"], "--exp"),
     (["{job}", "--verify={file}", "--json=x.json"], "--verify writes nothing"),
-    (["{job}", "{job}/nowhere", "--verify={file}"], "is about 1 jobs, and 2 are named"),
+    (["{job}", "{job}/nowhere", "--verify={file}"], "certifies 1 jobs, but 2 are given"),
     (["--verify={job}/config.json"], "is not a certificate"),
 ])
 def test_errors_say_what_to_change(original, argv, words):

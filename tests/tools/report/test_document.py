@@ -16,7 +16,7 @@ import pytest
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.trainer.summary import summary
 from praxis_tools.profile.tables import PROFILE_TXT
-from praxis_tools.report.document import MOST_LETTERS, SPENT, document
+from praxis_tools.report.document import MAX_CHARS_OF_SAMPLES, SPENT, document
 from praxis_tools.report.job_reader import JobReader
 from praxis_tools.report.report import Report
 from praxis_tools.report.text import report_text
@@ -35,7 +35,8 @@ HOSTILE = "</script><script>document.title=7</script><!--<img src=x onerror=a>{{
 
 def read(jobs):
     """Returns the state of each job, as the report reads it."""
-    return [JobReader(name, job).read(MOST_LETTERS // len(jobs)) for name, job in jobs.items()]
+    max_chars = MAX_CHARS_OF_SAMPLES // len(jobs)
+    return [JobReader(name, job).read(max_chars) for name, job in jobs.items()]
 
 
 def document_in(text):
@@ -222,7 +223,7 @@ def test_samples_are_there_by_step_and_what_has_no_room_is_said(tmp_path):
     assert of_job["samples"] == {
         "prompts": {"7": pairs[:20], "14": [["p", "q"]]}, "command_line": {"7": pairs[-20:]},
     }
-    state = JobReader("job", job).read(most_letters=100)
+    state = JobReader("job", job).read(max_chars=100)
     assert state.samples == {"prompts": {14: [("p", "q")]}}
     assert any("2 files" in note for note in state.notes)
 

@@ -77,7 +77,7 @@ def _umask():
     ([], "--mode=report JOB"),
     (["{jobs}/wram"], "Did you mean warm, in {jobs}."),
     (["{jobs}"], "{jobs}/cold, {jobs}/warm"),
-    (["{jobs}/warm", "--every=3"], "--every=3 goes with --follow"),
+    (["{jobs}/warm", "--every=3"], "--every=3 requires --follow"),
     (["{jobs}/warm", "--follow", "--every=0"], "0 is not a number of seconds from 0.1"),
     (["{jobs}/warm", "--html={jobs}"], "{jobs} is a directory"),
     (["{jobs}/warm", "--exp=lm.PyDocs"], "--exp"),

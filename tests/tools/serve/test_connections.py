@@ -47,7 +47,7 @@ def server(monkeypatch):
         server = uvicorn.Server(uvicorn.Config(
             app, http=connections.limited(0.5, 0.5), lifespan="off", ws="none",
             log_level="critical",
-            timeout_graceful_shutdown=1, limit_concurrency=connections.MOST_WAITING + 9,
+            timeout_graceful_shutdown=1, limit_concurrency=connections.MAX_WAITING_CONNECTIONS + 9,
         ))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

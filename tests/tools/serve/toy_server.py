@@ -12,7 +12,7 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching
 from praxis_lite.decode.sampling_by_row import SampleByRow
 from praxis_lite.inputs.tokenizers import ByteTokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
-from praxis_tools.serve.engine import STEPS_BETWEEN_LOOKS, Engine
+from praxis_tools.serve.engine import STEPS_BETWEEN_CHECKS, Engine
 from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 from praxis_tools.serve.server import Running, bound_socket
@@ -39,7 +39,7 @@ class Bytes(ByteTokenizer):
 @functools.cache
 def batching():
     decoder = SampleByRow(max_decode_steps=L - 1, seqlen=L, eos_id=END, num_likeliest=5,
-                          num_kept_steps=STEPS_BETWEEN_LOOKS)
+                          num_kept_steps=STEPS_BETWEEN_CHECKS)
     return ContinuousBatching(decoder, lambda mdl_vars: MODEL, R, (32, L))
 
 

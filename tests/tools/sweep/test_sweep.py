@@ -41,7 +41,7 @@ def quick(monkeypatch):
         lambda job: [sys.executable, "-S", quick_trial.__file__, *command(job)[3:]],
     )
     monkeypatch.setattr(running, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(running, "_PLATFORM", "print('cpu')")
+    monkeypatch.setattr(running, "_PRINT_PLATFORM", "print('cpu')")
 
     def run(folder, *settings, parallel=1, prints=False, num_trials=None, metric=None, **chosen):
         line = CommandLine(
@@ -264,7 +264,7 @@ def test_another_sweep_in_its_directory_is_refused_by_name(tmp_path, quick):
     quick(tmp_path / "s", f"{RATE}=1e-3,1e-2")
     for settings, given, words in [
         ((f"{RATE}=1e-3,1e-1",), {}, "--set "),
-        ((f"{RATE}=1e-3,1e-2",), {"seed": 8}, "--seed 7, and --seed is 8"),
+        ((f"{RATE}=1e-3,1e-2",), {"seed": 8}, "--seed 7, but --seed is 8"),
         ((f"{RATE}=1e-3,1e-2",), {"metric": "loss"}, "--metric heldout/loss"),
     ]:
         with pytest.raises(ConfigError) as error:
@@ -298,7 +298,7 @@ def test_texts_that_were_tried_are_no_formulas_in_the_picture(tmp_path):
 
 
 def test_accelerators_are_no_processes_to_share(monkeypatch):
-    monkeypatch.setattr(running, "_PLATFORM", "print('tpu')")
+    monkeypatch.setattr(running, "_PRINT_PLATFORM", "print('tpu')")
     with pytest.raises(ConfigError, match="--parallel is 2; expected 1 on devices of .*'tpu'"):
         running.check_parallel(2)
     running.check_parallel(1)

@@ -326,7 +326,7 @@ def test_memory_that_ends_anywhere_in_a_command_is_a_paragraph(error, capsys):
         except type(error) as cause:
             raise KeyError("what came of it") from cause
 
-    assert status_of(command, goes_on=True) == 2
+    assert status_of(command, continues_without_output=True) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: The process ran out of memory: ") and message.count("\n") == 1
 

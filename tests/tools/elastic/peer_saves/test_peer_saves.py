@@ -10,10 +10,10 @@ import pytest
 from praxis_lite import PeerLost
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
-from praxis_tools.elastic.peer_saves.held_saves import newest_complete_save
 from praxis_tools.elastic.peer_saves.newest_state import NewestState
 from praxis_tools.elastic.peer_saves.peer_saver import PeerSaver, neighbor_index
 from praxis_tools.elastic.peer_saves.pieces import own_pieces
+from praxis_tools.elastic.peer_saves.stored_saves import newest_complete_save
 from praxis_tools.elastic.store_messages import SaveId, StoreClient
 from praxis_tools.elastic.worker_assignment import Assignment
 from tests.tools.elastic.peer_saves import kept_states
