@@ -30,7 +30,7 @@ from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Interleave
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_or_nightly
 
 SIZES = dict(vocab_size=37, model_dims=12, hidden_dims=20, num_heads=2)
 TIED = dict(softmax_tpl=fdl.Partial(SharedEmbeddingSoftmax))
@@ -91,9 +91,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but({"tied, uneven, split"}, CASES)
-)
+@pytest.mark.parametrize("name", slow_or_nightly(
+    {"untied, accumulated"}, {"tied, uneven, split"}, CASES
+))
 def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
     ends, pipeline, others = CASES[name]
     inputs = batch(12)
@@ -156,7 +156,7 @@ def on_mesh(num_microbatches, split_backward=False, mesh_shape=(2, 2, 2)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("split_backward", nightly_but({True}, [False, True]))
 def test_on_a_mesh_a_step_is_that_of_one_device(split_backward):
     actual, compiled = on_mesh(6, split_backward)
     task = fdl.build(config(TIED, dict(num_stages=2, num_microbatches=6)))
@@ -229,7 +229,7 @@ class Counting(TransformerFeedForward):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["split", "uneven"])
+@pytest.mark.parametrize("name", nightly_but({"split"}, ["split", "uneven"]))
 def test_what_layers_assign_is_what_gpipe_makes_of_it(name):
     """Losses and numbers of routers, and a balance bias that the counts of their tokens move."""
     experts = dict(
