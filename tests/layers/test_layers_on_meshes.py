@@ -129,7 +129,11 @@ def each_case(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
     ])
 
 
-@each_case(pytest.mark.slow)
+@pytest.mark.parametrize(("group", "name"), [
+    pytest.param(*case, marks={"models": pytest.mark.slow, "networks": pytest.mark.nightly}.get(
+        case[0], ()
+    )) for case in NAMES
+])
 def test_of_uneven_sizes_it_equals_one_device(group, name):
     actual, expected = (results(group, "uneven", *mesh)[name] for mesh in (((1, 4, 2),), ()))
     assert_near(actual, expected, tolerance=TOLERANCES.get(group, 3e-6))

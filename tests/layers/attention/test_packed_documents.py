@@ -145,7 +145,7 @@ def check(name: str, window: int | None, kernel: str, sizes: tuple = SHORT, chun
 
 
 @pytest.mark.parametrize("window", slow_or_nightly([3], [None], WINDOWS))
-@pytest.mark.parametrize("kernel", ABLE)
+@pytest.mark.parametrize("kernel", slow_but({"einsum", "chunked", "splash"}, ABLE))
 def test_documents_of_a_row_neither_see_nor_change_each_other(kernel, window):
     check("grouped", window, kernel)
 

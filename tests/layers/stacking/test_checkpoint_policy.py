@@ -20,7 +20,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.base import activation_names
 from tests.support import offload_runs
-from tests.support.marks import nightly_but
+from tests.support.marks import nightly_but, slow_but
 
 MODEL, HIDDEN, HEADS, ROWS, LENGTH = 6, 11, 3, 4, 5
 BLOCK = functools.partial(Transformer, MODEL, HIDDEN, HEADS)
@@ -64,7 +64,10 @@ GATED = functools.partial(
 )
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in SHAPES), tuple(SHAPES)], ids=str)
+@pytest.mark.parametrize("names", slow_but(
+    [("iteration_input",), ("context",), tuple(SHAPES)],
+    [*((name,) for name in SHAPES), tuple(SHAPES)],
+), ids=str)
 def test_just_the_activations_that_are_offloaded_go_to_the_host(names):
     make = functools.partial(Repeat, GATED, 2)
     policy = dict.fromkeys(names, "offload")

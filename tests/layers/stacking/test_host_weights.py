@@ -66,6 +66,7 @@ def test_just_the_matrices_of_the_blocks_lie_on_the_host():
     assert sum(leaf.is_on_host for leaf in leaves) == NUM_MATRICES
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_same_and_decoding_has_all_weights_on_the_device():
     (made, *_, state), (other, *_, expected) = run(Offloading), run(Repeat)
     batch = offload_runs.batch()

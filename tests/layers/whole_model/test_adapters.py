@@ -70,7 +70,7 @@ def params_of(module) -> dict:
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("name", every(2, CASES))
+@pytest.mark.parametrize("name", every(4, CASES))
 def test_begins_as_the_base_layer_and_merged_equals_adapted(name, use_dora):
     build, shape = CASES[name]
     x = jnp.asarray(draw(shape))

@@ -120,6 +120,7 @@ def state_of(partitioner):
     return jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
 
 
+@pytest.mark.slow
 def test_evaluation_and_decoding_are_those_of_auto_axes():
     prompts = {
         "ids": BATCH["ids"][:, :4], "prefix_lengths": np.full(16, 3, np.int32),
