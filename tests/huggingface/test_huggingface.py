@@ -65,7 +65,7 @@ def golden(family):
 
 
 @pytest.mark.parametrize("case", slow_or_nightly(
-    {("llama", UNEVEN), ("gemma2", SINGLE)}, SLOW, [*PLACES, *FULLY_SHARDED]
+    {("llama", UNEVEN)}, SLOW | {("gemma2", SINGLE)}, [*PLACES, *FULLY_SHARDED]
 ), ids=str)
 def test_logits_equal_those_of_transformers(case):
     model, expected = loaded(*case), golden(case[0])

@@ -129,10 +129,12 @@ def each_case(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
     ])
 
 
+# test_sharded_experts.py has experts in `make test`.
+LATER = {"experts": pytest.mark.slow, "models": pytest.mark.slow, "networks": pytest.mark.nightly}
+
+
 @pytest.mark.parametrize(("group", "name"), [
-    pytest.param(*case, marks={"models": pytest.mark.slow, "networks": pytest.mark.nightly}.get(
-        case[0], ()
-    )) for case in NAMES
+    pytest.param(*case, marks=LATER.get(case[0], ())) for case in NAMES
 ])
 def test_of_uneven_sizes_it_equals_one_device(group, name):
     actual, expected = (results(group, "uneven", *mesh)[name] for mesh in (((1, 4, 2),), ()))

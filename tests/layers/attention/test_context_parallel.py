@@ -245,12 +245,16 @@ PART = 64 // 4 * 8 * K * 4
     # To the zig-zag and back; and then keys and values, three times.
     ("ring", {}, {"collective-permute": 4 * PART + 3 * 2 * PART}),
     # A window of 16 tokens reaches one device back, and is no zig-zag.
-    ("ring", {"mask": {"right_context": 0, "left_context": 16}}, {"collective-permute": 2 * PART}),
+    pytest.param(
+        "ring", {"mask": {"right_context": 0, "left_context": 16}},
+        {"collective-permute": 2 * PART}, marks=pytest.mark.slow,
+    ),
     ("gather", {}, {"all-gather": 4 * 2 * PART, "collective-permute": 2 * PART}),
     # Groups of two share six heads, and have their zig-zag from the start; one turn is left.
-    (
+    pytest.param(
         "all_to_all+ring", {"heads": 6, "num_kv_heads": 6},
         {"all-to-all": 4 * PART * 6 // 8, "collective-permute": 2 * PART * 6 // 8},
+        marks=pytest.mark.slow,
     ),
     # Two heads of keys are sent twice over: each device has one of them.
     ("all_to_all", {"num_kv_heads": 2}, {"all-to-all": 2 * PART + 2 * PART // 2}),

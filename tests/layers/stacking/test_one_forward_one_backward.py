@@ -111,7 +111,7 @@ def test_dropout_is_that_of_accumulation():
     """Where the blocks follow one another, without ticks, the strategy accumulates."""
     row, ticks = (
         after_a_step(
-            fdl.build(config(TIED, EVEN | dict(pipelined=is_in_ticks), dropout=0.5)),
+            fdl.build(config(TIED, EVEN | dict(pipelined=is_in_ticks), num_layers=2, dropout=0.5)),
             batch(8), OneForwardOneBackward(),
         )
         for is_in_ticks in (False, True)
@@ -121,7 +121,8 @@ def test_dropout_is_that_of_accumulation():
 
 @pytest.mark.slow
 def test_a_microbatch_of_weight_zero_counts_for_nothing_even_if_it_is_nan():
-    task = fdl.build(config(TIED, EVEN | dict(pipelined=True, split_backward=True)))
+    pipeline = EVEN | dict(pipelined=True, split_backward=True)
+    task = fdl.build(config(TIED, pipeline, num_layers=2))
 
     class Poisoned(type(task)):
         def compute_loss(self, model, inputs, key):

@@ -266,8 +266,10 @@ def test_only_adapters_train_and_the_loss_falls():
         assert np.array_equal(actual, start) == (not adapter), path
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize(("chunk_size", "use_dora"), [
+    (None, False), (4, True), pytest.param(4, False, marks=pytest.mark.slow),
+    pytest.param(None, True, marks=pytest.mark.slow),
+])
 def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size, use_dora):
     build = partial(layers.SharedEmbeddingSoftmax, 13, 5, chunk_size=chunk_size)
     adapted_tpl = lora(build, rank=2, alpha=1.0, use_dora=use_dora)
