@@ -237,14 +237,14 @@ def test_what_layers_assign_is_what_gpipe_makes_of_it(name):
         num_experts=3, num_experts_per_token=2, gating_func="top_k", dropless=True,
         score_func="sigmoid", bias_update_rate=0.05, moe_load_balance_loss_weight=0.5,
     )
-    sizes = dict(num_stages=2, num_microbatches=4, pipelined=True)
+    sizes, num_layers = dict(num_stages=2, num_microbatches=3, pipelined=True), 2
     if name == "uneven":  # The second stage has a layer and a free place.
-        sizes = dict(num_stages=2, num_microbatches=3, circular_repeat=2, pipelined=True)
+        sizes, num_layers = sizes | dict(circular_repeat=2), 6
     inputs = batch(12) | {"weights": np.ones((12, 8), np.float32)}
     actual, expected = (
         after_a_step(
             with_layers(
-                config(TIED, sizes | dict(split_backward=name == "split"), num_layers=6),
+                config(TIED, sizes | dict(split_backward=name == "split"), num_layers),
                 TransformerFeedForwardMoe, **experts,
             ), inputs, strategy,
         )
