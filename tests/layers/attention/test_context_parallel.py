@@ -115,7 +115,7 @@ QUICK = {("paddings", "ring"), ("across", "all_to_all"), ("extra_logit", "gather
 SLOW = {
     *((case, "ring") for case in (
         "packed_with_sinks", "window_and_cap", "window_to_both_sides", "zeros_where_none_is_seen",
-        "across", "beside_heads",
+        "across",
     )),
     ("over_two_axes", "gather"), ("paddings", "all_to_all"), ("beside_heads", "all_to_all"),
     ("over_two_axes", "all_to_all+ring"), ("packed_with_sinks", "all_to_all+ring"),
@@ -291,7 +291,7 @@ def losses_of_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", nightly_but({"fsdp+context"}, WORDS))
 def test_steps_of_a_preset_are_those_of_one_device(word):
     lm = set_sharding_params(preset_runs.UNEVEN(), word)
     assert lm.transformer_layer_tpl.tr_atten_tpl.context_parallel in CONTEXT_PARALLEL

@@ -101,8 +101,9 @@ def test_positions_begin_anew_in_each_segment_if_a_batch_has_none():
     check("sinusoids", task_of("sinusoids"), has_positions=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", nightly_but({"splash"}, ["splash", "chunked", "blocked"]))
+# attention/test_packed_documents.py has each kernel in `make test-all`.
+@pytest.mark.nightly
+@pytest.mark.parametrize("kernel", ["splash", "chunked", "blocked"])
 def test_so_it_is_in_other_kernels(kernel):
     check("rotary", task_of("rotary", kernel))
 
