@@ -66,8 +66,7 @@ DECODERS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name in ("sample", "penalties")))
-        for name in DECODERS
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "greedy")) for name in DECODERS
     ],
 )
 def test_a_prompt_gets_the_tokens_that_a_batch_gives_it(name):

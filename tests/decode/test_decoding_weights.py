@@ -78,7 +78,7 @@ def decoded(partitioner, mdl_vars):
     pytest.param("beam", (1, 4, 2), {}, marks=pytest.mark.slow),
     pytest.param(
         "sample", (1, 1, 1), {"transformer_layer_tpl": PATTERN, "num_layers": 4},
-        marks=pytest.mark.slow,
+        marks=pytest.mark.nightly,
     ),
 ])
 def test_layers_apart_give_the_same_bits_as_the_stack(decoder, shape, model):
@@ -127,7 +127,7 @@ def test_a_stack_whose_layers_are_split_over_devices_stays_one():
 
 
 @pytest.mark.parametrize("pipelined, shape", [
-    pytest.param(None, (1, 2, 1), marks=pytest.mark.slow),
+    pytest.param(None, (1, 2, 1), marks=pytest.mark.nightly),
     pytest.param(None, (2, 2, 1), marks=pytest.mark.slow),  # The stages lie on devices.
     pytest.param(True, (1, 1, 1), marks=pytest.mark.nightly),
 ])
@@ -214,8 +214,8 @@ def test_int8_weights_give_the_numbers_of_weights_that_numpy_rounded():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, tr_atten_tpl", [
     ((1, 2, 2), {}),
-    ((1, 1, 1), {"combine_qkv": True}),
-    ((1, 1, 1), {"output_proj_use_nhd_shape": True}),
+    pytest.param((1, 1, 1), {"combine_qkv": True}, marks=pytest.mark.nightly),
+    pytest.param((1, 1, 1), {"output_proj_use_nhd_shape": True}, marks=pytest.mark.nightly),
 ])
 def test_weights_with_their_outputs_first_give_the_same_tokens(shape, tr_atten_tpl):
     attention = fdl.Partial(DotProductAttention, **tr_atten_tpl)

@@ -18,7 +18,7 @@ from praxis_lite.decode.prefill import prefill
 from praxis_lite.layers import DotProductAttention, RgLruBlock, Transformer, TransformerLm
 from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from tests.decode.toy_models import row_keys
-from tests.support.marks import slow_but
+from tests.support.marks import slow_or_nightly
 
 V, P, M, W = 29, 28, 5, 3
 R = W + SPARE_PLACES
@@ -79,7 +79,9 @@ def whole():
     return lambda ids: np.asarray(run(mdl_vars, np.pad(ids, (0, P + M - len(ids)))[None])[0])
 
 
-@pytest.mark.parametrize("name", slow_but({"chunks"}, DECODERS))
+@pytest.mark.parametrize("name", slow_or_nightly(
+    {"chunks"}, {"one pass", "tokens", "beam"}, DECODERS
+))
 def test_continuations_have_the_log_probs_of_the_whole_sequence_without_a_cache(name):
     actual = decoded(name)
     for row in np.flatnonzero(LENGTHS):

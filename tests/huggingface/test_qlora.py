@@ -13,6 +13,7 @@ from praxis_lite.layers.whole_model.four_bit_weights import NF4
 from tests.huggingface.test_finetuning import VOCAB, finetuned, merged_by_hand
 from tests.huggingface.test_finetuning import started as started  # A fixture.
 from tests.support.job_runs import launch, lines_of
+from tests.support.marks import nightly_but
 
 pytestmark = pytest.mark.slow
 # Of the model: [out, in] of each tensor whose weight is kept in 4 bits, in each of three layers.
@@ -56,7 +57,7 @@ def losses_of(job):
     return [line["loss"] for line in lines_of(job / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("qtype", ["nf4", "int4"])
+@pytest.mark.parametrize("qtype", nightly_but({"nf4"}, ["nf4", "int4"]))
 def test_lora_over_4_bits_learns_and_goes_back_to_hugging_face(started, alone, qtype):
     done = finetuned(
         started, "ChatLora", qtype, f"task.quantization={qtype}", "run.num_train_steps=3",

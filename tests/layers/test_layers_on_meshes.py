@@ -118,11 +118,23 @@ def results(group: str, sizes: str, *mesh: Any) -> dict[str, Any]:
     return Program(group, sizes, *mesh).results()
 
 
-each_case = pytest.mark.parametrize(("group", "name"), NAMES)
+# Of layers that the other groups have alone.
+LARGE = ("models", "networks")
+
+
+def each_case(mark: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Returns the parameters of a test of every layer, with a mark on larger ones."""
+    return pytest.mark.parametrize(("group", "name"), [
+        pytest.param(*case, marks=mark if case[0] in LARGE else ()) for case in NAMES
+    ])
+
+
+# test_sharded_experts.py has experts in `make test`.
+LATER = {"experts": pytest.mark.slow, "models": pytest.mark.slow, "networks": pytest.mark.nightly}
 
 
 @pytest.mark.parametrize(("group", "name"), [
-    pytest.param(*case, marks=[pytest.mark.slow] * (case[0] == "networks")) for case in NAMES
+    pytest.param(*case, marks=LATER.get(case[0], ())) for case in NAMES
 ])
 def test_of_uneven_sizes_it_equals_one_device(group, name):
     actual, expected = (results(group, "uneven", *mesh)[name] for mesh in (((1, 4, 2),), ()))
@@ -142,14 +154,14 @@ def notes_over_explicit_axes(group: str) -> dict[str, dict[str, str]]:
     return program.notes
 
 
-@each_case
+@each_case(pytest.mark.slow)
 def test_over_explicit_axes_it_is_typed_or_noted(group, name):
     notes = notes_over_explicit_axes(group)[name]
     assert bool(notes) == (name in UNTYPED), notes
 
 
 @pytest.mark.slow
-@each_case
+@each_case(pytest.mark.nightly)
 def test_over_explicit_axes_it_equals_one_device(group, name):
     actual = results(group, "even", (1, 4, 2), "explicit")[name]
     assert_near(actual, results(group, "even")[name], tolerance=TOLERANCES.get(group, 3e-6))

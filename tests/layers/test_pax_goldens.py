@@ -203,7 +203,8 @@ def test_outputs_and_gradients_equal_pax(name):
         assert_close(actual, golden["gin"][path], tolerance, f"{name} gradient of {path}")
 
 
-@pytest.mark.parametrize("kernel", slow_but({"chunked"}, ["chunked", "dot_product"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["chunked", "dot_product"])
 def test_a_query_that_sees_nothing_gets_paxs_average_from_every_kernel(kernel):
     golden, tolerance = load("stacked_transformer")
     assert golden["in"]["paddings"].any()  # A padded token of a causal stack sees no token.
@@ -231,7 +232,7 @@ def test_a_query_that_sees_nothing_gets_paxs_average_from_every_kernel(kernel):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.output == "logits"])
-@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("chunk_size", slow_but({5}, [None, 5]))
 def test_every_output_of_a_softmax_and_its_gradients_equal_pax(name, chunk_size):
     case, (golden, tolerance) = CASES[name], load(name)
     model = NnxModel(functools.partial(case.build, chunk_size=chunk_size))

@@ -24,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", every(2, CASES))
+@pytest.mark.parametrize("name", every(3, CASES))
 def test_five_steps_equal_pax(name):
     case = CASES[name]
     arrays = golden_arrays(f"pax/learner/{name}.npz")

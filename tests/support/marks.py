@@ -33,6 +33,17 @@ def slow_or_nightly(
     return [pytest.param(value, marks=marks(value)) for value in values]
 
 
+def nightly_but(others: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Returns the values as parameters, nightly tests but for some; a tuple is several of them."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in others else pytest.mark.nightly,
+        )
+        for value in values
+    ]
+
+
 def every(step: int, values: Iterable[Any]) -> list[Any]:
     """Returns the values as parameters, of which the first and each `step`-th after it is quick."""
     values = list(values)

@@ -128,12 +128,13 @@ class DigitsViTOfOneBlock(DigitsViT):
         return vit
 
 
+# core/partitioner/test_experiment_gradients.py compares their gradients in `make test-all`.
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("experiment", "num_steps", "accuracy"),
     [
-        # core/partitioner/test_experiment_gradients.py compares its gradients in `make test-all`.
-        pytest.param(DigitsResNet, 60, 0.95, marks=pytest.mark.nightly),
-        pytest.param(DigitsViTOfOneBlock, 40, 0.5, marks=pytest.mark.slow),
+        (DigitsResNet, 60, 0.95),
+        (DigitsViTOfOneBlock, 40, 0.5),
     ],
 )
 def test_the_digits_are_learned_on_a_mesh_that_divides_nothing(experiment, num_steps, accuracy):

@@ -25,7 +25,7 @@ from praxis_lite.layers import (
 from praxis_lite.optimizers import VariationalNoise
 from praxis_lite.tasks.preference import DpoTask
 from praxis_lite.trainer.forward_pass import forward_pass
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_but
 
 BETA, SMOOTHING = 0.3, 0.1
 KINDS = ("copy", "adapters")
@@ -155,7 +155,7 @@ def test_the_reference_stays_and_the_rest_learns(kind, pairs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_but({"adapters"}, KINDS))
 def test_a_mesh_gives_the_same(kind, pairs):
     *_, expected, _ = trained(kind, (1, 1, 1), pairs)
     *_, actual, _ = trained(kind, (1, 4, 2), pairs)

@@ -19,7 +19,7 @@ from praxis_lite.layers.attention.kernels.ring_groups import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_tools.explain import hlo
 from tests.layers.whole_model import preset_runs
-from tests.support.marks import needs_tokamax, slow_but
+from tests.support.marks import needs_tokamax, nightly_but, slow_or_nightly
 
 B, T, S, K = 3, 13, 7, 4
 SHORT = T
@@ -111,13 +111,18 @@ ALL = [
         "causal", "full", "packed_with_sinks", "across", "over_two_axes", "beside_heads",
     )),
 ]
-QUICK = {
-    ("packed_with_sinks", "all_to_all+ring"), ("paddings", "ring"), ("across", "all_to_all"),
-    ("extra_logit", "gather"),
+QUICK = {("paddings", "ring"), ("across", "all_to_all"), ("extra_logit", "gather")}
+SLOW = {
+    *((case, "ring") for case in (
+        "packed_with_sinks", "window_and_cap", "window_to_both_sides", "zeros_where_none_is_seen",
+        "across",
+    )),
+    ("over_two_axes", "gather"), ("paddings", "all_to_all"), ("beside_heads", "all_to_all"),
+    ("over_two_axes", "all_to_all+ring"), ("packed_with_sinks", "all_to_all+ring"),
 }
 
 
-@pytest.mark.parametrize("case", slow_but(QUICK, ALL), ids="-".join)
+@pytest.mark.parametrize("case", slow_or_nightly(QUICK, SLOW, ALL), ids="-".join)
 def test_outputs_and_gradients_are_those_of_one_device(case):
     near(*case)
 
@@ -147,31 +152,32 @@ RINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "of_ring", slow_but({RINGS[0]}, RINGS), ids=[f"{case}-{how}" for case, how, _ in RINGS]
-)
-def test_a_ring_of_splash_is_attention_on_one_device(of_ring):
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "how", "devices"), nightly_but({RINGS[0], RINGS[2]}, RINGS))
+def test_a_ring_of_splash_is_attention_on_one_device(case, how, devices):
     """Also a canary: it calls two functions that are not in splash's interface."""
-    case, how, devices = of_ring
     agrees(case, how, "splash", devices, is_long=True, tolerance=3e-5)
 
 
 @pytest.mark.slow
 @needs_tokamax
-@pytest.mark.parametrize("of_ring", [RINGS[0], RINGS[3]], ids=["causal", "paddings"])
-def test_a_ring_of_tokamaxs_splash_is_attention_on_one_device(of_ring):
-    case, how, devices = of_ring
+@pytest.mark.parametrize(
+    ("case", "how", "devices"), nightly_but({RINGS[3]}, [RINGS[0], RINGS[3]])
+)
+def test_a_ring_of_tokamaxs_splash_is_attention_on_one_device(case, how, devices):
     agrees(case, how, "tokamax", devices, is_long=True, tolerance=3e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["einsum", "blocked", "splash", "dot_product"])
+@pytest.mark.parametrize("kernel", nightly_but(
+    {"einsum", "splash"}, ["einsum", "blocked", "splash", "dot_product"]
+))
 def test_shared_heads_take_any_kernel(kernel):
     near("causal", "all_to_all", kernel)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ring", "all_to_all+ring"])
+@pytest.mark.parametrize("how", nightly_but({"all_to_all+ring"}, ["ring", "all_to_all+ring"]))
 def test_an_odd_number_of_devices(how):
     near("causal", how, devices=(1, 2, 3))
 
@@ -239,12 +245,16 @@ PART = 64 // 4 * 8 * K * 4
     # To the zig-zag and back; and then keys and values, three times.
     ("ring", {}, {"collective-permute": 4 * PART + 3 * 2 * PART}),
     # A window of 16 tokens reaches one device back, and is no zig-zag.
-    ("ring", {"mask": {"right_context": 0, "left_context": 16}}, {"collective-permute": 2 * PART}),
+    pytest.param(
+        "ring", {"mask": {"right_context": 0, "left_context": 16}},
+        {"collective-permute": 2 * PART}, marks=pytest.mark.slow,
+    ),
     ("gather", {}, {"all-gather": 4 * 2 * PART, "collective-permute": 2 * PART}),
     # Groups of two share six heads, and have their zig-zag from the start; one turn is left.
-    (
+    pytest.param(
         "all_to_all+ring", {"heads": 6, "num_kv_heads": 6},
         {"all-to-all": 4 * PART * 6 // 8, "collective-permute": 2 * PART * 6 // 8},
+        marks=pytest.mark.slow,
     ),
     # Two heads of keys are sent twice over: each device has one of them.
     ("all_to_all", {"num_kv_heads": 2}, {"all-to-all": 2 * PART + 2 * PART // 2}),
@@ -257,7 +267,7 @@ def test_what_is_sent_is_what_a_hand_counts(how, settings, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ring", "all_to_all"])
+@pytest.mark.parametrize("how", nightly_but({"ring"}, ["ring", "all_to_all"]))
 def test_memory_of_a_long_sequence_falls_with_the_devices(how):
     """Of 131,072 tokens: eight devices take at most 0.6 of the temporary memory of four."""
     temporary = [
@@ -281,7 +291,7 @@ def losses_of_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", nightly_but({"fsdp+context"}, WORDS))
 def test_steps_of_a_preset_are_those_of_one_device(word):
     lm = set_sharding_params(preset_runs.UNEVEN(), word)
     assert lm.transformer_layer_tpl.tr_atten_tpl.context_parallel in CONTEXT_PARALLEL

@@ -41,11 +41,12 @@ def gradient(kernel, how, q, *, remat=True):
 @pytest.mark.parametrize(
     ("kernel", "how", "is_once"),
     [
-        ("splash", None, True), ("chunked", None, True), ("chunked", "gather", True),
-        pytest.param("chunked", "ring", True, marks=pytest.mark.slow),
-        ("chunked", "all_to_all", True),
+        pytest.param("splash", None, True, marks=pytest.mark.slow), ("chunked", None, True),
+        pytest.param("chunked", "gather", True, marks=pytest.mark.nightly),
+        pytest.param("chunked", "ring", True, marks=pytest.mark.nightly),
+        pytest.param("chunked", "all_to_all", True, marks=pytest.mark.slow),
         # Their backward pass takes up logits.
-        pytest.param("blocked", None, False, marks=pytest.mark.slow), ("einsum", None, False),
+        pytest.param("blocked", None, False, marks=pytest.mark.nightly), ("einsum", None, False),
     ],
 )
 def test_the_forward_pass_runs_once_where_its_results_are_kept(kernel, how, is_once):

@@ -90,16 +90,17 @@ def test_decoding_from_latents_equals_the_whole_pass(settings):
 @pytest.mark.slow
 def test_segments_and_paddings_hide_what_they_hide_in_other_attention():
     layer = attention(q_lora_rank=4)
+    run = jax.jit(lambda x, **what: layer(x, **what)[0])
     segments = jnp.asarray([[1, 1, 1, 2, 2, 2]] * B)
     positions = jnp.asarray([[0, 1, 2, 0, 1, 2]] * B)
-    actual, _ = layer(jnp.asarray(X), segment_ids=segments, positions=positions)
-    alone, _ = layer(jnp.asarray(X[:, 3:]))
+    actual = run(X, segment_ids=segments, positions=positions)
+    alone = run(X[:, 3:])
     np.testing.assert_allclose(actual[:, 3:], alone, rtol=1e-5, atol=1e-5)
-    padded, _ = layer(jnp.asarray(X), paddings=jnp.asarray([[1.0, 0, 0, 0, 0, 0]] * B))
-    shifted, _ = layer(jnp.asarray(X[:, 1:]))  # What turns together keeps its distance.
+    padded = run(X, paddings=jnp.asarray([[1.0, 0, 0, 0, 0, 0]] * B))
+    shifted = run(X[:, 1:])  # What turns together keeps its distance.
     np.testing.assert_allclose(padded[:, 1:], shifted, rtol=2e-4, atol=2e-4)
     with pytest.raises(ConfigError, match="atten_mask"):
-        layer(jnp.asarray(X), atten_mask=jnp.zeros((1, 1, T, T)))
+        run(X, atten_mask=jnp.zeros((1, 1, T, T)))
 
 
 def test_all_of_its_matrices_split_as_its_mapping_says():

@@ -13,7 +13,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.layers.attention.kernels.choice import KERNELS
 from praxis_lite.layers.base.variables import variables
 from tests.support import packed_rows
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_but, slow_or_nightly
 from tests.support.packed_rows import PADDING, Packing
 
 # B rows, T time, D model dims, V classes. Of the rows all but the first two are padding.
@@ -144,8 +144,8 @@ def check(name: str, window: int | None, kernel: str, sizes: tuple = SHORT, chun
         np.testing.assert_allclose(sum_, sum_apart, rtol=0, atol=near)
 
 
-@pytest.mark.parametrize("window", slow_but([3], WINDOWS))
-@pytest.mark.parametrize("kernel", ABLE)
+@pytest.mark.parametrize("window", slow_or_nightly([3], [None], WINDOWS))
+@pytest.mark.parametrize("kernel", slow_but({"einsum", "chunked", "splash"}, ABLE))
 def test_documents_of_a_row_neither_see_nor_change_each_other(kernel, window):
     check("grouped", window, kernel)
 
@@ -159,14 +159,18 @@ def test_nor_in_a_recurrence():
     check("recurrent", None, "")
 
 
+# Each kind of attention, and each kernel.
+OF_ANY_KIND = {
+    ("multi_query", "splash"), ("seeing_later_tokens", "tokamax"), ("relative_bias", "dot_product"),
+    ("capped", "splash"), ("capped", "blocked"), ("extra_logit", "chunked"), ("sinks", "einsum"),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kernel"),
-    [
-        (name, kernel) for name, (*_, needs) in LAYERS.items() for kernel in ABLE
-        if name not in ("grouped", "latent", "recurrent") and needs <= KERNELS[kernel]
-    ],
-)
+@pytest.mark.parametrize(("name", "kernel"), nightly_but(OF_ANY_KIND, [
+    (name, kernel) for name, (*_, needs) in LAYERS.items() for kernel in ABLE
+    if name not in ("grouped", "latent", "recurrent") and needs <= KERNELS[kernel]
+]))
 def test_nor_in_attention_of_any_kind(name, kernel):
     check(name, 10, kernel)
 
@@ -176,7 +180,9 @@ BLOCKS = [("splash", None), *((name, 170) for name in ("splash", "tokamax", "chu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "window"), BLOCKS)
+@pytest.mark.parametrize(("kernel", "window"), nightly_but(
+    {("splash", 170), ("chunked", 170), ("blocked", 170)}, BLOCKS
+))
 def test_nor_where_documents_are_of_many_blocks(kernel, window):
     check("grouped", window, kernel, LONG, chunk=64)
 

@@ -58,8 +58,9 @@ def by_numpy(layer, x, over_heads):
 
 
 @pytest.mark.parametrize("settings", [
-    {"use_bias": False}, {"use_bias": False, "ln_over_heads": True},
-    {"use_bias": True, "use_output_bias": False}, {"use_bias": False, "use_output_bias": True},
+    pytest.param({"use_bias": False}, marks=pytest.mark.slow),
+    {"use_bias": False, "ln_over_heads": True}, {"use_bias": True, "use_output_bias": False},
+    pytest.param({"use_bias": False, "use_output_bias": True}, marks=pytest.mark.slow),
 ], ids=str)
 def test_outputs_equal_numpy(settings):
     layer = attention(**settings)

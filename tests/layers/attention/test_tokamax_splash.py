@@ -16,7 +16,7 @@ from praxis_lite.layers.attention.kernels.choice import Workload, attend, choose
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
 from praxis_lite.layers.attention.kernels.splash_kernels import TokamaxSplash
 from praxis_lite.layers.attention.masks import AttentionMask
-from tests.support.marks import needs_tokamax
+from tests.support.marks import needs_tokamax, nightly_but
 
 ON_TPU = Workload("tpu", jnp.bfloat16, 256, 256, 64)
 OF_JAX = "jax.experimental.pallas.ops.tpu.splash_attention"
@@ -71,7 +71,7 @@ def test_numbers_are_those_of_jaxs_splash():
 
 @pytest.mark.slow
 @needs_tokamax
-@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("window", nightly_but({200}, [None, 200]))
 def test_the_dq_that_a_tpu_adds_up_in_three_arrays_is_the_einsums(window):
     """Pallas's interpreter of a TPU's memory runs the kernel of a TPU, of one row."""
     mask, options = AttentionMask(window, 0), LogitOptions()

@@ -10,7 +10,7 @@ import pytest
 from praxis_lite.core import NnxModel
 from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from tests.layers.attention.test_attentions import ATTENTION, BIAS, random_params
-from tests.support.marks import slow_but
+from tests.support.marks import slow_or_nightly
 
 partial = functools.partial
 B, D, W = 3, 8, 5
@@ -75,7 +75,9 @@ def decoded(name: str) -> tuple[np.ndarray, np.ndarray]:
     return jax.device_get(run(params, x))
 
 
-@pytest.mark.parametrize("name", slow_but({"rotary_relative_bias"}, VARIANTS))
+@pytest.mark.parametrize("name", slow_or_nightly(
+    {"rotary_relative_bias"}, {"multi_query_cap", "sinks"}, VARIANTS
+))
 def test_a_ring_gives_what_the_whole_sequence_gives_at_every_position(name):
     whole, actual = decoded(name)
     assert np.abs(whole).max() > 0.1

@@ -18,6 +18,7 @@ from praxis_lite.layers.moe.routing import BiasUpdate
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.layers.whole_model import preset_runs
 from tests.support.lm_runs import zero_padded
+from tests.support.marks import nightly_but
 
 RATE, EXPERTS, PER_TOKEN, LAYERS, STEPS = 0.05, 5, 2, 2, 3
 ROWS, TIME, VOCAB = 12, 7, 29  # No mesh divides them all.
@@ -106,9 +107,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", [
-    "data", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "data")
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", nightly_but(
+    {"experts and weights", "micro-batches on data", "by hand, micro-batches", "pipeline"}, WAYS
+))
 def test_a_mesh_counts_each_token_once(way):
     np.testing.assert_array_equal(after_steps(**WAYS[way]), on_one_device())
 

@@ -6,7 +6,7 @@ import pytest
 from tests.support.on_tpu import needs_libtpu, printed_by
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_libtpu
 def test_shared_experts_are_computed_while_tokens_are_exchanged():
     exchanges = printed_by("tests.support.exchange_runs")

@@ -170,7 +170,7 @@ def collectives_of(name: str) -> list[hlo.Collective]:
         # Backward tokens go again, and gradients of outputs; gradients of tokens come back. With
         # tokens go their experts, which jaxlib 0.10 keeps for the backward pass, and 0.12 sends
         # again; and backward gates, whose gradients come back.
-        ("dropless", 5, {3, 4}),
+        pytest.param("dropless", 5, {3, 4}, marks=pytest.mark.slow),
     ],
 )
 def test_one_all_to_all_takes_tokens_to_experts_and_one_takes_them_back(name, num_large, num_small):
@@ -197,6 +197,7 @@ def test_an_all_to_all_moves_as_many_bytes_as_the_slots_hold():
             assert item.bytes == on_a_device
 
 
+@pytest.mark.slow
 def test_a_turn_of_dropless_experts_has_a_quarter_more_slots_than_even_loads_need():
     sizes, num_chosen = SIZES["even"], LAYERS["dropless"]["num_experts_per_token"]
     choices = sizes.batch * sizes.length * num_chosen // 4  # Of a device.

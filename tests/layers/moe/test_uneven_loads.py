@@ -13,6 +13,7 @@ from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 from praxis_lite.layers import TransformerFeedForwardMoe
 from praxis_tools.check.asserts.layers import revealing
 from tests.layers.moe.test_sharded_experts import drawn, placed
+from tests.support.marks import nightly_but
 
 AXES = ("data", "expert", "mdl")
 B, T, D, F, E, K = 5, 6, 7, 11, 5, 2  # No axis divides them.
@@ -83,10 +84,10 @@ def results(way: str | None, load: str) -> Any:
     return program(way)(params, x)
 
 
-@pytest.mark.parametrize("way", [
-    WAY if WAY == "experts and hidden dims" else pytest.param(WAY, marks=pytest.mark.slow)
-    for WAY in WAYS
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", nightly_but(
+    {"experts and hidden dims", "more devices than experts", "time"}, WAYS
+))
 @pytest.mark.parametrize("load", LOADS)
 def test_outputs_and_gradients_equal_those_of_one_device(way, load):
     leaves, _ = jax.tree_util.tree_flatten_with_path(results(way, load))

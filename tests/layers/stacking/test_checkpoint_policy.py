@@ -20,7 +20,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.base import activation_names
 from tests.support import offload_runs
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_but
 
 MODEL, HIDDEN, HEADS, ROWS, LENGTH = 6, 11, 3, 4, 5
 BLOCK = functools.partial(Transformer, MODEL, HIDDEN, HEADS)
@@ -64,7 +64,10 @@ GATED = functools.partial(
 )
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in SHAPES), tuple(SHAPES)], ids=str)
+@pytest.mark.parametrize("names", slow_but(
+    [("iteration_input",), ("context",), tuple(SHAPES)],
+    [*((name,) for name in SHAPES), tuple(SHAPES)],
+), ids=str)
 def test_just_the_activations_that_are_offloaded_go_to_the_host(names):
     make = functools.partial(Repeat, GATED, 2)
     policy = dict.fromkeys(names, "offload")
@@ -139,7 +142,8 @@ def test_a_place_that_is_none_is_refused_where_the_layer_is_made():
         Repeat(BLOCK, 2, checkpoint_policy={"context": "ofload"}, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("place", slow_but(["offload"], ["offload", "remat"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("place", nightly_but({"offload"}, ["offload", "remat"]))
 def test_on_a_mesh_losses_gradients_and_weights_are_the_same_bit_for_bit(place):
     """Two steps of a model of uneven sizes on 8 devices, Adam's mean of gradients included."""
     expected_losses, expected, _ = offload_runs.trained(kept())

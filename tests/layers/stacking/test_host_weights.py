@@ -13,7 +13,7 @@ from praxis_lite.core.collectives import ExplicitCollectives
 from praxis_lite.layers import Pipeline, Repeat, TransformerFeedForward
 from praxis_lite.optimizers import VariationalNoise
 from tests.support import offload_runs
-from tests.support.marks import slow_but
+from tests.support.marks import slow_or_nightly
 from tests.support.offload_runs import assert_restored, assert_same
 
 Offloading = functools.partial(Repeat, offload_weights=True)
@@ -36,7 +36,9 @@ def run(stack, dims="EVEN", case="alone"):
     return made, *offload_runs.trained(made)
 
 
-@pytest.mark.parametrize("case", slow_but(["alone", "micro-batches"], SETTINGS))
+@pytest.mark.parametrize("case", slow_or_nightly(
+    {"alone"}, {"micro-batches", "slots too"}, SETTINGS
+))
 def test_on_a_mesh_all_numbers_are_the_same_bit_for_bit(case):
     _, expected_losses, expected, _ = run(Repeat, case=case)
     _, losses, state, _ = run(Offloading, case=case)
@@ -64,6 +66,7 @@ def test_just_the_matrices_of_the_blocks_lie_on_the_host():
     assert sum(leaf.is_on_host for leaf in leaves) == NUM_MATRICES
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_same_and_decoding_has_all_weights_on_the_device():
     (made, *_, state), (other, *_, expected) = run(Offloading), run(Repeat)
     batch = offload_runs.batch()

@@ -25,7 +25,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
 from praxis_tools.explain import hlo
 from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but
 
 DIMS, ROWS = 6, 24
 
@@ -88,7 +88,8 @@ def after_a_step(mesh_shape, way):
     return jax.device_get((outputs["metrics"], state.mdl_vars["params"])), compiled
 
 
-@pytest.mark.parametrize("way", slow_but({"1f1b, split"}, WAYS))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", nightly_but({"1f1b, split"}, WAYS))
 def test_a_kernel_on_stages_trains_as_on_one_device_and_gathers_nothing(way):
     actual, compiled = after_a_step((2, 2, 2), way)
     assert_trees_close(actual, after_a_step((1, 1, 1), "gpipe")[0], rtol=1e-5, atol=1e-6)
@@ -128,7 +129,7 @@ def lm_after_a_step(mesh_shape, way, tensor_parallel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", nightly_but({"split", "1f1b"}, WAYS))
 def test_half_blocks_by_hand_on_stages_train_as_on_one_device(way):
     actual = lm_after_a_step((2, 2, 2), way, "gather")
     expected = lm_after_a_step((1, 1, 1), "gpipe", None)

@@ -30,7 +30,7 @@ from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Interleave
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_or_nightly
 
 SIZES = dict(vocab_size=37, model_dims=12, hidden_dims=20, num_heads=2)
 TIED = dict(softmax_tpl=fdl.Partial(SharedEmbeddingSoftmax))
@@ -91,9 +91,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but({"tied, uneven, split"}, CASES)
-)
+@pytest.mark.parametrize("name", slow_or_nightly(
+    {"untied, accumulated"}, {"tied, uneven, split"}, CASES
+))
 def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
     ends, pipeline, others = CASES[name]
     inputs = batch(12)
@@ -111,7 +111,7 @@ def test_dropout_is_that_of_accumulation():
     """Where the blocks follow one another, without ticks, the strategy accumulates."""
     row, ticks = (
         after_a_step(
-            fdl.build(config(TIED, EVEN | dict(pipelined=is_in_ticks), dropout=0.5)),
+            fdl.build(config(TIED, EVEN | dict(pipelined=is_in_ticks), num_layers=2, dropout=0.5)),
             batch(8), OneForwardOneBackward(),
         )
         for is_in_ticks in (False, True)
@@ -121,7 +121,8 @@ def test_dropout_is_that_of_accumulation():
 
 @pytest.mark.slow
 def test_a_microbatch_of_weight_zero_counts_for_nothing_even_if_it_is_nan():
-    task = fdl.build(config(TIED, EVEN | dict(pipelined=True, split_backward=True)))
+    pipeline = EVEN | dict(pipelined=True, split_backward=True)
+    task = fdl.build(config(TIED, pipeline, num_layers=2))
 
     class Poisoned(type(task)):
         def compute_loss(self, model, inputs, key):
@@ -156,7 +157,7 @@ def on_mesh(num_microbatches, split_backward=False, mesh_shape=(2, 2, 2)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("split_backward", nightly_but({True}, [False, True]))
 def test_on_a_mesh_a_step_is_that_of_one_device(split_backward):
     actual, compiled = on_mesh(6, split_backward)
     task = fdl.build(config(TIED, dict(num_stages=2, num_microbatches=6)))
@@ -229,21 +230,21 @@ class Counting(TransformerFeedForward):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["split", "uneven"])
+@pytest.mark.parametrize("name", nightly_but({"split"}, ["split", "uneven"]))
 def test_what_layers_assign_is_what_gpipe_makes_of_it(name):
     """Losses and numbers of routers, and a balance bias that the counts of their tokens move."""
     experts = dict(
         num_experts=3, num_experts_per_token=2, gating_func="top_k", dropless=True,
         score_func="sigmoid", bias_update_rate=0.05, moe_load_balance_loss_weight=0.5,
     )
-    sizes = dict(num_stages=2, num_microbatches=4, pipelined=True)
+    sizes, num_layers = dict(num_stages=2, num_microbatches=3, pipelined=True), 2
     if name == "uneven":  # The second stage has a layer and a free place.
-        sizes = dict(num_stages=2, num_microbatches=3, circular_repeat=2, pipelined=True)
+        sizes, num_layers = sizes | dict(circular_repeat=2), 6
     inputs = batch(12) | {"weights": np.ones((12, 8), np.float32)}
     actual, expected = (
         after_a_step(
             with_layers(
-                config(TIED, sizes | dict(split_backward=name == "split"), num_layers=6),
+                config(TIED, sizes | dict(split_backward=name == "split"), num_layers),
                 TransformerFeedForwardMoe, **experts,
             ), inputs, strategy,
         )

@@ -48,7 +48,7 @@ from tests.layers.stacking.pipeline_cases import (
     repeated,
     replicated,
 )
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_but
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches.
 
@@ -453,7 +453,7 @@ def test_the_registered_lm_trains_and_decodes_on_stages_as_without():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropless", [False, True], ids=["capacity", "dropless"])
+@pytest.mark.parametrize("dropless", nightly_but({False}, [False, True]))
 def test_a_mixture_of_experts_is_the_same_on_stages_as_in_a_row(dropless):
     """Router losses, drops and outputs: experts and stages on axes of their own."""
     batch = ("expert", None, None)

@@ -241,8 +241,9 @@ UNEQUAL = {
 }
 
 
-WITH_SPLIT = [((7, 4, 5, 15, 1), True), ((6, 2, 3, 10, 3), False)]
+WITH_SPLIT = [((7, 4, 5, 15, 1), True)]
 MORE_WITH_SPLIT = [
+    ((6, 2, 3, 10, 3), False),
     ((10, 4, 3, 9, 2), True), ((6, 2, 3, 10, 3), True), ((4, 2, 1, 3, 2), False),
     ((8, 4, 6, 13, 2), True),
 ]

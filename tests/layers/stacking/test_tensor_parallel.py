@@ -23,6 +23,7 @@ from praxis_tools.check.asserts.layers import assert_near
 from praxis_tools.explain import hlo
 from tests.layers.whole_model import preset_runs
 from tests.support.explicit_partitioner import explicit_partitioner
+from tests.support.marks import slow_or_nightly
 
 DIMS, PER_HEAD = 16, 4
 SPLITS = {
@@ -80,16 +81,14 @@ def outputs_and_gradients(half, rows, length, mesh, encoded=False):
         return jax.tree.leaves(jax.device_get(compiled(half, x, other))), compiled
 
 
-CASES = [
+RING, WEIGHTS, GATHER, RING_OF_FEW_ROWS, *OTHERS = CASES = [
     # Heads, of keys; hidden dims; rows and time; what `mdl` splits between half blocks.
     ("ring", (1, 2, 4), (8, 4, 32, 8, 6), "rows"),
     ("weights", (1, 2, 3), (6, 1, 29, 7, 7), "rows"),
-]
-MORE = [
-    ("two_way_ring", (1, 2, 3), (6, 3, 29, 13, 7), "rows"),
     ("gather", (1, 2, 3), (5, 5, 29, 7, 7), "time"),
-    ("ring", (1, 2, 3), (6, 2, 29, 7, 5), "rows"),
     ("ring", (2, 2, 2), (6, 3, 30, 3, 6), "rows"),
+    ("two_way_ring", (1, 2, 3), (6, 3, 29, 13, 7), "rows"),
+    ("ring", (1, 2, 3), (6, 2, 29, 7, 5), "rows"),
     ("ring", (1, 2, 4), (6, 1, 30, 7, 5), "rows"),
     ("two_way_ring", (1, 2, 4), (8, 4, 32, 8, 6), "rows"),
     ("gather", (1, 2, 4), (6, 3, 30, 7, 7), "no"),
@@ -97,10 +96,10 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("how", "shape", "sizes", "residual"),
-    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE],
+    "case", slow_or_nightly([RING], [WEIGHTS, GATHER, RING_OF_FEW_ROWS], CASES), ids=str
 )
-def test_outputs_and_gradients_are_those_of_one_device(how, shape, sizes, residual, mesh_of):
+def test_outputs_and_gradients_are_those_of_one_device(case, mesh_of):
+    how, shape, sizes, residual = case
     num_heads, num_kv_heads, hidden_dims, rows, length = sizes
     expected, actual = (
         outputs_and_gradients(
@@ -115,9 +114,14 @@ def test_outputs_and_gradients_are_those_of_one_device(how, shape, sizes, residu
 @pytest.mark.parametrize("attention", [
     {"proj_tpl": lora(layers.AttentionProjection, rank=2)},
     {"is_cross_attention": True},
-    {"atten_kernel": "blocked", "window": 3, "combine_qkv": True},
+    pytest.param(
+        {"atten_kernel": "blocked", "window": 3, "combine_qkv": True}, marks=pytest.mark.nightly
+    ),
     {"attention_sinks": True, "output_proj_use_nhd_shape": True},
-    {"ln_tpl": layers.RmsNorm, "atten_logit_cap": 5.0, "internal_enable_query_scale": False},
+    pytest.param(
+        {"ln_tpl": layers.RmsNorm, "atten_logit_cap": 5.0, "internal_enable_query_scale": False},
+        marks=pytest.mark.nightly,
+    ),
 ])
 def test_so_is_attention_of_any_kind(attention, mesh_of):
     crosses = "is_cross_attention" in attention
@@ -198,13 +202,14 @@ REMAT3_CANNOT = pytest.mark.xfail(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "word", "policy"), [
     pytest.param(explicit_partitioner, "fsdp+ring", "save_out_proj", marks=REMAT3_CANNOT),
-    pytest.param(Partitioner, "fsdp+ring", "save_nothing", marks=pytest.mark.slow),
-    pytest.param(Partitioner, "fsdp+mlp_ring", "save_out_proj", marks=pytest.mark.slow),
+    pytest.param(Partitioner, "fsdp+ring", "save_nothing", marks=pytest.mark.nightly),
+    (Partitioner, "fsdp+mlp_ring", "save_out_proj"),
     pytest.param(
         explicit_partitioner, "fsdp+mlp_ring", "save_everything",
-        marks=(REMAT3_CANNOT, pytest.mark.slow),
+        marks=(REMAT3_CANNOT, pytest.mark.nightly),
     ),
 ])
 def test_steps_of_both_partitioners_are_those_of_one_device(kind, word, policy):

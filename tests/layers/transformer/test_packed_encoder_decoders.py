@@ -14,7 +14,7 @@ from praxis_lite.core import Learner
 from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 from tests.support import packed_rows
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but
 from tests.support.packed_rows import nats_and_gradients
 
 Partial = fdl.Partial
@@ -90,7 +90,8 @@ def check(name: str, task: SequenceToSequenceTask, mesh=None, **given) -> None:
     packed_rows.check(actual, alone(name), TABLES, tolerance=3e-6)
 
 
-@pytest.mark.parametrize("name", slow_but((), ATTENTION))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", nightly_but({"rotary"}, ATTENTION))
 def test_pairs_of_a_row_neither_see_nor_change_each_other(name):
     check(name, task_of(name))
 
@@ -100,7 +101,8 @@ def test_positions_begin_anew_in_each_segment_if_a_batch_has_none():
     check("sinusoids", task_of("sinusoids"), has_positions=False)
 
 
-@pytest.mark.slow
+# attention/test_packed_documents.py has each kernel in `make test-all`.
+@pytest.mark.nightly
 @pytest.mark.parametrize("kernel", ["splash", "chunked", "blocked"])
 def test_so_it_is_in_other_kernels(kernel):
     check("rotary", task_of("rotary", kernel))
@@ -108,10 +110,10 @@ def test_so_it_is_in_other_kernels(kernel):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", [
-    SHARDING_PRESETS["sequence"],
+    pytest.param(SHARDING_PRESETS["sequence"], marks=pytest.mark.nightly),
     {**SHARDING_PRESETS["sequence"], "attention_collectives": "gather", "mlp_collectives": "ring"},
     {"batch": "data", "length": "mdl", "residual_length": "mdl"},
-    SHARDING_PRESETS["fsdp+ring"],
+    pytest.param(SHARDING_PRESETS["fsdp+ring"], marks=pytest.mark.nightly),
 ], ids=["sequence", "gather", "length", "ring"])
 def test_so_it_is_where_an_axis_splits_both_sequences(preset, mesh_of):
     check("rotary", task_of("rotary", preset=preset), mesh_of(1, 2, 3))

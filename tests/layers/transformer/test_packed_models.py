@@ -20,7 +20,7 @@ from tests.layers.whole_model import preset_runs
 from tests.support import packed_rows
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import zero_padded
-from tests.support.marks import slow_but
+from tests.support.marks import nightly_but, slow_or_nightly
 from tests.support.packed_rows import NatsAndGradients, nats_and_gradients
 
 Partial = fdl.Partial
@@ -139,7 +139,10 @@ ON_ONE_DEVICE = [
 ]
 
 
-@pytest.mark.parametrize("name", slow_but({"dropless_experts"}, ON_ONE_DEVICE))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", nightly_but(
+    {"dropless_experts", "rotary", "pipeline", "experts_by_sentence"}, ON_ONE_DEVICE
+))
 def test_a_packed_loss_is_that_of_rows_of_their_own_and_no_document_sees_another(name):
     batch = batch_of(PACKED, "segment_ids", "segment_pos")
     check(nats_and_gradients(task_of(MODELS[name]()), batch, PACKED), alone(name))
@@ -168,20 +171,24 @@ PRESETS = {
 KERNELS = [name for name, can_do in kernels.KERNELS.items() if "segment_ids" in can_do]
 
 
-QUICK = [("length", "einsum")]
 # What each kernel makes of a split sequence; what each way to split makes of one kernel.
-SLOW = [
+CASES = [
     *(("length", kernel) for kernel in KERNELS), ("sequence", "einsum"), ("gather", "splash"),
     ("all_to_all", "splash"), ("all_to_all", "dot_product"),
     *((word, "chunked") for word in ("gathered_keys", "ring", "all_to_all+ring")),
     ("ring_of_rows", "chunked"), ("two_way_ring", "einsum"), ("weights", "splash"),
 ]
+SLOW = {
+    ("sequence", "einsum"), ("length", "chunked"), ("all_to_all", "splash"),
+    ("all_to_all+ring", "chunked"), ("two_way_ring", "einsum"),
+}
 
 
-@pytest.mark.parametrize(("word", "kernel"), QUICK + [
-    pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in QUICK
-])
-def test_so_it_is_where_an_axis_splits_the_sequence(word, kernel, mesh_of):
+@pytest.mark.parametrize(
+    "case", slow_or_nightly({("length", "einsum")}, SLOW, CASES), ids="-".join
+)
+def test_so_it_is_where_an_axis_splits_the_sequence(case, mesh_of):
+    word, kernel = case
     batch = batch_of(PACKED, "segment_ids", "segment_pos")
     # Three devices, which divide neither the 13 tokens nor the heads.
     task = task_of(rotary(kernel), PRESETS[word])
@@ -190,7 +197,9 @@ def test_so_it_is_where_an_axis_splits_the_sequence(word, kernel, mesh_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["recurrent", "relative_bias", "dropless_experts", "prefix"])
+@pytest.mark.parametrize("name", nightly_but(
+    {"recurrent", "prefix"}, ["recurrent", "relative_bias", "dropless_experts", "prefix"]
+))
 def test_so_it_is_for_other_layers_there(name, mesh_of):
     names = ["inputs_indicator"] if name == "prefix" else []
     batch = batch_of(PACKED, "segment_ids", "segment_pos", *names)
@@ -227,10 +236,13 @@ def steps_apart(num_stages):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "word", "num_stages"), [
-    (Partitioner, "length", 1), (Partitioner, "length", 2), (Partitioner, "all_to_all", 2),
-    (explicit_partitioner, "gather", 1), (explicit_partitioner, "ring", 1),
-])
+@pytest.mark.parametrize(("kind", "word", "num_stages"), nightly_but(
+    {(Partitioner, "length", 2), (explicit_partitioner, "gather", 1)},
+    [
+        (Partitioner, "length", 1), (Partitioner, "length", 2), (Partitioner, "all_to_all", 2),
+        (explicit_partitioner, "gather", 1), (explicit_partitioner, "ring", 1),
+    ],
+))
 def test_a_training_step_leaves_other_documents_embeddings_as_they_are(kind, word, num_stages):
     batch = batch_of(PACKED, "segment_ids", "segment_pos")
     actual = steps(kind, word, num_stages, (num_stages, 2, 2), batch, PACKED)

@@ -105,11 +105,19 @@ def test_every_case_of_the_real_pax_is_compared():
     assert set(PAX) == set(pax_options("transformers")) - {""}
 
 
+# Of each part of a block, and of a stack, one.
+QUICK = {
+    "ffn_primer_hybrid", "ffn_droppath", "ffn_no_bias_gated", "block_post_skip", "block_droppath",
+    "cross_post", "stack_pattern",
+}
+
+
 @functools.cache
-def results_of_pax() -> dict[str, Any]:
-    """Returns by case our outputs and gradients, from one program."""
+def results_of_pax(is_quick: bool) -> dict[str, Any]:
+    """Returns by case our outputs and gradients, from one program for quick cases or others."""
     numbers = pax_options("transformers")
-    models = {name: NnxModel(build) for name, (build, _) in PAX.items()}
+    models = {name: NnxModel(build) for name, (build, _) in PAX.items()
+              if (name in QUICK) == is_quick}
 
     def renamed(case):
         return {
@@ -133,14 +141,14 @@ def results_of_pax() -> dict[str, Any]:
             grads, y = jax.grad(objective, argnums=(0, 1), has_aux=True)(all_params[name], wrt)
             return {"y": y, "grad": flat(grads[0]), "gin": grads[1]}
 
-        return {name: one(name) for name in PAX}
+        return {name: one(name) for name in models}
 
     return jax.device_get(run(params, numbers[""]["in"]))
 
 
-@pytest.mark.parametrize("name", PAX)
+@pytest.mark.parametrize("name", slow_but(QUICK, PAX))
 def test_outputs_and_gradients_equal_pax(name):
-    case, actual = pax_options("transformers")[name], results_of_pax()[name]
+    case, actual = pax_options("transformers")[name], results_of_pax(name in QUICK)[name]
     assert_near(actual["y"], case["out"]["y"], tolerance=4e-6)
     assert_near(actual["gin"], case["gin"], tolerance=5e-6)
     expected = {path.replace("repeat/sub", "blocks"): grad for path, grad in case["grad"].items()}

@@ -28,7 +28,7 @@ PAX = {
 }
 
 
-QUICK = {"pool_max_same_2_paddings", "pool_avg_valid_1_paddings", "pool1d_default", "global_avg"}
+QUICK = {"pool_max_same_2_paddings", "pool_avg_valid_1_paddings", "global_avg"}
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, PAX))

@@ -70,7 +70,7 @@ def params_of(module) -> dict:
 
 
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("name", every(2, CASES))
+@pytest.mark.parametrize("name", every(4, CASES))
 def test_begins_as_the_base_layer_and_merged_equals_adapted(name, use_dora):
     build, shape = CASES[name]
     x = jnp.asarray(draw(shape))
@@ -266,8 +266,10 @@ def test_only_adapters_train_and_the_loss_falls():
         assert np.array_equal(actual, start) == (not adapter), path
 
 
-@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize(("chunk_size", "use_dora"), [
+    (None, False), (4, True), pytest.param(4, False, marks=pytest.mark.slow),
+    pytest.param(None, True, marks=pytest.mark.slow),
+])
 def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size, use_dora):
     build = partial(layers.SharedEmbeddingSoftmax, 13, 5, chunk_size=chunk_size)
     adapted_tpl = lora(build, rank=2, alpha=1.0, use_dora=use_dora)

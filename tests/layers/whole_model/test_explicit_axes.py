@@ -27,6 +27,7 @@ from tests.layers.whole_model.preset_runs import (
     partitioner_of,
 )
 from tests.support.lm_runs import structs
+from tests.support.marks import nightly_but, slow_or_nightly
 
 SHAPE, BATCH = (2, 2, 2), batch_of(16, 12, 64)
 # A shared table that model dims split too is gathered where it embeds and where it predicts; over
@@ -53,18 +54,15 @@ def assert_same_losses(result):
     np.testing.assert_allclose(result["explicit"][0], result["auto"][0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "preset",
+# Of those left out "expert" is "fsdp+tensor" on axes of other names for an LM without experts, and
+# "fsdp+context" is both of what the other two have.
+@pytest.mark.parametrize("preset", slow_or_nightly(
+    {"fsdp+tensor"}, {"sequence", "fsdp+ring", "fsdp+context"},
     [
-        "fsdp+tensor",
-        # Of those left out "expert" is "fsdp+tensor" on axes of other names for an LM without
-        # experts, and "fsdp+context" is both of what the other two have.
-        *(
-            pytest.param(preset, marks=pytest.mark.slow) for preset in SHARDING_PRESETS
-            if preset not in ("fsdp+tensor", "expert", "fsdp+context_ring", "fsdp+context_heads")
-        ),
+        preset for preset in SHARDING_PRESETS
+        if preset not in ("expert", "fsdp+context_ring", "fsdp+context_heads")
     ],
-)
+))
 def test_a_preset_trains_and_sends_as_over_auto_axes(preset):
     partitioners = []
 
@@ -91,9 +89,8 @@ def lm_task(preset="fsdp+tensor", lm=None, **settings):
     )
 
 
-@pytest.mark.parametrize(
-    "preset", ["replicated", pytest.param("fsdp+tensor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", nightly_but({"replicated"}, ["replicated", "fsdp+tensor"]))
 def test_gradients_of_micro_batches_are_summed_over_devices_once(preset):
     partitioners = []
 
@@ -123,6 +120,7 @@ def state_of(partitioner):
     return jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
 
 
+@pytest.mark.slow
 def test_evaluation_and_decoding_are_those_of_auto_axes():
     prompts = {
         "ids": BATCH["ids"][:, :4], "prefix_lengths": np.full(16, 3, np.int32),

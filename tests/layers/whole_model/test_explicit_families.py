@@ -21,6 +21,7 @@ from praxis_lite.tasks.preference import DpoTask
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 from praxis_tools.check.check import on_mesh
 from tests.layers.whole_model.preset_runs import EVEN, batch_of, even_lm, losses
+from tests.support.marks import nightly_but, slow_but
 
 AXES, EXPERTS = ("replica", "data", "mdl"), ("data", "expert", "mdl")
 VOCAB, TOKENS = 64, batch_of(16, 12, 64)
@@ -165,7 +166,9 @@ def partitioner_of(name: str, axis_types: str) -> tuple[Partitioner, dict[str, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", nightly_but(
+    {"lm of experts", "lora over int8", "preferences"}, FAMILIES
+))
 def test_it_is_typed_and_its_losses_are_those_of_auto_axes(name):
     partitioner, batch = partitioner_of(name, "explicit")
     actual, _ = losses(partitioner, batch)
@@ -179,7 +182,13 @@ def test_it_is_typed_and_its_losses_are_those_of_auto_axes(name):
 EVEN_EXPERIMENTS = {"explicit.NotebookDp", "explicit.NotebookFsdp"}
 
 
-@pytest.mark.parametrize("name", list_experiments())
+# Of each kind of model one.
+QUICK_EXPERIMENTS = EVEN_EXPERIMENTS | {
+    "classify.Spirals", "functions.DigitsMlp", "linen.DigitsViT", "lm.PyDocs", "vision.DigitsResNet"
+}
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK_EXPERIMENTS, list_experiments()))
 def test_an_experiment_is_typed_or_says_what_to_change(name):
     job = build(get_experiment(name)().config())
     step = on_mesh(

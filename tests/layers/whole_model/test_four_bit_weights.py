@@ -14,6 +14,7 @@ from praxis_lite.core import Learner
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.layers.whole_model.four_bit_weights import NF4, four_bit_packs, to_4_bits
 from praxis_lite.layers.whole_model.packed_weights import PackedModel, check_frozen
+from tests.support.marks import slow_but
 
 
 def draw(shape, seed=0):
@@ -32,8 +33,12 @@ def by_hand(w, qtype, block_size):
     return result
 
 
-@pytest.mark.parametrize("qtype", ["nf4", "int4"])
-@pytest.mark.parametrize("block_size", [64, 20, 7])
+@pytest.mark.parametrize(("qtype", "block_size"), [
+    ("nf4", 20), ("int4", 7), *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("nf4", 64), ("nf4", 7), ("int4", 64), ("int4", 20))
+    ),
+])
 def test_the_numbers_are_those_by_hand_and_two_are_in_a_byte(qtype, block_size):
     w = draw((2, 3, 131, 5))  # Two stacked dims in front, blocks that do not divide.
     actual = to_4_bits(jnp.asarray(w), qtype, block_size, -2)
@@ -71,7 +76,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", slow_but({"linear", "post"}, LAYERS))
 def test_a_layer_multiplies_by_its_weight_as_kept_and_keeps_no_floats_for_the_backward_pass(name):
     build, shape = LAYERS[name]
     model = PackedModel(build, functools.partial(four_bit_packs, qtype="nf4"))

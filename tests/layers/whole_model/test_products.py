@@ -111,12 +111,16 @@ BASES = {
 
 # Each kind of layer with blocks and with channels, and each type with both kinds of adapters.
 ORDERS = [
-    *((name, "int8", True) for name in BASES), *((name, "nf4", False) for name in BASES),
-    ("linear", "int8", False), ("linear", "nf4", True), ("post", "int4", True),
+    ("linear", "nf4", False), ("combined", "int8", True), ("post", "int4", True),
+    pytest.param("query", "float8_e4m3fn", False, marks=needs_float16),
     *(
-        pytest.param("query", "float8_e4m3fn", use_dora, marks=needs_float16)
-        for use_dora in (False, True)
+        pytest.param(name, *of, marks=pytest.mark.slow)
+        for of in (("int8", True), ("nf4", False)) for name in BASES
+        if (name, *of) not in {("linear", "nf4", False), ("combined", "int8", True)}
     ),
+    pytest.param("linear", "int8", False, marks=pytest.mark.slow),
+    pytest.param("linear", "nf4", True, marks=pytest.mark.slow),
+    pytest.param("query", "float8_e4m3fn", True, marks=[needs_float16, pytest.mark.slow]),
 ]
 
 

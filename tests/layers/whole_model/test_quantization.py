@@ -42,6 +42,7 @@ from tests.support.lm_runs import (
     structs,
     zero_padded,
 )
+from tests.support.marks import every, slow_but
 
 pytest.importorskip("qwix", reason="Qwix is not installed: pip install qwix")
 
@@ -175,7 +176,7 @@ def dots(text):
     return [tuple(item.rpartition("x")[2] for item in pair) for pair in pairs]
 
 
-@pytest.mark.parametrize("name", DENSE_LAYERS)
+@pytest.mark.parametrize("name", every(2, DENSE_LAYERS))
 def test_every_dense_layer_is_itself_but_for_the_rounding(name):
     build, shape = DENSE_LAYERS[name]
     x, rule = draw(shape), QuantizationRule("")
@@ -427,7 +428,7 @@ def test_without_qwix_the_error_says_what_to_install(monkeypatch):
         quantized(model=DENSE_LAYERS["linear"][0], rules=[QuantizationRule("")], rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("bwd_qtype", [None, "int8"])
+@pytest.mark.parametrize("bwd_qtype", slow_but({"int8"}, [None, "int8"]))
 def test_gradients_of_weights_have_the_precision_of_activations(bwd_qtype):
     """So that devices sum half as many bytes, as of a product that is not rounded."""
     rng = np.random.default_rng(5)

@@ -55,8 +55,10 @@ def losses(recipe, preset, shape):
 # test_summing_devices.py counts for each preset which devices sum a product.
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "preset"), [
-    ("int8", "fsdp+tensor"), ("int8", "fsdp+context"), ("int8_per_tensor", "sequence"),
-    ("int8_per_tensor", "fsdp"), pytest.param("float8", "megatron", marks=needs_float16),
+    ("int8", "fsdp+context"), ("int8_per_tensor", "fsdp"),
+    pytest.param("int8", "fsdp+tensor", marks=pytest.mark.nightly),
+    pytest.param("int8_per_tensor", "sequence", marks=pytest.mark.nightly),
+    pytest.param("float8", "megatron", marks=[needs_float16, pytest.mark.nightly]),
     pytest.param("float8_per_tensor", "fsdp+tensor", marks=needs_float16),
 ])
 def test_scales_are_those_of_one_device_on_every_mesh(recipe, preset):
@@ -84,7 +86,9 @@ def stepped(task, mesh=(1, 1, 1), axes=("replica", "data", "mdl")):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["int8", "int8_per_tensor"])
+@pytest.mark.parametrize("recipe", [
+    "int8", pytest.param("int8_per_tensor", marks=pytest.mark.nightly)
+])
 def test_remat_micro_batches_and_an_unrolled_stack_round_as_a_scanned_one(recipe):
     expected = stepped(task_of(recipe))
     kept = fdl.Partial(layers.Repeat, checkpoint_policy="save_everything")

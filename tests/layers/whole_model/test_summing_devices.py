@@ -15,6 +15,7 @@ from praxis_lite.layers.whole_model.rounded_products import summing_devices
 from praxis_tools.explain import hlo
 from tests.layers.whole_model import preset_runs
 from tests.support.lm_runs import structs
+from tests.support.marks import nightly_but
 from tests.support.on_tpu import needs_libtpu, printed_by
 
 pytest.importorskip("qwix", reason="Qwix is not installed: pip install qwix")
@@ -68,10 +69,8 @@ def sums(preset: str, mesh: Mesh, recipe: str | None) -> list[list]:
     )
 
 
-@pytest.mark.parametrize("preset", [
-    pytest.param(preset, marks=() if preset == "fsdp+tensor" else pytest.mark.slow)
-    for preset in BY_HAND
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", nightly_but({"fsdp+tensor", "fsdp+context"}, BY_HAND))
 def test_no_devices_sum_integers(preset):
     actual = sums(preset, preset_runs.mesh_of(preset, SHAPE), "int8")
     assert actual and not any("s32" in dtypes for _, dtypes, _ in actual)
