@@ -28,7 +28,7 @@ import first_day_files  # noqa: E402
 
 PAGE = ROOT / "docs/first_day.md"
 MODULE = "python -m praxis_lite.main"
-HEAD = "| you want | how | seconds |"
+HEAD = "| task | command | seconds |"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,8 @@ ROWS = [
     Row("list the experiments", "$P --list", found="lm.PyDocs"),
     Row("train", "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=30",
         found="trained to step 30"),
-    Row("resume, with more steps", "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=40",
+    Row("resume, with more steps",
+        "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=40",
         found="restored the checkpoint of step 30"),
     Row("resume on another mesh",
         "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=50 "
