@@ -33,10 +33,10 @@ HEAD = "| task | command | seconds |"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A thing that a person wants.
+    """A row of the page: a task and the command for it.
 
     Attributes:
-      want: in a few words.
+      want: The task, in a few words.
       how: a shell's command, or lines of Python, the first an import.
       needs: a package of an extra.
       status: with which the command ends.
@@ -162,8 +162,9 @@ def main() -> None:
         lines = [f"| {row.want} | {shown(row)} | {seconds(row, folder)} |" for row in rows]
     table = "\n".join([HEAD, "| --- | --- | --- |", *lines])
     if args.write:
-        before, _, _ = PAGE.read_text("utf-8").partition(HEAD)
-        PAGE.write_text(before + table + "\n", "utf-8")
+        before, _, old = PAGE.read_text("utf-8").partition(HEAD)
+        _, _, after = old.partition("\n\n")
+        PAGE.write_text(f"{before}{table}\n\n{after}", "utf-8")
     else:
         print(table)
 
