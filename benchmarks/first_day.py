@@ -28,15 +28,15 @@ import first_day_files  # noqa: E402
 
 PAGE = ROOT / "docs/first_day.md"
 MODULE = "python -m praxis_lite.main"
-HEAD = "| you want | how | seconds |"
+HEAD = "| task | command | seconds |"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A thing that a person wants.
+    """A row of the page: a task and the command for it.
 
     Attributes:
-      want: in a few words.
+      want: The task, in a few words.
       how: a shell's command, or lines of Python, the first an import.
       needs: a package of an extra.
       status: with which the command ends.
@@ -56,15 +56,16 @@ class Row:
 
 PL = "import praxis_lite as pl\n"
 ROWS = [
-    Row("install, the dependencies being there",
+    Row("install, if the dependencies are installed",
         "pip install --no-deps --no-build-isolation --target installed REPOSITORY",
         found="Successfully installed"),
     Row("list the experiments", "$P --list", found="lm.PyDocs"),
     Row("train", "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=30",
         found="trained to step 30"),
-    Row("go on: more steps", "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=40",
+    Row("resume, with more steps",
+        "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=40",
         found="restored the checkpoint of step 30"),
-    Row("go on on another mesh",
+    Row("resume on another mesh",
         "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=50 "
         "mesh.ici_mesh_shape=1,2,2", found="changed since the job was last run: mesh"),
     Row("change a setting",
@@ -73,14 +74,14 @@ ROWS = [
     Row("see the result", "$P --mode=summary --job_log_dir=a", found="heldout, step 50"),
     Row("compare two runs, on a page", "$P --mode=report a b --html=report.html",
         found="report.html"),
-    Row("the numbers in Python",
+    Row("read the metrics in Python",
         f'{PL}job = pl.load("a")\n'
         'print(job.metrics["loss"][-1], job.evaluations["heldout"]["loss"])',
         found="["),
     Row("evaluate a checkpoint", "$P --mode=eval --job_log_dir=a", found="heldout: accuracy"),
-    Row("evaluate beside a training, to its end", "$P --mode=eval --job_log_dir=a --follow",
+    Row("evaluate while a job trains", "$P --mode=eval --job_log_dir=a --follow",
         found="heldout"),
-    Row("look at the checkpoints", "python -m praxis_lite.checkpoints ls a", found="50"),
+    Row("list the checkpoints", "python -m praxis_lite.checkpoints ls a", found="50"),
     Row("train on your own text",
         "$P --exp=lm.PyDocs --job_log_dir=text --set 'corpus.files=texts/*.txt' "
         "run.num_train_steps=20 task.model.num_layers=2", found="trained to step 20"),
@@ -88,25 +89,25 @@ ROWS = [
         found="decoded 1 record"),
     Row("the same in Python", f'{PL}print(pl.load("text").generate("The ", temperature=0.7))',
         found="continuation"),
-    Row("your own model and data in Python",
+    Row("train your own model and data in Python",
         f'{PL}job = pl.train("mymodel.experiments.Wave", "wave", packages=["mymodel"])\n'
         'print(job)', found="step 150, loss"),
-    Row("what each device holds and sends",
+    Row("show what each device stores and sends",
         "$P --mode=explain --exp=lm.Synthetic --html=explain.html", found="explain.html"),
-    Row("memory, time and MFU on a pod",
+    Row("predict memory, time and MFU on a pod",
         "$P --mode=plan --exp=lm.Synthetic --topology=v5e:2x4", "libtpu", found="MFU"),
     Row("the same in Python",
         f'{PL}plan = pl.plan("lm.Synthetic", topology="cpu:8")\n'
         'print(plan.fits, plan.steps[0].peak_bytes_per_device)',
         found="True"),
-    Row("does a mesh compute what one device does?",
+    Row("check that a mesh computes what one device computes",
         "$P --mode=check --exp=lm.Synthetic --meshes=1x2x1 --steps=1", found="certified"),
     Row("profile two steps",
         "$P --exp=lm.Synthetic --job_log_dir=profiled --set run.num_train_steps=12 "
         "run.profile.steps=8:10", found="measured/predicted"),
-    Row("the profile's table again", "$P --mode=profile --job_log_dir=profiled",
+    Row("print the profile's table again", "$P --mode=profile --job_log_dir=profiled",
         found="measured/predicted"),
-    Row("find where a NaN was made",
+    Row("find the operation that produced a NaN",
         "$P --packages=mymodel --exp=mymodel.broken.Broken --job_log_dir=nan --set "
         "run.debug_nans=true run.num_train_steps=3", status=3, found="broken.py"),
     Row("track in Weights & Biases",
@@ -116,12 +117,12 @@ ROWS = [
     Row("try several settings",
         "$P --mode=sweep --exp=lm.Synthetic --job_log_dir=sweep --set run.num_train_steps=10 "
         "task.learner.learning_rate=1e-3,1e-2", "optuna", found="complete"),
-    Row("two processes, on one machine or on two",
+    Row("run two processes, on one machine or on two",
         "$P --exp=lm.Synthetic --job_log_dir=two --coordinator=localhost:PORT --num_processes=2 "
         "--process_id=1 --set run.num_train_steps=9 & $P --exp=lm.Synthetic --job_log_dir=two "
         "--coordinator=localhost:PORT --num_processes=2 --process_id=0 --set run.num_train_steps=9 "
         "&& wait", found="trained to step 9"),
-    Row("a tokenizer of your own",
+    Row("train a tokenizer",
         "python -m praxis_lite.inputs.tokenizers train 'texts/*.txt' bpe --vocab-size=300",
         "tokenizers", found="bpe"),
     Row("fine-tune a Hugging Face model on chats",
@@ -134,10 +135,10 @@ ROWS = [
     Row("export it",
         "python -m praxis_lite.huggingface export chat merged --adapters merge",
         "safetensors", found="wrote merged"),
-    Row("ask it the tasks of lm-evaluation-harness",
+    Row("evaluate it with lm-evaluation-harness",
         "python -m praxis_tools.lm_eval --model praxis_lite --model_args pretrained=merged "
         "--include_path tasks --tasks what_comes_after", "lm_eval", found="what_comes_after"),
-    Row("begin with the weights of a Pax job",
+    Row("start from the weights of a Pax job",
         "python -m praxis_lite.pax.job --packages=paxmodel --exp=paxmodel.FromPax --pax=pax "
         "--job_log_dir=from_pax", found="created"),
 ]
@@ -161,8 +162,9 @@ def main() -> None:
         lines = [f"| {row.want} | {shown(row)} | {seconds(row, folder)} |" for row in rows]
     table = "\n".join([HEAD, "| --- | --- | --- |", *lines])
     if args.write:
-        before, _, _ = PAGE.read_text("utf-8").partition(HEAD)
-        PAGE.write_text(before + table + "\n", "utf-8")
+        before, _, old = PAGE.read_text("utf-8").partition(HEAD)
+        _, _, after = old.partition("\n\n")
+        PAGE.write_text(f"{before}{table}\n\n{after}", "utf-8")
     else:
         print(table)
 

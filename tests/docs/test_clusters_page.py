@@ -46,5 +46,5 @@ def test_the_warning_is_the_programs_own_with_its_arithmetic():
     grace, loop = Grace(300), type("Loop", (), {"note": staticmethod(notes.append)})
     grace.restore({"step_seconds": 20.1, "save_seconds": 185.5})
     grace.before_training(loop, None)
-    shown = TEXT[TEXT.index("WARNING:") : TEXT.index(" ... What is killed")]
+    shown = TEXT[TEXT.index("WARNING:") : TEXT.index(" ... A job that is killed")]
     assert notes[0].startswith(shown)

@@ -26,8 +26,7 @@ def test_the_page_has_each_row_and_its_seconds(first_day):
 
 @pytest.mark.slow
 def test_rows_that_need_no_others_run_as_they_stand(first_day, tmp_path):
-    wanted = {"list the experiments", "a tokenizer of your own",
-              "begin with the weights of a Pax job"}
+    wanted = {"list the experiments", "train a tokenizer", "start from the weights of a Pax job"}
     rows = [row for row in first_day.ROWS if row.want in wanted]
     assert len(rows) == len(wanted)
     first_day.first_day_files.write(tmp_path)
