@@ -14,7 +14,7 @@ from tests.support.job_runs import launch, lines_of
 EXP = "python_texts.PythonTexts"
 SMALL = (
     "datasets.train.batch_size=4", "run.evaluation.every_steps=None",
-    "run.checkpoints.every_steps=2",
+    "run.checkpoints.every_steps=2", "task.model.num_layers=1",
 )
 
 

@@ -267,7 +267,7 @@ def test_a_resumed_job_profiles_the_steps_of_a_range_that_are_left(tmp_path):
     assert runs_in(job.profiles / "3") == dict.fromkeys(range(2), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_profile_the_same_steps(tmp_path):
     ends = process_pairs.run(
         TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", "run.profile.processes=all",

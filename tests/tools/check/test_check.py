@@ -16,7 +16,7 @@ from praxis_lite.main import main
 from praxis_lite.models import FunctionModel
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_tools.check import check_on_meshes
-from tests.support.marks import slow_but
+from tests.support.marks import slow_or_nightly
 from tests.tools.check import tiny
 from tests.tools.check.defects import by_pipeline
 from tests.tools.check.defects.families import FAMILIES
@@ -50,18 +50,20 @@ def test_an_experiment_that_is_right_is_certified():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment, mesh", [
-    (tiny.Lm, (1, 2, 2)), (tiny.PointsByHand, (3, 2)), (tiny.Norms, (2, 2)),
+    pytest.param(tiny.Lm, (1, 2, 2), marks=pytest.mark.nightly),
+    (tiny.PointsByHand, (3, 2)), (tiny.Norms, (2, 2)),
 ], ids=["Lm", "PointsByHand", "Norms"])
 def test_every_part_of_what_is_right_is_certified(experiment, mesh):
     actual = check_on_meshes(experiment, [mesh], steps=2)
     assert actual.certified, actual.summary()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pipeline, steps", [
-    pytest.param({"num_microbatches": 5}, 1, marks=pytest.mark.slow, id="five that do not divide"),
-    pytest.param({"num_microbatches": 1}, 1, marks=pytest.mark.nightly, id="one"),
-    pytest.param({"microbatch_size": 4}, 1, marks=pytest.mark.nightly, id="by size"),
-    pytest.param({"num_microbatches": 2}, 2, marks=pytest.mark.nightly, id="accumulated"),
+    pytest.param({"num_microbatches": 5}, 1, id="five that do not divide"),
+    pytest.param({"num_microbatches": 1}, 1, id="one"),
+    pytest.param({"microbatch_size": 4}, 1, id="by size"),
+    pytest.param({"num_microbatches": 2}, 2, id="accumulated"),
 ])
 def test_1f1b_with_dropout_is_certified(pipeline, steps):
     class Cut(by_pipeline.OneForward):
@@ -175,15 +177,15 @@ QUICK_SAMPLE = (
     "remat of a stack, an attribute: another dropout key in the backward pass",
 )
 SLOW_SAMPLE = (
-    "attention: gradient summed twice over mdl", "cache is written a place further on",
+    "cache is written a place further on",
     "segments are lost", "the learner decays weights twice", "norms in bfloat16",
     "resumed: a batch too far", "13 rows: a tenth more", "unroll of NNX: a layer twice",
     "remat of a stack, scanned: another dropout key in the backward pass",
 )
-SAMPLE = QUICK_SAMPLE + SLOW_SAMPLE
+SAMPLE = (*QUICK_SAMPLE, *SLOW_SAMPLE, "attention: gradient summed twice over mdl")
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK_SAMPLE, SAMPLE))
+@pytest.mark.parametrize("name", slow_or_nightly(QUICK_SAMPLE, SLOW_SAMPLE, SAMPLE))
 def test_a_planted_defect_is_caught_at_its_place(name):
     defect = DEFECTS[name]
     assert not defect.missed(defect.certificate().first_difference)
