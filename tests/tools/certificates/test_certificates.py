@@ -223,7 +223,8 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
 
 
 @pytest.mark.parametrize("every, action", [
-    (1, "stop"), pytest.param(2, "report", marks=pytest.mark.slow),
+    pytest.param(1, "stop", marks=pytest.mark.slow),
+    pytest.param(2, "report", marks=pytest.mark.nightly),
 ])
 def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every, action, capsys):
     make_step, leaf = TrainStep.__call__, "mdl_vars/params/last/w"
@@ -374,6 +375,7 @@ def test_arrays_take_turns_where_memory_is_bounded_and_every_one_is_covered():
     assert seen == {x.path for x in job.own.layout.leaves()}
 
 
+@pytest.mark.slow
 def test_wrong_arrays_of_an_update_are_found_and_no_others():
     changes = planted.wrong_leaves().values()
     with planted.changed_updates(*(change for change, _ in changes)):

@@ -89,6 +89,7 @@ def folder(tmp_path_factory, model):
     return folder
 
 
+@pytest.mark.slow
 def test_with_jax_alone_the_numbers_are_bit_for_bit_those_of_the_mesh(folder, model):
     partitioner, mdl_vars = model
     key = partitioner.batch_key(3, 7, 0)
