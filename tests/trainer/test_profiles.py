@@ -225,7 +225,7 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
     assert [line["step"] for line in read_json_lines(other.metrics_jsonl)] == list(range(1, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trace_that_the_disk_does_not_take_is_lost_and_the_next_is_written(tmp_path):
     job = JobDir(tmp_path / "job")
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=1")

@@ -102,7 +102,7 @@ def test_the_update_by_hand_follows_the_settings_of_a_learner(settings):
     assert not actual.notes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_of_adapters_is_certified_without_the_weights_that_it_would_load():
     actual = check_on_meshes(tiny.Lora, [(1, 1, 2)], steps=2, parts=("resumed",))
     assert actual.certified, actual.summary()
