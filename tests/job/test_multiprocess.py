@@ -148,7 +148,7 @@ def test_what_differs_between_processes_is_refused_by_both(tmp_path):
         assert "run.seed is" in words and "on process 0 (" in words and "on process 1 (" in words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
     first, second = pairs.run(
         TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
@@ -201,7 +201,7 @@ def run_on_slices(mode, job):
     assert [item.code for item in done] == [0, 0], done
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slices_are_processes_and_both_decode(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     shutil.rmtree(job.path / "decode", ignore_errors=True)
@@ -209,7 +209,6 @@ def test_slices_are_processes_and_both_decode(tmp_path):
     assert len(job.decode_jsonl("prompts", 7).read_text().splitlines()) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_slices_evaluate_as_one_process_does(tmp_path):
     job = copy_of_trained(tmp_path / "job")

@@ -177,7 +177,7 @@ def test_a_job_traces_the_steps_of_its_ranges_and_trains_as_without(tmp_path):
     assert [line["loss"] for line in read_json_lines(job.metrics_jsonl)] == losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_and_a_file_ask_while_a_job_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("JOBZOO_KILL_AT", "2")
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")

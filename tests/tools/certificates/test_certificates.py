@@ -263,7 +263,7 @@ class WideCertified(planted.Wide):
         return config
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bad_device_is_named_and_the_run_saves(tmp_path, capsys):
     words = "Step 2 is not certified.*device 2 .*saved"
     with planted.bad_device(2), pytest.raises(ConfigError, match=words):
