@@ -177,8 +177,9 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     )
     argv = ["--packages=mypackage", "--exp=mypackage.experiments.MyLm"]
     argv += ["--job_log_dir=jobs/my_lm", "--set"]
-    # A quarter of its steps, of smaller batches, and a short evaluation.
-    argv += ["run.num_train_steps=50", "run.evaluation.max_batches=1", "BATCH_SIZE=24"]
+    # A quarter of its steps, half of its layers, smaller batches, and a short evaluation.
+    argv += ["run.num_train_steps=50", "run.evaluation.max_batches=1", "BATCH_SIZE=24",
+             "task.model.num_layers=2"]
     env = {**os.environ, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env["XLA_FLAGS"] = ""  # The tests' own compile fast and run slowly.
     done = subprocess.run(

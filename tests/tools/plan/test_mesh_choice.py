@@ -132,7 +132,7 @@ def test_slices_stay_along_their_axis_if_they_divide_it():
     assert mesh_choice._num_slices(config, devices[:-1]) == 1  # A slice that lost a device.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_process_chooses_the_same_whatever_its_hashes():
     names, numbers = ("classify.Spirals", "explicit.DigitsFsdp", "moe.Synthetic"), (6, 7, 8)
     program = (
