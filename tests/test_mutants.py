@@ -94,6 +94,7 @@ def planted():
     return plant(ROOT, num=60, packages=PARTS)
 
 
+@pytest.mark.slow
 def test_a_fault_changes_one_place_in_code_that_compiles(planted):
     for mutant in planted:
         source = (ROOT / mutant.file).read_bytes()
@@ -108,6 +109,7 @@ def test_a_fault_changes_one_place_in_code_that_compiles(planted):
         assert source[: mutant.start].count(b"\n") + 1 == mutant.line
 
 
+@pytest.mark.slow
 def test_faults_are_the_same_for_the_same_seed_all_different_and_of_every_kind(planted):
     assert plant(ROOT, num=60, packages=PARTS) == planted
     assert plant(ROOT, num=60, seed=7, packages=PARTS) != planted

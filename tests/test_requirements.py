@@ -55,9 +55,14 @@ def names(requirements: list[str]) -> set[str]:
     return {re.match(r"[\w.-]+(\[\w+\])?", requirement)[0] for requirement in requirements}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> list[tuple[str, bool]]:
     """Returns the modules that a file imports, and whether it does so at its top level."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     late = {
         node for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
@@ -101,7 +106,7 @@ def test_packages_of_extras_are_asked_for_by_the_extra_that_has_them():
 def test_each_late_import_is_of_a_package_of_the_table():
     asked = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "optional_module", "require_package", "is_installed",
             ):
@@ -162,6 +167,7 @@ PIP_LINES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_feature_says_what_to_install(tmp_path):
     output = run_plainly(tmp_path, "features")
 

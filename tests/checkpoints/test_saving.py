@@ -42,6 +42,7 @@ from tests.checkpoints.test_checkpoints import SMALL, small_state
 from tests.checkpoints.test_damage import mesh
 from tests.support.job_runs import CHECKOUT, launch, lines_of, succeed
 from tests.support.line_jobs import LINE
+from tests.support.marks import slow_but
 
 RETRYING = SaveSettings(retries=2, retry_seconds=0.0)
 
@@ -668,7 +669,9 @@ def handling(handler):
     "ignore:coroutine .* was never awaited:RuntimeWarning",
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
-@pytest.mark.parametrize("when", ["in a step", "while it waits", "at the end", "as it begins"])
+@pytest.mark.parametrize(
+    "when", slow_but(["in a step"], ["in a step", "while it waits", "at the end", "as it begins"])
+)
 def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, when):
     began, started, cancelled, lines = threading.Event(), [], [], []
 

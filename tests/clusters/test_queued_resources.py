@@ -92,7 +92,9 @@ def test_create_asks_for_a_slice_whose_hosts_train(tmp_path):
 
 @pytest.mark.parametrize(
     ("status", "num_tries"),
-    [(0, 1), (1, 100), (2, 1), (3, 1), (125, 100), (127, 1), (137, 100)],
+    [(0, 1), (1, 100), (2, 1), (3, 1), (127, 1), *(
+        pytest.param(status, 100, marks=pytest.mark.slow) for status in (125, 137)
+    )],
 )
 def test_a_host_starts_its_container_again_unless_the_status_is_final(tmp_path, status, num_tries):
     kept = tmp_path / "startup.sh"

@@ -70,7 +70,7 @@ def test_an_own_model_learns_and_goes_on_on_another_mesh(tmp_path):
     assert split < whole / 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_hugging_face_learns_to_answer_and_is_exported(tmp_path):
     lines, _ = run("finetuning", tmp_path)
     assert "What comes after 2? -> 3 comes." in lines

@@ -150,7 +150,7 @@ def test_the_blocks_of_the_python_page_run_one_after_the_other(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_data_page_runs_and_its_digest_is_the_same_for_any_number_of_processes(folder, capsys):
+def test_the_data_page_runs(folder, capsys):
     (experiment,) = page("data").blocks()
     Path("my_data.py").write_text(experiment.text, "utf-8")
     (train,) = page("data").commands("python main.py")
@@ -161,13 +161,10 @@ def test_the_data_page_runs_and_its_digest_is_the_same_for_any_number_of_process
     )
     digests = page("data").commands("python -m praxis_lite.inputs")
     (digest,) = [words for words in digests if words[0] == "digest" and "--processes=3" in words]
-    actual = set()
-    for num_processes in (1, 3):
-        capsys.readouterr()
-        words = [item.replace("processes=3", f"processes={num_processes}") for item in digest]
-        assert inputs(words) == 0
-        actual.add(capsys.readouterr().out.split()[0])
-    assert len(actual) == 1
+    # That it is the same for any number of them is tested in experiment/test_python_texts.py.
+    capsys.readouterr()
+    assert inputs(digest) == 0
+    assert re.match(r"[0-9a-f]{8,} ", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -194,7 +191,7 @@ def test_the_tokenizers_page_runs(folder):
 @pytest.mark.slow
 def test_the_finetuning_page_runs(started, monkeypatch):
     monkeypatch.chdir(started)
-    tuned, decoded, of_four_bits = page("finetuning").commands("python main.py")
+    tuned, decoded, _ = page("finetuning").commands("python main.py")
     succeed(*tuned, "run.num_train_steps=2")
     assert "restored the weights of step 2" in succeed(*decoded).out
     (export,) = page("finetuning").commands("python -m praxis_lite.huggingface")
@@ -203,7 +200,13 @@ def test_the_finetuning_page_runs(started, monkeypatch):
     adapters_are_right(started, "jobs/chat")
     (block,) = page("finetuning").blocks()
     block.run()
+
+
+@pytest.mark.nightly
+def test_so_does_its_command_of_four_bits(started, monkeypatch):
     pytest.importorskip("qwix")
+    monkeypatch.chdir(started)
+    *_, of_four_bits = page("finetuning").commands("python main.py")
     of_four_bits = [item.replace("jobs/chat", "jobs/four_bits") for item in of_four_bits]
     succeed(
         *of_four_bits, "SEQ_LEN=64", "BATCH_SIZE=8", "run.num_train_steps=2",

@@ -1,8 +1,8 @@
 """A job that loses its hosts is the same run.
 
 `make chaos` has a hundred events, also the kinds that are not here: deaths while the workers
-connect, a worker that hangs (here: job/test_stuck_processes.py), hosts that wake or are started
-anew.
+connect or compile, a worker that hangs (here: job/test_stuck_processes.py), hosts that wake or
+are started anew.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import pytest
 
 from tests.elastic import verdict
 from tests.elastic.chaos import PEER_STEPS, SURVIVE_SECONDS, Chaos, judged, settings_of
-from tests.elastic.events import COMPILE, EVALUATION, RESTORE, SAVE
+from tests.elastic.events import EVALUATION, RESTORE, SAVE
 from tests.elastic.hosts import Hosts, wait_for
 from tests.faults.outcome import Row
 
@@ -82,9 +82,6 @@ def acts(chaos):
     yield "it returns and one dies in the restore", lambda: events.kill_host_in(
         RESTORE, trigger=events.come_back
     )
-    yield "it returns and one dies in the compilation", lambda: events.kill_host_in(
-        COMPILE, trigger=events.come_back
-    )
     yield "one hangs", events.stop_host
     yield "it is replaced and wakes", events.replace
     yield "one is taken", events.take_host
@@ -134,8 +131,8 @@ def test_what_two_neighbours_had_is_restored_from_the_disk(history):
 
 
 def test_a_host_that_hangs_is_left_behind_and_another_in_its_place_takes_part(history):
-    # One of three is away since the compilation.
-    assert len(history.members["it returns and one dies in the compilation"]) == 2
+    # One of three is away since the restore.
+    assert len(history.members["it returns and one dies in the restore"]) == 2
     assert len(history.members["one hangs"]) == 1
     assert len(history.members["it is replaced and wakes"]) == 2
 

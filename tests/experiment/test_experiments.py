@@ -11,24 +11,27 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.trainer.checks.job_checks import check_num_batches
 from praxis_lite.trainer.decoding.user_prompts import prompt_batch
+from tests.support.marks import slow_or_nightly
 
 NAMES = list(registry.list_experiments())
 DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by design.
 
 
-# Their models differ from those of others in one layer or in size.
+# Their models differ from those of others in one layer, and the nightly ones in size or data.
 SLOW = {
-    "explicit.DigitsDp", "explicit.DigitsFsdp", "explicit.NotebookDp", "explicit.PyDocs",
-    "finetune.PyDocsFull", "finetune.PyDocsLora", "huggingface.ChatDpo", "huggingface.ChatFull",
-    "huggingface.ChatLora", "linen.DigitsViT", "linen.PyDocs", "lm.Llama", "moe.PyDocs",
-    "pipelined.PyDocs", "pipelined.SplitBackward", "pipelined.ZeroBubble",
-    "python_texts.PythonTexts", "seq2seq.Reverse", "vision.DigitsViT",
+    "explicit.DigitsFsdp", "explicit.PyDocs", "finetune.PyDocsLora", "huggingface.ChatDpo",
+    "huggingface.CausalLm", "linen.PyDocs", "lm.Llama", "moe.Synthetic",
+    "pipelined.SplitBackward", "pipelined.Synthetic", "seq2seq.Reverse", "vision.DigitsResNet",
+    "vision.DigitsViT",
+}
+NIGHTLY = {
+    "explicit.DigitsDp", "explicit.NotebookDp", "finetune.PyDocsFull", "huggingface.ChatDpoLora",
+    "huggingface.ChatFull", "huggingface.ChatLora", "linen.DigitsViT", "moe.PyDocs",
+    "pipelined.PyDocs", "pipelined.ZeroBubble", "python_texts.PythonTexts",
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES]
-)
+@pytest.mark.parametrize("name", slow_or_nightly({*NAMES} - SLOW - NIGHTLY, SLOW, NAMES))
 def test_its_steps_can_be_traced(name, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))  # Some make their data there.
     config = registry.get_experiment(name)().config()

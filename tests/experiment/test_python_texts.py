@@ -14,7 +14,7 @@ from tests.support.job_runs import launch, lines_of
 EXP = "python_texts.PythonTexts"
 SMALL = (
     "datasets.train.batch_size=4", "run.evaluation.every_steps=None",
-    "run.checkpoints.every_steps=2",
+    "run.checkpoints.every_steps=2", "task.model.num_layers=1",
 )
 
 
@@ -59,7 +59,7 @@ def test_a_job_resumes_as_if_it_had_not_ended_and_says_what_input_costs(folder, 
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_damaged_or_changed_file_ends_a_job_with_its_name(folder, tmp_path):
     local = tmp_path / "own"
     local.mkdir()

@@ -152,6 +152,7 @@ def test_only_experiments_can_be_registered(packages):
         registry.register(int)
 
 
+@pytest.mark.slow
 def test_classes_of_main_are_found_and_a_notebook_may_define_one_again():
     code = """
         import sys

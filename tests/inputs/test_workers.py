@@ -110,9 +110,12 @@ def test_the_workers_are_no_part_of_the_data():
     ("trouble", "error", "words"),
     [
         ("kill", ConfigError, r"1.*2.*\(process \d+\).*Numbers.*SIGKILL.*[1357] "),
-        ("exit", ConfigError, r"1.*2.*\(process \d+\).*Numbers.* 3, .*[1357]"),
+        pytest.param(
+            "exit", ConfigError, r"1.*2.*\(process \d+\).*Numbers.* 3, .*[1357]",
+            marks=pytest.mark.slow,
+        ),
         ("raise", RuntimeError, "(?s)1 .*2 .*7.*Traceback.*of the pipeline"),
-        ("config", ConfigError, "^the file is gone$"),
+        pytest.param("config", ConfigError, "^the file is gone$", marks=pytest.mark.slow),
     ],
 )
 def test_what_goes_wrong_in_a_worker_is_an_error_in_its_batchs_place(trouble, error, words):

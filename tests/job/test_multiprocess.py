@@ -148,7 +148,7 @@ def test_what_differs_between_processes_is_refused_by_both(tmp_path):
         assert "run.seed is" in words and "on process 0 (" in words and "on process 1 (" in words
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
     first, second = pairs.run(
         TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
@@ -162,7 +162,7 @@ def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
 @functools.cache
 def unmatched() -> dict[str, list[pairs.Ended]]:
     """Returns how two processes ended that wait for others in vain; all such jobs at once."""
-    wait = "--start_seconds=20"
+    wait = "--start_seconds=10"
     flags = {
         "0 twice": (("--process_id=0", wait),) * 2,
         "2 or 3": ((wait,), (wait, "--num_processes=3", "--process_id=2")),
@@ -188,7 +188,7 @@ def test_a_second_process_0_is_told_that_its_port_is_in_use():
 def test_processes_of_different_numbers_do_not_meet_and_are_told_what_to_compare():
     done = unmatched()["2 or 3"]
     assert [item.code for item in done] == [1, 1]
-    assert all("have connected within 20 s" in item.err for item in done)
+    assert all("have connected within 10 s" in item.err for item in done)
     assert all("the same --num_processes" in item.err for item in done)
 
 
@@ -201,7 +201,7 @@ def run_on_slices(mode, job):
     assert [item.code for item in done] == [0, 0], done
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slices_are_processes_and_both_decode(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     shutil.rmtree(job.path / "decode", ignore_errors=True)
@@ -209,7 +209,6 @@ def test_slices_are_processes_and_both_decode(tmp_path):
     assert len(job.decode_jsonl("prompts", 7).read_text().splitlines()) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_slices_evaluate_as_one_process_does(tmp_path):
     job = copy_of_trained(tmp_path / "job")

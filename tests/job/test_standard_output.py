@@ -70,6 +70,7 @@ def test_a_full_disk_under_the_log_ends_no_training(tmp_path):
     assert "standard output cannot be written (No space left on device)" in err
 
 
+@pytest.mark.slow
 def test_main_in_a_pipe_that_is_closed_ends_quietly():
     read, write = os.pipe()
     os.close(read)

@@ -294,7 +294,10 @@ def test_a_signal_in_a_step_loses_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "value", "code"),
-    [("raise", None, 1), ("exit", 7, 7), ("signal", signal.SIGTERM, 0)],
+    [
+        ("raise", None, 1), pytest.param("exit", 7, 7, marks=pytest.mark.slow),
+        pytest.param("signal", signal.SIGTERM, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path, monkeypatch):
     publish, left = step_dirs.publish, []

@@ -138,7 +138,7 @@ def test_the_best_checkpoint_is_chosen_by_the_followers_values(followed):
     assert all(manifest["metrics"] == {} for manifest in manifests)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_end_after_the_same_step_when_a_follower_has_said_it(tmp_path):
     job = JobDir(tmp_path / "job")
     started = start_processes(FOLLOWED, f"--job_log_dir={job.path}", cwd=tmp_path)

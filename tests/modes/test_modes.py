@@ -60,6 +60,7 @@ def mypackage(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(mypackage):
     (mypackage / "modes.py").write_text(WITHOUT_JAX + MODES_PY)
     done = subprocess.run(

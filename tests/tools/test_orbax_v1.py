@@ -59,8 +59,9 @@ def _weights(tree):
 
 @pytest.mark.parametrize(
     ("form", "shape"), [
-        ("state", (1, 4, 2)), ("steps", (1, 2, 4)), ("zarr3", (1, 1, 1)),
-        ("files zarr3=True", (1, 4, 2)),
+        ("state", (1, 4, 2)), ("zarr3", (1, 1, 1)),
+        pytest.param("steps", (1, 2, 4), marks=pytest.mark.slow),
+        pytest.param("files zarr3=True", (1, 4, 2), marks=pytest.mark.slow),
     ]
 )
 def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):

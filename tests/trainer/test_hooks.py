@@ -345,6 +345,7 @@ def test_an_exception_of_a_hook_ends_the_job_with_its_line(tmp_path):
     assert of_kind(calls, "restore") == [([3],)] and of_kind(calls, "before")[0][0] == 4
 
 
+@pytest.mark.slow
 def test_a_state_that_a_hook_keeps_is_gone_when_the_next_step_begins(whole):
     import jobzoo.hooked as hooked
 
@@ -395,6 +396,7 @@ def test_what_json_cannot_hold_is_refused_when_it_is_saved(tmp_path):
     assert done.code == 2 and "NotJson.to_save" in " ".join(done.err.split())
 
 
+@pytest.mark.slow
 def test_hooks_change_no_number_and_compile_nothing(whole, tmp_path):
     job, _, _ = whole
     done = succeed("--exp=jobzoo.hooked.Plain", f"--job_log_dir={tmp_path}")

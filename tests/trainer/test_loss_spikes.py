@@ -218,7 +218,7 @@ def pair(tmp_path_factory):
     return alone, pair, ended
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_find_the_same_spike_and_go_back_together(pair):
     alone, pair, ended = pair
     assert "rolled back from the loss spike of step 16 to step 14; its batch 15" in ended[0].out
@@ -229,7 +229,7 @@ def test_two_processes_find_the_same_spike_and_go_back_together(pair):
     assert "the batch's labels was NaN" in pair.non_finite_txt.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_process_and_then_two_used_every_row_once(pair):
     _, pair, _ = pair
     record = read_record(pair.examples)

@@ -177,7 +177,7 @@ def test_a_job_traces_the_steps_of_its_ranges_and_trains_as_without(tmp_path):
     assert [line["loss"] for line in read_json_lines(job.metrics_jsonl)] == losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_and_a_file_ask_while_a_job_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("JOBZOO_KILL_AT", "2")
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")
@@ -225,7 +225,7 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
     assert [line["step"] for line in read_json_lines(other.metrics_jsonl)] == list(range(1, 8))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_trace_that_the_disk_does_not_take_is_lost_and_the_next_is_written(tmp_path):
     job = JobDir(tmp_path / "job")
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=1")
@@ -267,7 +267,7 @@ def test_a_resumed_job_profiles_the_steps_of_a_range_that_are_left(tmp_path):
     assert runs_in(job.profiles / "3") == dict.fromkeys(range(2), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_profile_the_same_steps(tmp_path):
     ends = process_pairs.run(
         TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", "run.profile.processes=all",

@@ -12,7 +12,6 @@ from tests.support.lm_runs import on_host
 from tests.support.optimizer_runs import (
     NUM_STEPS,
     OPTIMIZERS,
-    RUNS,
     SAVED_STEP,
     continued,
     one_device,
@@ -43,7 +42,9 @@ def assert_same(actual, expected):
     assert not far, "\n".join(far)
 
 
-every_run = pytest.mark.parametrize("name", RUNS)
+every_run = pytest.mark.parametrize(
+    "name", ["uneven", pytest.param("zero1", marks=pytest.mark.nightly)]
+)
 
 
 @every_run
@@ -85,6 +86,7 @@ def test_every_donated_byte_is_aliased(name):
     assert hlo.donated_bytes(run.step) == sum(leaf.bytes_per_device for leaf in leaves)
 
 
+@pytest.mark.nightly
 def test_saved_on_one_mesh_and_restored_on_another_it_goes_on_as_it_would_have(tmp_path):
     saved, other = trained("uneven"), trained("zero1")
     with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=1)) as checkpoints:
@@ -101,6 +103,7 @@ def test_saved_on_one_mesh_and_restored_on_another_it_goes_on_as_it_would_have(t
     assert_same(on_host(other.partitioner.layout, state), one_device()[-1])
 
 
+@pytest.mark.nightly
 def test_slots_lie_over_the_data_axis():
     specs = {leaf.path: leaf.spec for leaf in trained("zero1").partitioner.layout.leaves()}
     w = "adamw/blocks/w"

@@ -28,8 +28,7 @@ from tests.support.lm_runs import (
 
 # Axes of one device and of all; sizes that divide and that do not; slots of two kinds.
 QUICK, SLOW = {("uneven", "adamw", (1, 4, 2))}, {
-    ("uneven", "adamw", (1, 3, 2)), ("uneven", "adamw", (1, 1, 8)),
-    ("uneven", "adafactor", (1, 4, 2)), ("even", "adafactor", (2, 2, 2)),
+    ("uneven", "adamw", (1, 3, 2)), ("even", "adafactor", (2, 2, 2)),
 }
 
 
@@ -106,11 +105,10 @@ def plain_model():
 
 @pytest.mark.slow
 def test_init_draws_the_same_weights_on_every_mesh():
-    initial, *others = (
-        trained("uneven", "adamw", shape).initial for shape in ((1, 4, 2), (1, 3, 2), (1, 1, 8))
+    initial, other = (
+        trained("uneven", "adamw", shape).initial for shape in ((1, 4, 2), (1, 3, 2))
     )
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, other, initial)
+    jax.tree.map(np.testing.assert_array_equal, other, initial)
     w = initial.mdl_vars["params"]["softmax"]["logits_ffn"]["linear"]["w"]
     expected = plain_model()[1]["softmax"]["logits_ffn"]["linear"]["w"].get_value()
     np.testing.assert_allclose(w, np.asarray(expected), atol=1e-6)

@@ -54,8 +54,10 @@ def assert_no_more(uneven, even):
 @pytest.mark.parametrize(
     ("optimizer", "shape"),
     [
-        ("adafactor", (1, 3, 2)), ("adamw", (2, 2, 2)),
-        pytest.param("adamw", (1, 4, 2), marks=pytest.mark.nightly),
+        ("adafactor", (1, 3, 2)), *(
+            pytest.param("adamw", shape, marks=pytest.mark.nightly)
+            for shape in ((2, 2, 2), (1, 4, 2))
+        ),
     ],
     ids=str,
 )
@@ -100,8 +102,10 @@ def test_an_uneven_batch_moves_its_own_few_numbers_more_and_no_activation():
 @pytest.mark.parametrize(
     ("size", "shape"),
     [
-        ("uneven", (1, 4, 2)), ("even", (2, 2, 2)),
-        pytest.param("uneven", (1, 1, 8), marks=pytest.mark.nightly),
+        ("uneven", (1, 4, 2)), *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("even", (2, 2, 2)), ("uneven", (1, 1, 8)))
+        ),
     ],
     ids=str,
 )

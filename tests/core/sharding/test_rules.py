@@ -348,6 +348,7 @@ print(infer_sharding({"w": np.zeros((8, 8))}, rules, mesh)["w"].spec)
 """
 
 
+@pytest.mark.slow
 def test_the_rules_that_there_are_are_known_to_a_program_that_imports_nothing_else():
     result = subprocess.run(
         [sys.executable, "-c", ALONE], capture_output=True, text=True,

@@ -303,7 +303,7 @@ def random_layer(rng):
     return equation, activation(len(x_dims)), spec(weight), activation(len(y_dims)), spec(slots)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_random_layers_none_is_wrong_any_more():
     rng, mesh, num_wrong = random.Random(0), mesh_of(), 0
     for case in [random_layer(rng) for _ in range(80)]:
@@ -318,7 +318,7 @@ def test_of_random_layers_none_is_wrong_any_more():
     [
         "fsdp+tensor", "sequence",
         *(
-            pytest.param(preset, marks=pytest.mark.slow) for preset in SHARDING_PRESETS
+            pytest.param(preset, marks=pytest.mark.nightly) for preset in SHARDING_PRESETS
             if preset not in ("fsdp+tensor", "sequence")
         ),
     ],

@@ -53,6 +53,7 @@ def test_a_process_that_ends_by_itself_is_told():
         on_all_cores(seventh_ends, range(13), [10_000] * 13, "")
 
 
+@pytest.mark.slow
 @two_cores
 def test_a_script_without_a_guard_is_told_and_does_not_wait_for_itself(tmp_path):
     for name in "ab":

@@ -138,6 +138,7 @@ def test_rows_keep_their_keys_and_types_that_no_column_could_have(tmp_path):
     assert [json.dumps(source[n]) for n in range(5)] == [json.dumps(row) for row in rows]
 
 
+@pytest.mark.slow
 def test_a_copy_needs_neither_home_nor_network_and_later_starts_not_even_datasets(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"n": 1}\n')
     script = (

@@ -62,6 +62,7 @@ def test_features_are_those_of_the_wire_format(tmp_path):
         assert source[1] == {}
 
 
+@pytest.mark.slow
 def test_tensorflow_is_not_loaded_for_them(tmp_path):
     (tmp_path / "a.tfrecord").write_bytes(framed(message(IDS)))
     script = (

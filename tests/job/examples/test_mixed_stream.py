@@ -53,6 +53,7 @@ def digest(*argv):
     return status, out.getvalue()
 
 
+@pytest.mark.nightly
 def test_a_mixture_of_packed_texts_in_micro_batches_is_used_once_over_a_stop_and_a_move(tmp_path):
     (home() / "jobzoo/mixed.py").write_text(MIXED)
     exp, job = "--exp=jobzoo.mixed.Mixed", JobDir(tmp_path / "job")

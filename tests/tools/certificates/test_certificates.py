@@ -29,6 +29,7 @@ from praxis_tools.certificates.placements import other_meshes, rotated_order
 from praxis_tools.certificates.state_digests import StateDigests
 from praxis_tools.certificates.update import UpdateCheck
 from praxis_tools.check import tolerances
+from tests.support.marks import slow_or_nightly
 from tests.tools.certificates import planted
 from tests.tools.certificates.faults import all_faults
 from tests.tools.check import tiny
@@ -222,7 +223,8 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
 
 
 @pytest.mark.parametrize("every, action", [
-    (1, "stop"), pytest.param(2, "report", marks=pytest.mark.slow),
+    pytest.param(1, "stop", marks=pytest.mark.slow),
+    pytest.param(2, "report", marks=pytest.mark.nightly),
 ])
 def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every, action, capsys):
     make_step, leaf = TrainStep.__call__, "mdl_vars/params/last/w"
@@ -261,7 +263,7 @@ class WideCertified(planted.Wide):
         return config
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bad_device_is_named_and_the_run_saves(tmp_path, capsys):
     words = "Step 2 is not certified.*device 2 .*saved"
     with planted.bad_device(2), pytest.raises(ConfigError, match=words):
@@ -327,8 +329,12 @@ LEARNERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LEARNERS)
+SLOW_LEARNERS = (
+    "adafactor, micro-batches", "schedule-free, slots on another axis", "two optimizers",
+)
+
+
+@pytest.mark.parametrize("name", slow_or_nightly((), SLOW_LEARNERS, LEARNERS))
 def test_right_updates_of_each_learner_are_certified_and_an_old_block_is_not(name):
     class Trained(tiny.Points):
         def task(self):
@@ -369,6 +375,7 @@ def test_arrays_take_turns_where_memory_is_bounded_and_every_one_is_covered():
     assert seen == {x.path for x in job.own.layout.leaves()}
 
 
+@pytest.mark.slow
 def test_wrong_arrays_of_an_update_are_found_and_no_others():
     changes = planted.wrong_leaves().values()
     with planted.changed_updates(*(change for change, _ in changes)):
@@ -403,7 +410,9 @@ def test_a_wrong_update_of_all_arrays_is_found(names):
 
 
 FOUND_BY_SEARCH = (
-    "psum on the other axis", planted.spoiled_states()[-1].name, "weights that are updated twice",
+    "weights that are updated twice",
+    pytest.param("psum on the other axis", marks=pytest.mark.nightly),
+    pytest.param(planted.spoiled_states()[-1].name, marks=pytest.mark.nightly),
 )
 
 

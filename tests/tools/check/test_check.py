@@ -16,7 +16,7 @@ from praxis_lite.main import main
 from praxis_lite.models import FunctionModel
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_tools.check import check_on_meshes
-from tests.support.marks import slow_but
+from tests.support.marks import slow_or_nightly
 from tests.tools.check import tiny
 from tests.tools.check.defects import by_pipeline
 from tests.tools.check.defects.families import FAMILIES
@@ -50,18 +50,21 @@ def test_an_experiment_that_is_right_is_certified():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment, mesh", [
-    (tiny.Lm, (1, 2, 2)), (tiny.PointsByHand, (3, 2)), (tiny.Norms, (2, 2)),
-], ids=["Lm", "PointsByHand", "Norms"])
+    (tiny.PointsByHand, (3, 2)),
+    pytest.param(tiny.Lm, (1, 2, 2), marks=pytest.mark.nightly),
+    pytest.param(tiny.Norms, (2, 2), marks=pytest.mark.nightly),
+], ids=["PointsByHand", "Lm", "Norms"])
 def test_every_part_of_what_is_right_is_certified(experiment, mesh):
     actual = check_on_meshes(experiment, [mesh], steps=2)
     assert actual.certified, actual.summary()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pipeline, steps", [
-    pytest.param({"num_microbatches": 5}, 1, marks=pytest.mark.slow, id="five that do not divide"),
-    pytest.param({"num_microbatches": 1}, 1, marks=pytest.mark.nightly, id="one"),
-    pytest.param({"microbatch_size": 4}, 1, marks=pytest.mark.nightly, id="by size"),
-    pytest.param({"num_microbatches": 2}, 2, marks=pytest.mark.nightly, id="accumulated"),
+    pytest.param({"num_microbatches": 5}, 1, id="five that do not divide"),
+    pytest.param({"num_microbatches": 1}, 1, id="one"),
+    pytest.param({"microbatch_size": 4}, 1, id="by size"),
+    pytest.param({"num_microbatches": 2}, 2, id="accumulated"),
 ])
 def test_1f1b_with_dropout_is_certified(pipeline, steps):
     class Cut(by_pipeline.OneForward):
@@ -77,12 +80,14 @@ def test_1f1b_with_dropout_is_certified(pipeline, steps):
 
 @pytest.mark.parametrize("settings", [
     {"skip_step_gradient_norm_value": 0.5, "clip_gradient_norm_to_value": 0.0},
-    {"loss_scale": fdl.Config(DynamicLossScale)},
+    pytest.param({"loss_scale": fdl.Config(DynamicLossScale)}, marks=pytest.mark.slow),
     {"apply_separate_scaling": True, "auxiliary_optimizers": [fdl.Config(
         AuxiliaryOptimizer, name="biases", optimizer=fdl.Partial(optax.sgd), learning_rate=0.1,
         regex=".*/b", clip_gradient_norm_to_value=0.01)]},
-    {"optimizer": fdl.Partial(optax.contrib.muon), "clip_gradient_norm_to_value": 0.0,
-     "clip_gradient_single_norm_to_value": 0.1},
+    pytest.param(
+        {"optimizer": fdl.Partial(optax.contrib.muon), "clip_gradient_norm_to_value": 0.0,
+         "clip_gradient_single_norm_to_value": 0.1}, marks=pytest.mark.slow,
+    ),
 ], ids=["skipped steps", "loss scale", "separate scaling", "clipped by weight"])
 def test_the_update_by_hand_follows_the_settings_of_a_learner(settings):
     class Trained(tiny.Points):
@@ -98,7 +103,7 @@ def test_the_update_by_hand_follows_the_settings_of_a_learner(settings):
     assert not actual.notes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_of_adapters_is_certified_without_the_weights_that_it_would_load():
     actual = check_on_meshes(tiny.Lora, [(1, 1, 2)], steps=2, parts=("resumed",))
     assert actual.certified, actual.summary()
@@ -128,6 +133,7 @@ class OnTheEdge(tiny.Points):
         return fdl.Config(EdgeTask, **task.__arguments__)
 
 
+@pytest.mark.slow
 def test_a_relu_on_the_edge_that_rounding_moves_is_no_difference():
     actual = check_on_meshes(
         OnTheEdge, [(2, 2)], steps=1, parts=("data", "initial weights", "training", "as trained")
@@ -170,20 +176,20 @@ def test_the_place_of_every_defect_is_there():
 # One of each part of a check; `make check-defects` plants the others too.
 QUICK_SAMPLE = (
     "data: another noise each time", "initial weights differ in a last bit",
-    "loss: a mean of means", "micro-batches: a mean of means",
-    "a row's place: decoded outputs grow with its place",
-    "remat of a stack, an attribute: another dropout key in the backward pass",
+    "loss: a mean of means",
 )
 SLOW_SAMPLE = (
-    "attention: gradient summed twice over mdl", "cache is written a place further on",
+    "micro-batches: a mean of means", "a row's place: decoded outputs grow with its place",
+    "remat of a stack, an attribute: another dropout key in the backward pass",
+    "cache is written a place further on",
     "segments are lost", "the learner decays weights twice", "norms in bfloat16",
     "resumed: a batch too far", "13 rows: a tenth more", "unroll of NNX: a layer twice",
     "remat of a stack, scanned: another dropout key in the backward pass",
 )
-SAMPLE = QUICK_SAMPLE + SLOW_SAMPLE
+SAMPLE = (*QUICK_SAMPLE, *SLOW_SAMPLE, "attention: gradient summed twice over mdl")
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK_SAMPLE, SAMPLE))
+@pytest.mark.parametrize("name", slow_or_nightly(QUICK_SAMPLE, SLOW_SAMPLE, SAMPLE))
 def test_a_planted_defect_is_caught_at_its_place(name):
     defect = DEFECTS[name]
     assert not defect.missed(defect.certificate().first_difference)

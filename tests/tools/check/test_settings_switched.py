@@ -178,10 +178,10 @@ def test_attributes_of_remat_are_switched_in_the_built_model(experiment, expecte
 
 @pytest.mark.parametrize("experiment, mesh", [
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (tiny.RematOfOthers, (2, 2)), (tiny.ScannedRematOfOthers, (2, 2)),
-        (tiny.BareRematOfOthers, (2, 2)), (tiny.InnerRematOfOthers, (2, 2)),
+        (tiny.ScannedRematOfOthers, (2, 2)), (tiny.InnerRematOfOthers, (2, 2)),
     )),
     *(pytest.param(*case, marks=pytest.mark.nightly) for case in (
+        (tiny.RematOfOthers, (2, 2)), (tiny.BareRematOfOthers, (2, 2)),
         (tiny.RowOfLayers, (1, 2, 2)), (by_remat.Stages, (2, 1, 1)), (by_pipeline.Split, (2, 1, 1)),
     )),
 ], ids=lambda item: getattr(item, "__name__", ""))

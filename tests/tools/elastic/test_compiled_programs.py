@@ -71,7 +71,7 @@ def test_a_start_on_a_mesh_that_was_seen_compiles_nothing_on_any_process(job):
     assert [line["step"] for line in lines_of(job.metrics_jsonl)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_generation_of_seven_devices_left_is_evaluated_elsewhere(job):
     # Two processes of seven devices each were there, and one of them is left.
     (reports,) = generation(

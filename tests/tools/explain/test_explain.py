@@ -103,6 +103,7 @@ def test_a_weights_gather_and_its_gradients_sum_are_told_by_layer(explained):
     assert "unknown" not in train
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(EXECUTABLE is None, reason=NO_BROWSER)
 def test_the_page_of_a_job_shows_its_leaves_and_its_layers(explained):
     out, layout, page = explained

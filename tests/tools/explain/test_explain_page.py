@@ -421,6 +421,7 @@ def test_the_page_is_one_file_with_valid_data(mesh_222):
     assert not re.search(r"\bsrc=|href=\"(?!data:)|@import|url\(|fetch\(|XMLHttp|https?:", text)
 
 
+@pytest.mark.slow
 def test_in_a_notebooks_output_the_page_draws_and_filters(browser, mesh_222, tmp_path):
     frame = in_notebook(page("a job", mesh_222, layout_of(LEAVES, dict(mesh_222.shape)), (), ()))
     # Within the sandbox of a notebook nobody else can look.

@@ -89,6 +89,7 @@ def folder(tmp_path_factory, model):
     return folder
 
 
+@pytest.mark.slow
 def test_with_jax_alone_the_numbers_are_bit_for_bit_those_of_the_mesh(folder, model):
     partitioner, mdl_vars = model
     key = partitioner.batch_key(3, 7, 0)
@@ -361,9 +362,14 @@ def test_what_decodes_nothing_is_refused_and_so_are_foreign_platforms(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, batch, decoder", [
-    ((1, 1, 1), "b", Sample(temperature=0.8, num_samples=3, p=0.9, **STEPS)),
+    pytest.param(
+        (1, 1, 1), "b", Sample(temperature=0.8, num_samples=3, p=0.9, **STEPS),
+        marks=pytest.mark.nightly,
+    ),
     ((1, 2, 2), "5", BeamSearch(beam_size=3, **STEPS)),
-    ((1, 2, 2), "8", Greedy(num_speculative_tokens=2, **STEPS)),
+    pytest.param(
+        (1, 2, 2), "8", Greedy(num_speculative_tokens=2, **STEPS), marks=pytest.mark.nightly
+    ),
     ((1, 2, 2), "b", Sample(weights_dtype="int8", repetition_penalty=1.3, **STEPS)),
 ], ids=lambda x: str(x).partition("(max")[0])  # fmt: skip
 def test_each_mesh_batch_and_decoder_is_bit_for_bit_the_same(tmp_path, shape, batch, decoder):

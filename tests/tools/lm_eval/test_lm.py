@@ -56,7 +56,7 @@ def llama(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen", marks=pytest.mark.nightly)])
 def test_tasks_have_the_answers_of_the_adapter_of_transformers(name, llama, tasks, offline):
     import lm_eval
 

@@ -163,8 +163,8 @@ BENCHES = [
         {"shape": (1, 4, 2), "partitioner": explicit_partitioner}, id="shard_map",
         marks=pytest.mark.slow,
     ),
-    pytest.param({"num_micro_batches": 2}, id="accumulated", marks=pytest.mark.slow),
-    pytest.param({"unroll": True}, id="unrolled", marks=pytest.mark.slow),
+    pytest.param({"num_micro_batches": 2}, id="accumulated", marks=pytest.mark.nightly),
+    pytest.param({"unroll": True}, id="unrolled", marks=pytest.mark.nightly),
 ]
 each_bench = pytest.mark.parametrize("settings", BENCHES)
 

@@ -32,6 +32,7 @@ def plan():
     return job_plan.plan_job(job, topology_of("cpu:2"), ["decode"], batch_sizes=[1, 6])
 
 
+@pytest.mark.slow
 def test_the_limit_is_a_devices_weights_and_cache_by_hand(plan):
     attention = 2 * MODEL * HEADS * DIMS + 2 * MODEL * KV_HEADS * DIMS
     split = LAYERS * (attention + 3 * MODEL * HIDDEN) / 2 + MODEL * 258 / 2
@@ -50,6 +51,7 @@ def test_the_limit_is_a_devices_weights_and_cache_by_hand(plan):
         assert step.unit == "tokens"
 
 
+@pytest.mark.slow
 def test_a_token_is_a_turn_and_the_prompt_goes_before_it(plan):
     first, second = plan.steps
     # A token's products are those of the model for a row; a prompt's are as many times its length.
@@ -62,6 +64,7 @@ def test_a_token_is_a_turn_and_the_prompt_goes_before_it(plan):
     assert first.step_seconds < waits[0] < waits[1] / 2
 
 
+@pytest.mark.slow
 def test_the_text_has_a_line_per_batch_and_json_the_same_figures(plan):
     *_, one, six = plan.text.splitlines()
     assert one.split()[0] == "1" and six.split()[0] == "6"

@@ -77,6 +77,7 @@ def test_its_losses_are_those_of_jobs_by_hand_bit_for_bit(killed):
     assert f"--exp=jobzoo.swept.Swept --set task.learner.learning_rate={best}\n" in again.out
 
 
+@pytest.mark.nightly
 def test_a_state_that_does_not_fit_is_refused_and_lines_for_a_scheduler_run(tmp_path):
     argv = ["--mode=sweep", "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={tmp_path}/s", "--set",
             "run.num_train_steps=2", "run.evaluation.max_batches=1", "mesh.ici_mesh_shape=1,2,1",

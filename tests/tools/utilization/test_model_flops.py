@@ -82,6 +82,7 @@ def test_what_our_own_backward_passes_compute_again_counts_once():
     assert flops(jax.grad(loss, (0, 1)), (13, 7), (7, 11)).flops == 3 * 2 * 13 * 7 * 11
 
 
+@pytest.mark.slow
 def test_a_step_counts_what_its_model_needs_whatever_the_mesh_and_the_optimizer():
     # By hand: 16 rows of 32 tokens, D 32, ffn 64, 4 heads of 8, 61 classes; two layers.
     tokens = 16 * 32
