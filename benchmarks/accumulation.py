@@ -1,4 +1,4 @@
-"""What gradient accumulation costs and saves: N micro-batches against the same batch whole.
+"""Measures time and memory of gradient accumulation: N microbatches against the full batch.
 
 `python benchmarks/accumulation.py` prints median step times measured in one run, the steps taking
 turns, and of the compiled programs temporary memory, matmul flops and collective bytes, for ways
@@ -51,7 +51,7 @@ def partitioner_of(
     num_micro_batches: int, preset: str, slot_mesh_axes: Sequence[str] = (),
     gradients: ExplicitCollectives | None = None,
 ) -> Partitioner:
-    """Returns the steps of a small language model."""
+    """Returns a Partitioner of a small language model."""
     lm = rotary_lm(
         vocab_size=VOCAB_SIZE, model_dims=128, hidden_dims=512, num_heads=4, dim_per_head=32,
         num_layers=4,
@@ -67,7 +67,7 @@ def partitioner_of(
 
 
 def random_batch() -> dict[str, np.ndarray]:
-    """Returns the same batch for every step: rows of unequal lengths."""
+    """Returns a random batch whose rows have unequal lengths; the same on every call."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(VOCAB_SIZE, size=(BATCH, TIME + 1), dtype=np.int32)
     is_token = np.arange(TIME) < rng.integers(1, TIME + 1, size=(BATCH, 1))
@@ -75,7 +75,7 @@ def random_batch() -> dict[str, np.ndarray]:
 
 
 def times(num_steps: int) -> list[float]:
-    """Returns the median step time of each number of micro-batches."""
+    """Returns the median step time for each number of microbatches."""
     running = []
     for n in NUM_MICRO_BATCHES:
         partitioner = partitioner_of(n, **LAYOUTS["nothing"])

@@ -1,4 +1,4 @@
-"""Two processes of four devices each train, evaluate and decode what one of eight does: compared.
+"""Compares a job on two processes of four devices with the same job on one process of eight.
 
     python benchmarks/demo_multiprocess.py [DIRECTORY]
 
@@ -25,7 +25,7 @@ SETTINGS = ["--set", "run.num_train_steps=40", "run.checkpoints.every_steps=20"]
 
 
 def main() -> None:
-    """Runs both jobs and prints what they gave."""
+    """Runs both jobs and prints their results."""
     folder = local_directory(
         sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="praxis_lite_")
     )
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def run(argv: Sequence[str], count: int) -> None:
-    """Runs main.py in `count` processes and prints what the first one says, but for gloo."""
+    """Runs main.py in `count` processes and prints the first one's output, without gloo's lines."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"
@@ -73,7 +73,7 @@ def run(argv: Sequence[str], count: int) -> None:
 
 
 def losses(path: Path) -> list[float]:
-    """Returns the losses of a file of metrics."""
+    """Returns the losses in a metrics file."""
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 

@@ -1,4 +1,4 @@
-"""Thirty things of a first day, each run as docs/first_day.md shows it, and the seconds it took.
+"""Runs and times the thirty tasks of docs/first_day.md.
 
     python benchmarks/first_day.py                       # prints the table of the page
     python benchmarks/first_day.py --write               # writes it into the page
@@ -33,7 +33,7 @@ HEAD = "| you want | how | seconds |"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A thing that a person wants.
+    """A task on the page: what a user wants, and the commands for it.
 
     Attributes:
       want: in a few words.
@@ -144,7 +144,7 @@ ROWS = [
 
 
 def main() -> None:
-    """Runs the rows, and prints or writes the page."""
+    """Runs the rows, and prints or updates the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--only", default="", help="run the rows whose text has this")
@@ -168,14 +168,14 @@ def main() -> None:
 
 
 def shown(row: Row) -> str:
-    """Returns the second cell of a row."""
+    """Returns the text of a row's second cell."""
     lines = row.how.splitlines()
     text = "<br>".join(f"`{line.strip()}`" for line in lines)
     return text.replace("|", "\\|")
 
 
 def seconds(row: Row, folder: Path) -> str:
-    """Returns the seconds that a row took, and of the processors; "-" without its package.
+    """Returns a row's wall and CPU seconds as text, or "-" if a package is not installed.
 
     Raises:
       SystemExit: it ended with another status, or did not print what it should.

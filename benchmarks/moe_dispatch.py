@@ -1,4 +1,4 @@
-"""What it costs to send tokens to experts: collectives, and time over a dense feed-forward.
+"""Measures the cost of dispatching tokens to experts: collectives, and time over a dense layer.
 
 `python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer, with a capacity and
 without, and a dense feed-forward of the same active flops (two experts of a token: twice the hidden
@@ -58,7 +58,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 
 def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) -> tuple[Any, Any]:
-    """Returns a layer's compiled loss (and gradients), and its arguments."""
+    """Returns the compiled loss (and gradients) of a layer, and its arguments."""
     model = NnxModel(build)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) 
 
 
 def medians(programs: dict[str, tuple[Any, Any]], num_rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each program; they take turns."""
+    """Returns the median seconds of each program, measured in turns."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for i in range(num_rounds + 3):
         for name, (compiled, arguments) in programs.items():

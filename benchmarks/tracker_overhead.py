@@ -1,4 +1,4 @@
-"""What trackers cost a training loop: the hook's calls alone, and the length of steps of 10 ms.
+"""Measures the cost of trackers in a training loop: the hook's calls, and the step time.
 
     WANDB_MODE=offline python -m benchmarks.tracker_overhead [--steps=500]
 
@@ -26,7 +26,7 @@ NAMES = ("loss", "accuracy", "grad_norm", "learning_rate", "step_time", "input_t
 
 
 def all_trackers(folder: Path) -> dict[str, Tracker]:
-    """Returns a tracker of each kind; a database is in the folder."""
+    """Returns a tracker of each kind, with databases in the folder."""
     return {
         "tensorboard": TensorBoard(), "wandb": WeightsAndBiases(project="overhead"),
         "mlflow": MLflow(f"sqlite:///{folder}/mlflow.db"), "file": PrometheusTextfile(),
@@ -35,7 +35,7 @@ def all_trackers(folder: Path) -> dict[str, Tracker]:
 
 
 def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
-    """Returns the threads of all trackers for a job, or none if `every` is 0."""
+    """Returns the tracker threads of a job, or none if `every` is 0."""
     if not every:
         return []
     run = TrackedRun("0" * 32, "job", "zoo.Tiny", job.path, {"run.seed": 0}, {}, 0)
@@ -46,7 +46,7 @@ def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
 
 
 def measured(num_steps: int, every: int) -> tuple[float, float]:
-    """Returns the median seconds of a step, and those of the hook's calls in it."""
+    """Returns the median seconds of a step and of the hook's calls in it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = JobDir(folder)

@@ -104,7 +104,7 @@ class FunctionModel(Model):
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> PyTree:
-        """Returns the params as the tree that `init` returned; the task passes keys to functions."""
+        """Returns the params as the tree that `init` returned; the task passes keys itself."""
         paths, _, structure = self._abstract
         params = traverse_util.flatten_dict(whole(mdl_vars["params"]), sep="/")
         return jax.tree.unflatten(structure, [params[path] for path in paths])
@@ -138,8 +138,8 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
         for name, child in children.items():
             if name not in child_specs and jax.tree.leaves(child):
                 raise ConfigError(
-                    f"specs has no entry for '{_join(path, name)}'. Add a spec, or None for weights "
-                    "without one."
+                    f"specs has no entry for '{_join(path, name)}'. Add a spec, or None for "
+                    "weights without one."
                 )
             yield from _spec_of_leaves(child, child_specs.get(name), _join(path, name))
 
