@@ -1,8 +1,8 @@
 """Measures time and memory of gradient accumulation: N microbatches against the full batch.
 
-`python benchmarks/accumulation.py` prints median step times measured in one run, the steps taking
-turns, and of the compiled programs temporary memory, matmul flops and collective bytes, for ways
-of splitting the state over the data axis, and with the sums over it by the compiler or by hand.
+`python benchmarks/accumulation.py` prints median step times, measured in turns in one run, and the
+temporary memory, matmul flops and collective bytes of the compiled programs. It compares ways to
+split the state over the data axis, with all-reduces by the compiler and by explicit collectives.
 """
 
 import argparse
@@ -37,7 +37,7 @@ VOCAB_SIZE, BATCH, TIME = 256, 64, 64
 NUM_MICRO_BATCHES = (1, 2, 4, 8)
 
 
-# What of weights and slots is split over the data axis, besides what the mdl axis splits.
+# Which of weights and slots are split over the data axis, in addition to the mdl axis.
 LAYOUTS = {
     "nothing": {"preset": "megatron"},
     "slots (ZeRO-1)": {"preset": "megatron", "slot_mesh_axes": ("data",)},
@@ -82,7 +82,7 @@ def times(num_steps: int) -> list[float]:
         key, batch = partitioner.key(0), partitioner.global_batch(random_batch())
         running.append(Step(partitioner.train_step, partitioner.init(key), batch, key))
     for index in range(num_steps):
-        # The first to run changes, so that none always runs behind the same other.
+        # Rotate the order, so that no program always runs after the same other one.
         for step in running[index % len(running) :] + running[: index % len(running)]:
             step.run(lambda outputs: outputs["metrics"]["loss"][0])
     last = ", ".join(f"{step.losses[-1]:.6f}" for step in running)

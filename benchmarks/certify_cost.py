@@ -1,10 +1,10 @@
 """Measures the cost of a certificate during training, relative to the steps between certificates.
 
-`python benchmarks/certify_cost.py` trains a language model on 8 simulated devices; after each few
-steps it makes a certificate, with the copy of the state that the update is recomputed from, and the
-digests of the state, as a job does. Prints the ratio of their seconds, on the median of the turns,
-to 500 steps: by the clock, and by the processor's time, which other programs of the machine do not
-lengthen. What compiles is printed apart: it is done once, in a thread beside training.
+`python benchmarks/certify_cost.py` trains a language model on 8 simulated devices, and creates a
+certificate every few steps, including the copy of the state from which the update is recomputed,
+and digests of the state, as a job does. It prints the median ratio of a certificate to 500 steps,
+in wall time and in CPU time, which other programs on the machine do not affect. Compilation is
+reported separately, because it runs once, in a background thread.
 """
 
 import argparse

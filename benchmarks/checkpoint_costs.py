@@ -1,7 +1,7 @@
 """Measures what checkpoints cost: slower steps during a save, verification, manifests and memory.
 
-`python benchmarks/checkpoint_costs.py` prints ratios and goals. The state is an MLP's with Adam's
-slots, 384 MiB unless --mib says otherwise; its files lie in a temporary folder (TMPDIR).
+`python benchmarks/checkpoint_costs.py` prints ratios and goals. The state is an MLP with Adam's
+slots, by default 384 MiB (--mib); checkpoints are written to a temporary directory (TMPDIR).
 """
 
 import argparse
@@ -146,7 +146,7 @@ def memory(mib: int, directory: Path) -> None:
 
 def restore_alone(mib: int, small: Path, directory: Path) -> None:
     """Prints, in bytes, the memory before a restore, its peak, and the size of the state."""
-    # What libraries take for themselves at first use is no part of it.
+    # Exclude the memory that libraries allocate on first use.
     restored(partitioner_of(TINY_MIB), small)
     partitioner = partitioner_of(mib)
     before = _resident()
@@ -196,7 +196,7 @@ def _seconds(act: Callable[[], None]) -> float:
 
 
 def _resident(which: str = "VmRSS") -> int:
-    # Not getrusage: its maximum has the parent's memory in it, from before the exec.
+    # Do not use getrusage: its maximum includes the parent's memory from before the exec.
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{which}:\s*(\d+) kB", status)[1]) * 1024
 

@@ -31,7 +31,7 @@ def main() -> None:
     )
     jobs = {"two processes of 4 devices": folder / "two", "one process of 8": folder / "one"}
     for (title, job), count in zip(jobs.items(), (2, 1), strict=True):
-        if (job / "config.json").is_file():  # Of an earlier run of this.
+        if (job / "config.json").is_file():  # Left by an earlier run.
             shutil.rmtree(job)
         began = time.perf_counter()
         run([EXPERIMENT, f"--job_log_dir={job}", *SETTINGS], count)
@@ -46,7 +46,7 @@ def main() -> None:
             f"{name}: {len(ours)} losses from {ours[0]:.6f} to {ours[-1]:.6f}; greatest difference "
             f"between two processes and one: {greatest:.1e}"
         )
-        # Between processes gloo adds in another order than XLA within one: the last bits differ.
+        # gloo sums in a different order across processes than XLA in one: the last bits differ.
         assert greatest < 1e-5, "two processes do not train as one does"
 
 

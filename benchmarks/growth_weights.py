@@ -111,7 +111,7 @@ def clipped_adam(learning_rate: float) -> optax.GradientTransformation:
 
 
 LINEAR = functools.partial(nnx.Linear, DIMS, DIMS, use_bias=False)
-# By name: the task of a size, the shapes of its batches, and how many of the weights make 1 of it.
+# For each model: its task for a size, the shapes of its batches, and the weights per unit of size.
 MODELS: dict[str, tuple[Callable[[int], Task], Any, int]] = {
     "nnx": (functools.partial(of_nnx, LINEAR, ADAM), XY, 1),
     "nnx, norm of all": (
@@ -143,7 +143,7 @@ def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
 
     def alone(work: Callable[[int], object]) -> Callable[[int], object]:
         def call(size: int) -> None:
-            # Python's collector would walk what the sizes before have left.
+            # Otherwise Python's garbage collector would traverse objects of the previous sizes.
             gc.freeze()
             work(size)
 

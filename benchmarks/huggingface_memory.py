@@ -105,7 +105,7 @@ def main() -> None:
         directory = Path(result)
         write_llama(directory, options.dims, options.layers)
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
-        # A tiny model first: what JAX sets up once is not of the reading.
+        # Load a tiny model first, to exclude JAX's one-time setup.
         with tempfile.TemporaryDirectory() as small:
             write_llama(Path(small), 128, 1)
             huggingface.load(small, mesh, settings=["SHARDING_PRESET=fsdp+tensor"])

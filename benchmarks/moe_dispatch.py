@@ -47,7 +47,7 @@ MOE = functools.partial(
 LAYERS: dict[str, Callable[..., Any]] = {
     "dense": functools.partial(
         TransformerFeedForward, MODEL, 2 * HIDDEN, has_bias=False,
-        # Split over as many devices as the experts' weights are.
+        # Split over as many devices as the weights of the experts.
         weight_split_dims_mapping=(("data", "expert"), "mdl"),
         hidden_split_dims_mapping=(("data", "expert"), None, "mdl"),
         activation_split_dims_mapping=TOKENS,
@@ -79,7 +79,7 @@ def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) 
     params = jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
     x = np.random.default_rng(0).normal(size=(BATCH, TIME, MODEL)).astype(np.float32)
     arguments = (params, jax.device_put(x, x_sharding))
-    # Gradients come back split as the weights are, as an optimizer wants them.
+    # Shard gradients like their weights, as an optimizer needs them.
     weights_shardings = jax.tree.map(lambda w: w.sharding, params)
     replicated = sharding(jax.sharding.PartitionSpec())
     with jax.set_mesh(mesh):

@@ -123,7 +123,7 @@ def median_host_times(steps: dict[str, Callable[[], Any]], num_steps: int) -> di
     """Returns the median seconds until the call of each step function returns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(num_steps):
-        # Turns rotate, so that none always runs behind the same other.
+        # Rotate the order, so that no step always runs after the same other one.
         names = list(steps)
         for name in names[index % len(names):] + names[: index % len(names)]:
             start = time.perf_counter()

@@ -104,7 +104,7 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
     ours = Update(learner_update, params, bound.init(params), grads)
     theirs = Update(bare_update, params, bare.init(params), grads)
     for index in range(num_steps):
-        # Turns swap, so that neither always runs behind the other.
+        # Alternate the order, so that neither always runs second.
         for update in (ours, theirs) if index % 2 else (theirs, ours):
             update.run()
     jax.tree.map(

@@ -48,7 +48,7 @@ def of_grain(path: str, size: int) -> Iterator[Any]:
     source = grain.sources.ArrayRecordDataSource(path)
     dataset = grain.MapDataset.source(source).seed(0).map(leaves).shuffle().repeat()
     lengths = dict.fromkeys(("ids", "labels", "weights"), TOKENS)
-    options = grain.ReadOptions(num_threads=0)  # In this process' one thread, as ours.
+    options = grain.ReadOptions(num_threads=0)  # Read in the main thread, as PackedText does.
     packed = grain.experimental.FirstFitPackIterDataset(
         dataset.to_iter_dataset(options), length_struct=lengths, num_packing_bins=64
     )

@@ -1,8 +1,8 @@
 """Compares peer saves with saves to disk: the time that training waits, and until completion.
 
-`python benchmarks/peer_saves.py` prints both, and the seconds of a restore from each, for weights
-of --millions of parameters with Adam's slots. The memory of two hosts is that of two processes on
-this machine, so the figures are of its loopback; files lie in a temporary folder (TMPDIR).
+`python benchmarks/peer_saves.py` also prints the time of a restore from each, for --millions of
+parameters with Adam's slots. Two processes on this machine simulate two hosts, so the network is
+its loopback interface; checkpoints are written to a temporary directory (TMPDIR).
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
     layout = StateLayout(shapes, jax.tree.map(lambda x: P(*(None,) * x.ndim), shapes),
                          {"replica": 1, "data": 1, "mdl": 1})  # fmt: skip
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1)))
-    numbers = jax.random.normal(jax.random.key(0), (rows, DIM))  # Which zstd cannot compress.
+    numbers = jax.random.normal(jax.random.key(0), (rows, DIM))  # zstd cannot compress random numbers.
     state = jax.tree.map(lambda x: jnp.copy(numbers) if x.shape else jnp.int32(0), shapes)
     spawn, hosts = multiprocessing.get_context("spawn"), []
     for _ in range(2):

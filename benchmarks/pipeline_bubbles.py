@@ -168,7 +168,7 @@ def main() -> None:
     steps = {name: Step(pipelined(**s)) for name, s in SCHEDULES.items()}
     losses = {}
     for index in range(args.num_steps):
-        # In turns, so that a busy machine slows all.
+        # Run the programs in turns, so that other load on the machine affects all of them.
         for name, step in [("Repeat", repeat), *steps.items()]:
             losses[name] = step.run()
         print(f"  step {index + 1}/{args.num_steps}", file=sys.stderr)

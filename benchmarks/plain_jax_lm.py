@@ -1,6 +1,6 @@
 """A sharded decoder-only language model in plain JAX and optax, the baseline of the benchmarks.
 
-Nothing here comes from praxis_lite. Sizes must divide their mesh axes, as plain JAX asks.
+It does not use praxis_lite. As in plain JAX, mesh axes must divide the sizes that they split.
 `python benchmarks/plain_jax_lm.py` trains 20 steps on eight simulated devices.
 """
 
@@ -128,7 +128,7 @@ def loss(
     """Returns the weighted mean cross-entropy in nats, and metrics that include it."""
     batch = {name: _constrain(x, BATCH, None) for name, x in batch.items()}
     emb_DV, weights = params["embedding"].astype(dtype), batch["weights"]
-    rows = _constrain(emb_DV.T, "mdl", None)  # whole, or the gather's split fights the batch's
+    rows = _constrain(emb_DV.T, "mdl", None)  # replicated: otherwise the gather's sharding conflicts with the batch's
     x = jnp.take(rows, batch["ids"], axis=0) * emb_DV.shape[0] ** 0.5
     x, _ = jax.lax.scan(_block, _constrain(x, BATCH, None, None), params["layers"])
     logits = _project("btd,dv->btv", _rms_norm(x, params["final_norm"]), emb_DV, "mdl")
@@ -167,7 +167,7 @@ def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -
         updates, opt_state = tx.update(grads, old["opt_state"], old["params"])
         new = {"params": optax.apply_updates(old["params"], updates), "opt_state": opt_state}
         norm = optax.tree.norm(grads)
-        # A loss or gradient that is not finite changes neither parameters nor slots.
+        # Skip the update if the loss or a gradient is not finite.
         finite = jnp.isfinite(norm) & jnp.isfinite(value)
         kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
         metrics |= {"grad_norm": norm, "skipped": ~finite}
@@ -181,7 +181,7 @@ def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -
 
 def main() -> None:
     """Trains 20 steps on one batch of random tokens; prints the losses and the time per step."""
-    # Without these two collectives may wait for each other for ever (jax 0.10).
+    # Without these flags, two collectives may deadlock (jax 0.10).
     os.environ["NPROC"] = "32"
     os.environ["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     jax.config.update("jax_num_cpu_devices", 8)

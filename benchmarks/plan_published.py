@@ -4,10 +4,10 @@
     python benchmarks/plan_published.py --rows ../shared/published/steps.jsonl [--id ID ...]
     python benchmarks/plan_published.py --rows FILE --fit    # prints the efficiencies, fitted anew
 
-Each run is built again of our layers (benchmarks/published_runs.py) and compiled for its TPUs, one
-to seven minutes each; what was compiled is kept in --cache, so that a call that was ended goes on
-where it stopped. Runs are in two halves by family: efficiencies are fitted on one, and the other
-says how good they are. A run that cannot be built is listed with the reason.
+Each run is rebuilt with our layers (benchmarks/published_runs.py) and compiled for its TPUs, which
+takes one to seven minutes. Compiled programs are cached in --cache, so an interrupted call can be
+resumed. Runs are divided into two halves by model family: efficiencies are fitted on one half and
+evaluated on the other. Runs that cannot be rebuilt are listed with the reason.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def compiled(run: Run, cache: Path) -> dict[str, Any]:
                     program.write_bytes(text.read_bytes())
             else:
                 record = {"program": key} | compile_into(lowered, topology(run), program)
-        except Exception as error:  # One run of many: the others go on.
+        except Exception as error:  # Continue with the other runs.
             record |= {"failed": str(error)[:300]}
         record["compile_seconds"] = time.monotonic() - start
         kept.write_text(json.dumps(record))

@@ -1,8 +1,7 @@
 """Measures the time to generate a report of long jobs, and the size of its page.
 
-Five jobs of 100,000 steps are written, with the columns that a language model's training writes.
-Then `--mode=report --html` of all, as a process of its own, and Python's `json.loads` of all their
-lines take turns.
+It writes five jobs of 100,000 steps, with the metrics of a language model. Then it alternates
+between `--mode=report --html` over all jobs, in a separate process, and `json.loads` of all lines.
 """
 
 import argparse

@@ -91,7 +91,7 @@ def _print_table(num_runs: int, folder: Path) -> None:
         return seconds(UNTIL_FIRST_STEP, tempfile.mkdtemp(dir=folder), cache=cache)
 
     for code in (PEERS, *IMPORTS.values()):
-        seconds(code)  # Reads everything from disk once.
+        seconds(code)  # Warm up the page cache.
     peers = min(seconds(PEERS) for _ in range(num_runs))
     print(f"{'':<44}{'CPU s':>8}{'ratio':>8}{'goal':>8}")
     print(f"{'import jax, flax, optax, orbax':<44}{peers:>8.2f}")

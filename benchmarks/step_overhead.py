@@ -66,7 +66,7 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
     )
     task = fdl.Config(
         LanguageModelTask,
-        # As the other model splits: between the parts of blocks `mdl` splits nothing.
+        # Like the other model, split nothing over `mdl` between sublayers.
         model=set_sharding_params(lm, SHARDING_PRESETS["fsdp+tensor"] | {"residual_length": None}),
         learner=fdl.Config(
             Learner,
@@ -162,13 +162,13 @@ def compare(num_steps: int) -> dict[str, tuple[float, float]]:
     a = Step(ours.train_step, ours_state, ours_batch, key)
     b = Step(plain_step, plain_state, plain_batch)
     for index in range(num_steps):
-        # Turns swap, so that neither always runs behind the other.
+        # Alternate the order, so that neither always runs second.
         for step in (a, b) if index % 2 else (b, a):
             step.run(lambda o: o["metrics"]["loss"][0] if "metrics" in o else o["loss"])
         if index % 20 == 0:
             print(f"  step {index}/{num_steps}", file=sys.stderr)
     print(f"last losses: library {a.losses[-1]:.4f}, plain JAX {b.losses[-1]:.4f}")
-    # From the same weights: other losses would be those of another model, and of other work.
+    # Starting from the same weights, equal losses show that both compute the same model.
     np.testing.assert_allclose(a.losses[:20], b.losses[:20], rtol=1e-4)
     warm = num_steps // 10
     measured = {

@@ -56,7 +56,7 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
         ):
             trackers.go_on_from(0)
             if every:
-                time.sleep(20)  # They have begun: W&B and MLflow are imported.
+                time.sleep(20)  # Wait until the trackers have imported W&B and MLflow.
             seconds, calls = [], []
             for step in range(1, num_steps + 1):
                 began = time.perf_counter()
