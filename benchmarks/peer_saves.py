@@ -55,7 +55,7 @@ def main() -> None:
     layout = StateLayout(shapes, jax.tree.map(lambda x: P(*(None,) * x.ndim), shapes),
                          {"replica": 1, "data": 1, "mdl": 1})  # fmt: skip
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1)))
-    numbers = jax.random.normal(jax.random.key(0), (rows, DIM))  # zstd cannot compress random numbers.
+    numbers = jax.random.normal(jax.random.key(0), (rows, DIM))  # Not compressible.
     state = jax.tree.map(lambda x: jnp.copy(numbers) if x.shape else jnp.int32(0), shapes)
     spawn, hosts = multiprocessing.get_context("spawn"), []
     for _ in range(2):

@@ -128,7 +128,8 @@ def loss(
     """Returns the weighted mean cross-entropy in nats, and metrics that include it."""
     batch = {name: _constrain(x, BATCH, None) for name, x in batch.items()}
     emb_DV, weights = params["embedding"].astype(dtype), batch["weights"]
-    rows = _constrain(emb_DV.T, "mdl", None)  # replicated: otherwise the gather's sharding conflicts with the batch's
+    # Gather from rows that are replicated over the batch axes; other shardings conflict with it.
+    rows = _constrain(emb_DV.T, "mdl", None)
     x = jnp.take(rows, batch["ids"], axis=0) * emb_DV.shape[0] ** 0.5
     x, _ = jax.lax.scan(_block, _constrain(x, BATCH, None, None), params["layers"])
     logits = _project("btd,dv->btv", _rms_norm(x, params["final_norm"]), emb_DV, "mdl")

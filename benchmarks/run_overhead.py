@@ -151,7 +151,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     os.environ.setdefault("WANDB_MODE", "offline")
-    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((512, 512))))  # Creates all threads.
+    # Run a matmul, so that XLA has created all its threads.
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((512, 512))))
     if not args.shared_cores:
         bind_the_device_to_a_core()
     num_layers = max(1, round(8 * STEP_SECONDS / seconds_of_a_step(8)))
