@@ -4,10 +4,10 @@
     python benchmarks/first_day.py --write               # writes it into the page
     python benchmarks/first_day.py --folder=F --only=a   # keeps files in F; rows that have "a"
 
-A row is a command for a shell, with $P for `python -m praxis_lite.main`, or a few lines of Python.
-All run in one folder, one after the other, each in a process of its own; a row may need the files
-of those before it. What a person brings along (texts, chats, a package, a model, a checkpoint of
-Pax) is made at the start by `first_day_files.py`. A row fails if its status or output is another.
+A row is a shell command, with $P for `python -m praxis_lite.main`, or a few lines of Python. Rows
+run in order in one directory, each in a separate process, and may need files of previous rows. The
+user's files (texts, chats, a package, a model, a checkpoint of Pax) are created first, by
+`first_day_files.py`. A row fails if its exit status or its output is not the expected one.
 """
 
 import argparse
@@ -36,11 +36,11 @@ class Row:
     """A task on the page: what a user wants, and the commands for it.
 
     Attributes:
-      want: in a few words.
-      how: a shell's command, or lines of Python, the first an import.
-      needs: a package of an extra.
-      status: with which the command ends.
-      found: words that it prints.
+      want: What the user wants to do, in a few words.
+      how: A shell command, or lines of Python that start with an import.
+      needs: A package of an extra that the row requires.
+      status: Expected exit status.
+      found: Text that the output must contain.
     """
 
     want: str

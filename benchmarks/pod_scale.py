@@ -7,10 +7,10 @@
     python benchmarks/pod_scale.py --row O70 --preset fsdp --attention splash
     python benchmarks/pod_scale.py --row G9 --preset fsdp --chunk-size 1024
 
-A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
-expects, the seconds that its schedule takes (praxis_tools/plan/schedule/), and their ratios
-to MaxText's step and to the best one written by hand in plain JAX, both compiled in the same way.
-`--top` shows where the cycles go.
+A row is a model on a mesh, as a user builds it. For each row it prints the peak memory, the
+compiler's cycle estimate, the seconds of the simulated schedule (praxis_tools/plan/schedule/), and
+their ratios to MaxText's step and to the best hand-written step in plain JAX, both compiled in the
+same way. `--top` lists the most expensive instructions.
 """
 
 import argparse

@@ -118,10 +118,11 @@ class DenseFirst(BaseLayer):
     """A stack of `num_layers` blocks whose first few blocks are dense.
 
     Args:
-      block, num_layers: as of Repeat.
-      first_tpl: the first blocks, called with (rngs=).
-      num_first: how many.
-      repeat_tpl: called with (block, number, rngs=), once for each kind.
+      block: As in Repeat.
+      num_layers: As in Repeat.
+      first_tpl: Template of the first blocks, called with (rngs=).
+      num_first: Number of first blocks.
+      repeat_tpl: Template of a stack, called with (block, number, rngs=) for each kind of block.
     """
 
     cache_skips_padding = True

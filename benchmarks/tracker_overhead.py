@@ -2,9 +2,9 @@
 
     WANDB_MODE=offline python -m benchmarks.tracker_overhead [--steps=500]
 
-A step is a wait of 10 ms without Python's lock, as for a device, and the line that the loop writes.
-TensorBoard, W&B (offline), MLflow (SQLite), a file and a port for Prometheus record every step,
-which is fifty times as often as by default in a run of 10,000 steps.
+A step waits 10 ms without holding Python's lock, as for a device, and writes its line of metrics.
+TensorBoard, W&B (offline), MLflow (SQLite), a Prometheus file and a Prometheus port record every
+step, which is fifty times as often as the default in a run of 10,000 steps.
 """
 
 import argparse
