@@ -246,7 +246,7 @@ def _normalized(
 def _second_moment_decay(
     method: str, decay_adam: float, decay_pow: float, count: jax.Array
 ) -> jax.Array:
-    """Returns the fraction of the old second moment that is kept; 0 in the first update."""
+    """Returns the decay rate of the second moment, which is 0 in the first update."""
     number = count.astype(jnp.float32) + 1.0
     if method == "pow":
         return 1.0 - number**-decay_pow
