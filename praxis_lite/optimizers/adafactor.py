@@ -26,7 +26,7 @@ MOMENTUM_DTYPES = ("int8", "int16", "bfloat16", "float32")
 
 
 class WeightSlots(NamedTuple):
-    """The slots of a weight. As in Pax, an unused slot is zeros of shape [1].
+    """Slots of a weight; as in Pax, an unused slot is zeros of shape [1].
 
     This way the state has the same leaves for all settings, and `slots.py` can compare states of
     different sizes. Orbax does not save empty arrays.

@@ -51,8 +51,8 @@ class TensorFiles:
                 )
             if (directory / SINGLE).exists() and SINGLE not in files:
                 raise ConfigError(
-                    f"{directory} contains two models: {SINGLE}, which transformers would read, "
-                    f"and the files that {INDEX} lists. Remove one of them."
+                    f"{directory} contains two models: {SINGLE} and the files that {INDEX} lists. "
+                    f"Remove one of them; transformers would read {SINGLE}."
                 )
             # Like transformers, include tensors that the index does not list.
             self.file_of = {name: file for file in files for name in self._header(file)}
