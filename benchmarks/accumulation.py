@@ -1,8 +1,8 @@
-"""What gradient accumulation costs and saves: N micro-batches against the same batch whole.
+"""Measures time and memory of gradient accumulation: N microbatches against the full batch.
 
-`python benchmarks/accumulation.py` prints median step times measured in one run, the steps taking
-turns, and of the compiled programs temporary memory, matmul flops and collective bytes, for ways
-of splitting the state over the data axis, and with the sums over it by the compiler or by hand.
+`python benchmarks/accumulation.py` prints median step times, measured in turns in one run, and the
+temporary memory, matmul flops and collective bytes of the compiled programs. It compares ways to
+split the state over the data axis, with all-reduces by the compiler and by explicit collectives.
 """
 
 import argparse
@@ -37,7 +37,7 @@ VOCAB_SIZE, BATCH, TIME = 256, 64, 64
 NUM_MICRO_BATCHES = (1, 2, 4, 8)
 
 
-# What of weights and slots is split over the data axis, besides what the mdl axis splits.
+# Which of weights and slots are split over the data axis, in addition to the mdl axis.
 LAYOUTS = {
     "nothing": {"preset": "megatron"},
     "slots (ZeRO-1)": {"preset": "megatron", "slot_mesh_axes": ("data",)},
@@ -51,7 +51,7 @@ def partitioner_of(
     num_micro_batches: int, preset: str, slot_mesh_axes: Sequence[str] = (),
     gradients: ExplicitCollectives | None = None,
 ) -> Partitioner:
-    """Returns the steps of a small language model."""
+    """Returns a Partitioner of a small language model."""
     lm = rotary_lm(
         vocab_size=VOCAB_SIZE, model_dims=128, hidden_dims=512, num_heads=4, dim_per_head=32,
         num_layers=4,
@@ -67,7 +67,7 @@ def partitioner_of(
 
 
 def random_batch() -> dict[str, np.ndarray]:
-    """Returns the same batch for every step: rows of unequal lengths."""
+    """Returns a random batch whose rows have unequal lengths; the same on every call."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(VOCAB_SIZE, size=(BATCH, TIME + 1), dtype=np.int32)
     is_token = np.arange(TIME) < rng.integers(1, TIME + 1, size=(BATCH, 1))
@@ -75,14 +75,14 @@ def random_batch() -> dict[str, np.ndarray]:
 
 
 def times(num_steps: int) -> list[float]:
-    """Returns the median step time of each number of micro-batches."""
+    """Returns the median step time for each number of microbatches."""
     running = []
     for n in NUM_MICRO_BATCHES:
         partitioner = partitioner_of(n, **LAYOUTS["nothing"])
         key, batch = partitioner.key(0), partitioner.global_batch(random_batch())
         running.append(Step(partitioner.train_step, partitioner.init(key), batch, key))
     for index in range(num_steps):
-        # The first to run changes, so that none always runs behind the same other.
+        # Rotate the order, so that no program always runs after the same other one.
         for step in running[index % len(running) :] + running[: index % len(running)]:
             step.run(lambda outputs: outputs["metrics"]["loss"][0])
     last = ", ".join(f"{step.losses[-1]:.6f}" for step in running)

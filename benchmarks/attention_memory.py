@@ -1,4 +1,4 @@
-"""The memory that attention of 16k tokens takes, forward and backward, against its formula.
+"""Compares the memory of attention over 16k tokens, forward and backward, with its formula.
 
 `python benchmarks/attention_memory.py` compiles attention's outputs and its gradients for queries,
 keys and values, and reads the temporary memory (beside arguments and results) from the compiled
@@ -21,7 +21,7 @@ from praxis_lite.layers.attention.masks import AttentionMask  # noqa: E402
 
 
 def temp_bytes(kernel: Callable[..., jax.Array], B: int, T: int, N: int, G: int, K: int) -> int:
-    """Returns the temporary bytes of a kernel's causal attention with gradients, in float32."""
+    """Returns the temporary bytes of causal float32 attention and its gradients with a kernel."""
 
     def step(q, k, v, d_encoded):
         causal = AttentionMask(None, 0)
@@ -33,7 +33,7 @@ def temp_bytes(kernel: Callable[..., jax.Array], B: int, T: int, N: int, G: int,
 
 
 def chunked_bytes(B: int, T: int, N: int, G: int, K: int, C: int) -> int:
-    """Returns the bytes of chunks of C: two numbers per query and head, and one chunk's work.
+    """Returns the expected temporary bytes of chunked attention with chunks of C tokens.
 
     That is logits, probabilities, their derivatives and one copy for a product, [N, C, C] each (up
     to two more copies where each head has keys of its own), four parts [C, N, K] (queries, outputs'

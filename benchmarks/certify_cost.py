@@ -1,10 +1,10 @@
-"""The cost of a certificate in flight, as a share of the steps between two certificates.
+"""Measures the cost of a certificate during training, relative to the steps between certificates.
 
-`python benchmarks/certify_cost.py` trains a language model on 8 simulated devices; after each few
-steps it makes a certificate, with the copy of the state that the update is recomputed from, and the
-digests of the state, as a job does. Prints the ratio of their seconds, on the median of the turns,
-to 500 steps: by the clock, and by the processor's time, which other programs of the machine do not
-lengthen. What compiles is printed apart: it is done once, in a thread beside training.
+`python benchmarks/certify_cost.py` trains a language model on 8 simulated devices, and creates a
+certificate every few steps, including the copy of the state from which the update is recomputed,
+and digests of the state, as a job does. It prints the median ratio of a certificate to 500 steps,
+in wall time and in CPU time, which other programs on the machine do not affect. Compilation is
+reported separately, because it runs once, in a background thread.
 """
 
 import argparse
@@ -34,14 +34,14 @@ EVERY, GOAL = 500, 0.01
 
 
 def _timed(work) -> tuple[float, float]:
-    """Returns the seconds of a call, by the clock and of all processors."""
+    """Returns the wall time and the CPU time of a call in seconds."""
     began, cpu = time.perf_counter(), time.process_time()
     jax.block_until_ready(work())
     return time.perf_counter() - began, time.process_time() - cpu
 
 
 def main() -> int:
-    """Returns 1 if a certificate costs more than GOAL of EVERY steps, by the processor's time."""
+    """Returns 1 if the CPU time of a certificate exceeds the fraction GOAL of EVERY steps."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--exp", default="lm.PyDocs")
     parser.add_argument("--turns", type=int, default=5)

@@ -1,7 +1,7 @@
-"""What checkpoints cost: steps while one is written, a start that verifies, its manifest, memory.
+"""Measures what checkpoints cost: slower steps during a save, verification, manifests and memory.
 
-`python benchmarks/checkpoint_costs.py` prints ratios and goals. The state is an MLP's with Adam's
-slots, 384 MiB unless --mib says otherwise; its files lie in a temporary folder (TMPDIR).
+`python benchmarks/checkpoint_costs.py` prints ratios and goals. The state is an MLP with Adam's
+slots, by default 384 MiB (--mib); checkpoints are written to a temporary directory (TMPDIR).
 """
 
 import argparse
@@ -48,7 +48,7 @@ def init(key, num_layers):
 
 
 def loss(params, inputs, key):
-    """Returns the mean square of the outputs, a row each."""
+    """Returns the mean squared output of each row."""
     x = inputs["x"]
     for w in params:
         x = jnp.tanh(x @ w)
@@ -56,7 +56,7 @@ def loss(params, inputs, key):
 
 
 def partitioner_of(mib: int) -> Partitioner:
-    """Returns the steps of a model whose state takes `mib` MiB, a third of it weights."""
+    """Returns a Partitioner of a model with a state of `mib` MiB, of which weights are a third."""
     num_layers = max(1, mib * MIB // (3 * 4 * DIMS * DIMS))
     task = fdl.Config(
         LossTask, fdl.Config(FunctionModel, fdl.Partial(init, num_layers=num_layers)), loss,
@@ -66,7 +66,7 @@ def partitioner_of(mib: int) -> Partitioner:
 
 
 def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> None:
-    """Prints how much longer steps take while a save is in flight."""
+    """Prints how much a save in the background slows down steps."""
     key = partitioner.key(0)
     x = np.random.default_rng(0).normal(size=(BATCH, DIMS)).astype(np.float32)
     batch = partitioner.global_batch({"x": x, "weights": np.ones(BATCH, np.float32)}, BATCH)
@@ -104,12 +104,12 @@ def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> No
 
 
 def is_in_flight() -> bool:
-    """Returns whether a save's thread runs: until what it replaces is deleted."""
+    """Returns whether the thread of a save is running, which includes deleting old checkpoints."""
     return any(thread.name.startswith("save of") for thread in threading.enumerate())
 
 
 def verification(partitioner: Partitioner, directory: Path, num_rounds: int) -> None:
-    """Prints what verifying adds to a restore, for files in memory and for files on disk."""
+    """Prints the time that verification adds to a restore, with and without the page cache."""
     step_dir = newest(directory)
     size = size_of(step_dir)
 
@@ -132,7 +132,7 @@ def verification(partitioner: Partitioner, directory: Path, num_rounds: int) -> 
 
 
 def memory(mib: int, directory: Path) -> None:
-    """Prints the most memory that a restore takes, against the state's size."""
+    """Prints the peak memory of a restore relative to the size of the state."""
     with tempfile.TemporaryDirectory(dir=directory.parent) as small:
         partitioner = partitioner_of(TINY_MIB)
         with Checkpoints(Path(small), saving=SaveSettings()) as saved:
@@ -145,8 +145,8 @@ def memory(mib: int, directory: Path) -> None:
 
 
 def restore_alone(mib: int, small: Path, directory: Path) -> None:
-    """Prints bytes: of the process before and at most in a restore, and of the state."""
-    # What libraries take for themselves at first use is no part of it.
+    """Prints, in bytes, the memory before a restore, its peak, and the size of the state."""
+    # Exclude the memory that libraries allocate on first use.
     restored(partitioner_of(TINY_MIB), small)
     partitioner = partitioner_of(mib)
     before = _resident()
@@ -155,7 +155,7 @@ def restore_alone(mib: int, small: Path, directory: Path) -> None:
 
 
 def restored(partitioner: Partitioner, directory: Path) -> Any:
-    """Returns the newest state."""
+    """Restores the state of the latest checkpoint."""
     with Checkpoints(directory) as saved:
         return jax.block_until_ready(saved.restore(partitioner.layout, partitioner.mesh).state)
 
@@ -167,22 +167,22 @@ def row(name: str, one: float, other: float, goal: float | None) -> None:
 
 
 def newest(directory: Path) -> Path:
-    """Returns the folder of the newest step."""
+    """Returns the directory of the latest checkpoint."""
     return directory / str(step_dirs.committed_steps(directory)[-1])
 
 
 def files_of(step_dir: Path) -> Iterator[Path]:
-    """Yields the files of a step."""
+    """Yields the files of a checkpoint."""
     return (path for path in step_dir.rglob("*") if path.is_file())
 
 
 def size_of(step_dir: Path) -> int:
-    """Returns the bytes of a step."""
+    """Returns the size of a checkpoint in bytes."""
     return sum(path.stat().st_size for path in files_of(step_dir))
 
 
 def drop(step_dir: Path) -> None:
-    """Lets the system forget what it has cached of a step, so that it is read from the disk."""
+    """Drops a checkpoint from the page cache, so that it is read from disk."""
     os.sync()
     for path in files_of(step_dir):
         with path.open("rb") as file:
@@ -196,7 +196,7 @@ def _seconds(act: Callable[[], None]) -> float:
 
 
 def _resident(which: str = "VmRSS") -> int:
-    # Not getrusage: its maximum has the parent's memory in it, from before the exec.
+    # Do not use getrusage: its maximum includes the parent's memory from before the exec.
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{which}:\s*(\d+) kB", status)[1]) * 1024
 

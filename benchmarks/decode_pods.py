@@ -1,4 +1,4 @@
-"""A token of Llama-2 7B on pods, compiled for real TPU topologies on a machine without one.
+"""Predicts the time per decoded token of Llama-2 7B on TPU pods, compiled without the hardware.
 
     pip install libtpu==0.0.51
     python benchmarks/decode_pods.py --row v5e:2x4 v5p:2x2x1 --batch 1 32    # [--layers N]
@@ -39,7 +39,7 @@ from praxis_tools.plan.topology import Topology, topology_of
 
 
 def partitioner_of(options: argparse.Namespace, topology: Topology) -> Partitioner:
-    """Returns Llama-2 7B on a mesh of all chips along `mdl`."""
+    """Returns a Partitioner of Llama-2 7B, on a mesh with all chips along `mdl`."""
     model = rotary_lm(
         vocab_size=32_000, model_dims=4096, hidden_dims=11_008, num_heads=32, dim_per_head=128,
         num_layers=options.layers, fprop_dtype=jnp.bfloat16,
@@ -66,7 +66,7 @@ def partitioner_of(options: argparse.Namespace, topology: Topology) -> Partition
 
 
 def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
-    """Returns the plans of a row, a batch each; prints the costliest instructions if asked to."""
+    """Returns a plan per batch size, and optionally prints the most expensive instructions."""
     topology = topology_of(name)
     partitioner = partitioner_of(options, topology)
     plans = []

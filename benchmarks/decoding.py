@@ -1,4 +1,4 @@
-"""How fast a Llama of Hugging Face is continued, beside transformers, both in turns in one run.
+"""Compares the decoding speed of a Hugging Face Llama with that of transformers.
 
 `python benchmarks/decoding.py --peer_python=PYTHON`, an interpreter with torch and transformers,
 writes a Llama of 134 M random weights, 12 layers, and continues prompts of 32 tokens greedily:
@@ -32,7 +32,7 @@ Generate = Callable[..., list[list[int]]]
 
 
 class Setup(NamedTuple):
-    """A model, and how it is computed."""
+    """A model, its dtypes and its mesh."""
 
     dtype: str
     weights_dtype: str | None
@@ -43,19 +43,19 @@ class Setup(NamedTuple):
 
     @property
     def hidden(self) -> int:
-        """The dims of the feed-forward layers."""
+        """Width of the feed-forward layers."""
         return -(-self.dims * 8 // 3 // 256) * 256
 
     @property
     def bytes_per_token(self) -> int:
-        """The bytes of all matrices but the embedding's, each read for a token."""
+        """Bytes of the weights that are read per token: all matrices except the embedding."""
         size = {"int8": 1}.get(self.weights_dtype, 2 if self.dtype == "bfloat16" else 4)
         matrices = self.layers * (4 * self.dims**2 + 3 * self.dims * self.hidden)
         return size * (matrices + self.dims * VOCAB)
 
 
 def write_llama(directory: Path, setup: Setup) -> None:
-    """Writes config.json and the weights, normal with a deviation of 0.02 as transformers has."""
+    """Writes config.json and random weights with transformers' standard deviation of 0.02."""
     import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
@@ -93,7 +93,7 @@ def write_llama(directory: Path, setup: Setup) -> None:
 
 
 def ours(directory: str, setup: Setup) -> tuple[Generate, float]:
-    """Returns our `generate`, and the bytes per second of separate matrices."""
+    """Returns our `generate`, and the bandwidth in bytes/s of multiplying separate matrices."""
     import jax
     import jax.numpy as jnp
 
@@ -121,7 +121,7 @@ def ours(directory: str, setup: Setup) -> tuple[Generate, float]:
 
 
 def theirs(directory: str, setup: Setup) -> tuple[Generate, float]:
-    """Returns the `generate` of transformers."""
+    """Returns a `generate` function that uses transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -150,7 +150,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def work(directory: str, kind: str, setup: Setup) -> None:
-    """Answers requests, a line each: prompts and numbers of new tokens."""
+    """Serves requests from stdin, one per line: prompts and numbers of new tokens."""
     out = sys.stdout
     sys.stdout = sys.stderr
     generate, bandwidth = {"ours": ours, "theirs": theirs}[kind](directory, setup)
@@ -164,7 +164,7 @@ def work(directory: str, kind: str, setup: Setup) -> None:
 
 
 class Worker:
-    """A process that generates, on some of the cores."""
+    """A process that generates on a subset of the cores."""
 
     def __init__(self, python: str, kind: str, directory: str, setup: Setup, num_threads: int):
         cores = sorted(os.sched_getaffinity(0))[:num_threads]
@@ -182,7 +182,7 @@ class Worker:
     def generate(
         self, prompts: list[list[int]], num_new: int, **settings: int
     ) -> tuple[float, list[list[int]]]:
-        """Returns the seconds, and the new tokens of each prompt."""
+        """Returns the elapsed seconds and the new tokens of each prompt."""
         print(json.dumps([prompts, num_new, settings]), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         return answer["seconds"], answer["ids"]
@@ -194,7 +194,7 @@ class Worker:
 
 
 def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
-    """Prints a line for each worker, of a batch of prompts."""
+    """Prints the measurements of each worker for a batch of prompts."""
     import numpy as np
 
     rng = np.random.default_rng(batch)
@@ -225,7 +225,7 @@ def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
 
 
 def main() -> None:
-    """Prints a line for each batch size and number of threads."""
+    """Prints the measurements for each batch size and number of threads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer_python", help="an interpreter with torch and transformers")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])

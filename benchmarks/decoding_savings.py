@@ -1,4 +1,4 @@
-"""How much time drafts and shared beginnings save, on the model of `benchmarks/decoding.py`.
+"""Measures the time that speculation and prefix caching save, with the model of `decoding.py`.
 
 `python benchmarks/decoding_savings.py` continues prompts that repeat a piece of eight tokens, by
 129 tokens, without and with `num_speculative_tokens`; and reads prompts of 512 tokens, of which all
@@ -29,7 +29,7 @@ NUM_NEW, NUM_LONG, NUM_OWN = 129, 512, 64
 
 
 def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
-    """Prints a line: a batch of prompts that repeat, without and with drafts."""
+    """Prints the times of repetitive prompts without and with speculation."""
     rng = np.random.default_rng(batch)
     prompts = np.tile(rng.integers(3, VOCAB, (batch, NUM_PROMPT // 4)), (1, 4)).tolist()
     rate, tokens = {0: 0.0, num_drafts: 0.0}, {}
@@ -47,7 +47,7 @@ def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
 
 
 def measure_shared(worker: Worker, batch: int) -> None:
-    """Prints a line: a batch of prompts that begin alike, without and with sharing."""
+    """Prints the times of prompts with a common prefix, without and with prefix caching."""
     prompts = np.random.default_rng(batch).integers(3, VOCAB, (batch, NUM_LONG))
     num_same = NUM_LONG - NUM_OWN
     prompts[:, :num_same] = prompts[0, :num_same]

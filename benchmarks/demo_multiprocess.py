@@ -1,4 +1,4 @@
-"""Two processes of four devices each train, evaluate and decode what one of eight does: compared.
+"""Compares a job on two processes of four devices with the same job on one process of eight.
 
     python benchmarks/demo_multiprocess.py [DIRECTORY]
 
@@ -25,13 +25,13 @@ SETTINGS = ["--set", "run.num_train_steps=40", "run.checkpoints.every_steps=20"]
 
 
 def main() -> None:
-    """Runs both jobs and prints what they gave."""
+    """Runs both jobs and prints their results."""
     folder = local_directory(
         sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="praxis_lite_")
     )
     jobs = {"two processes of 4 devices": folder / "two", "one process of 8": folder / "one"}
     for (title, job), count in zip(jobs.items(), (2, 1), strict=True):
-        if (job / "config.json").is_file():  # Of an earlier run of this.
+        if (job / "config.json").is_file():  # Left by an earlier run.
             shutil.rmtree(job)
         began = time.perf_counter()
         run([EXPERIMENT, f"--job_log_dir={job}", *SETTINGS], count)
@@ -46,12 +46,12 @@ def main() -> None:
             f"{name}: {len(ours)} losses from {ours[0]:.6f} to {ours[-1]:.6f}; greatest difference "
             f"between two processes and one: {greatest:.1e}"
         )
-        # Between processes gloo adds in another order than XLA within one: the last bits differ.
+        # gloo sums in a different order across processes than XLA in one: the last bits differ.
         assert greatest < 1e-5, "two processes do not train as one does"
 
 
 def run(argv: Sequence[str], count: int) -> None:
-    """Runs main.py in `count` processes and prints what the first one says, but for gloo."""
+    """Runs main.py in `count` processes and prints the first one's output, without gloo's lines."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"
@@ -73,7 +73,7 @@ def run(argv: Sequence[str], count: int) -> None:
 
 
 def losses(path: Path) -> list[float]:
-    """Returns the losses of a file of metrics."""
+    """Returns the losses in a metrics file."""
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
 
 

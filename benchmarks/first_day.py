@@ -1,13 +1,13 @@
-"""Thirty things of a first day, each run as docs/first_day.md shows it, and the seconds it took.
+"""Runs and times the thirty tasks of docs/first_day.md.
 
     python benchmarks/first_day.py                       # prints the table of the page
     python benchmarks/first_day.py --write               # writes it into the page
     python benchmarks/first_day.py --folder=F --only=a   # keeps files in F; rows that have "a"
 
-A row is a command for a shell, with $P for `python -m praxis_lite.main`, or a few lines of Python.
-All run in one folder, one after the other, each in a process of its own; a row may need the files
-of those before it. What a person brings along (texts, chats, a package, a model, a checkpoint of
-Pax) is made at the start by `first_day_files.py`. A row fails if its status or output is another.
+A row is a shell command, with $P for `python -m praxis_lite.main`, or a few lines of Python. Rows
+run in order in one directory, each in a separate process, and may need files of previous rows. The
+user's files (texts, chats, a package, a model, a checkpoint of Pax) are created first, by
+`first_day_files.py`. A row fails if its exit status or its output is not the expected one.
 """
 
 import argparse
@@ -33,14 +33,14 @@ HEAD = "| task | command | seconds |"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the page: a task and the command for it.
+    """A task on the page: what a user wants, and the commands for it.
 
     Attributes:
-      want: The task, in a few words.
-      how: a shell's command, or lines of Python, the first an import.
-      needs: a package of an extra.
-      status: with which the command ends.
-      found: words that it prints.
+      want: What the user wants to do, in a few words.
+      how: A shell command, or lines of Python that start with an import.
+      needs: A package of an extra that the row requires.
+      status: Expected exit status.
+      found: Text that the output must contain.
     """
 
     want: str
@@ -145,7 +145,7 @@ ROWS = [
 
 
 def main() -> None:
-    """Runs the rows, and prints or writes the page."""
+    """Runs the rows, and prints or updates the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--only", default="", help="run the rows whose text has this")
@@ -170,14 +170,14 @@ def main() -> None:
 
 
 def shown(row: Row) -> str:
-    """Returns the second cell of a row."""
+    """Returns the text of a row's second cell."""
     lines = row.how.splitlines()
     text = "<br>".join(f"`{line.strip()}`" for line in lines)
     return text.replace("|", "\\|")
 
 
 def seconds(row: Row, folder: Path) -> str:
-    """Returns the seconds that a row took, and of the processors; "-" without its package.
+    """Returns a row's wall and CPU seconds as text, or "-" if a package is not installed.
 
     Raises:
       SystemExit: it ended with another status, or did not print what it should.

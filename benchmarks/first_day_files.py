@@ -1,4 +1,4 @@
-"""The files that a person brings along to first_day.py: texts, chats, a package, a model."""
+"""Creates the user files that first_day.py needs: texts, chats, a package and a model."""
 
 import json
 import re
@@ -35,7 +35,7 @@ class Broken(Wave):
 
 
 def write(folder: Path) -> None:
-    """Writes all of them below a folder."""
+    """Writes all files to a folder."""
     _texts(folder / "texts")
     _own_model(folder)
     _chats_and_model(folder)
@@ -44,21 +44,21 @@ def write(folder: Path) -> None:
 
 
 def free_port() -> int:
-    """Returns a port that nothing listens on."""
+    """Returns an unused port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
 
 
 def _texts(folder: Path) -> None:
-    """Writes this library's pages, as a text of one's own."""
+    """Writes the pages of this library's docs as the user's text."""
     folder.mkdir()
     for page in sorted((ROOT / "docs").glob("*.md")):
         shutil.copyfile(page, folder / f"{page.stem}.txt")
 
 
 def _own_model(folder: Path) -> None:
-    """Writes the package of docs/your_own_model.md, and a model in it that makes NaNs."""
+    """Writes the package of docs/your_own_model.md, with an additional model that produces NaNs."""
     page = (ROOT / "docs/your_own_model.md").read_text("utf-8")
     (folder / "mymodel").mkdir()
     (folder / "mymodel/__init__.py").touch()
@@ -79,7 +79,7 @@ def _chats_and_model(folder: Path) -> None:
 
 
 def _task(folder: Path) -> None:
-    """Writes a task of lm_eval."""
+    """Writes a task for lm_eval."""
     from tests.support.lm_eval_tasks import MORE, write_task
 
     folder.mkdir()
@@ -92,7 +92,7 @@ def _task(folder: Path) -> None:
 
 
 def _pax_job(folder: Path) -> None:
-    """Writes a checkpoint that Pax has made, and an experiment of its model."""
+    """Writes a checkpoint in Pax's format, and an experiment with the same model."""
     from tests.pax.test_job import EXPERIMENTS
 
     goldens = ROOT / "tests/goldens/pax_checkpoints/scanned_gda"

@@ -1,4 +1,4 @@
-"""Measures how a cost grows with the size of the work, for the benchmarks `growth_*.py`.
+"""Measures how CPU time grows with the amount of work, for the benchmarks `growth_*.py`.
 
 Prints CPU seconds at sizes that double, the ratio of the last doubling without the constant part,
 and the exponent: 1.0 is linear, 2.0 quadratic.

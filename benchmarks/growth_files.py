@@ -1,4 +1,4 @@
-"""Measures what the first and each later start of a job cost by the files of its data.
+"""Measures how the CPU time of first and later launches of a job grows with its data files.
 
     python -m benchmarks.growth_files
 
@@ -40,7 +40,7 @@ def mixed(num_sources: int) -> None:
 
 
 def main() -> None:
-    """Prints the growth of both kinds of starts."""
+    """Prints the growth of first and later launches."""
     with tempfile.TemporaryDirectory() as parent:
         folders = {size: Path(parent, str(size)) for size in SIZES}
         for size, folder in folders.items():

@@ -1,4 +1,4 @@
-"""How the CPU time of `generate` grows with the number of calls with changed settings.
+"""Measures how the CPU time of `generate` grows with the number of calls with new settings.
 
 `python benchmarks/growth_generate.py` trains a model for one step, calls it with settings that it
 has seen before, and prints what such a call costs relative to a plain one of the same program.

@@ -1,4 +1,4 @@
-"""How the host's time for a step grows with its number of metrics.
+"""Measures how the host time of a step grows with its number of metrics.
 
 `python benchmarks/growth_metrics.py` trains a job whose step computes next to nothing, with 25 to
 400 metrics, and prints the processor time that the loop's thread needs for each step: the call, the
@@ -54,14 +54,14 @@ def init(key: jax.Array) -> dict[str, jax.Array]:
 
 
 def loss(params: Any, inputs: Any, key: Any, num_metrics: int) -> Any:
-    """Returns a loss, and pairs by name."""
+    """Returns a loss, and metrics as (value, weight) pairs."""
     x = inputs["inputs"] @ params["w"]
     pairs = {f"metric_{i}": (x[i % ROWS, 0], jnp.float32(ROWS)) for i in range(num_metrics)}
     return (jnp.mean(x**2), jnp.float32(ROWS)), pairs
 
 
 class WithMetrics(Experiment):
-    """A matmul, with so many metrics besides the loss."""
+    """A job with one matmul and a given number of metrics besides the loss."""
 
     num_metrics = 50
 
@@ -89,7 +89,7 @@ def rows(num_rows: int) -> InMemory:
 
 
 class Clock(Hook):
-    """Records the CPU time of the loop's thread at a fixed number of steps."""
+    """Hook that records the CPU time of the training thread every fixed number of steps."""
 
     every, waits = PER_TURN, False
 
@@ -116,7 +116,7 @@ def job_of(num_metrics: int, folder: Path) -> tuple[JobOnMesh, LaunchedConfig]:
 
 
 def seconds_of_a_step(num_metrics: int) -> float:
-    """Returns the loop's seconds of the processor for each step, where they were fewest."""
+    """Returns the minimum CPU seconds per step of the training loop."""
     with tempfile.TemporaryDirectory() as folder:
         job, launched = job_of(num_metrics, Path(folder))
         clock = Clock()
@@ -128,7 +128,7 @@ def seconds_of_a_step(num_metrics: int) -> float:
 
 @functools.cache
 def evaluator_of(num_metrics: int) -> tuple[Evaluator, Any]:
-    """Returns what evaluates on PER_TURN batches, and the weights."""
+    """Returns an evaluator over PER_TURN batches, and the weights."""
     with tempfile.TemporaryDirectory() as folder:
         job, _ = job_of(num_metrics, Path(folder))
     partitioner = job.partitioner
@@ -137,7 +137,7 @@ def evaluator_of(num_metrics: int) -> tuple[Evaluator, Any]:
 
 
 def seconds_of_a_batch(num_metrics: int) -> float:
-    """Returns the seconds of the processor for each batch of an evaluation."""
+    """Returns the CPU seconds per batch of an evaluation."""
     evaluator, weights = evaluator_of(num_metrics)
     evaluator.run(0, weights)
     began = time.thread_time()

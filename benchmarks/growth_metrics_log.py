@@ -1,4 +1,4 @@
-"""Measures what a start of a job costs by the lines of its metrics.jsonl.
+"""Measures how the cost of launching a job grows with the length of its metrics.jsonl.
 
     python -m benchmarks.growth_metrics_log
 
@@ -25,13 +25,13 @@ NUM_MADE_AGAIN = 3
 
 
 def line_of(step: int) -> dict[str, float]:
-    """Returns a line as a job with eight metrics writes it."""
+    """Returns a line of metrics.jsonl for a job with eight metrics."""
     numbers = {f"metric_{number}": step / (number + 7) for number in range(8)}
     return {"step": step, "loss": 7 / step, "learning_rate": 1e-3, "step_time": 0.1, **numbers}
 
 
 def main() -> None:
-    """Prints the growth of a start, and the memory that it takes."""
+    """Prints the growth of the time and of the memory of a launch."""
     run = RunConfig(num_train_steps=1, loss_spikes=LossSpikeSettings(factor=3.0))
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:

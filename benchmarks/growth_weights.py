@@ -1,4 +1,4 @@
-"""How the time to prepare a model grows with its number of separate weights.
+"""Measures how the time to build, initialize and compile a model grows with its number of weights.
 
 `python benchmarks/growth_weights.py` prints CPU seconds and exponents (`growth`) of what a job does
 before and around its first step, for models of many small layers: building the `Partitioner`,
@@ -50,7 +50,7 @@ ADAM = Learner(optax.adam, 1e-3)
 
 
 class InARow(nnx.Module):
-    """Small layers in a row; each draws from the same streams."""
+    """A sequence of small layers, initialized from the same RNG streams."""
 
     def __init__(self, layer: Callable[..., nnx.Module], num_layers: int, *, rngs: nnx.Rngs):
         self.first = nnx.Linear(DIMS, DIMS, use_bias=False, rngs=rngs)
@@ -64,7 +64,7 @@ class InARow(nnx.Module):
 
 
 class LinenInARow(linen.Module):
-    """Small Linen layers in a row, of one weight each."""
+    """A sequence of small Linen layers with one weight each."""
 
     num_layers: int
 
@@ -76,22 +76,22 @@ class LinenInARow(linen.Module):
 
 
 def squared_error(model: Callable[..., jax.Array], inputs: Any, key: Any = None) -> jax.Array:
-    """Returns the mean of (model(x) - y) ** 2."""
+    """Returns the mean squared error of the model."""
     return jnp.mean((model(inputs["x"]) - inputs["y"]) ** 2)
 
 
 def drawn(key: jax.Array, num_weights: int) -> list[jax.Array]:
-    """Returns the weights of a model of plain functions."""
+    """Initializes the weights of a model of plain functions."""
     return [jax.random.normal(item, (DIMS, DIMS)) for item in jax.random.split(key, num_weights)]
 
 
 def error_of_products(params: list[jax.Array], inputs: Any, key: Any = None) -> jax.Array:
-    """Returns the mean squared error of x times all weights."""
+    """Returns the mean squared error of the product of x and all weights."""
     return squared_error(lambda x: functools.reduce(jnp.matmul, params, x), inputs)
 
 
 def of_nnx(layer: Callable[..., nnx.Module], learner: Learner, num_layers: int) -> Task:
-    """Returns a task of a Flax NNX model."""
+    """Returns a task with a Flax NNX model."""
     return LossTask(functools.partial(InARow, layer, num_layers), squared_error, learner)
 
 
@@ -106,12 +106,12 @@ def language_model(num_layers: int) -> Task:
 
 
 def clipped_adam(learning_rate: float) -> optax.GradientTransformation:
-    """Returns an optimizer whose update of a weight depends on all the others."""
+    """Returns an optimizer in which the update of a weight depends on all other weights."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
 
 
 LINEAR = functools.partial(nnx.Linear, DIMS, DIMS, use_bias=False)
-# By name: the task of a size, the shapes of its batches, and how many of the weights make 1 of it.
+# For each model: its task for a size, the shapes of its batches, and the weights per unit of size.
 MODELS: dict[str, tuple[Callable[[int], Task], Any, int]] = {
     "nnx": (functools.partial(of_nnx, LINEAR, ADAM), XY, 1),
     "nnx, norm of all": (
@@ -136,14 +136,14 @@ MODELS: dict[str, tuple[Callable[[int], Task], Any, int]] = {
 
 
 def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
-    """Prints the growth of each stage of a model; returns whether all reach the goal."""
+    """Prints the growth of each preparation stage, and returns whether all meet the goal."""
     task_of, batch, weights_per_layer = MODELS[name]
     sizes = [size // weights_per_layer for size in sizes]
     mesh, made, states = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))), {}, {}
 
     def alone(work: Callable[[int], object]) -> Callable[[int], object]:
         def call(size: int) -> None:
-            # Python's collector would walk what the sizes before have left.
+            # Otherwise Python's garbage collector would traverse objects of the previous sizes.
             gc.freeze()
             work(size)
 

@@ -1,4 +1,4 @@
-"""How much memory reading a model of Hugging Face takes beyond the state that it makes.
+"""Measures the memory that loading a Hugging Face model takes in addition to its weights.
 
 `python benchmarks/huggingface_memory.py` writes a Llama with random weights in bfloat16, reads it
 onto eight simulated devices (replica 1, data 4, mdl 2; weights split by the preset fsdp+tensor),
@@ -31,7 +31,7 @@ MB, GOAL = 1e6, 1.1
 
 
 def write_llama(directory: Path, dims: int, num_layers: int) -> None:
-    """Writes config.json and a file of safetensors per layer, with their index."""
+    """Writes config.json, a safetensors file per layer, and their index."""
     vocab, hidden = 8 * dims, 3 * dims
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dims,
@@ -70,14 +70,14 @@ def write_llama(directory: Path, dims: int, num_layers: int) -> None:
 
 
 def held() -> int:
-    """Returns the bytes of this process that are in no file."""
+    """Returns the anonymous memory of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("RssAnon:")]
     return int(line.split()[1]) * 1024
 
 
 class MostHeld:
-    """The most bytes held while it is open, looked at every millisecond."""
+    """Context that records the peak anonymous memory, sampled every millisecond."""
 
     def __enter__(self) -> "MostHeld":
         self.before = self.most = held()
@@ -105,7 +105,7 @@ def main() -> None:
         directory = Path(result)
         write_llama(directory, options.dims, options.layers)
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
-        # A tiny model first: what JAX sets up once is not of the reading.
+        # Load a tiny model first, to exclude JAX's one-time setup.
         with tempfile.TemporaryDirectory() as small:
             write_llama(Path(small), 128, 1)
             huggingface.load(small, mesh, settings=["SHARDING_PRESET=fsdp+tensor"])

@@ -1,4 +1,4 @@
-"""The input path's own time: rows of an ArrayRecord file by FromGrain, by Grain alone, by tf.data.
+"""Measures the input pipeline: an ArrayRecord file read by FromGrain, by Grain alone, by tf.data.
 
     python benchmarks/input_path.py [--rows N] [--batch_size B]
 
@@ -27,19 +27,19 @@ TOKENS, TURNS = 1024, 5
 
 
 def decoded(record: bytes) -> dict[str, np.ndarray]:
-    """Returns a row's leaves, as FromGrain adds them."""
+    """Decodes a row, and adds the leaves that FromGrain adds."""
     ids = np.frombuffer(record, np.int32)
     return {"ids": ids[:-1], "labels": ids[1:], "weights": np.ones(TOKENS, np.float32)}
 
 
 def examples(path: str) -> grain.MapDataset:
-    """Returns the rows of an ArrayRecord file, shuffled, without end."""
+    """Returns an endless, shuffled dataset of the rows of an ArrayRecord file."""
     source = grain.sources.ArrayRecordDataSource(path)
     return grain.MapDataset.source(source).seed(0).map(decoded).shuffle().repeat()
 
 
 def of_tf(path: str) -> Any:
-    """Returns the rows of a TFRecord file, shuffled in a buffer, without end."""
+    """Returns an endless dataset of the rows of a TFRecord file, shuffled in a buffer."""
     tf = tensorflow("this benchmark")
 
     def parsed(record: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def of_tf(path: str) -> Any:
 
 
 def write(folder: Path, num_rows: int) -> tuple[str, str]:
-    """Writes random tokens as ArrayRecord and as TFRecord; returns both paths."""
+    """Writes random tokens as ArrayRecord and TFRecord, and returns both paths."""
     tf = tensorflow("this benchmark")
     records, tf_records = folder / "rows.array_record", folder / "rows.tfrecord"
     rows = np.random.default_rng(0).integers(0, 32_000, (num_rows, TOKENS + 1), np.int32)
@@ -65,7 +65,7 @@ def write(folder: Path, num_rows: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Prints a line for each way."""
+    """Prints the measurements of each pipeline."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--batch_size", type=int, default=32)

@@ -1,4 +1,4 @@
-"""A job of matmuls alone, whose step takes as long as it has layers (`run_overhead.py`)."""
+"""A job that only computes matmuls, so that layers set its step time (for `run_overhead.py`)."""
 
 import fiddle as fdl
 import jax
@@ -16,7 +16,7 @@ DIMS, ROWS = 192, 192
 
 
 class Rows(IndexedPipeline):
-    """The same rows in every batch, already in memory."""
+    """A dataset that returns the same in-memory batch at every step."""
 
     def __init__(self, batch_size):
         self.batch_size = batch_size
@@ -48,7 +48,7 @@ def loss(params, inputs, key):
 
 
 class Matmuls(Experiment):
-    """So many square matmuls, forward and backward, on a single device."""
+    """Trains a given number of square matmuls on a single device."""
 
     num_layers = 8
 

@@ -1,4 +1,4 @@
-"""What it costs to send tokens to experts: collectives, and time over a dense feed-forward.
+"""Measures the cost of dispatching tokens to experts: collectives, and time over a dense layer.
 
 `python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer, with a capacity and
 without, and a dense feed-forward of the same active flops (two experts of a token: twice the hidden
@@ -47,7 +47,7 @@ MOE = functools.partial(
 LAYERS: dict[str, Callable[..., Any]] = {
     "dense": functools.partial(
         TransformerFeedForward, MODEL, 2 * HIDDEN, has_bias=False,
-        # Split over as many devices as the experts' weights are.
+        # Split over as many devices as the weights of the experts.
         weight_split_dims_mapping=(("data", "expert"), "mdl"),
         hidden_split_dims_mapping=(("data", "expert"), None, "mdl"),
         activation_split_dims_mapping=TOKENS,
@@ -58,7 +58,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 
 def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) -> tuple[Any, Any]:
-    """Returns a layer's compiled loss (and gradients), and its arguments."""
+    """Returns the compiled loss (and gradients) of a layer, and its arguments."""
     model = NnxModel(build)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) 
     params = jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
     x = np.random.default_rng(0).normal(size=(BATCH, TIME, MODEL)).astype(np.float32)
     arguments = (params, jax.device_put(x, x_sharding))
-    # Gradients come back split as the weights are, as an optimizer wants them.
+    # Shard gradients like their weights, as an optimizer needs them.
     weights_shardings = jax.tree.map(lambda w: w.sharding, params)
     replicated = sharding(jax.sharding.PartitionSpec())
     with jax.set_mesh(mesh):
@@ -95,7 +95,7 @@ def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) 
 
 
 def medians(programs: dict[str, tuple[Any, Any]], num_rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each program; they take turns."""
+    """Returns the median seconds of each program, measured in turns."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for i in range(num_rounds + 3):
         for name, (compiled, arguments) in programs.items():

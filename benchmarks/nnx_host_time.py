@@ -1,4 +1,4 @@
-"""What a call of the library's train step costs the host, for a Flax NNX model of 100 weights.
+"""Measures the host time of a train step call for a Flax NNX model with 100 weights.
 
 `python benchmarks/nnx_host_time.py` prints the median time until the call returns, the steps taking
 turns in one run: through the `Partitioner`; through `jax.jit` over a flat list of the same arrays,
@@ -36,7 +36,7 @@ NUM_LAYERS, DIMS, GOAL = 50, 4, 1.3  # A kernel and a bias each.
 
 
 class Tower(nnx.Module):
-    """50 small layers: 100 weights."""
+    """A stack of 50 small layers with 100 weights."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.List([nnx.Linear(DIMS, DIMS, rngs=rngs) for _ in range(NUM_LAYERS)])
@@ -48,12 +48,12 @@ class Tower(nnx.Module):
 
 
 def squared_error(model: Callable[..., jax.Array], inputs: Any, key: Any = None) -> jax.Array:
-    """Returns the mean of (model(x) - y) ** 2."""
+    """Returns the mean squared error of the model."""
     return jnp.mean((model(inputs["x"]) - inputs["y"]) ** 2)
 
 
 def through_the_library(batch: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Returns two calls, each a step: the Partitioner's, and its program over a flat list."""
+    """Returns two step functions: the Partitioner's, and its compiled program on flat lists."""
     task = LossTask(Tower, squared_error, Learner(optax.adam, 1e-3))
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
     key, batch = partitioner.key(0), partitioner.global_batch(batch)
@@ -80,7 +80,7 @@ def through_the_library(batch: Any) -> tuple[Callable[[], Any], Callable[[], Any
 
 
 def by_hand(batch: Any) -> Callable[[], Any]:
-    """Returns a call, a step of `jax.jit` over the flat lists of weights and slots."""
+    """Returns a step function with `jax.jit` over flat lists of weights and slots."""
     graphdef, state = nnx.split(Tower(nnx.Rngs(0)))
     weights, treedef = jax.tree.flatten(nnx.to_pure_dict(state))
     optimizer = optax.adam(1e-3)
@@ -106,7 +106,7 @@ def by_hand(batch: Any) -> Callable[[], Any]:
 
 
 def through_nnx_jit(batch: Any) -> Callable[[], Any]:
-    """Returns a call, a step as Flax's guides write it."""
+    """Returns a step function with `nnx.jit`, as in Flax's guides."""
     model = Tower(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
@@ -120,10 +120,10 @@ def through_nnx_jit(batch: Any) -> Callable[[], Any]:
 
 
 def median_host_times(steps: dict[str, Callable[[], Any]], num_steps: int) -> dict[str, float]:
-    """Returns seconds until a call returns, by step."""
+    """Returns the median seconds until the call of each step function returns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(num_steps):
-        # Turns rotate, so that none always runs behind the same other.
+        # Rotate the order, so that no step always runs after the same other one.
         names = list(steps)
         for name in names[index % len(names):] + names[: index % len(names)]:
             start = time.perf_counter()

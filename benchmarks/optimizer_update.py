@@ -1,4 +1,4 @@
-"""What the learner's update costs over the bare optax chain on the same tree of weights.
+"""Compares the time of the learner's update with a bare optax chain on the same weights.
 
 `python benchmarks/optimizer_update.py` prints, for a small language model's weights with its layers
 unrolled and stacked, the median time of `Learner.update` and of
@@ -35,7 +35,7 @@ PyTree = Any
 
 
 def weight_specs(is_stacked: bool) -> PyTree:
-    """Returns the weights of a decoder-only language model, its layers one by one or as a stack."""
+    """Returns the specs of a language model's weights, with layers unrolled or stacked."""
     attention = (MODEL, HEADS, MODEL // HEADS)
     layer = {
         **{name: {"w": attention} for name in ("query", "key", "value", "post")},
@@ -56,7 +56,7 @@ def weight_specs(is_stacked: bool) -> PyTree:
 
 
 def random_tree(specs: PyTree, seed: int) -> PyTree:
-    """Returns an array per weight, the same for every caller."""
+    """Returns a random array per weight, the same on every call."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda spec: rng.normal(scale=0.02, size=spec.shape).astype(np.float32),
@@ -66,7 +66,7 @@ def random_tree(specs: PyTree, seed: int) -> PyTree:
 
 
 class Update:
-    """A compiled update with its state, timed a call at a time."""
+    """A compiled update and its state; each call is timed."""
 
     def __init__(self, update: Any, params: PyTree, opt_states: PyTree, grads: PyTree):
         step = jax.jit(update, donate_argnums=(0, 1))
@@ -75,7 +75,7 @@ class Update:
         self.times: list[float] = []
 
     def run(self) -> None:
-        """Makes one update."""
+        """Runs one update."""
         start = time.perf_counter()
         self._state = self.compiled(*self._state, self._grads)
         jax.block_until_ready(self._state)
@@ -86,7 +86,7 @@ class Update:
 
 
 def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
-    """Returns the learner's update and optax's after `num_steps` steps each, in turns."""
+    """Runs the learner's update and optax's in turns for `num_steps` steps, and returns both."""
     specs = weight_specs(is_stacked)
     params, grads = random_tree(specs, 1), jax.tree.map(jnp.asarray, random_tree(specs, 2))
     learner = Learner(optax.adamw, LEARNING_RATE, clip_gradient_norm_to_value=MAX_NORM)
@@ -104,7 +104,7 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
     ours = Update(learner_update, params, bound.init(params), grads)
     theirs = Update(bare_update, params, bare.init(params), grads)
     for index in range(num_steps):
-        # Turns swap, so that neither always runs behind the other.
+        # Alternate the order, so that neither always runs second.
         for update in (ours, theirs) if index % 2 else (theirs, ours):
             update.run()
     jax.tree.map(
@@ -116,7 +116,7 @@ def compare(is_stacked: bool, num_steps: int) -> tuple[Update, Update]:
 
 
 def main() -> None:
-    """Prints a line for each way to keep the layers."""
+    """Prints the times for unrolled and for stacked layers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_steps", type=int, default=100)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Packed text: PackedText against Grain's own packing and tf.data, from the same documents.
+"""Compares PackedText with packing by Grain and by tf.data, on the same documents.
 
     python benchmarks/packed_text.py [--documents N] [--batch_size B]
 
@@ -32,23 +32,23 @@ TOKENS, TURNS, BATCHES, EOS = 2048, 5, 100, 256
 
 
 def ids_of(record: bytes) -> np.ndarray:
-    """Returns a document's bytes, between two ends of text."""
+    """Returns the bytes of a document as ids, with an end-of-text token on both sides."""
     text = json.loads(record)["text"].encode()
     return np.concatenate([[EOS], np.frombuffer(text, np.uint8), [EOS]]).astype(np.int32)
 
 
 def leaves(record: bytes) -> dict[str, np.ndarray]:
-    """Returns the first piece of a document: what is longer than a row is cut."""
+    """Returns the leaves of a document, truncated to the length of a row."""
     ids = ids_of(record)[: TOKENS + 1]
     return {"ids": ids[:-1], "labels": ids[1:], "weights": np.ones(len(ids) - 1, np.float32)}
 
 
 def of_grain(path: str, size: int) -> Iterator[Any]:
-    """Returns Grain's batches, packed by its first fit."""
+    """Returns batches packed by Grain's first-fit packing."""
     source = grain.sources.ArrayRecordDataSource(path)
     dataset = grain.MapDataset.source(source).seed(0).map(leaves).shuffle().repeat()
     lengths = dict.fromkeys(("ids", "labels", "weights"), TOKENS)
-    options = grain.ReadOptions(num_threads=0)  # In this process' one thread, as ours.
+    options = grain.ReadOptions(num_threads=0)  # Read in the main thread, as PackedText does.
     packed = grain.experimental.FirstFitPackIterDataset(
         dataset.to_iter_dataset(options), length_struct=lengths, num_packing_bins=64
     )
@@ -56,7 +56,7 @@ def of_grain(path: str, size: int) -> Iterator[Any]:
 
 
 def of_tf(path: str, size: int) -> Iterator[Any]:
-    """Returns tf.data's batches, filled without gaps."""
+    """Returns batches of tf.data, in which documents are concatenated without gaps."""
     tf = tensorflow("this benchmark")
 
     def tokens(line: Any) -> Any:
@@ -71,7 +71,7 @@ def of_tf(path: str, size: int) -> Iterator[Any]:
 
 
 def write(folder: Path, count: int) -> tuple[str, str]:
-    """Writes pieces of the standard library as ArrayRecord and JSON lines; returns both paths."""
+    """Writes parts of the standard library as ArrayRecord and JSON lines; returns both paths."""
     text = "".join(
         path.read_text("utf-8", errors="replace")
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -90,7 +90,7 @@ def write(folder: Path, count: int) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Prints a line for each way."""
+    """Prints the measurements of each pipeline."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--batch_size", type=int, default=8)

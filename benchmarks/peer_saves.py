@@ -1,8 +1,8 @@
-"""The seconds that training waits for a peer save beside a save to disk, and until it is whole.
+"""Compares peer saves with saves to disk: the time that training waits, and until completion.
 
-`python benchmarks/peer_saves.py` prints both, and the seconds of a restore from each, for weights
-of --millions of parameters with Adam's slots. The memory of two hosts is that of two processes on
-this machine, so the figures are of its loopback; files lie in a temporary folder (TMPDIR).
+`python benchmarks/peer_saves.py` also prints the time of a restore from each, for --millions of
+parameters with Adam's slots. Two processes on this machine simulate two hosts, so the network is
+its loopback interface; checkpoints are written to a temporary directory (TMPDIR).
 """
 
 import argparse
@@ -29,21 +29,21 @@ KEY, LAYERS, DIM = b"of a benchmark", 25, 2000
 
 
 def host(pipe: Connection) -> None:
-    """Holds a peer store until the pipe is closed."""
+    """Runs a peer store until the pipe is closed."""
     with PeerStore(KEY, "127.0.0.1") as store:
         pipe.send(store.address)
         pipe.poll(None)
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Returns the seconds that some work takes."""
+    """Returns the seconds that a call takes."""
     began = time.perf_counter()
     jax.block_until_ready(work())
     return time.perf_counter() - began
 
 
 def main() -> None:
-    """Prints the seconds of saves and restores."""
+    """Prints the times of saves and restores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--millions", type=int, default=100)
     rows = parser.parse_args().millions * 1_000_000 // (LAYERS * DIM)
@@ -55,7 +55,7 @@ def main() -> None:
     layout = StateLayout(shapes, jax.tree.map(lambda x: P(*(None,) * x.ndim), shapes),
                          {"replica": 1, "data": 1, "mdl": 1})  # fmt: skip
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1)))
-    numbers = jax.random.normal(jax.random.key(0), (rows, DIM))  # Which zstd cannot compress.
+    numbers = jax.random.normal(jax.random.key(0), (rows, DIM))  # Not compressible.
     state = jax.tree.map(lambda x: jnp.copy(numbers) if x.shape else jnp.int32(0), shapes)
     spawn, hosts = multiprocessing.get_context("spawn"), []
     for _ in range(2):
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def show(name: str, begin: Callable[[], object], wait: Callable[[], object]) -> None:
-    """Prints the seconds of a save."""
+    """Prints the time of a save."""
     waits = seconds(begin)
     print(f"{name}: training waits {waits:.3f} s, whole after {waits + seconds(wait):.2f} s")
 

@@ -1,4 +1,4 @@
-"""What a pipeline's bubbles and hand-overs cost: the formula, the compiled program, the clock.
+"""Compares the cost of pipeline bubbles and transfers by formula, compiled program and wall time.
 
 `python benchmarks/pipeline_bubbles.py` prints per schedule, in one run: the ticks of its loops by
 formula and of those of the compiled train step, the share of bubbles of both, the
@@ -76,7 +76,7 @@ TIMES = 1.0, 2.0, 1.0
 def partitioner(
     stack: fdl.Partial, batch_axes: tuple[str, ...], gradients: OneForwardOneBackward | None = None
 ) -> Partitioner:
-    """Returns a language model's steps; outside the stack all have the same layout."""
+    """Returns a Partitioner of a language model; only the layout of the layer stack varies."""
     lm = fdl.Partial(TransformerLm, **SIZES, stacked_transformer_tpl=stack)
     set_sharding_params(lm, {**SHARDING_PRESETS["megatron"], "batch": batch_axes})
     batch = ("stage", "data")
@@ -92,7 +92,7 @@ def partitioner(
 
 
 class Step:
-    """A compiled train step with its state, timed a call at a time."""
+    """A compiled train step and its state; each call is timed."""
 
     def __init__(self, partitioner: Partitioner):
         tokens = np.random.default_rng(0).integers(64, size=(BATCH, TIME + 1), dtype=np.int32)
@@ -106,7 +106,7 @@ class Step:
         self.times: list[float] = []
 
     def run(self) -> float:
-        """Runs a step; returns its loss."""
+        """Runs a step and returns its loss."""
         start = time.perf_counter()
         self._state, outputs = self._partitioner.train_step(self._state, self._batch, self._key)
         jax.block_until_ready((self._state, outputs))
@@ -115,7 +115,7 @@ class Step:
 
 
 def pipelined(one_forward: bool = False, **settings: Any) -> Partitioner:
-    """Returns the steps of a model whose stack lies on stages."""
+    """Returns a Partitioner of a model whose layers are split into pipeline stages."""
     stack = fdl.Partial(Pipeline, num_stages=NUM_STAGES, **settings)
     return partitioner(stack, ("data",), OneForwardOneBackward() if one_forward else None)
 
@@ -124,7 +124,7 @@ def phases(
     num_microbatches: int, circular_repeat: int = 1, one_forward: bool = False,
     split_backward: bool = False, **_: Any,
 ) -> list[tuple[int, float]]:
-    """Returns a schedule's loops by formula: ticks, and the time of a tick."""
+    """Returns the loops of a schedule by formula, each as its number of ticks and time per tick."""
     sizes = NUM_STAGES, num_microbatches, circular_repeat
     forward, by_inputs, by_weights = TIMES
     if one_forward:
@@ -142,7 +142,7 @@ def phases(
 
 
 def loops(compiled: jax.stages.Compiled) -> list[int]:
-    """Returns how often each of the program's outermost loops runs, in order of size."""
+    """Returns the trip counts of the program's outermost loops, in order of size."""
     program = hlo_text.parse(compiled)
     return sorted(
         hlo_runs.trip_count(program, site.computation, site.instruction) or 0
@@ -152,7 +152,7 @@ def loops(compiled: jax.stages.Compiled) -> list[int]:
 
 
 def num_permutes(compiled: jax.stages.Compiled) -> int:
-    """Returns the collective-permutes that a step runs within its loops."""
+    """Returns the number of collective-permutes that a step runs inside loops."""
     return sum(
         item.count for item in hlo.collectives(compiled)
         if item.kind == "collective-permute" and (item.count or 0) > 1
@@ -168,7 +168,7 @@ def main() -> None:
     steps = {name: Step(pipelined(**s)) for name, s in SCHEDULES.items()}
     losses = {}
     for index in range(args.num_steps):
-        # In turns, so that a busy machine slows all.
+        # Run the programs in turns, so that other load on the machine affects all of them.
         for name, step in [("Repeat", repeat), *steps.items()]:
             losses[name] = step.run()
         print(f"  step {index + 1}/{args.num_steps}", file=sys.stderr)

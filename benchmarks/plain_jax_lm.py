@@ -1,6 +1,6 @@
-"""A sharded decoder-only language model in plain JAX and optax: what the library is measured by.
+"""A sharded decoder-only language model in plain JAX and optax, the baseline of the benchmarks.
 
-Nothing here comes from praxis_lite. Sizes must divide their mesh axes, as plain JAX asks.
+It does not use praxis_lite. As in plain JAX, mesh axes must divide the sizes that they split.
 `python benchmarks/plain_jax_lm.py` trains 20 steps on eight simulated devices.
 """
 
@@ -26,7 +26,7 @@ Tx = optax.GradientTransformation
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; `gated` multiplies the activated hidden by a second projection."""
+    """Sizes of the model; `gated` adds a projection that multiplies the hidden activations."""
 
     vocab_size: int
     model_dims: int
@@ -55,12 +55,12 @@ def _weights(cfg: Config, make: Callable[[tuple, tuple, int | None], Any]) -> di
 
 
 def specs(cfg: Config) -> dict[str, Any]:
-    """Returns the PartitionSpec of each parameter: features over mdl, the other dim over data."""
+    """Returns a PartitionSpec per parameter: features over mdl, model dims over data."""
     return _weights(cfg, lambda shape, split, fan_in: P(*split))
 
 
 def init(key: jax.Array, cfg: Config) -> dict[str, Any]:
-    """Returns float32 parameters: normal with deviation 1/sqrt(fan in), scales of one."""
+    """Initializes float32 parameters: normal with stddev 1/sqrt(fan_in), scales of one."""
     keys = iter(jax.random.split(key, 32))
 
     def draw(shape: tuple, _: tuple, fan_in: int | None) -> jax.Array:
@@ -125,10 +125,11 @@ def _block(x: jax.Array, layer: dict[str, jax.Array]) -> tuple[jax.Array, None]:
 def loss(
     params: PyTree, batch: dict[str, jax.Array], dtype: Any = jnp.float32
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the mean cross entropy (nats) weighted by `weights`, and it among the metrics."""
+    """Returns the weighted mean cross-entropy in nats, and metrics that include it."""
     batch = {name: _constrain(x, BATCH, None) for name, x in batch.items()}
     emb_DV, weights = params["embedding"].astype(dtype), batch["weights"]
-    rows = _constrain(emb_DV.T, "mdl", None)  # whole, or the gather's split fights the batch's
+    # Gather from rows that are replicated over the batch axes; other shardings conflict with it.
+    rows = _constrain(emb_DV.T, "mdl", None)
     x = jnp.take(rows, batch["ids"], axis=0) * emb_DV.shape[0] ** 0.5
     x, _ = jax.lax.scan(_block, _constrain(x, BATCH, None, None), params["layers"])
     logits = _project("btd,dv->btv", _rms_norm(x, params["final_norm"]), emb_DV, "mdl")
@@ -147,7 +148,7 @@ def init_state(key: jax.Array, cfg: Config, tx: Tx) -> PyTree:
 
 
 def state_shardings(cfg: Config, mesh: Mesh, tx: Tx) -> PyTree:
-    """Returns the NamedSharding of each leaf of the state; slots lie as their parameters."""
+    """Returns the NamedSharding of each leaf of the state; slots follow their parameters."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), cfg, tx))
     state |= {"step": P(), "params": specs(cfg)}
     state["opt_state"] = optax.tree_map_params(
@@ -157,7 +158,7 @@ def state_shardings(cfg: Config, mesh: Mesh, tx: Tx) -> PyTree:
 
 
 def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -> Callable:
-    """Returns (state, batch split over all axes) -> (state, metrics), jitted; donates the state."""
+    """Returns a jitted function (state, batch) -> (state, metrics) that donates the state."""
 
     def train_step(state: PyTree, batch: PyTree) -> tuple[PyTree, dict[str, jax.Array]]:
         old = {name: state[name] for name in ("params", "opt_state")}
@@ -167,7 +168,7 @@ def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -
         updates, opt_state = tx.update(grads, old["opt_state"], old["params"])
         new = {"params": optax.apply_updates(old["params"], updates), "opt_state": opt_state}
         norm = optax.tree.norm(grads)
-        # A loss or gradient that is not finite changes neither parameters nor slots.
+        # Skip the update if the loss or a gradient is not finite.
         finite = jnp.isfinite(norm) & jnp.isfinite(value)
         kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
         metrics |= {"grad_norm": norm, "skipped": ~finite}
@@ -181,7 +182,7 @@ def make_train_step(cfg: Config, mesh: Mesh, tx: Tx, dtype: Any = jnp.float32) -
 
 def main() -> None:
     """Trains 20 steps on one batch of random tokens; prints the losses and the time per step."""
-    # Without these two collectives may wait for each other for ever (jax 0.10).
+    # Without these flags, two collectives may deadlock (jax 0.10).
     os.environ["NPROC"] = "32"
     os.environ["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     jax.config.update("jax_num_cpu_devices", 8)

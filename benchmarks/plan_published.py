@@ -1,13 +1,13 @@
-"""Predicted against published step times: how far a plan may be trusted.
+"""Compares predicted with published step times, to quantify the error of plans.
 
     pip install libtpu
     python benchmarks/plan_published.py --rows ../shared/published/steps.jsonl [--id ID ...]
     python benchmarks/plan_published.py --rows FILE --fit    # prints the efficiencies, fitted anew
 
-Each run is built again of our layers (benchmarks/published_runs.py) and compiled for its TPUs, one
-to seven minutes each; what was compiled is kept in --cache, so that a call that was ended goes on
-where it stopped. Runs are in two halves by family: efficiencies are fitted on one, and the other
-says how good they are. A run that cannot be built is listed with the reason.
+Each run is rebuilt with our layers (benchmarks/published_runs.py) and compiled for its TPUs, which
+takes one to seven minutes. Compiled programs are cached in --cache, so an interrupted call can be
+resumed. Runs are divided into two halves by model family: efficiencies are fitted on one half and
+evaluated on the other. Runs that cannot be rebuilt are listed with the reason.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _FREE = {
 
 
 def compiled(run: Run, cache: Path) -> dict[str, Any]:
-    """Returns the result of compiling a run: `text` and `peak`, or `too_large` or `failed`.
+    """Compiles a run in a subprocess; returns `text` and `peak`, or `too_large`, or `failed`.
 
     Runs of the same program, such as a figure that another one superseded, are compiled once.
     """
@@ -69,7 +69,7 @@ def compiled(run: Run, cache: Path) -> dict[str, Any]:
                     program.write_bytes(text.read_bytes())
             else:
                 record = {"program": key} | compile_into(lowered, topology(run), program)
-        except Exception as error:  # One run of many: the others go on.
+        except Exception as error:  # Continue with the other runs.
             record |= {"failed": str(error)[:300]}
         record["compile_seconds"] = time.monotonic() - start
         kept.write_text(json.dumps(record))
@@ -80,13 +80,13 @@ def compiled(run: Run, cache: Path) -> dict[str, Any]:
 
 
 def same_program(cache: Path, key: str) -> Path | None:
-    """Returns the record of a run that had the same program, or None."""
+    """Returns the record of a compiled run with the same program, or None."""
     records = (path for path in sorted(cache.glob("*.json")) if key in path.read_text())
     return next(records, None)
 
 
 def compile_into(lowered: Any, on: Topology, program: Path) -> dict[str, Any]:
-    """Returns the record of a step compiled for `on`, and writes its text."""
+    """Compiles a step for `on`, writes the program's text, and returns a record of it."""
     try:
         step = compile_with_text(lowered, on)
     except jax.errors.JaxRuntimeError as error:
@@ -98,13 +98,13 @@ def compile_into(lowered: Any, on: Topology, program: Path) -> dict[str, Any]:
 
 
 def topology(run: Run) -> Topology:
-    """Returns the devices that a run had."""
+    """Returns the device topology of a run."""
     return topology_of(run["topology"], run["slices"])
 
 
 @dataclasses.dataclass
 class Row:
-    """A run that was compiled, and its prediction."""
+    """A compiled run and its prediction."""
 
     run: Run
     record: dict[str, Any]
@@ -121,7 +121,7 @@ class Row:
         return self.run["model"]["name"] in FITTED_FAMILIES
 
     def predict(self, efficiencies: Efficiencies) -> float:
-        """Returns the predicted seconds of a step over the published ones; keeps the plan."""
+        """Returns the ratio of predicted to published step time, and stores the plan."""
         if self.planned_by != efficiencies:
             self.plan = predicted_fields(
                 with_kernel_of(self.run, self.record["text"]), self.devices, self._mesh(),
@@ -142,7 +142,7 @@ class Row:
 
 
 def with_kernel_of(run: Run, text: str) -> str:
-    """Returns a program's text with as many products in attention's kernels as the run's made.
+    """Returns the program's text with the run's number of matmuls in its attention kernels.
 
     A fused backward kernel makes five products: dq beside dk and dv. JAX's splash makes seven, for
     its kernel of dq makes logits and the gradient of probabilities again.
@@ -156,7 +156,7 @@ def with_kernel_of(run: Run, text: str) -> str:
 
 
 def fit(rows: Sequence[Row]) -> Efficiencies:
-    """Returns the efficiencies that make the relative errors of `rows` smallest."""
+    """Returns the efficiencies that minimize the relative errors of `rows`."""
     names = list(_FREE)
     pulled_to, low, high = (np.log([_FREE[name][k] for name in names]) for k in range(3))
     start = np.clip(np.log([getattr(FITTED, name) for name in names]), low + 1e-3, high - 1e-3)
@@ -180,13 +180,13 @@ def fit(rows: Sequence[Row]) -> Efficiencies:
 
 
 def spread(rows: Sequence[Row], efficiencies: Efficiencies) -> float:
-    """Returns by how much four of five runs are missed at most, relative."""
+    """Returns the 80th percentile of the relative errors."""
     misses = [abs(np.log(row.predict(efficiencies))) for row in rows]
     return float(np.expm1(np.quantile(misses, 0.8)))
 
 
 def main() -> None:
-    """Prints the table, and the runs that are not in it."""
+    """Prints the table, and the runs that are missing from it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", required=True, help="a file of published runs, a line each")
     parser.add_argument("--id", nargs="+", help="only these runs")
@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def table(rows: Sequence[Row], efficiencies: Efficiencies) -> None:
-    """Prints a line per run, and what the two halves come to."""
+    """Prints a line per run, and a summary of the errors in each half."""
     print(f"{'run':<44}{'half':>6}{'published':>11}{'predicted':>11}{'range':>17}{'error':>8}"
           f"{'peak GiB':>10}{'fits':>6}")
     for row in rows:

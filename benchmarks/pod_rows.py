@@ -1,4 +1,4 @@
-"""The rows of pod_scale.py: models, their meshes, and the figures of peers on the same."""
+"""The rows of pod_scale.py: models, meshes, and the published figures of other frameworks."""
 
 import argparse
 import json
@@ -46,7 +46,7 @@ EXPERT_MESHES = {"M8": (8, 8, 1)}
 
 
 class Row(NamedTuple):
-    """A model on a pod.
+    """A model, its mesh and its batch on a pod.
 
     Attributes:
       mesh: (replica, data, mdl).

@@ -1,4 +1,4 @@
-"""Train steps of language models on pods, compiled for real TPU topologies without one at hand.
+"""Compiles train steps of language models for TPU pods, without the hardware, and plans them.
 
     pip install libtpu                      # 0.0.51 with jax 0.10.2 for the figures of the peers
     python benchmarks/pod_scale.py --row S  # or A, B64, B16, F, even, uneven; or several
@@ -7,10 +7,10 @@
     python benchmarks/pod_scale.py --row O70 --preset fsdp --attention splash
     python benchmarks/pod_scale.py --row G9 --preset fsdp --chunk-size 1024
 
-A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
-expects, the seconds that its schedule takes (praxis_tools/plan/schedule/), and their ratios
-to MaxText's step and to the best one written by hand in plain JAX, both compiled in the same way.
-`--top` shows where the cycles go.
+A row is a model on a mesh, as a user builds it. For each row it prints the peak memory, the
+compiler's cycle estimate, the seconds of the simulated schedule (praxis_tools/plan/schedule/), and
+their ratios to MaxText's step and to the best hand-written step in plain JAX, both compiled in the
+same way. `--top` lists the most expensive instructions.
 """
 
 import argparse
@@ -60,7 +60,7 @@ UNREADABLE_OF_EXPERTS = {
 
 
 def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
-    """Returns the row's task on its mesh, as a user makes them."""
+    """Returns a Partitioner of the row's task and mesh, built as users build it."""
     model, topology, shape, *_ = ROWS[row]
     devices = topology_of(topology).devices if options.wrap else topologies.get_topology_desc(
         platform="tpu", topology_name=topology, num_slices=1
@@ -144,7 +144,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
 
 
 def _by_operation(text: str, timeline: Timeline) -> collections.Counter:
-    """Returns the seconds of a timeline by the JAX operation of an instruction."""
+    """Returns the seconds of a timeline per JAX operation."""
     instructions = {
         name: instruction for computation in parse(text).computations.values()
         for name, instruction in computation.items()

@@ -1,4 +1,4 @@
-"""The models of published training runs, of this library's layers. See published_runs.py."""
+"""Models of published training runs, built from this library's layers (see published_runs.py)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ _ROUTERS: dict[str, dict[str, Any]] = {
 
 
 class _Kind(NamedTuple):
-    """What differs between the blocks of a model: as in its own words."""
+    """Settings that differ between the blocks of a model, named as in its publication."""
 
     window: int | None = None
     has_positions: bool = True
@@ -66,7 +66,7 @@ class _Kind(NamedTuple):
 
 
 def _pattern(model: dict[str, Any]) -> list[_Kind]:
-    """Returns the blocks that repeat along a model's depth, its first dense ones left out."""
+    """Returns the repeating pattern of a model's blocks, without the dense blocks at the start."""
     window = model.get("sliding_window")
     if every := model.get("nope_every_n_layers"):
         # Chunks of attention are as long as the sequences: they hide nothing.
@@ -84,7 +84,7 @@ def _pattern(model: dict[str, Any]) -> list[_Kind]:
 
 
 class GlobalAttention(DotProductAttention):
-    """Attention of Gemma 4's global layers: heads of a size of their own, keys that are values."""
+    """Attention of Gemma 4's global layers, with a separate head size and values equal to keys."""
 
     def __init__(self, input_dim: int, num_heads: int, *, head_dim: int, **settings: Any):
         super().__init__(input_dim, num_heads, **settings | {"dim_per_head": head_dim})
@@ -99,7 +99,7 @@ class GlobalAttention(DotProductAttention):
 
 
 class ParallelBlock(Transformer):
-    """A block whose attention and feed-forward part read one norm, as MaxText's of 2023."""
+    """A block whose attention and feed-forward layers share one norm, as in MaxText in 2023."""
 
     def __init__(self, *args: Any, rngs: nnx.Rngs, **settings: Any):
         super().__init__(*args, is_parallel=True, rngs=rngs, **settings)
@@ -115,13 +115,14 @@ class ParallelBlock(Transformer):
 
 
 class DenseFirst(BaseLayer):
-    """A stack of `num_layers` blocks, of which the first few are of another kind.
+    """A stack of `num_layers` blocks whose first few blocks are dense.
 
     Args:
-      block, num_layers: as of Repeat.
-      first_tpl: the first blocks, called with (rngs=).
-      num_first: how many.
-      repeat_tpl: called with (block, number, rngs=), once for each kind.
+      block: As in Repeat.
+      num_layers: As in Repeat.
+      first_tpl: Template of the first blocks, called with (rngs=).
+      num_first: Number of first blocks.
+      repeat_tpl: Template of a stack, called with (block, number, rngs=) for each kind of block.
     """
 
     cache_skips_padding = True
@@ -134,7 +135,7 @@ class DenseFirst(BaseLayer):
         self.rest = repeat_tpl(block, num_layers - num_first, rngs=rngs)
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the caches of both kinds."""
+        """Returns the caches of both kinds of blocks."""
         return self.first.init_cache(*args, **kwargs), self.rest.init_cache(*args, **kwargs)
 
     def __call__(
@@ -235,7 +236,7 @@ def _stack(run: Run) -> fdl.Partial:
 
 
 def model_of(run: Run) -> fdl.Partial:
-    """Returns the config of a run's model, without splits."""
+    """Returns the config of a run's model, without sharding."""
     model = run["model"]
     blocks = [_block(run, kind) for kind in _pattern(model)]
     tiles = (run.get("settings") or {}).get("loss_vocab_tiles")
@@ -263,7 +264,7 @@ def model_of(run: Run) -> fdl.Partial:
 
 
 def _policy(run: Run) -> str | dict[str, str]:
-    """Returns the remat policy: a word, or the place of each activation by name."""
+    """Returns the remat policy: a name, or the location of each named activation."""
     remat, model = run["remat"], run["model"]
     if remat["policy"] in _POLICIES:
         return _POLICIES[remat["policy"]]

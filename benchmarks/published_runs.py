@@ -1,4 +1,4 @@
-"""Published training runs (shared/published/steps.jsonl) built again of this library's layers.
+"""Rebuilds published training runs (shared/published/steps.jsonl) with this library's layers.
 
 `partitioner_of(run)` is the run's model on its mesh, to be compiled for its TPUs; `why_not(run)` is
 the reason why a run cannot be built. What differs from what was run:
@@ -78,7 +78,7 @@ _KEEP_WHOLE_EXPERTS = ("recipes-tpu7x-deepseek3-671b-bf16-4x4x8",)
 
 
 def why_not(run: Run) -> str:
-    """Returns why a run cannot be built again, or ''."""
+    """Returns why a run cannot be rebuilt, or ''."""
     if run["kind"] != "measured":
         return "worked out, not run"
     if not run["chip"].startswith(("v", "tpu")):
@@ -92,7 +92,7 @@ def why_not(run: Run) -> str:
 
 
 def mesh_of(run: Run) -> MeshConfig:
-    """Returns the mesh (replica, data, mdl): copies of weights, fsdp, and tensor parallelism."""
+    """Returns the mesh (replica, data, mdl) for data parallelism, FSDP and tensor parallelism."""
     def along(part: str, *axes: str) -> int:
         return math.prod((run["mesh"][part] or {}).get(axis) or 1 for axis in axes)
 
@@ -135,7 +135,7 @@ def _learner(run: Run) -> Learner:
 
 
 def partitioner_of(run: Run, devices: Any) -> Partitioner:
-    """Returns the run's model on its mesh over `devices`, of its topology."""
+    """Returns a Partitioner of the run's model on its mesh over `devices`."""
     splits = _splits(run)
     config = set_sharding_params(model_of(run), splits)
     batch, weights = splits["batch"], None
@@ -156,7 +156,7 @@ def partitioner_of(run: Run, devices: Any) -> Partitioner:
 
 
 def compiler_options(run: Run) -> dict[str, Any]:
-    """Returns the options that the run set, those that today's compiler knows and takes."""
+    """Returns the run's compiler options that the installed compiler still accepts."""
     options: dict[str, Any] = dict(_SPARSE_CORES) if run["chip"] == "tpu7x" else {}
     for flag in (run.get("software") or {}).get("xla_flags") or ():
         name, _, value = flag.partition("=")
@@ -175,6 +175,6 @@ def compiler_options(run: Run) -> dict[str, Any]:
 
 
 def batch_of(run: Run) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of a batch."""
+    """Returns the shapes and dtypes of a batch."""
     ids = jax.ShapeDtypeStruct((run["global_batch"], run["seq_len"]), jnp.int32)
     return {"ids": ids, "labels": ids, "weights": jax.ShapeDtypeStruct(ids.shape, jnp.float32)}

@@ -1,4 +1,4 @@
-"""The loss of lm.PyDocs by each quantization recipe against that in bfloat16, at the same steps.
+"""Compares the loss of lm.PyDocs with each quantization recipe to its loss in bfloat16.
 
     python benchmarks/quantized_training.py [--steps 120] [--whole] [--settings PATH=VALUE ...]
 
@@ -32,7 +32,7 @@ FEW_TOKENS = [
 
 
 def losses_of(recipe: str | None, steps: int, folder: Path, settings: list[str]) -> tuple:
-    """Returns the losses in training, at the end of it, and held out; and the seconds it took."""
+    """Trains with a recipe; returns the final training loss, the held-out loss and the seconds."""
     start = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
         train("lm.PyDocs", folder, settings=[
@@ -52,7 +52,7 @@ def _lines(file: Path) -> list[dict]:
 
 
 def main() -> int:
-    """Prints a line per recipe; returns 1 if one is above the limit."""
+    """Prints a line per recipe, and returns 1 if a recipe exceeds the limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--recipes", nargs="+", default=[

@@ -1,8 +1,7 @@
-"""How long a report of long jobs takes, and how large its page is.
+"""Measures the time to generate a report of long jobs, and the size of its page.
 
-Five jobs of 100,000 steps are written, with the columns that a language model's training writes.
-Then `--mode=report --html` of all, as a process of its own, and Python's `json.loads` of all their
-lines take turns.
+It writes five jobs of 100,000 steps, with the metrics of a language model. Then it alternates
+between `--mode=report --html` over all jobs, in a separate process, and `json.loads` of all lines.
 """
 
 import argparse
@@ -26,7 +25,7 @@ SECONDS_GOAL, BYTES_GOAL = 3.0, 5_000_000
 
 
 def written(folder: Path, seed: int, num_steps: int) -> Path:
-    """Returns the directory of a job with so many steps, an evaluation every 1% of them."""
+    """Writes metrics of a job that evaluates every 1% of its steps; returns its directory."""
     job, rng = JobDir(folder), np.random.default_rng(seed)
     folder.mkdir()
     job.write_config('{"experiment": "benchmark.Job"}', [f"run.seed={seed}", "run.same=1"])
@@ -56,7 +55,7 @@ def written(folder: Path, seed: int, num_steps: int) -> Path:
 
 
 def main() -> None:
-    """Prints seconds, their ratio to json.loads, and bytes."""
+    """Prints the seconds, their ratio to json.loads, and the bytes of the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_jobs", type=int, default=5)
     parser.add_argument("--num_steps", type=int, default=100_000)

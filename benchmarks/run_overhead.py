@@ -1,4 +1,4 @@
-"""What a run with all that it measures and writes costs over a bare loop of the same step.
+"""Compares a training job, with its metrics and logs, with a bare loop over the same step.
 
 `python benchmarks/run_overhead.py` trains a job whose step is 10 ms of matmuls: goodput and its
 file, the times of each step, MFU and HFU, metrics.jsonl, TensorBoard, the line of progress. Every
@@ -50,7 +50,7 @@ PER_TURN = 20
 
 
 class Turns(Hook):
-    """Lets the bare loop have its turn, and times both."""
+    """Hook that alternates with the bare loop, and times both."""
 
     every, waits = PER_TURN, True
 
@@ -72,7 +72,7 @@ class Turns(Hook):
         self._since = clocks()
 
     def turn(self) -> tuple[float, float]:
-        """Makes steps in a bare loop; returns the seconds of each, by both clocks."""
+        """Runs steps in a bare loop, and returns the wall and CPU seconds of each."""
         began, pending = clocks(), None
         for _ in range(PER_TURN):
             batch = self._partitioner.global_batch(next(self._batches))
@@ -85,7 +85,7 @@ class Turns(Hook):
 
 
 def bind_the_device_to_a_core() -> None:
-    """Binds the threads of XLA's pool to a core, and this process's others to the other cores.
+    """Binds XLA's thread pool to one core, and this process's other threads to the other cores.
 
     Raises SystemExit where there is a single core, or the system does not bind threads.
     """
@@ -98,12 +98,12 @@ def bind_the_device_to_a_core() -> None:
 
 
 def clocks() -> tuple[float, float]:
-    """Returns the seconds that passed, and those that the processor gave to this thread."""
+    """Returns the wall time and this thread's CPU time in seconds."""
     return time.perf_counter(), time.thread_time()
 
 
 def each_since(before: tuple[float, float]) -> tuple[float, float]:
-    """Returns the seconds of each step of a turn, by both clocks."""
+    """Returns the wall and CPU seconds of each step of a turn."""
     wall, processor = clocks()
     return (wall - before[0]) / PER_TURN, (processor - before[1]) / PER_TURN
 
@@ -111,7 +111,7 @@ def each_since(before: tuple[float, float]) -> tuple[float, float]:
 def job_of(
     num_layers: int, num_steps: int, folder: Path, *, has_trackers: bool = False
 ) -> tuple[JobOnMesh, LaunchedConfig]:
-    """Returns the job on one device, with TensorBoard or a tracker of each kind, and its config."""
+    """Returns a one-device job with TensorBoard or with a tracker of each kind, and its config."""
     experiment = Matmuls()
     experiment.num_layers = num_layers
     config = experiment.config()
@@ -129,7 +129,7 @@ def job_of(
 
 
 def seconds_of_a_step(num_layers: int) -> float:
-    """Returns the median time of a step of so many layers."""
+    """Returns the median step time with a given number of layers."""
     with tempfile.TemporaryDirectory() as folder:
         job, _ = job_of(num_layers, 1, Path(folder))
     turns = Turns(job.partitioner, job.datasets["train"])
@@ -138,7 +138,7 @@ def seconds_of_a_step(num_layers: int) -> float:
 
 
 def main() -> None:
-    """Prints the times of both loops, and their ratio."""
+    """Prints the step times of both loops and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_turns", type=int, default=60)
     parser.add_argument(
@@ -151,7 +151,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     os.environ.setdefault("WANDB_MODE", "offline")
-    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((512, 512))))  # Has all threads.
+    # Run a matmul, so that XLA has created all its threads.
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((512, 512))))
     if not args.shared_cores:
         bind_the_device_to_a_core()
     num_layers = max(1, round(8 * STEP_SECONDS / seconds_of_a_step(8)))

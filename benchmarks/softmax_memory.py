@@ -1,4 +1,4 @@
-"""Temporary memory of a softmax over a large vocabulary, whole and chunked; nothing is run.
+"""Compares the temporary memory of a large-vocabulary softmax with and without chunks.
 
 `python benchmarks/softmax_memory.py` compiles loss and gradients for one device and reads what the
 compiler allots beside arguments and results (`memory_analysis`). With T tokens, D input dims, V
@@ -25,7 +25,7 @@ TOKENS, CHUNK_SIZES = (16, 256), (1024, 4096)
 
 
 def allowed_bytes(tokens: int, input_dims: int, chunk_size: int) -> int:
-    """Returns the formula's bytes for the chunked softmax."""
+    """Returns the expected temporary bytes of the chunked softmax."""
     elements = 2 * chunk_size * input_dims + 4 * chunk_size * tokens + 16 * tokens * input_dims
     return 4 * elements
 
@@ -33,7 +33,7 @@ def allowed_bytes(tokens: int, input_dims: int, chunk_size: int) -> int:
 def temporary_bytes(
     num_classes: int, input_dims: int, tokens: int, chunk_size: int | None
 ) -> int:
-    """Returns the bytes that loss and gradients of a softmax take beside arguments and results."""
+    """Returns the temporary bytes of a softmax's loss and gradients."""
     model = NnxModel(
         functools.partial(
             layers.FullSoftmax, num_classes, input_dims, chunk_size=chunk_size

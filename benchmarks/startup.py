@@ -1,4 +1,4 @@
-"""What it costs to start: importing the library, and launching a job up to its first step.
+"""Measures the CPU time of importing the library, and of launching a job up to its first step.
 
 `python benchmarks/startup.py` prints CPU seconds (user and system, of the whole process, the least
 of several runs) and ratios measured in one run. The job is lm.Synthetic, two layers on a mesh of
@@ -55,7 +55,7 @@ PAX_CPU_SECONDS = 17.0
 
 
 def cpu_seconds(code: str, *args: str, bytecode: str, cache: str | None = None) -> float:
-    """Returns the user and system seconds of `python -c code`, which must succeed.
+    """Returns the user and system CPU seconds of `python -c code`.
 
     Args:
       bytecode: the folder of compiled Python files.
@@ -91,7 +91,7 @@ def _print_table(num_runs: int, folder: Path) -> None:
         return seconds(UNTIL_FIRST_STEP, tempfile.mkdtemp(dir=folder), cache=cache)
 
     for code in (PEERS, *IMPORTS.values()):
-        seconds(code)  # Reads everything from disk once.
+        seconds(code)  # Warm up the page cache.
     peers = min(seconds(PEERS) for _ in range(num_runs))
     print(f"{'':<44}{'CPU s':>8}{'ratio':>8}{'goal':>8}")
     print(f"{'import jax, flax, optax, orbax':<44}{peers:>8.2f}")

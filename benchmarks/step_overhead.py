@@ -1,4 +1,4 @@
-"""What the library's train step costs over the same model written by hand in plain JAX.
+"""Compares the library's train step with the same model in plain JAX.
 
 `python benchmarks/step_overhead.py` prints ratios measured in one run, the two steps taking turns:
 median step time, matmul flops, collective bytes and temporary memory of the compiled program, and
@@ -54,7 +54,7 @@ GOALS = {
 
 
 def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
-    """Returns the library's steps for the model of `plain_jax_lm`."""
+    """Returns a Partitioner of the same model as `plain_jax_lm`."""
     lm = rotary_lm(
         vocab_size=cfg.vocab_size,
         model_dims=cfg.model_dims,
@@ -66,7 +66,7 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
     )
     task = fdl.Config(
         LanguageModelTask,
-        # As the other model splits: between the parts of blocks `mdl` splits nothing.
+        # Like the other model, split nothing over `mdl` between sublayers.
         model=set_sharding_params(lm, SHARDING_PRESETS["fsdp+tensor"] | {"residual_length": None}),
         learner=fdl.Config(
             Learner,
@@ -80,14 +80,14 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
 
 
 def random_batch(vocab_size: int) -> dict[str, np.ndarray]:
-    """Returns the same batch of random tokens for every caller."""
+    """Returns a batch of random tokens, the same on every call."""
     tokens = np.random.default_rng(0).integers(vocab_size, size=(BATCH, TIME + 1), dtype=np.int32)
     weights = np.ones((BATCH, TIME), np.float32)
     return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
 
 
 def weights_of(plain: dict[str, Any]) -> dict[str, Any]:
-    """Returns the weights of `plain_jax_lm` in the library's tree, so that both begin alike."""
+    """Returns the weights of `plain_jax_lm` as the library's tree, so that both start equal."""
     layers = plain["layers"]
     attention = {name: {"w": layers[name]} for name in ("query", "key", "value", "post")}
     feed_forward = {
@@ -106,7 +106,7 @@ def weights_of(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 class Step:
-    """A train step with its state, timed a call at a time."""
+    """A train step and its state; each call is timed."""
 
     def __init__(self, step: Callable[..., Any], state: Any, *args: Any):
         self._step, self._state, self._args = step, state, args
@@ -115,7 +115,7 @@ class Step:
         self.losses: list[float] = []
 
     def run(self, loss_of: Callable[[Any], jax.Array]) -> None:
-        """Runs one step; host time is until the call returns, step time until it is done."""
+        """Runs a step, and records the time until the call returns and until the step is done."""
         start = time.perf_counter()
         self._state, outputs = self._step(self._state, *self._args)
         self.host_times.append(time.perf_counter() - start)
@@ -125,7 +125,7 @@ class Step:
 
 
 def figures(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """Returns the costs of the compiled program on one device, by name."""
+    """Returns the costs of the compiled program per device, by name."""
     totals = hlo.summarise(hlo.collectives(compiled))
     return {
         "matmul flops": hlo_matmuls.flops(compiled),
@@ -162,13 +162,13 @@ def compare(num_steps: int) -> dict[str, tuple[float, float]]:
     a = Step(ours.train_step, ours_state, ours_batch, key)
     b = Step(plain_step, plain_state, plain_batch)
     for index in range(num_steps):
-        # Turns swap, so that neither always runs behind the other.
+        # Alternate the order, so that neither always runs second.
         for step in (a, b) if index % 2 else (b, a):
             step.run(lambda o: o["metrics"]["loss"][0] if "metrics" in o else o["loss"])
         if index % 20 == 0:
             print(f"  step {index}/{num_steps}", file=sys.stderr)
     print(f"last losses: library {a.losses[-1]:.4f}, plain JAX {b.losses[-1]:.4f}")
-    # From the same weights: other losses would be those of another model, and of other work.
+    # Starting from the same weights, equal losses show that both compute the same model.
     np.testing.assert_allclose(a.losses[:20], b.losses[:20], rtol=1e-4)
     warm = num_steps // 10
     measured = {

@@ -1,10 +1,10 @@
-"""What trackers cost a training loop: the hook's calls alone, and the length of steps of 10 ms.
+"""Measures the cost of trackers in a training loop: the hook's calls, and the step time.
 
     WANDB_MODE=offline python -m benchmarks.tracker_overhead [--steps=500]
 
-A step is a wait of 10 ms without Python's lock, as for a device, and the line that the loop writes.
-TensorBoard, W&B (offline), MLflow (SQLite), a file and a port for Prometheus record every step,
-which is fifty times as often as by default in a run of 10,000 steps.
+A step waits 10 ms without holding Python's lock, as for a device, and writes its line of metrics.
+TensorBoard, W&B (offline), MLflow (SQLite), a Prometheus file and a Prometheus port record every
+step, which is fifty times as often as the default in a run of 10,000 steps.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NAMES = ("loss", "accuracy", "grad_norm", "learning_rate", "step_time", "input_t
 
 
 def all_trackers(folder: Path) -> dict[str, Tracker]:
-    """Returns a tracker of each kind; a database is in the folder."""
+    """Returns a tracker of each kind, with databases in the folder."""
     return {
         "tensorboard": TensorBoard(), "wandb": WeightsAndBiases(project="overhead"),
         "mlflow": MLflow(f"sqlite:///{folder}/mlflow.db"), "file": PrometheusTextfile(),
@@ -35,7 +35,7 @@ def all_trackers(folder: Path) -> dict[str, Tracker]:
 
 
 def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
-    """Returns the threads of all trackers for a job, or none if `every` is 0."""
+    """Returns the tracker threads of a job, or none if `every` is 0."""
     if not every:
         return []
     run = TrackedRun("0" * 32, "job", "zoo.Tiny", job.path, {"run.seed": 0}, {}, 0)
@@ -46,7 +46,7 @@ def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
 
 
 def measured(num_steps: int, every: int) -> tuple[float, float]:
-    """Returns the median seconds of a step, and those of the hook's calls in it."""
+    """Returns the median seconds of a step and of the hook's calls in it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = JobDir(folder)
@@ -56,7 +56,7 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
         ):
             trackers.go_on_from(0)
             if every:
-                time.sleep(20)  # They have begun: W&B and MLflow are imported.
+                time.sleep(20)  # Wait until the trackers have imported W&B and MLflow.
             seconds, calls = [], []
             for step in range(1, num_steps + 1):
                 began = time.perf_counter()

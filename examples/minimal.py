@@ -1,11 +1,11 @@
-"""Trains a model of its own on a mesh with a Partitioner alone: no Experiment, no Trainer.
+"""Trains a custom model on a mesh with only a Partitioner, without an Experiment or a Trainer.
 
     python examples/minimal.py
 
-The devices are simulated, so it runs anywhere, in seconds. Neither the model's sizes nor the batch
-divide by the mesh of 4 x 2 devices: arrays are stored padded, and no line below sees that. After
-100 steps it stops, and goes on from its checkpoint on a mesh of 3 x 2 devices. At the end the same
-training on one device, in one go, gives the same losses and weights.
+It runs anywhere in seconds, on simulated devices. The 4 x 2 mesh divides neither the sizes of the
+model nor the batch: arrays are stored with padding, which the code below never sees. After 100
+steps, training stops and resumes from its checkpoint on a 3 x 2 mesh. Finally, the script checks
+that uninterrupted training on one device gives the same losses and weights.
 """
 
 import tempfile
@@ -30,14 +30,14 @@ from praxis_lite.layers import BaseLayer
 
 NUM_STEPS, SAVE_EVERY = 200, 100
 NUM_ROWS, DIMS, HIDDEN = 61, 13, 37  # Neither 4 nor 2 divides any of them.
-BATCH = ("replica", "data")  # The mesh axes that the rows of a batch lie along.
+BATCH = ("replica", "data")  # Mesh axes over which the rows of a batch are split.
 
 
-# The model. Its code is that of one device; beside each weight stand the mesh axes of its dims.
+# The model: single-device code, and for each weight the mesh axes of its dims.
 
 
 class Block(BaseLayer):
-    """Returns `x + silu(x @ up) @ down`: [rows, DIMS] -> [rows, DIMS]."""
+    """A residual block, `x + silu(x @ up) @ down`: [rows, DIMS] -> [rows, DIMS]."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.up = self.weight((DIMS, HIDDEN), ("data", "mdl"), rngs=rngs)
@@ -49,7 +49,7 @@ class Block(BaseLayer):
 
 
 class Wave(BaseLayer):
-    """Returns a number for each point: [rows, 2] -> [rows]."""
+    """Maps points [rows, 2] to predicted values [rows]."""
 
     def __init__(self, *, rngs: nnx.Rngs):
         self.enter = self.weight((2, DIMS), (None, "data"), rngs=rngs)
@@ -63,33 +63,33 @@ class Wave(BaseLayer):
         return (x @ self.leave[...])[:, 0]
 
 
-# The task: what is learned. A metric is a mean and what it weighs.
+# The task: the loss and the metrics. A metric is a pair (mean, weight).
 
 
 class Regression(Task):
-    """Trains a model on the squared error to `y`."""
+    """Trains a model on the mean squared error to `y`."""
 
     def compute_loss(self, model, inputs, key):
         error = model(inputs["points"]) - inputs["y"]
         return {"loss": (jnp.mean(error**2), jnp.float32(error.size))}
 
 
-# The data: points (a, b) and sin(3 a) b, a NumPy batch for each step.
+# The data: points (a, b) and targets sin(3 a) b, as a NumPy batch per step.
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
-    """Returns the rows of a step."""
+    """Returns the batch of a step."""
     points = np.random.default_rng(step).uniform(-1, 1, (NUM_ROWS, 2)).astype(np.float32)
     return {"points": points, "y": np.sin(3 * points[:, 0]) * points[:, 1]}
 
 
-# The training: a partitioner, a state, a loop that can be killed at any time.
+# The training loop, which may be killed and restarted at any time.
 
 
 def partitioner_on(*mesh_shape: int) -> Partitioner:
-    """Returns what compiles the task for a mesh of the axes replica, data and mdl."""
+    """Returns a Partitioner of the task, for a mesh with the axes replica, data and mdl."""
     learner = Learner(optax.adam, learning_rate=2e-2, clip_gradient_norm_to_value=1.0)
-    splits = {"map_1d": (BATCH,), "map_2d": (BATCH, None)}  # Of a batch's arrays, by their rank.
+    splits = {"map_1d": (BATCH,), "map_2d": (BATCH, None)}  # Splits of a batch's arrays by rank.
     task = Regression(Wave, learner, inputs_split_mapping=splits)
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=mesh_shape)))
 
@@ -97,16 +97,16 @@ def partitioner_on(*mesh_shape: int) -> Partitioner:
 def train(
     partitioner: Partitioner, folder: str, num_steps: int = NUM_STEPS
 ) -> tuple[dict[int, float], dict[str, np.ndarray]]:
-    """Trains from the newest checkpoint in the folder, if there is one, up to `num_steps`.
+    """Trains up to `num_steps`, starting from the latest checkpoint in the folder if there is one.
 
     Returns:
-      The loss of each step made, by its number, and the weights by path at their logical shapes.
+      The losses of the new steps by step, and the weights by path, without padding.
     """
     key, losses = partitioner.key(0), {}
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
         if checkpoints.latest_step() is None:
             state = partitioner.init(key)
-        else:  # Of any mesh: it is cut and padded to this one.
+        else:  # The checkpoint may be from another mesh; its arrays are resharded and padded anew.
             state = checkpoints.restore(partitioner.layout, partitioner.mesh).state
         for step in range(int(state.step), num_steps):
             inputs = partitioner.global_batch(batch(step))
@@ -123,7 +123,7 @@ def train(
 
 
 def print_splits(partitioner: Partitioner) -> None:
-    """Prints how each weight is stored: its shape, the padded one, and the axes of each dim."""
+    """Prints the shape, the padded shape and the mesh axes of each weight."""
     print(f"{'weight':36} {'shape':>10} {'stored':>10}  split over      a device holds")
     for leaf in partitioner.layout.leaves():
         if leaf.path.startswith("mdl_vars/"):
@@ -133,7 +133,7 @@ def print_splits(partitioner: Partitioner) -> None:
 
 
 def main() -> None:
-    """Trains on eight devices, goes on with six, and compares with one."""
+    """Trains on eight devices, resumes on six, and compares the results with one device."""
     simulate_devices(8)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as folder_alone:
         partitioner = partitioner_on(1, 4, 2)
@@ -150,10 +150,10 @@ def main() -> None:
 
         losses_alone, weights_alone = train(partitioner_on(1, 1, 1), folder_alone)
     assert losses.keys() == losses_alone.keys() == set(range(NUM_STEPS))
-    off = max(abs(losses[step] - losses_alone[step]) for step in losses)
-    weights_off = max(np.abs(weights[path] - weights_alone[path]).max() for path in weights)
-    print(f"one device: losses differ by at most {off:.1e}, weights by {weights_off:.1e}")
-    assert off < 1e-5 and weights_off < 1e-4
+    loss_error = max(abs(losses[step] - losses_alone[step]) for step in losses)
+    weight_error = max(np.abs(weights[path] - weights_alone[path]).max() for path in weights)
+    print(f"one device: losses differ by at most {loss_error:.1e}, weights by {weight_error:.1e}")
+    assert loss_error < 1e-5 and weight_error < 1e-4
 
 
 if __name__ == "__main__":

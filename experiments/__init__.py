@@ -1,4 +1,5 @@
-"""Numbers: registered experiments over the tasks."""
+"""Registered experiments: models, data, hyperparameters and meshes for the library's tasks."""
 
-if __name__ != "praxis_lite.experiments":  # A second copy of a class would be another class.
-    raise ImportError("the library's experiments are imported as praxis_lite.experiments")
+# A module imported under two names would define each class twice.
+if __name__ != "praxis_lite.experiments":
+    raise ImportError("import the library's experiments as praxis_lite.experiments")

@@ -1,4 +1,4 @@
-"""Classifiers of small things."""
+"""A small classifier of synthetic points."""
 
 import fiddle as fdl
 import numpy as np
@@ -14,7 +14,7 @@ __all__ = ["Spirals", "spirals"]
 
 
 def spirals(num_examples: int, seed: int) -> dict[str, np.ndarray]:
-    """Returns noisy points [n, 2] on three interleaved spirals, and which one each is on."""
+    """Returns noisy points [n, 2] on three interleaved spirals, labeled by spiral."""
     rng = np.random.default_rng(seed)
     labels, radius = rng.integers(0, 3, num_examples), rng.uniform(0.1, 1.0, num_examples)
     angle = 5 * radius + labels * 2 * np.pi / 3 + rng.normal(scale=0.25, size=num_examples)
@@ -24,7 +24,7 @@ def spirals(num_examples: int, seed: int) -> dict[str, np.ndarray]:
 
 @register
 class Spirals(Experiment):
-    """An MLP whose widths two devices do not divide tells three spirals apart, in seconds."""
+    """Trains an MLP to classify points of three spirals in seconds; its widths are prime."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))

@@ -1,4 +1,4 @@
-"""Data parallelism by explicit collectives: the classifier of the shard_map notebook, and an LM."""
+"""Data parallelism with explicit collectives: a classifier from JAX's shard_map notebook; an LM."""
 
 import fiddle as fdl
 import jax
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Classifier(nn.Module):
-    """Two dense layers, as in the notebook, without any sharding."""
+    """The notebook's classifier: two dense layers without sharding annotations."""
 
     hidden_size: int = 512
     dropout_rate: float = 0.1
@@ -38,14 +38,14 @@ class Classifier(nn.Module):
 
 
 def random_rows():
-    """Returns the notebook's inputs [128, 784] and labels [128], all random."""
+    """Returns the notebook's random inputs [128, 784] and labels [128]."""
     _, inputs, labels = jax.random.split(jax.random.key(42), 3)
     return {"inputs": np.asarray(jax.random.normal(inputs, (128, 784))),
             "labels": np.asarray(jax.random.randint(labels, (128,), 0, 10))}
 
 
 def loss(model, inputs, key):
-    """Returns nats per row [B], and whether the likeliest label was right."""
+    """Returns the cross-entropy in nats per row [B], and the accuracy as a metric."""
     logits, labels = model(inputs["inputs"]), inputs["labels"]
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return xent, {"accuracy": jnp.argmax(logits, axis=-1) == labels}
@@ -53,7 +53,7 @@ def loss(model, inputs, key):
 
 @register
 class NotebookDp(Experiment):
-    """Data parallel, 8 devices: gradients of four micro-batches, summed over devices once."""
+    """Data parallel on 8 devices: one all-reduce for the gradients of four microbatches."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(8,), axis_names=("data",))
@@ -76,7 +76,7 @@ class NotebookDp(Experiment):
 
 @register
 class NotebookFsdp(NotebookDp):
-    """Fully sharded: weights of more than 16 numbers lie in blocks, and are gathered when used."""
+    """Fully sharded (FSDP): weights with more than 16 elements are gathered when they are used."""
 
     def task(self):
         task = super().task()
@@ -87,7 +87,7 @@ class NotebookFsdp(NotebookDp):
 
 @register
 class DigitsDp(NotebookDp):
-    """The classifier reads handwritten digits, in batches that neither devices nor cuts divide."""
+    """Classifies handwritten digits; neither devices nor microbatches divide the batch size."""
 
     def task(self):
         task = super().task()
@@ -106,7 +106,7 @@ class DigitsDp(NotebookDp):
 
 @register
 class DigitsFsdp(DigitsDp):
-    """The same, fully sharded, with a hidden dim that no mesh divides."""
+    """DigitsDp fully sharded, with a hidden dim that no mesh divides."""
 
     def task(self):
         task = super().task()
@@ -117,7 +117,7 @@ class DigitsFsdp(DigitsDp):
 
 @register
 class PyDocs(LayersPyDocs):
-    """lm.PyDocs, four-way fully sharded by hand and two-way tensor parallel by the compiler."""
+    """lm.PyDocs with explicit 4-way FSDP, and 2-way tensor parallelism by the compiler."""
 
     def partitioner(self):
         collectives = fdl.Config(ExplicitCollectives, data_axes=("replica", "data"))

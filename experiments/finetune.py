@@ -1,4 +1,4 @@
-"""Language models that start from another job's checkpoint and train on other text."""
+"""Fine-tuning: language models that start from another job's checkpoint, on different text."""
 
 import sysconfig
 
@@ -13,18 +13,18 @@ from praxis_lite.layers import adapted
 
 __all__ = ["LORA", "PyDocsFull", "PyDocsLora"]
 
-# The paths of the weights that LoRA adds to a model.
+# Matches the paths of the weights that LoRA adds to a model.
 LORA = r".*/lora_[abm]$"
 
 
 def code():
-    """Returns the config of a corpus that comes with Python: the source of asyncio."""
+    """Returns the config of a corpus that is installed with Python: the source of asyncio."""
     files = f"{sysconfig.get_path('stdlib')}/asyncio/*.py"
     return fdl.Config(TextCorpus, files=files, heldout_percent=20)
 
 
 def from_pydocs(run, **rules):
-    """Returns a run's config, shorter, that starts with all weights of a job of lm.PyDocs."""
+    """Changes a RunConfig to train for 120 steps, starting from the weights of lm.PyDocs."""
     run.init_from_checkpoint_rules = {
         "pretrained": fdl.Config(
             CheckpointLoadingRules, load_rules=(LOAD_ALL,), directory="/tmp/docs",
@@ -38,9 +38,9 @@ def from_pydocs(run, **rules):
 
 @register
 class PyDocsLora(lm.PyDocs):
-    """lm.PyDocs learns Python code by a LoRA of rank 5 on its attention; all else is frozen.
+    """Fine-tunes lm.PyDocs on Python code, with rank-5 LoRA adapters on its attention layers.
 
-    Starts from the job of lm.PyDocs in /tmp/docs, or that of
+    Starts from the lm.PyDocs job in /tmp/docs; for another one, use
     --set run.init_from_checkpoint_rules.pretrained.directory=DIR.
     """
 
@@ -60,9 +60,9 @@ class PyDocsLora(lm.PyDocs):
 
 @register
 class PyDocsFull(lm.PyDocs):
-    """lm.PyDocs learns Python code with all its weights, its embedding at a tenth of the rate.
+    """Fine-tunes all weights of lm.PyDocs on Python code, the embedding at a lower learning rate.
 
-    Starts from the job of lm.PyDocs in /tmp/docs, or that of
+    Starts from the lm.PyDocs job in /tmp/docs; for another one, use
     --set run.init_from_checkpoint_rules.pretrained.directory=DIR.
     """
 

@@ -1,4 +1,4 @@
-"""Plain functions, no module library: from `init` and `loss` to training on a mesh."""
+"""Trains a model of plain functions (`init`, `loss`, `predict`) on a mesh, without modules."""
 
 import itertools
 
@@ -16,7 +16,7 @@ from praxis_lite.tasks.loss import LossTask
 __all__ = ["DigitsMlp", "DigitsMlpFsdp", "init", "loss", "predict"]
 
 SIZES = (64, 131, 67, 10)  # Pixels, hidden dims that no mesh divides, digits.
-# With the structure of the params; None: the weight, or all of the layer, has no spec.
+# Specs with the structure of the params; None for a weight or a layer without specs.
 SPECS = [{"w": ("data", "mdl"), "b": ("mdl",)}, {"w": ("mdl", "data"), "b": None}, None]
 
 
@@ -29,7 +29,7 @@ def init(key):
 
 
 def mlp(params, images, key=None):
-    """Returns logits [B, 10] of images [B, 8, 8, 1]; with a key, a tenth of the pixels dropped."""
+    """Returns logits [B, 10] of images [B, 8, 8, 1]; a key enables dropout of 10% of the pixels."""
     x = images.reshape(len(images), -1)
     if key is not None:
         x = jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0.0)
@@ -39,20 +39,20 @@ def mlp(params, images, key=None):
 
 
 def loss(params, inputs, key):
-    """Returns nats per image [B], and metrics; the task takes their means."""
+    """Returns the cross-entropy in nats per image [B], and the accuracy as a metric."""
     logits, labels = mlp(params, inputs["inputs"], key), inputs["labels"]
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return xent, {"accuracy": jnp.argmax(logits, axis=-1) == labels}
 
 
 def predict(params, inputs, key):
-    """Returns the most likely digit and the label of each image."""
+    """Returns the predicted digit and the label of each image."""
     return {"digit": jnp.argmax(mlp(params, inputs["inputs"]), -1), "label": inputs["labels"]}
 
 
 @register
 class DigitsMlp(Experiment):
-    """An MLP of plain functions reads handwritten digits, split as a tree of mesh axes says."""
+    """Classifies handwritten digits with an MLP of plain functions, sharded by a tree of specs."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
@@ -77,12 +77,12 @@ class DigitsMlp(Experiment):
 
 @register
 class DigitsMlpFsdp(DigitsMlp):
-    """The same MLP without specs: a rule splits what is larger than 1 KiB over all devices."""
+    """DigitsMlp without specs: a rule shards weights larger than 1 KiB over all devices."""
 
     def task(self):
         task = super().task()
         task.model.specs = None
-        task.inputs_split_mapping = None  # Rows too stay split over all devices.
+        task.inputs_split_mapping = None  # The default splits rows over all devices.
         rule = (".*", 'fsdp(("data", "mdl"), 0.001)')
         task.weight_sharding = fdl.Config(WeightSharding, strategy=(rule,))
         return task

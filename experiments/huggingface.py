@@ -1,4 +1,4 @@
-"""Models of Hugging Face, from their directories."""
+"""Training and fine-tuning of Hugging Face models, loaded from their directories."""
 
 import functools
 from collections.abc import Iterator
@@ -31,22 +31,22 @@ __all__ = [
     "questions",
 ]
 
-# The settings without HF_DIR.
+# Settings of the model if HF_DIR is not set.
 TINY = DecoderSettings(
     vocab_size=257, model_dims=48, hidden_dims=109, num_layers=3, num_heads=6, num_kv_heads=2,
     dim_per_head=12, use_gated_activation=True,
 )
 QUESTIONS = "questions.jsonl"
-# Experts too, which are most of the weights of a model that has some.
+# Shard experts as well, along their other dims: presets without "expert" leave experts unchanged.
 PRESET = {**SHARDING_PRESETS["fsdp+tensor"], "expert": None}
 
 
 @register
 class CausalLm(lm.PyDocs):
-    """The model of --set HF_DIR=DIRECTORY with its weights, or a new tiny Llama, on text.
+    """Fine-tunes the model of --set HF_DIR=DIRECTORY on text, or trains a new tiny Llama.
 
-    For its shape alone, with new weights, add run.init_from_huggingface=None. AdamW at a rate for
-    fine-tuning. The text has the tokens of the model's own tokenizer, if it has one, unless
+    To train the architecture of HF_DIR from scratch, add run.init_from_huggingface=None. The
+    learning rate is one for fine-tuning. The tokenizer is that of the model, if it has one, unless
     corpus.tokenizer is set.
     """
 
@@ -68,7 +68,8 @@ class CausalLm(lm.PyDocs):
             Learner, optimizer=fdl.Partial(optax.adamw, b2=0.95, weight_decay=0.1),
             learning_rate=1e-4, clip_gradient_norm_to_value=1.0,
         )
-        if settings.score_func == "sigmoid":  # A correction of loads, which no loss teaches.
+        # The router's correction bias has no gradient: it is not a trained weight.
+        if settings.score_func == "sigmoid":
             learner.bprop_variable_exclusion = ".*/gate_correction"
         return fdl.Config(
             LanguageModelTask, model=set_sharding_params(model, PRESET),
@@ -85,21 +86,21 @@ class CausalLm(lm.PyDocs):
 
 
 def trained_positions(settings: DecoderSettings) -> int | None:
-    """Returns the number of positions that a rotary model was trained for, or None."""
+    """Returns the context length that a rotary model was trained for, or None if unlimited."""
     scaling = settings.rope_scaling or {}
-    # Its angles follow the length of the text.
+    # Dynamic scaling adapts the frequencies to the sequence length.
     is_dynamic = "dynamic" in (scaling.get("type"), scaling.get("rope_type"))
     return None if is_dynamic else settings.max_positions
 
 
 def questions(folder: str) -> Iterator[dict[str, Any]]:
-    """Yields questions about Python, answered by its language reference."""
+    """Yields conversations that ask about Python, with answers from its language reference."""
     for line in about_python():
         yield {"messages": line["messages"]}
 
 
 def lines_of(files, folder):
-    """Returns settings of JsonLines: of `files`, or of questions about Python, made in `folder`."""
+    """Returns the arguments of JsonLines for `files`, or for generated questions in `folder`."""
     if files is not None:
         return {"files": files}
     return {"files": f"{folder}/{QUESTIONS}", "make": questions}
@@ -107,10 +108,11 @@ def lines_of(files, folder):
 
 @register
 class ChatFull(CausalLm):
-    """The same model learns answers of conversations, with all its weights.
+    """Fine-tunes all weights of a Hugging Face model on the answers of conversations.
 
-    --set CHAT_FILES=GLOB of JSON lines with "messages"; without it, questions about Python, written
-    into `folder` once. The chat template is that of the tokenizer.
+    --set CHAT_FILES=GLOB selects JSON lines files with "messages". The default is generated
+    questions about Python, which are written to `folder` once. The chat template is the
+    tokenizer's.
     """
 
     folder = "~/.cache/praxis_lite/questions"
@@ -120,7 +122,7 @@ class ChatFull(CausalLm):
 
     def task(self):
         task = super().task()
-        # Of bytes, which have no other end of a turn.
+        # The byte tokenizer has no end-of-turn token.
         task.decoder.stop_strings = ("\x03",) if self.text.tokenizer is None else ()
         return task
 
@@ -132,12 +134,13 @@ class ChatFull(CausalLm):
         return self.splits(PackedText, conversations, too_long="refuse")
 
     def splits(self, pipeline, data, **settings):
-        """Returns the configs of a pipeline's two splits."""
-        of = functools.partial(
+        """Returns configs of a pipeline for the train and heldout splits."""
+        config = functools.partial(
             fdl.Config, pipeline, data, seq_len=self.SEQ_LEN, batch_size=self.BATCH_SIZE, **settings
         )
         return {
-            "train": of(split="train", shuffle=True), "heldout": of(split="heldout", shuffle=False)
+            "train": config(split="train", shuffle=True),
+            "heldout": config(split="heldout", shuffle=False),
         }
 
     def decode_datasets(self):
@@ -145,7 +148,7 @@ class ChatFull(CausalLm):
 
 
 def with_adapters(task, rank, alpha, use_dora=False):
-    """Returns a task's config with LoRA on attention and feed-forward, which alone is trained."""
+    """Adds LoRA adapters to the attention and feed-forward layers, and trains only the adapters."""
     settings = {"rank": rank, "alpha": alpha, "use_dora": use_dora}
     blocks = task.model.transformer_layer_tpl
     for block in blocks if isinstance(blocks, tuple) else (blocks,):
@@ -159,7 +162,7 @@ def with_adapters(task, rank, alpha, use_dora=False):
 
 @register
 class ChatLora(ChatFull):
-    """ChatFull by a LoRA on attention and feed-forward; all else is frozen."""
+    """ChatFull with LoRA adapters on attention and feed-forward layers; all else is frozen."""
 
     RANK = 8
     ALPHA = 16.0
@@ -173,10 +176,10 @@ class ChatLora(ChatFull):
 
 @register
 class ChatDpo(ChatFull):
-    """The same model learns which of two answers people prefer, by DPO, with all its weights.
+    """Trains all weights of a Hugging Face model with DPO, on pairs of answers.
 
-    --set CHAT_FILES=GLOB of JSON lines with "prompt", "chosen" and "rejected". The reference is a
-    frozen copy.
+    --set CHAT_FILES=GLOB selects JSON lines files with "prompt", "chosen" and "rejected". The
+    reference is a frozen copy of the model.
     """
 
     def datasets(self):
@@ -198,7 +201,7 @@ class ChatDpo(ChatFull):
 
 @register
 class ChatDpoLora(ChatDpo):
-    """ChatDpo by a LoRA; the reference is the model without it."""
+    """ChatDpo with LoRA adapters; the reference is the model without them."""
 
     RANK = 8
     ALPHA = 16.0

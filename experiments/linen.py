@@ -1,4 +1,4 @@
-"""Plain Flax Linen models: a ViT without sharding annotations, and an LM with logical names."""
+"""Plain Flax Linen models: a ViT without sharding annotations, and an LM with logical axes."""
 
 import fiddle as fdl
 import jax
@@ -20,7 +20,7 @@ __all__ = ["DigitsViT", "PyDocs", "continued", "next_token_loss"]
 
 @register
 class DigitsViT(Digits):
-    """A plain Linen ViT reads handwritten digits: a rule splits all weights over the data axis."""
+    """Classifies digits with a plain Linen ViT; a rule shards all weights over the data axis."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
@@ -46,7 +46,7 @@ class DigitsViT(Digits):
 
 
 def next_token_loss(model, inputs, key):
-    """Returns nats per token [B, T], and whether the likeliest was right."""
+    """Returns the cross-entropy in nats per token [B, T], and metrics per token."""
     logits, labels = model(inputs["ids"]).astype(jnp.float32), inputs["labels"]
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     correct = jnp.argmax(logits, axis=-1) == labels
@@ -54,7 +54,7 @@ def next_token_loss(model, inputs, key):
 
 
 def continued(model, inputs, key, *, num_tokens):
-    """Returns prompts [B, T] with the likeliest tokens after them, a full pass for each token."""
+    """Continues prompts [B, T] greedily, with a full forward pass per token (no KV cache)."""
     ids, lengths = inputs["ids"], inputs["prefix_lengths"]
     ids = jnp.pad(ids, ((0, 0), (0, num_tokens)))
 
@@ -68,7 +68,7 @@ def continued(model, inputs, key, *, num_tokens):
 
 @register
 class PyDocs(LayersPyDocs):
-    """A plain Linen LM on Python's language reference: rules say which axes its names mean."""
+    """Trains a plain Linen LM on Python's language reference; rules map its logical axes."""
 
     def task(self):
         model = fdl.Config(LinenModel, fdl.Config(CausalLm), {"ids": ("int32", (1, 128))})

@@ -1,4 +1,4 @@
-"""Two models in plain Flax Linen, as its users write them: nothing here is this library's."""
+"""Two models in plain Flax Linen, which import nothing from this library."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["CausalLm", "DecoderBlock", "EncoderBlock", "VisionTransformer"]
 
 
 class EncoderBlock(nn.Module):
-    """A transformer block, norms first; it declares no sharding."""
+    """A pre-norm transformer block without sharding annotations."""
 
     num_heads: int
     mlp_dims: int
@@ -29,7 +29,7 @@ class EncoderBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Logits [B, num_classes] of images [B, H, W, C]."""
+    """Maps images [B, H, W, C] to logits [B, num_classes]."""
 
     num_classes: int = 10
     patch_size: int = 2
@@ -59,12 +59,12 @@ LECUN = nn.initializers.lecun_normal()
 
 
 def named(*names: str | None, draw: Any = LECUN) -> Any:
-    """Returns an initializer whose weight has a logical name for each dim."""
+    """Wraps an initializer so that its weight has a logical axis name per dim."""
     return nn.with_logical_partitioning(draw, names)
 
 
 class DecoderBlock(nn.Module):
-    """A causal transformer block, weights and activations with logical names; a scan's body."""
+    """A causal transformer block with logical axis names, used as the body of a scan."""
 
     num_heads: int
     mlp_dims: int
@@ -90,7 +90,7 @@ class DecoderBlock(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """Logits [B, T, V] of what follows each of the tokens [B, T]; blocks scanned with remat."""
+    """Maps tokens [B, T] to logits [B, T, V] of the next tokens; blocks are scanned with remat."""
 
     vocab_size: int = 257
     model_dims: int = 145
@@ -107,7 +107,7 @@ class CausalLm(nn.Module):
             self.vocab_size, self.model_dims, embedding_init=named("vocab", "embed", draw=small)
         )
         x_BTD = embed(ids) * self.model_dims**0.5
-        # Neighbours in order: cheap, and learns much sooner than attention does.
+        # A short causal convolution learns n-grams much sooner than attention does.
         x_BTD = nn.Conv(
             self.model_dims, (4,), padding="CAUSAL", use_bias=False,
             kernel_init=named(None, None, "embed"), name="neighbours",

@@ -1,4 +1,4 @@
-"""Language models on text."""
+"""Decoder-only language models on text and on synthetic tokens."""
 
 import functools
 
@@ -30,7 +30,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 
 __all__ = ["BATCH_OVER_DATA", "Llama", "PyDocs", "Synthetic"]
 
-# Batches are split over the data axes; their other dims are replicated.
+# Rows are split over the data axes; all other dims are replicated.
 BATCH_OVER_DATA = {
     "map_1d": (("replica", "data"),),
     "map_2d": (("replica", "data"), None),
@@ -39,13 +39,15 @@ BATCH_OVER_DATA = {
 
 @register
 class PyDocs(Experiment):
-    """A byte LM on Python's own language reference, on a mesh that nothing divides.
+    """Trains a byte LM on Python's language reference, with sizes that the mesh does not divide.
 
-    Vocabulary 257, hidden 435 and 5 heads over two model-parallel devices, model dims 145 over
-    four data-parallel ones, 47 held-out windows a batch over all eight, the last batch with fewer
-    real rows than there are devices. To train on other text:
-    --set datasets.train.corpus.files=GLOB (the held-out text and the prompts come from the same).
-    Of other tokens than bytes: --set corpus.tokenizer=DIRECTORY, of any tokenizer of transformers.
+    The vocabulary (257), the hidden dims (435) and the 5 heads are split over two model-parallel
+    devices, the model dims (145) over four data-parallel ones, and evaluation batches of 47 windows
+    over all eight. The last batch has fewer real rows than there are devices.
+
+    To train on other text, use --set datasets.train.corpus.files=GLOB; held-out text and prompts
+    come from the same files. For tokens other than bytes, use --set corpus.tokenizer=DIRECTORY with
+    the directory of a tokenizer of transformers.
     """
 
     corpus = fdl.Config(TextCorpus)
@@ -55,7 +57,7 @@ class PyDocs(Experiment):
 
     @property
     def text(self):
-        """The config of the corpus, and of the tokenizer for all."""
+        """Config of the corpus, whose tokenizer is also the task's."""
         return self.corpus
 
     @property
@@ -66,7 +68,7 @@ class PyDocs(Experiment):
         lm = rotary_lm(
             vocab_size=self.vocab_size, model_dims=145, hidden_dims=435, num_heads=5,
             dim_per_head=30, num_layers=4,
-            # Small enough to keep every activation, a quarter faster than computing them twice.
+            # All activations fit in memory, and saving them is a quarter faster than remat.
             stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy="save_everything"),
         )
         learner = fdl.Config(
@@ -107,10 +109,10 @@ class PyDocs(Experiment):
 
 @register
 class Llama(PyDocs):
-    """A small Llama: gated SiLU, two heads of keys for six of queries, embedding and softmax apart.
+    """Trains a small Llama: gated SiLU, grouped-query attention, untied embedding and softmax.
 
-    Four layers, hidden 320 and 6 heads over two model-parallel devices; the two key/value heads
-    lie one on each.
+    It has four layers. The hidden dims (320), the 6 query heads and the 2 key/value heads are split
+    over two model-parallel devices.
     """
 
     def task(self):
@@ -143,7 +145,7 @@ class Llama(PyDocs):
 
 @register
 class Synthetic(Experiment):
-    """Two layers on made-up tokens, without tensorflow: starts fast, learns in seconds."""
+    """Trains two layers on synthetic tokens in seconds; needs neither text nor tensorflow."""
 
     mesh = PyDocs.mesh
 

@@ -1,4 +1,4 @@
-"""Language models with a mixture of experts, on a separate mesh axis, in every second layer."""
+"""Language models with experts in every second layer, sharded over an expert mesh axis."""
 
 import fiddle as fdl
 
@@ -8,14 +8,14 @@ from praxis_lite.layers import SHARDING_PRESETS, TransformerFeedForwardMoe, set_
 
 __all__ = ["PyDocs", "Synthetic"]
 
-# Tokens are split over the experts' axis too: an all-to-all takes them to the experts and back.
+# Tokens are split over the expert axis too; an all-to-all sends them to their experts and back.
 BATCH = SHARDING_PRESETS["expert"]["batch"]
 
 
 def with_experts(task, **settings):
-    """Returns a language model's task config with experts in every second layer, for `PyDocs.mesh`.
+    """Replaces every second feed-forward layer of a task's model by experts, for `PyDocs.mesh`.
 
-    The losses' weights are ST-MoE's (arXiv:2202.08906).
+    The weights of the auxiliary losses are those of ST-MoE (arXiv:2202.08906).
     """
     model = task.model
     dense = model.transformer_layer_tpl
@@ -33,10 +33,10 @@ def with_experts(task, **settings):
 
 @register
 class PyDocs(lm.PyDocs):
-    """lm.PyDocs with five experts, of which each byte goes to two, in every second layer.
+    """lm.PyDocs with five experts in every second layer, and top-2 routing.
 
-    Three experts are on one half of the devices and two on the other; 145 model and 435 hidden dims
-    divide nothing either.
+    The expert axis of size 2 divides neither the five experts nor the 145 model dims and 435 hidden
+    dims: three experts are stored on one half of the devices, two on the other.
     """
 
     def mesh(self):
@@ -58,7 +58,7 @@ class PyDocs(lm.PyDocs):
 
 @register
 class Synthetic(lm.Synthetic):
-    """lm.Synthetic with experts without a capacity: starts fast, learns in seconds."""
+    """lm.Synthetic with dropless experts in every second layer; trains in seconds."""
 
     mesh = PyDocs.mesh
 

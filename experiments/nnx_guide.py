@@ -1,7 +1,7 @@
-"""The two models of Flax's guide to scaling NNX over devices, as it writes them, trained on a mesh.
+"""The unmodified models of Flax's guide to scaling NNX modules, trained on a mesh.
 
-https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html. The guide's own calls to shard the
-model, its optimizer and its checkpoint are not needed; a size that no axis divides works too:
+https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html. The guide's calls that shard the
+model, optimizer and checkpoint are not needed. Sizes that no mesh axis divides work too:
 `--set task.model.depth=1021 --set datasets.train.arrays.depth=1021`.
 """
 
@@ -26,7 +26,7 @@ SHARDING_RULES = (("batch", "data"), ("hidden", "model"), ("embed", None))
 
 
 class DotReluDotModel(nnx.Module):
-    """Two products and a ReLU between; its weights name mesh axes."""
+    """Two matmuls with a ReLU in between; the weights are annotated with mesh axes."""
 
     def __init__(self, depth: int, rngs: nnx.Rngs):
         init_fn = nnx.initializers.lecun_normal()
@@ -45,7 +45,7 @@ class DotReluDotModel(nnx.Module):
 
 
 class LogicalDotReluDotModel(nnx.Module):
-    """The same with names of its own: `dot1` brings the rules for them, `w2` has the job's."""
+    """The same model with logical axes: `dot1` has its own rules, `w2` uses those of the job."""
 
     def __init__(self, depth: int, rngs: nnx.Rngs):
         init_fn = nnx.initializers.lecun_normal()
@@ -66,19 +66,19 @@ class LogicalDotReluDotModel(nnx.Module):
 
 
 def noise(depth: int) -> dict[str, jax.Array]:
-    """Returns the guide's one batch: 8 rows `x`, and `y` to map them to."""
+    """Returns the guide's only batch: 8 random rows `x` and their targets `y`."""
     return {name: jax.random.normal(jax.random.key(seed), (8, depth))
             for name, seed in (("x", 1), ("y", 2))}
 
 
 def squared_error(model: nnx.Module, inputs: dict[str, jax.Array], key: jax.Array | None):
-    """Returns the mean of (model(x) - y) ** 2 of each row [B]; padding rows then have no weight."""
+    """Returns the mean squared error of each row [B], so that the task can ignore padding rows."""
     return jnp.mean((model(inputs["x"]) - inputs["y"]) ** 2, axis=1)
 
 
 @register
 class DotReluDot(Experiment):
-    """Flax's guide: two matrices of 1024 x 1024 that learn a batch of noise by heart."""
+    """Overfits Flax's DotReluDot, two 1024 x 1024 matrices, to a batch of noise."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(2, 4), axis_names=("data", "model"))
@@ -104,7 +104,7 @@ class DotReluDot(Experiment):
 
 @register
 class LogicalDotReluDot(DotReluDot):
-    """The same with logical names, which the model's and the job's rules turn into mesh axes."""
+    """DotReluDot with logical axes, which rules of the model and of the job map to mesh axes."""
 
     def task(self):
         task = super().task()

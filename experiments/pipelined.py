@@ -1,4 +1,4 @@
-"""Language models whose layers are placed on stages of the mesh and trained as a pipeline."""
+"""Pipeline-parallel language models, with layers split into stages along a mesh axis."""
 
 import fiddle as fdl
 
@@ -14,15 +14,15 @@ from praxis_lite.layers import (
 
 __all__ = ["PyDocs", "SplitBackward", "Synthetic", "ZeroBubble"]
 
-# Embedding and softmax are outside the pipeline: there the stages share the batch.
+# The embedding and the softmax are outside the pipeline, so the stage axis splits the batch there.
 BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
 
 
 def pipelined(task, **settings):
-    """Returns a language model's task config with a Pipeline for its stack, for `PyDocs.mesh`."""
+    """Changes the layer stack of a task's language model to a Pipeline, for `PyDocs.mesh`."""
     model = task.model
     model.stacked_transformer_tpl = fdl.Partial(Pipeline, num_stages=2, **settings)
-    # Weights are replicated along "data": if split there, each tick would gather them again.
+    # Replicate weights along "data": otherwise every tick of the pipeline would gather them again.
     set_sharding_params(model, {**SHARDING_PRESETS["megatron"], "batch": BATCH_OF_STAGE})
     model.softmax_tpl.activation_split_dims_mapping = (BATCH, None, "mdl")
     model.softmax_tpl.lookup_split_dims_mapping = (BATCH, None, None)
@@ -32,10 +32,10 @@ def pipelined(task, **settings):
 
 @register
 class PyDocs(lm.PyDocs):
-    """lm.PyDocs on two stages, of which each microbatch sees each twice; decoded from them, too.
+    """lm.PyDocs as a circular pipeline: each microbatch passes twice through the two stages.
 
-    Four microbatches: 1/9 of the stages' ticks are idle. 145 model dims and 5 heads over two
-    devices, two rows of a microbatch on each.
+    With four microbatches, 1/9 of the ticks are idle. The 145 model dims and 5 heads are split over
+    two devices, each with two rows of a microbatch. Decoding runs through the stages too.
     """
 
     def mesh(self):
@@ -62,7 +62,7 @@ class PyDocs(lm.PyDocs):
 
 @register
 class Synthetic(lm.Synthetic):
-    """lm.Synthetic on two stages (GPipe): starts fast, learns in seconds."""
+    """lm.Synthetic on two pipeline stages (GPipe schedule); trains in seconds."""
 
     mesh = PyDocs.mesh
 
@@ -72,7 +72,7 @@ class Synthetic(lm.Synthetic):
 
 @register
 class SplitBackward(Synthetic):
-    """Synthetic, whose gradients of weights have no bubbles."""
+    """Synthetic with a split backward pass, so that weight gradients have no pipeline bubbles."""
 
     def task(self):
         task = super().task()
@@ -82,9 +82,9 @@ class SplitBackward(Synthetic):
 
 @register
 class ZeroBubble(Synthetic):
-    """Synthetic by interleaved 1F1B with a split backward pass, of sizes that do not divide.
+    """Synthetic with interleaved 1F1B, a split backward pass and sizes that do not divide.
 
-    16 rows in three microbatches go twice round two stages, one of two layers and one of one.
+    16 rows in three microbatches pass twice through two stages, with 6 layers.
     """
 
     def task(self):

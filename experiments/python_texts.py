@@ -1,7 +1,8 @@
-"""A language model on real text of three kinds, in three formats, filtered, packed and mixed.
+"""A language model on a filtered, packed mixture of three text datasets in three file formats.
 
-The text comes with Python: its documentation, its source code, the licences of its packages. Each
-is written once, as .jsonl.gz, .parquet and .jsonl.zst, and then read as anybody's files are.
+The texts are installed with Python: its documentation, its source code and the licences of
+packages. They are written once, as .jsonl.gz, .parquet and .jsonl.zst, and then read like any
+other files.
 """
 
 import ast
@@ -30,26 +31,26 @@ Texts = Iterator[tuple[str, str]]
 
 
 def docs() -> Texts:
-    """Yields the topics of the language reference, and the docstrings of the standard library."""
+    """Yields topics of the language reference and docstrings of the standard library."""
     for name, text in language_reference():
         yield name, text.decode()
     for path, text in code():
         for node in ast.walk(ast.parse(text)):
-            has_one = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
-            if has_one and (docstring := ast.get_docstring(node)):
+            is_documented = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+            if is_documented and (docstring := ast.get_docstring(node)):
                 yield f"{path}:{getattr(node, 'name', '')}", docstring
 
 
 def code() -> Texts:
-    """Yields the modules at the top of the standard library."""
+    """Yields the source of the top-level modules of the standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         yield path.name, path.read_text(encoding="utf-8", errors="replace")
 
 
 def licences() -> Texts:
-    """Yields the licences of the packages that are installed, each text once."""
+    """Yields the licences of the installed packages, without duplicates."""
     seen = set()
-    for package in sorted(importlib.metadata.distributions(), key=lambda item: item.name.lower()):
+    for package in sorted(importlib.metadata.distributions(), key=lambda dist: dist.name.lower()):
         for file in sorted(package.files or (), key=str):
             path = Path(file.locate())
             if file.name.lower().startswith(("licen", "copying", "notice")) and path.is_file():
@@ -60,28 +61,29 @@ def licences() -> Texts:
 
 
 def examples_of(folder: str, texts: Callable[[], Texts]) -> Iterator[dict[str, str]]:
-    """Yields texts as examples of a source."""
+    """Yields (title, text) pairs as examples with "name" and "text"."""
     for title, text in texts():
         yield {"name": title, "text": text}
 
 
 def is_worth_learning(example: dict[str, str]) -> bool:
-    """Returns True for a text of 200 characters or more."""
+    """Returns whether a text has at least 200 characters."""
     return len(example["text"]) >= 200
 
 
 @register
 class PythonTexts(lm.Llama):
-    """Half documentation, four tenths code and a tenth licences, by tokens; code comes in later.
+    """Trains lm.Llama on documentation, code and licences, with more code after step 100.
 
-    The files are made in `folder`, once: --set folder=DIR. Other tokens than bytes: --set
-    corpus.tokenizer=DIR, for all.
+    By tokens, the final mixture is 50% documentation, 40% code and 10% licences. The files are
+    written to `folder` once; change it with --set folder=DIR. For tokens other than bytes, use
+    --set corpus.tokenizer=DIR.
     """
 
     folder = "~/.cache/praxis_lite/python_texts"
 
     def documents(self, source, name: str, texts: Callable[[], Texts]):
-        """Returns the config of the documents of a file in the folder."""
+        """Returns the config of a dataset of documents, with its file in the folder."""
         make = fdl.Partial(examples_of, texts=texts)
         files = fdl.Config(source, f"{self.folder}/{name}", make=make)
         return fdl.Config(
@@ -108,8 +110,8 @@ class PythonTexts(lm.Llama):
             ],
         )
         heldout = {
-            f"heldout_{name}": rows(item, "heldout", batch_size=16, shuffle=False)
-            for name, item in documents.items() if name != "licences"
+            f"heldout_{name}": rows(document, "heldout", batch_size=16, shuffle=False)
+            for name, document in documents.items() if name != "licences"
         }
         return {"train": train, **heldout}
 

@@ -1,4 +1,4 @@
-"""Encoder-decoders."""
+"""An encoder-decoder that learns to reverse words."""
 
 from typing import Any
 
@@ -25,13 +25,18 @@ PADDING, END, FIRST_LETTER = 0, 1, 2
 
 
 class ReversedWords(IndexedPipeline):
-    """Made-up words to be spelled backwards, an END after each; a target begins with END.
+    """Random words as sources, and the reversed words as targets.
+
+    Labels end with END; the ids of a target start with END.
 
     Args:
-        num_letters: how many there are; the vocabulary is two larger.
-        max_letters: of the longest word; the shortest has half as many.
-        num_batches: None for endless training batches; a number for one pass of that many.
-        for_decoding: `ids` are the targets' beginnings, with `prefix_lengths` and a weight a row.
+      num_letters: Number of letters; the vocabulary also has a padding and an end token.
+      max_letters: Length of the longest word; the shortest is half as long.
+      batch_size: Number of words per batch.
+      seed: Seed of the words.
+      num_batches: Number of batches of a single pass; None means endless training batches.
+      for_decoding: Whether batches are prompts: `ids` are the starts of the targets, with
+        `prefix_lengths` and a weight per row.
     """
 
     def __init__(
@@ -77,14 +82,14 @@ class ReversedWords(IndexedPipeline):
             "src_paddings": is_padding.astype(np.float32),
             "labels": labels,
         }
-        begin = np.full((len(bits), 1), END, np.int32)
+        start = np.full((len(bits), 1), END, np.int32)
         if self.for_decoding:
             ones = np.ones(len(bits), np.int32)
             weights = ones.astype(np.float32)
-            return batch | {"ids": begin, "prefix_lengths": ones, "weights": weights}
-        ids = np.concatenate([begin, labels[:, :-1]], axis=1)
-        is_true = (labels != PADDING).astype(np.float32)
-        return batch | {"ids": ids, "weights": is_true, "paddings": 1.0 - is_true}
+            return batch | {"ids": start, "prefix_lengths": ones, "weights": weights}
+        ids = np.concatenate([start, labels[:, :-1]], axis=1)
+        weights = (labels != PADDING).astype(np.float32)
+        return batch | {"ids": ids, "weights": weights, "paddings": 1.0 - weights}
 
     def fingerprint(self) -> dict[str, Any]:
         settings = self.settings_fingerprint(
@@ -95,17 +100,17 @@ class ReversedWords(IndexedPipeline):
 
 @register
 class Reverse(Experiment):
-    """An encoder-decoder that learns to spell words backwards, and is beam-searched for it.
+    """Trains an encoder-decoder to spell words backwards, and decodes with beam search.
 
-    Model dims 70 over four data-parallel devices, 3 heads and hidden 141 over two model-parallel
-    ones: nothing divides. The last held-out batch is smaller than the training batches.
+    The mesh divides no size: 70 model dims over four data-parallel devices, 3 heads and 141 hidden
+    dims over two model-parallel ones. Evaluation batches are smaller than training batches.
     """
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
 
     def task(self):
-        # Rotary positions: how far from the word's end a letter is, is what counts.
+        # Use rotary positions, because the task depends on distances from the end of the word.
         block = fdl.Partial(
             Transformer,
             tr_atten_tpl=fdl.Partial(DotProductAttention, use_rotary_position_emb=True),

@@ -1,4 +1,4 @@
-"""Classifiers of real images: scikit-learn's handwritten digits, which need no network."""
+"""Classifiers of scikit-learn's handwritten digits, which are installed without a download."""
 
 import fiddle as fdl
 import numpy as np
@@ -31,18 +31,22 @@ from praxis_lite.tasks.image_classification import ClassificationTask
 
 __all__ = ["BATCH", "Digits", "DigitsResNet", "DigitsViT", "digits"]
 
-NUM_HELDOUT = 359  # Of 1797, the same ones always.
+NUM_HELDOUT = 359  # Of 1797 images; the split is always the same.
 # The mesh axes that the rows of a batch are split over.
 BATCH = ("replica", "data")
 
 
 def digits(split: str) -> dict[str, np.ndarray]:
-    """Returns images float32 [n, 8, 8, 1] in 0 to 1, and which digit each is; 'train' or 'heldout'.
+    """Returns images of digits, float32 [n, 8, 8, 1] in [0, 1], and their labels, int32 [n].
 
-    1797 digits that 43 people wrote, reduced to 8 x 8 (UCI's optdigits, its test set).
+    The data is the test set of UCI's optdigits: 1797 digits by 43 writers, reduced to 8 x 8 pixels.
+
+    Args:
+      split: "train" or "heldout".
     """
     require_package("sklearn", "vision.digits")
-    from sklearn.datasets import load_digits  # Half a second, which --list need not wait for.
+    # Import sklearn here, because it takes half a second, which `--list` would wait for.
+    from sklearn.datasets import load_digits
 
     data = load_digits()
     order = np.random.RandomState(0).permutation(len(data.target))
@@ -52,10 +56,10 @@ def digits(split: str) -> dict[str, np.ndarray]:
 
 
 class Digits(Experiment):
-    """What the classifiers of digits share: images, batches that no mesh divides, the task."""
+    """Base class of the digit classifiers: the task, the datasets and the number of steps."""
 
     def network(self) -> fdl.Partial:
-        """Returns the config of what makes `num_features` features of images."""
+        """Returns the config of a module that maps images to `num_features` features."""
         raise NotImplementedError
 
     num_features: int
@@ -96,7 +100,7 @@ class Digits(Experiment):
 
 @register
 class DigitsViT(Digits):
-    """A vision transformer reads handwritten digits: 16 patches and a class token, 3 blocks."""
+    """Classifies digits with a vision transformer: 3 layers, 16 patches and a class token."""
 
     num_features, peak_learning_rate, num_steps = 45, 4e-3, 300
 
@@ -115,7 +119,7 @@ class DigitsViT(Digits):
         vit.exit_layers_tpl.pooling_tpl = fdl.Partial(ClassTokenPooling)
         vit.exit_layers_tpl.output_fc_tanh = False
         stack = vit.transformer_layers_tpl
-        fdl.update_callable(stack, Repeat)  # Scanned rather than in a row.
+        fdl.update_callable(stack, Repeat)  # Scan the layers instead of unrolling them.
         stack.checkpoint_policy = "save_everything"
         stack.block.residual_dropout_prob = 0.1
         stack.block.tr_atten_tpl = fdl.Partial(
@@ -133,7 +137,7 @@ class DigitsViT(Digits):
 
 @register
 class DigitsResNet(Digits):
-    """A residual network reads handwritten digits, its norms over the global batch of 8 devices."""
+    """Classifies digits with a ResNet; batch norms use the global batch of 8 devices."""
 
     num_features, peak_learning_rate, num_steps = 26, 1e-2, 200
 

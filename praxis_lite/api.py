@@ -1,4 +1,4 @@
-"""`train` in Python: the counterpart of --mode=train, which raises its errors as exceptions."""
+"""`praxis_lite.train`, the Python counterpart of --mode=train."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""The command line: parses it and runs its mode, from the library or an installed package."""
+"""Parses the command line and runs its mode, from the library or an installed package."""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,5 @@
-"""WHAT is learned: tasks over the library's models."""
+"""Tasks for the library's models: losses, metrics and decoding."""
 
-if __name__ != "praxis_lite.tasks":  # A second copy of a class would be another class.
-    raise ImportError("the library's tasks are imported as praxis_lite.tasks")
+# A module imported under two names would define each class twice.
+if __name__ != "praxis_lite.tasks":
+    raise ImportError("import the library's tasks as praxis_lite.tasks")

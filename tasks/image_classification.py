@@ -1,4 +1,4 @@
-"""Classification of images, or of anything that a model maps to class logits."""
+"""ClassificationTask: cross-entropy training of models that return class logits."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,16 +15,17 @@ __all__ = ["ClassificationTask"]
 
 
 class ClassificationTask(Task):
-    """Trains a model of (inputs [B, ...]) -> (logits [B, V]), or one with a `compute_loss`.
+    """Trains a classifier, a model of inputs [B, ...] -> logits [B, V], with cross-entropy.
 
-    Reads `inputs` [B, ...], `labels` int32 [B] and `weights` float32 [B]. A model whose call takes
-    a `key` gets one in training (dropout, the batch's own statistics) and None in evaluation.
+    Batches have `inputs` [B, ...], `labels` int32 [B] and `weights` float32 [B]. If the model has a
+    `compute_loss`, that is called instead of the model. A model whose call takes a `key` is given
+    one in training (for dropout and batch statistics), and None in evaluation.
     """
 
     required_inputs = ("inputs", "labels", "weights")
 
     def num_ids(self) -> dict[str, int]:
-        """Returns how many classes the model's softmax has, for labels, or {} if not known."""
+        """Returns the number of classes, as the limit of `labels`, or {} if it is not known."""
         if not isinstance(self.model, NnxModel):
             return {}
         module = self.model.abstract_module()
@@ -34,14 +35,14 @@ class ClassificationTask(Task):
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
-        """Returns metrics, weighted by examples.
+        """Returns the metrics "loss", "accuracy" and, if layers add one, "aux_loss".
 
-        loss: nats per example, with the layers' aux_loss, which is then a metric too; accuracy.
+        All are means over examples; the loss is in nats and includes the auxiliary loss.
         """
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
         num_examples = jnp.sum(weights)
         if hasattr(model, "compute_loss"):
-            # With its softmax's label smoothing, z-loss and chunks.
+            # The model's own loss applies the softmax's label smoothing, z-loss and chunking.
             outputs = model.compute_loss(inputs["inputs"], labels, weights, key=key)
         else:
             takes_key = "key" in inspect.signature(model).parameters
@@ -49,7 +50,7 @@ class ClassificationTask(Task):
             outputs = outputs_of_logits(logits, labels, weights)
         share_outputs(outputs)
         metrics = {"loss": outputs["avg_xent"], "accuracy": outputs["accuracy"]}
-        added = aux_loss(model) if isinstance(model, nnx.Module) else None
-        if added is not None:
-            metrics |= {"loss": metrics["loss"] + added, "aux_loss": added}
+        auxiliary = aux_loss(model) if isinstance(model, nnx.Module) else None
+        if auxiliary is not None:
+            metrics |= {"loss": metrics["loss"] + auxiliary, "aux_loss": auxiliary}
         return {name: (value, num_examples) for name, value in metrics.items()}

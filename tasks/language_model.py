@@ -1,4 +1,4 @@
-"""Next-token prediction and continuation of prompts."""
+"""LanguageModelTask: next-token prediction, and decoding of prompts."""
 
 import inspect
 import math
@@ -38,35 +38,42 @@ __all__ = [
 ]
 
 # B batch, T time, P longest prompt.
-# Optional leaves of a batch, and the arguments of models that they are.
+# Optional leaves of a batch, mapped to arguments of the model's `compute_loss`.
 OPTIONAL_INPUTS = {
     "segment_ids": "segment_ids",
     "segment_pos": "positions",
     "paddings": "paddings",
     "inputs_indicator": "inputs_indicator",
 }
-# A decoder whose temperature can be set.
+# Sample rather than Greedy, so that `--set task.decoder.temperature` works.
 _GREEDY = Sample(temperature=0.0)
 PER_ROW_SETTINGS = ("temperature", "per_example_max_decode_steps")
 
 
 class LanguageModelTask(Task):
-    """Trains a model of (ids [B, T]) -> (logits [B, T, V], cache) on next tokens; decodes from it.
+    """Trains a model of ids [B, T] -> (logits [B, T, V], cache) on next tokens, and decodes.
 
-    Reads `ids`, `labels` int32 [B, T] and `weights` float32 [B, T], and, for models with a
-    `compute_loss`, optional `segment_ids`, `segment_pos` int32 [B, T] (packed rows, which other
-    models refuse), `paddings` float32 [B, T] and `inputs_indicator` (prefix models). To decode:
-    `ids` int32 [B, P], `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a padding row).
+    Training batches have `ids` and `labels` int32 [B, T] and `weights` float32 [B, T]. For models
+    with a `compute_loss` they may also have `segment_ids` and `segment_pos` int32 [B, T] (packed
+    rows, an error for other models), `paddings` float32 [B, T] and `inputs_indicator` (prefix
+    models). Decoding batches have `ids` int32 [B, P], `prefix_lengths` int32 [B] and `weights`
+    float32 [B], which are 0 for padding rows.
 
     Args:
-      model, learner, weight_sharding, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics
-        are given what the model's `compute_loss` returns, or logits if it has none.
-      quantization: a name in QUANTIZATION_RECIPES: "int8", "float8" and similar ones round products
-        of dense layers, "nf4" and "int4" store frozen weights in 4 bits; None: neither.
-      tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
-        `token_unit` names the metric bits_per_..., and it is the one of the datasets.
-      decoder: how prompts are continued; by default with the likeliest tokens, or with draws once
-        its temperature is set. Its eos_id and stop strings become tokens of this tokenizer.
+      model: As in Task.
+      learner: As in Task.
+      weight_sharding: As in Task.
+      inputs_split_mapping: As in Task.
+      fprop_dtype: As in Task.
+      quantization: A name in QUANTIZATION_RECIPES. "int8", "float8" and similar recipes quantize
+        the products of dense layers; "nf4" and "int4" store frozen weights in 4 bits. None disables
+        quantization.
+      tokenizer: Tokenizer of the datasets, or its directory, for converting decoded ids to text;
+        None means bytes. Its `token_unit` names the metric bits_per_<token unit>.
+      decoder: How prompts are continued: greedily by default, by sampling if its temperature is
+        set. The tokenizer resolves its eos_id and stop strings.
+      metrics: As in Task. Metrics receive the outputs of the model's `compute_loss`, or the logits
+        if it has none.
     """
 
     weight_unit = "tokens"
@@ -90,11 +97,11 @@ class LanguageModelTask(Task):
             with_recipe(model, quantization, learner), learner, weight_sharding=weight_sharding,
             inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype, metrics=metrics,
         )
-        self.tokenizer, self._is_named = as_tokenizer(tokenizer), tokenizer is not None
+        self.tokenizer, self._has_tokenizer = as_tokenizer(tokenizer), tokenizer is not None
         self.decoder = for_tokenizer(decoder, self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
-        """Also checks that the model has a position for each token of a batch and its decoding."""
+        """Also checks that ids are integers, and that the model has enough positions for them."""
         super().check_inputs(inputs, required, what)
         dtype = inputs["ids"].dtype
         require(jnp.issubdtype(dtype, jnp.integer), f"{what}: the dtype of ids", dtype, "int32")
@@ -103,21 +110,22 @@ class LanguageModelTask(Task):
             length = cache_length(self.decoder, length)
         is_causal = getattr(model, "model_type", "causal") == "causal"
         if hasattr(model, "init_cache") and (is_causal or required == self.required_decode_inputs):
+            # Raises ConfigError if the cache is longer than the model's positions.
             jax.eval_shape(lambda: model.init_cache(1, length))
         if required == self.required_decode_inputs:
             self.decoder.check_model(model)
 
     def _token_unit(self, model: nnx.Module) -> str:
-        # Bytes are the default tokenizer; a larger vocabulary has other, unknown tokens.
-        num_ids = 0 if self._is_named else getattr(model, "vocab_size", 0)
+        # Without a tokenizer, tokens are bytes unless the vocabulary is larger than that.
+        num_ids = 0 if self._has_tokenizer else getattr(model, "vocab_size", 0)
         return "token" if num_ids > ByteTokenizer.vocab_size else self.tokenizer.token_unit
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Returns functions by path that make weights smaller, see `Decoder.weights_dtype`."""
+        """Returns functions that compress weights for decoding, by path; see `weights_dtype`."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
-        """Returns the model's `vocab_size`, for ids and labels, and its number of positions."""
+        """Returns the limits of ids, labels and positions, as far as the model declares them."""
         model = self.model.abstract_module()
         sizes = {name: getattr(model, "vocab_size", None) for name in ("ids", "labels")}
         sizes["segment_pos"] = getattr(model, "num_positions", None)
@@ -126,11 +134,11 @@ class LanguageModelTask(Task):
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
-        """Returns metrics, weighted by tokens.
+        """Returns metrics, as means over tokens.
 
-        loss: nats per token, with the layers' aux_loss, which is then a metric too;
-        bits_per_<token unit>: of the cross-entropy alone; accuracy; the layers' summaries, each
-        the mean over the layers that report that name.
+        "loss" is in nats and includes the layers' auxiliary loss, which is also reported as
+        "aux_loss". "bits_per_<token unit>" is the cross-entropy alone. The others are "accuracy"
+        and the layers' summaries, averaged over the layers that report the same name.
         """
         outputs = _outputs_of(model, inputs, key)
         share_outputs(outputs)
@@ -149,31 +157,31 @@ class LanguageModelTask(Task):
     def decode(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns what `Decoder.__call__` does; `key` is folded with the row.
+        """Continues a batch of prompts; returns the outputs of `Decoder.__call__`.
 
-        A batch's `temperature` float [B] and `per_example_max_decode_steps` int [B] override the
-        decoder's own.
+        The index of each row is folded into `key`. The batch may override settings of the decoder
+        per row: `temperature` float [B] and `per_example_max_decode_steps` int [B].
         """
         lengths = jnp.where(inputs["weights"] > 0, inputs["prefix_lengths"], 0)
         keys = self.row_keys(key, lengths.shape[0])
         return self.decoder(model, inputs["ids"], lengths, keys, **self.per_row_settings(inputs))
 
     def row_keys(self, key: jax.Array, num_rows: int) -> jax.Array:
-        """Returns the key of each row of a batch, given the batch's."""
+        """Returns a key per row of a batch, by folding the row's index into `key`."""
         return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(num_rows))
 
     def per_row_settings(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings that a batch of prompts has for each row."""
+        """Returns the decoder settings that a batch overrides per row."""
         return {name: inputs[name] for name in PER_ROW_SETTINGS if name in inputs}
 
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per real row and hypothesis: prompt, continuation and its statistics.
+        """Returns a record per real row and hypothesis, with the prompt and its continuation.
 
-        Of several hypotheses of a prompt the best comes first; each has its place, "sample", and
-        its score. With speculation a record has "model_steps", the calls of the model that gave its
-        new tokens; with shared beginnings "shared_length", how many tokens of the prompt they have.
+        If prompts have several hypotheses, the best comes first, and records have its rank
+        ("sample") and score. With speculation, "model_steps" counts the model calls that produced
+        the new tokens. With prefix sharing, "shared_length" is the length of the shared prefix.
         """
         records, num_hyps = [], self.decoder.num_hyps
         for row in np.flatnonzero(inputs["weights"] > 0):
@@ -205,20 +213,21 @@ class LanguageModelTask(Task):
 
 
 def reports_of_batches(model: Any) -> bool:
-    """Returns True if layers of a model summarize a batch, as experts do with their load."""
+    """Returns whether layers of a model report batch summaries, such as the load of experts."""
     return isinstance(model, nnx.Module) and bool(intermediates(model, Summary))
 
 
 def paddings_with_filler(
     weights: jax.Array, paddings: jax.Array | None, segment_ids: jax.Array | None
 ) -> jax.Array:
-    """Returns float32 paddings [B, T] in which rows without any weight are padding.
+    """Returns float32 paddings [B, T] that also mark rows whose weights are all 0.
 
-    For experts: padding rows must not count in their load and loss, nor use their capacity.
+    Without this, padding rows would use the capacity of experts and count in their load and loss.
 
     Args:
-      weights: [B, any], of the tokens of a row; all 0 in a padding row.
-      paddings, segment_ids: [B, T], of the batch; at least one of them.
+      weights: Weights of the tokens, [B, any].
+      paddings: The batch's paddings, [B, T], or None.
+      segment_ids: The batch's segments, [B, T]; required if paddings is None.
     """
     is_padding = (segment_ids == 0) if paddings is None else (paddings >= 0.5)
     return (is_padding | jnp.all(weights == 0, axis=1, keepdims=True)).astype(jnp.float32)
@@ -227,58 +236,70 @@ def paddings_with_filler(
 def _outputs_of(
     model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """Returns what the model's `compute_loss` does, or the same of its logits if it has none."""
+    """Returns the outputs of the model's `compute_loss`, or computes them from its logits."""
     ids, labels, weights = (inputs[name] for name in LanguageModelTask.required_inputs)
     if hasattr(model, "compute_loss"):
-        given = {
-            setting: inputs[name] for name, setting in OPTIONAL_INPUTS.items() if name in inputs
+        optional = {
+            argument: inputs[name] for name, argument in OPTIONAL_INPUTS.items() if name in inputs
         }
         takes_paddings = "paddings" in inspect.signature(model.compute_loss).parameters
         if takes_paddings and reports_of_batches(model):
-            segment_ids = given.get("segment_ids", jnp.ones_like(ids))
-            given["paddings"] = paddings_with_filler(weights, given.get("paddings"), segment_ids)
-        return model.compute_loss(ids, labels, weights, key=key, **given)
-    require_unpacked(inputs, f"{type(model).__name__} has no compute_loss, and")
+            segment_ids = optional.get("segment_ids", jnp.ones_like(ids))
+            optional["paddings"] = paddings_with_filler(
+                weights, optional.get("paddings"), segment_ids
+            )
+        return model.compute_loss(ids, labels, weights, key=key, **optional)
+    require_unpacked(inputs, f"{type(model).__name__} has no compute_loss")
     outputs = outputs_of_logits(model(ids, key=key)[0], labels, weights)
     return {**outputs, "total_loss": outputs["avg_xent"]}
 
 
 def require_unpacked(inputs: Mapping[str, Any], why: str) -> None:
-    """Checks that a batch is not packed, for a model that does not read segments.
+    """Raises an error if a batch is packed, for models that do not support segments.
 
     Args:
-      why: The beginning of the message: which model does not take segments.
+      inputs: The batch.
+      why: Why segments are not supported, as the beginning of the message.
 
     Raises:
-      ConfigError: It has `segment_ids`.
+      ConfigError: The batch has `segment_ids`.
     """
     if "segment_ids" in inputs:
         raise ConfigError(
-            f"{why} is given no segment_ids: documents that share a row would see each other. "
-            "Train a model whose compute_loss takes segment_ids and positions, or batches without "
-            "the leaf 'segment_ids', a document in each row."
+            f"{why}, so it cannot use the batch's segment_ids, and documents packed into a row "
+            "would attend to each other. Train a model whose compute_loss takes segment_ids and "
+            "positions, or use unpacked batches without the leaf 'segment_ids'."
         )
 
 
 def outputs_of_logits(
     logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns logits [..., V] in float32, their avg_xent (nats), accuracy and total_weight."""
+    """Returns the float32 logits, their mean cross-entropy (nats), accuracy and total weight.
+
+    Args:
+      logits: [..., V].
+      labels: int [...].
+      weights: [...].
+
+    Returns:
+      A dict with "logits", "avg_xent", "accuracy" and "total_weight".
+    """
     logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
     xent = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    is_hit = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
+    is_correct = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
     total_weight = jnp.sum(weights)
     divisor = jnp.maximum(total_weight, 1e-9)
     return {
         "logits": logits,
         "avg_xent": jnp.sum(xent * weights) / divisor,
-        "accuracy": jnp.sum(is_hit * weights) / divisor,
+        "accuracy": jnp.sum(is_correct * weights) / divisor,
         "total_weight": total_weight,
     }
 
 
 def _mean_summaries(model: nnx.Module) -> dict[str, jax.Array]:
-    """Returns the means of the layers' summaries, by the last part of their path."""
+    """Returns the layers' summaries, averaged over layers, by the last component of their path."""
     by_name: dict[str, list[jax.Array]] = {}
     for path, value in intermediates(model, Summary).items():
         by_name.setdefault(path.rsplit("/", 1)[-1], []).append(jnp.ravel(value))

@@ -1,4 +1,4 @@
-"""A loss that is a plain function, for a model of any kind."""
+"""LossTask: trains any model on a loss that is a plain function."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,30 +38,36 @@ Batch = Mapping[str, jax.Array]
 class LossTask(Task):
     """Trains any model on `loss(model, inputs, key)`; decodes with `predict(model, inputs, key)`.
 
-    `model` is what `Model.module` returns: an NNX module, a bound Linen module, the params of a
-    `FunctionModel`. `inputs` is a batch, name -> array [B, ...]; `key` is None in evaluation.
+    `model` is the result of `Model.module`: an NNX module, a bound Linen module, or the params of
+    a `FunctionModel`. `inputs` is a batch, a dict of arrays [B, ...]. `key` is None in evaluation.
 
-    A loss returns the loss, or (loss, {name: metric}). Each of them is one of
-      - an array of the shape of inputs["weights"] (a value per row, or per token): its mean is
-        taken with those weights, so that padding rows (weight 0) do not count; --mode=eval
-        also writes it, a line per row;
-      - a scalar: a mean that the loss has taken itself, which weighs sum(inputs["weights"]). If
-        a batch may have padding rows, take sum(x * weights) / sum(weights);
-      - a pair of scalars (value, weight): a mean over something else than rows.
+    A loss function returns the loss, or (loss, {name: metric}). The loss and each metric are one of
+      - an array with the shape of inputs["weights"] (a value per row, or per token). Its weighted
+        mean is taken, so padding rows (weight 0) do not count, and --mode=eval also writes the
+        values of each row.
+      - a scalar, which is a mean with the weight sum(inputs["weights"]). If a batch may have
+        padding rows, return sum(x * weights) / sum(weights).
+      - a pair of scalars (value, weight), for a mean with another weight.
     A batch without "weights" has weight 1 for each row.
 
     Args:
-      model, learner, weight_sharding, inputs_split_mapping, fprop_dtype, metrics: see Task. What
-        the loss returned is shared with the metrics by name, and what it shares itself.
-      loss: what training minimises.
-      eval_loss: a loss for evaluations that draw random numbers, with the `key` of
-        `Task.compute_eval_loss`. None: `loss`, without a key.
-      predict: returns an array [B, ...] or a dict of them, written for each row by --mode=decode.
-      required_inputs: keys that batches of `datasets` must have.
+      model: As in Task.
+      loss: Function that training minimizes.
+      learner: As in Task.
+      eval_loss: Loss function for evaluations that need random numbers; it is called with the `key`
+        of `Task.compute_eval_loss`. None means `loss` without a key.
+      predict: Function that returns an array [B, ...], or a dict of them, which --mode=decode
+        writes for each row.
+      weight_sharding: As in Task.
+      inputs_split_mapping: As in Task.
+      fprop_dtype: As in Task.
+      required_inputs: Keys that batches of `datasets` must have.
+      metrics: As in Task. Metrics receive the values that the loss function returns, by name, and
+        those that it passes to `share_outputs`.
 
     Raises:
-      ConfigError: a function does not take three arguments, or, while a step is traced, returns
-        something else; names it.
+      ConfigError: A function does not take three arguments, or returns an unsupported value while a
+        step is traced. The message names the function.
     """
 
     def __init__(
@@ -93,15 +99,16 @@ class LossTask(Task):
         self.required_inputs = tuple(required_inputs)
 
     def compute_loss(self, model: Any, inputs: Batch, key: jax.Array | None) -> WeightedScalars:
-        """Returns what the loss does, each as (mean, weight): "loss", and metrics by name."""
+        """Returns the loss and the metrics of the loss function, each as (mean, weight)."""
         return self._outputs(self.loss, model, inputs, key)[0]
 
     def compute_eval_loss(self, model: Any, inputs: Batch, key: jax.Array) -> LossOutputs:
-        """Returns the means as `compute_loss`, and what has a value for each weight."""
+        """Returns the means as `compute_loss`, and the arrays with a value per weight."""
         if self.eval_loss is not None:
             return self._outputs(self.eval_loss, model, inputs, key)
         if type(self).compute_loss is not LossTask.compute_loss:
-            return super().compute_eval_loss(model, inputs, key)  # By the subclass's own.
+            # A subclass overrides compute_loss; the base class calls it.
+            return super().compute_eval_loss(model, inputs, key)
         return self._outputs(self.loss, model, inputs, None)
 
     def _outputs(
@@ -113,43 +120,43 @@ class LossTask(Task):
         weights = weights_of(inputs)
         if "loss" in metrics:
             raise ConfigError(
-                f"{function_name(function)} returns a metric called 'loss', which is the name of "
-                "the loss itself. Give it another."
+                f"{function_name(function)} returns a metric named 'loss', which is reserved for "
+                "the loss itself. Rename the metric."
             )
         returned = {"loss": loss, **metrics}
         share_outputs(returned)
         scalars, examples = {}, {}
-        for name, found in returned.items():
-            is_scalar = isinstance(found, int | float) or getattr(found, "shape", None) == ()
-            pair = (found, jnp.sum(weights)) if is_scalar else found
-            # Two arrays are a loss and a metric without its name, rather than values and weights.
-            is_mistaken = isinstance(found, tuple | list) and any(
-                getattr(x, "shape", ()) != () for x in found
+        for name, actual in returned.items():
+            is_scalar = isinstance(actual, int | float) or getattr(actual, "shape", None) == ()
+            pair = (actual, jnp.sum(weights)) if is_scalar else actual
+            # A pair of arrays is more likely a loss and an unnamed metric than values and weights.
+            is_mistake = isinstance(actual, tuple | list) and any(
+                getattr(x, "shape", ()) != () for x in actual
             )
-            scalars[name] = None if is_mistaken else weighted_mean(pair, weights)
+            scalars[name] = None if is_mistake else weighted_mean(pair, weights)
             if scalars[name] is None:
                 raise ConfigError(
-                    f"{function_name(function)} returns {_described(found)} as {name!r}; expected "
-                    f"a scalar, a value for each of the weights {weights.shape}, or a pair of "
-                    "scalars (value, weight). Take the mean over other dims. Metrics come second, "
-                    "in a dict: (loss, {name: metric})."
+                    f"{function_name(function)} returns {_describe(actual)} as {name!r}; expected "
+                    f"a scalar, an array with the shape {weights.shape} of the weights, or a pair "
+                    "of scalars (value, weight). Take the mean over other dims, and return metrics "
+                    "as (loss, {name: metric})."
                 )
-            if getattr(found, "shape", ()) == weights.shape:
-                examples[name] = jnp.asarray(found)
+            if getattr(actual, "shape", ()) == weights.shape:
+                examples[name] = jnp.asarray(actual)
         value = loss[0] if isinstance(loss, tuple | list) else loss
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
             raise ConfigError(
-                f"{function_name(function)} returns {_described(value)} as the loss, which has no "
-                "gradient; expected floats. Counts can be metrics."
+                f"{function_name(function)} returns {_describe(value)} as the loss; expected a "
+                "float dtype, which has a gradient. Return counts as metrics."
             )
         return scalars, examples
 
     def decode(self, model: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
-        """Returns what `predict` does, by name; an array by itself is called "prediction"."""
+        """Returns the outputs of `predict` by name; a single array is named "prediction"."""
         if self.predict is None:
             raise ConfigError(
-                "LossTask.predict is not set, so there is nothing to decode with. Give the task a "
-                "function predict(model, inputs, key) that returns arrays [B, ...]."
+                "LossTask.predict is None; decoding requires a function predict(model, inputs, "
+                "key) that returns arrays [B, ...]."
             )
         predicted = self.predict(model, inputs, key)
         outputs = predicted if isinstance(predicted, Mapping) else {"prediction": predicted}
@@ -157,21 +164,21 @@ class LossTask(Task):
         for name, x in outputs.items():
             if not hasattr(x, "shape") or x.shape[:1] != (num_rows,):
                 raise ConfigError(
-                    f"{function_name(self.predict)} returns {_described(x)} as {name!r}; expected "
-                    f"an array with the {num_rows} rows of the batch first, or a dict of them."
+                    f"{function_name(self.predict)} returns {_describe(x)} as {name!r}; expected "
+                    f"an array with {num_rows} rows, as the batch has, or a dict of such arrays."
                 )
         return dict(outputs)
 
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per real row with the predictions by name: numbers, or lists of them."""
+        """Returns a record per real row, with the predictions by name as numbers or lists."""
         return records_of(outputs, is_true_row(inputs))
 
 
-def _described(x: Any) -> str:
+def _describe(x: Any) -> str:
     if isinstance(x, tuple | list):
-        return f"{type(x).__name__} of {len(x)} ({', '.join(map(_described, x))})"
+        return f"{type(x).__name__} of {len(x)} ({', '.join(map(_describe, x))})"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return f"{x.dtype}{tuple(x.shape)}"
     return f"a value of type {type(x).__name__}"

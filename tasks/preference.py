@@ -1,4 +1,4 @@
-"""Direct preference optimization: a model learns which of two answers people prefer."""
+"""DpoTask: direct preference optimization on pairs of chosen and rejected answers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,25 +12,27 @@ from praxis_lite.tasks.language_model import LanguageModelTask, require_unpacked
 
 __all__ = ["DpoTask"]
 
-# B pairs, T time; the chosen answer first.
+# B pairs, T time. In dims of size 2, the chosen answer comes first.
 
 
 class DpoTask(LanguageModelTask):
-    """Trains a language model on pairs of answers (Rafailov et al. 2023, arXiv:2305.18290, eq. 7).
+    """Trains a language model with DPO (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
 
-    Reads `ids`, `labels` int32 [B, 2, T], `answers` float32 [B, 2, T], 1 for the labels of the
-    answer, and `weights` float32 [B]. The reference is the model without its adapters, or the
-    frozen copy that `with_reference` makes. Auxiliary losses of layers, such as the balance of
-    experts, are not part of the loss. Decodes as `LanguageModelTask`.
+    Batches have `ids` and `labels` int32 [B, 2, T], `answers` float32 [B, 2, T], which is 1 for
+    labels that belong to the answer, and `weights` float32 [B]. The reference model is the model
+    without its adapters, or the frozen copy that `with_reference` creates. Auxiliary losses of
+    layers, such as load balancing, are ignored. Decoding is the same as in `LanguageModelTask`.
 
-    Both models run as in evaluation, without dropout: each with its own draws would count as a
-    difference in what they learned. TRL does the same (`disable_dropout=True`).
+    Both models run in evaluation mode, because separate dropout masks would appear as a difference
+    between them. TRL does the same (`disable_dropout=True`).
 
     Args:
-      model, learner: as of LanguageModelTask, as all others.
-      beta: how far the model may go from the reference; the smaller, the farther.
-      label_smoothing: the share of pairs that are labelled the wrong way round (Mitchell 2023,
-        conservative DPO); below 0.5.
+      args: Positional arguments of LanguageModelTask.
+      beta: Weight of the implicit KL penalty; smaller values let the model move farther from the
+        reference.
+      label_smoothing: Assumed fraction of pairs with swapped labels, below 0.5 (Mitchell 2023,
+        conservative DPO).
+      settings: Keyword arguments of LanguageModelTask.
     """
 
     weight_unit = "pairs"
@@ -46,36 +48,37 @@ class DpoTask(LanguageModelTask):
         self.beta, self.label_smoothing = beta, label_smoothing
         require(
             self.learner.variational_noise is None, "DpoTask.learner.variational_noise",
-            self.learner.variational_noise, "None: noise on the model's weights, and not on the "
-            "reference's, would count as a difference between them",
+            self.learner.variational_noise, "None",
+            "Noise on the weights of the model but not of the reference would distort the loss.",
         )
 
     def module(
         self, mdl_vars: Any, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> Any:
-        """Returns the module as in evaluation, in training too."""
+        """Returns the module in evaluation mode, even in training."""
         return super().module(mdl_vars, None, key if eval_key is None else eval_key)
 
     def compute_loss(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
-        """Returns metrics, by TRL's names, each a mean over pairs.
+        """Returns metrics with TRL's names, each a mean over pairs.
 
-        loss; rewards/chosen, rewards/rejected: beta times how much likelier an answer is than by
-        the reference, in nats; rewards/margins: their difference; rewards/accuracies: the share of
-        pairs in which it is positive by more than rounding, as no pair is of a model that still is
-        the reference.
+        "loss" is the DPO loss. "rewards/chosen" and "rewards/rejected" are beta times the
+        difference in an answer's log-probability (nats) between the model and the reference.
+        "rewards/margins" is their difference. "rewards/accuracies" is the fraction of pairs whose
+        margin is positive by more than rounding errors, so it is 0 for an untrained model, which
+        equals the reference.
         """
-        require_unpacked(inputs, "DpoTask compares pairs of answers, a row each, and its model")
-        before = jax.lax.stop_gradient(_log_probs(reference_of(model), inputs))
+        require_unpacked(inputs, "DpoTask reads one answer per row")
+        reference_log_probs = jax.lax.stop_gradient(_log_probs(reference_of(model), inputs))
         log_probs = _log_probs(model, inputs)
-        rewards = self.beta * (log_probs - before)
+        rewards = self.beta * (log_probs - reference_log_probs)
         margins = rewards[:, 0] - rewards[:, 1]
-        summed = jnp.sum(jnp.abs(log_probs) + jnp.abs(before), axis=-1)
-        rounding = 16 * jnp.finfo(summed.dtype).eps * self.beta * summed
-        right, wrong = jax.nn.log_sigmoid(margins), jax.nn.log_sigmoid(-margins)
+        magnitudes = jnp.sum(jnp.abs(log_probs) + jnp.abs(reference_log_probs), axis=-1)
+        rounding = 16 * jnp.finfo(magnitudes.dtype).eps * self.beta * magnitudes
+        correct, swapped = jax.nn.log_sigmoid(margins), jax.nn.log_sigmoid(-margins)
         per_pair = {
-            "loss": -(1 - self.label_smoothing) * right - self.label_smoothing * wrong,
+            "loss": -(1 - self.label_smoothing) * correct - self.label_smoothing * swapped,
             "rewards/chosen": rewards[:, 0],
             "rewards/rejected": rewards[:, 1],
             "rewards/margins": margins,
@@ -89,7 +92,7 @@ class DpoTask(LanguageModelTask):
 
 
 def _log_probs(model: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the log-probability of each answer, [B, 2], in nats."""
+    """Returns the log-probabilities of the answers in nats, [B, 2]."""
     ids, labels, answers = (
         inputs[name].reshape(-1, inputs[name].shape[-1]) for name in ("ids", "labels", "answers")
     )

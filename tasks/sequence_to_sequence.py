@@ -1,4 +1,4 @@
-"""Sequence to sequence tasks, such as translation, with an encoder-decoder."""
+"""SequenceToSequenceTask: trains encoder-decoder models, for example for translation."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,9 +27,9 @@ from praxis_lite.tasks.language_model import (
 
 __all__ = ["SequenceToSequenceTask"]
 
-# B batch, S time of the source, T time of the target, P longest prompt of a target.
+# B batch, S source length, T target length, P longest prompt of a target.
 
-# Optional leaves of a batch, and the arguments of the model that they are.
+# Optional leaves of a batch, mapped to arguments of the model's `compute_loss`.
 OPTIONAL_INPUTS = {
     "src_segment_ids": "input_segment_ids",
     "src_segment_pos": "input_segment_pos",
@@ -37,29 +37,34 @@ OPTIONAL_INPUTS = {
     "segment_ids": "target_segment_ids",
     "segment_pos": "target_segment_pos",
 }
-# A decoder whose temperature can be set.
+# Sample rather than Greedy, so that `--set task.decoder.temperature` works.
 _GREEDY = Sample(temperature=0.0)
 
 
 class SequenceToSequenceTask(Task):
-    """Trains a TransformerEncoderDecoder on the next tokens of targets; decodes targets.
+    """Trains a TransformerEncoderDecoder on the next tokens of targets, and decodes targets.
 
-    Reads `src_ids` int32 [B, S] and `src_paddings` float32 [B, S] (1.0 for padding); `ids`,
-    `labels` int32 [B, T] and `weights` float32 [B, T] of the targets; optional `paddings` and, of
-    packed rows, `segment_ids`, `segment_pos`, `src_segment_ids`, `src_segment_pos`. To decode: the
-    source; `ids` int32 [B, P] and `prefix_lengths` int32 [B], how the targets begin; `weights`
-    float32 [B] (0 for a padding row); optional `labels` int32 [B, T], the targets, 0 after the end.
+    Training batches have `src_ids` int32 [B, S] and `src_paddings` float32 [B, S] (1.0 for
+    padding), and for the targets `ids` and `labels` int32 [B, T] and `weights` float32 [B, T].
+    Optional leaves are `paddings` and, for packed rows, `segment_ids`, `segment_pos`,
+    `src_segment_ids` and `src_segment_pos`. Decoding batches have the source, prompts of the
+    targets as `ids` int32 [B, P] and `prefix_lengths` int32 [B], and `weights` float32 [B], which
+    are 0 for padding rows; optional `labels` int32 [B, T] are the targets, 0 after the end.
 
     Args:
-      model, learner, weight_sharding, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics
-        are given what the model's `compute_loss` returns.
-      tokenizer: for the text of what is decoded, or the directory of one; None: records have
-        tokens alone.
-      decoder: how targets are found; by default by the likeliest tokens.
+      model: As in Task.
+      learner: As in Task.
+      weight_sharding: As in Task.
+      inputs_split_mapping: As in Task.
+      fprop_dtype: As in Task.
+      tokenizer: Tokenizer, or its directory, for converting decoded ids to text; None writes only
+        ids to the records.
+      decoder: How targets are decoded, greedily by default.
+      metrics: As in Task. Metrics receive the outputs of the model's `compute_loss`.
 
     Raises:
-      ConfigError: the decoder has `num_cache_slots`, which mix rows of several batches, or
-        `num_cached_prefixes`, which are those of several rows.
+      ConfigError: The decoder sets `num_cache_slots` or `num_cached_prefixes`, which mix or share
+        rows, although each row has its own source.
     """
 
     weight_unit = "tokens"
@@ -87,14 +92,14 @@ class SequenceToSequenceTask(Task):
             actual = getattr(decoder, name, 0)
             require(
                 not actual, f"SequenceToSequenceTask.decoder.{name}", actual,
-                "0, because each row of a batch has its own source",
+                "0", "Each row of a batch has its own source, so rows cannot share a cache.",
             )
         self.decoder = decoder
         if self.tokenizer is not None:
             self.decoder = for_tokenizer(decoder, self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
-        """Also checks that the model has a position for each token that is decoded."""
+        """Also checks that the model has enough positions for decoding."""
         super().check_inputs(inputs, required, what)
         if required == self.required_decode_inputs:
             model, length = self.model.abstract_module(), inputs["ids"].shape[1]
@@ -102,11 +107,11 @@ class SequenceToSequenceTask(Task):
             jax.eval_shape(lambda: model.init_cache(1, length, encoded_length=encoded_length))
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Returns functions by path that make weights smaller, see `Decoder.weights_dtype`."""
+        """Returns functions that compress weights for decoding, by path; see `weights_dtype`."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
-        """Returns the model's `vocab_size`, if it has one, for sources, ids and labels."""
+        """Returns the model's `vocab_size`, if it has one, as the limit of ids and labels."""
         vocab_size = getattr(self.model.abstract_module(), "vocab_size", None)
         if not isinstance(vocab_size, int):
             return {}
@@ -115,31 +120,31 @@ class SequenceToSequenceTask(Task):
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
-        """Returns metrics.
+        """Returns the metrics "loss", "accuracy", "exact_match" and, if layers add one, "aux_loss".
 
-        loss: nats per token, with the layers' aux_loss, which is then a metric too; accuracy;
-        exact_match: the share of rows whose every token is predicted, given the true ones before.
+        The loss is in nats per token and includes the auxiliary loss. "exact_match" is the fraction
+        of rows in which every token is predicted correctly, given the previous target tokens.
         """
-        given = {name: inputs[key] for key, name in OPTIONAL_INPUTS.items() if key in inputs}
+        optional = {name: inputs[key] for key, name in OPTIONAL_INPUTS.items() if key in inputs}
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
-        given["input_paddings"] = inputs["src_paddings"]
+        optional["input_paddings"] = inputs["src_paddings"]
         if reports_of_batches(model):
             segment_ids = inputs.get("segment_ids", jnp.ones_like(labels))
             for name, segments in (("input_paddings", None), ("target_paddings", segment_ids)):
-                given[name] = paddings_with_filler(weights, given.get(name), segments)
+                optional[name] = paddings_with_filler(weights, optional.get(name), segments)
         outputs = model.compute_loss(
-            inputs["src_ids"], inputs["ids"], labels, weights, key=key, **given
+            inputs["src_ids"], inputs["ids"], labels, weights, key=key, **optional
         )
         share_outputs(outputs)
         num_tokens = outputs["total_weight"]
         is_wrong = (outputs["per_example_argmax"] != labels) & (weights > 0)
-        is_row = jnp.any(weights > 0, axis=1)
-        num_rows = jnp.sum(is_row.astype(jnp.float32))
-        num_right = jnp.sum((is_row & ~jnp.any(is_wrong, axis=1)).astype(jnp.float32))
+        is_real_row = jnp.any(weights > 0, axis=1)
+        num_rows = jnp.sum(is_real_row.astype(jnp.float32))
+        num_matches = jnp.sum((is_real_row & ~jnp.any(is_wrong, axis=1)).astype(jnp.float32))
         metrics = {
             "loss": (outputs["total_loss"], num_tokens),
             "accuracy": (outputs["accuracy"], num_tokens),
-            "exact_match": (num_right / jnp.maximum(num_rows, 1.0), num_rows),
+            "exact_match": (num_matches / jnp.maximum(num_rows, 1.0), num_rows),
         }
         if aux_loss(model) is not None:
             metrics["aux_loss"] = (outputs["aux_loss"], num_tokens)
@@ -148,7 +153,10 @@ class SequenceToSequenceTask(Task):
     def decode(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns what `Decoder.__call__` does; `key` is folded with the row."""
+        """Decodes targets; returns the outputs of `Decoder.__call__`.
+
+        The index of each row is folded into `key`.
+        """
         lengths = jnp.where(inputs["weights"] > 0, inputs["prefix_lengths"], 0)
         keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(lengths.shape[0]))
         conditioned = model.given(inputs["src_ids"], input_paddings=inputs["src_paddings"])
@@ -157,11 +165,11 @@ class SequenceToSequenceTask(Task):
     def decode_to_records(
         self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> list[dict[str, Any]]:
-        """Returns a record per real row and hypothesis, the best first.
+        """Returns a record per real row and hypothesis, with the best hypothesis first.
 
-        Fields: source_ids and output_ids (with the end of text), and with a tokenizer source and
-        output; log_prob; with labels target_ids and is_match; of several hypotheses of a source
-        "sample", its place, and its score.
+        Records have source_ids, output_ids (including the end token) and log_prob; with a tokenizer
+        also source and output as text; with labels also target_ids and is_match; and with several
+        hypotheses also the rank ("sample") and the score.
         """
         records = []
         for row in np.flatnonzero(inputs["weights"] > 0):

@@ -270,7 +270,7 @@ def test_list_shows_names_and_summaries():
     done = launch("--list")
     assert done.code == 0 and done.num_compiled == 0
     lines = dict(line.split(maxsplit=1) for line in done.out.splitlines())
-    assert lines["lm.PyDocs"].startswith("A byte LM on Python's own language reference")
+    assert "language reference" in lines["lm.PyDocs"]
     assert "lm.Synthetic" in lines
 
 

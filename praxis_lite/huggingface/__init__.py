@@ -1,7 +1,7 @@
-"""Hugging Face models: read, exported, trained as jobs, and used in Python (`load`).
+"""Loads, trains and exports Hugging Face models, without transformers or torch.
 
-`families/` has a table per family that maps fields to settings and tensors to weights. Never
-imports transformers or torch.
+Each TOML file in `families/` describes one model family: it maps fields of config.json to settings
+and tensors to weights.
 """
 
 from praxis_lite.public_names import public_names

@@ -1,4 +1,4 @@
-"""Imports Hugging Face models as jobs, and exports jobs as Hugging Face models.
+"""Command line that imports Hugging Face models as jobs and exports jobs to their format.
 
     python -m praxis_lite.huggingface import HF_DIR JOB_LOG_DIR [--set path=value ...]
     python -m praxis_lite.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype NAME]
@@ -13,7 +13,7 @@ from praxis_lite.job.processes.standard_output import print_log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Begins a job with a Hugging Face model, or exports a job's model as one."""
+    """Creates a job from a Hugging Face model, or exports a job in Hugging Face format."""
     run(lambda: _convert(argv), continues_without_output=True)
 
 
@@ -39,19 +39,28 @@ def _convert(argv: Sequence[str] | None) -> None:
 def _parser() -> Parser:
     parser = Parser(prog="python -m praxis_lite.huggingface", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{import,export}")
-    importing = commands.add_parser("import", help="begin a job with the model in a directory")
-    importing.add_argument("hf_dir", metavar="HF_DIR", help="config.json and safetensors files")
-    importing.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a new directory")
-    importing.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
-                           action="extend", default=[], help="as of main.py")
+    importing = commands.add_parser("import", help="create a job from a Hugging Face model")
+    importing.add_argument(
+        "hf_dir", metavar="HF_DIR", help="directory with config.json and safetensors files"
+    )
+    importing.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="new directory for the job")
+    importing.add_argument(
+        "--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
+        help="settings of the job, as for main.py",
+    )
     exporting = commands.add_parser("export", help="export a job's model in Hugging Face format")
-    exporting.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a job that began with one")
-    exporting.add_argument("out_dir", metavar="OUT_DIR", help="a new directory")
-    exporting.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    exporting.add_argument(
+        "job_log_dir", metavar="JOB_LOG_DIR", help="job that started from a Hugging Face model"
+    )
+    exporting.add_argument("out_dir", metavar="OUT_DIR", help="new directory for the export")
+    exporting.add_argument(
+        "--step", type=int, help="step of the checkpoint to export; default: the latest"
+    )
     exporting.add_argument("--dtype", help="float32, bfloat16 or float16; default: unchanged")
     exporting.add_argument(
         "--adapters", choices=("merge", "peft"),
-        help="of a model with LoRA: merge them into its weights, or write them alone, as PEFT does",
+        help="for models with LoRA adapters: merge them into the weights, or write only the "
+        "adapters, in PEFT's format",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Merges a model's adapters into its weights, or writes them in PEFT's format."""
+"""Exports LoRA adapters: merged into the weights, or as separate files in PEFT's format."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,18 @@ from praxis_lite.huggingface.weights import Part
 from praxis_lite.layers.base.dims import Matrix, matrix_of
 from praxis_lite.layers.whole_model.adapted_products import DecomposedProduct, form_of
 
-# Adapted layers by their path in the model, of `praxis_lite.layers.adapted_layers`.
+# Layers with adapters by their path in the model, as `praxis_lite.layers.adapted_layers` returns.
 Layers = Mapping[str, Any]
 
 
 def merged_weights(
     arrays: Mapping[str, jax.Array], leaves: Sequence[LeafLayout], layers: Layers
 ) -> dict[str, jax.Array]:
-    """Returns the weights by path with the adapters merged, padded and sharded as before."""
-    leaf_of, merged = {leaf.path: leaf for leaf in leaves}, dict(arrays)
+    """Returns the weights by path with adapters merged; padding and sharding stay the same."""
+    layout_by_path, merged = {leaf.path: leaf for leaf in leaves}, dict(arrays)
     for path, layer in layers.items():
-        names = [f"params/{path}/{name}" for name in ("w", *layer.product.weights)]
-        layouts = [leaf_of[name] for name in names]
+        weight_paths = [f"params/{path}/{name}" for name in ("w", *layer.product.weights)]
+        layouts = [layout_by_path[weight_path] for weight_path in weight_paths]
 
         def merge(
             *padded: jax.Array, layouts: Sequence[LeafLayout] = layouts, layer: Any = layer
@@ -41,8 +41,8 @@ def merged_weights(
             w = layer.product.merge(layer, *arrays)
             return jnp.pad(w, [(0, padded_size - size) for size, padded_size in sizes])
 
-        padded = [arrays[name] for name in names]
-        merged[names[0]] = jax.jit(merge, out_shardings=padded[0].sharding)(*padded)
+        padded = [arrays[weight_path] for weight_path in weight_paths]
+        merged[weight_paths[0]] = jax.jit(merge, out_shardings=padded[0].sharding)(*padded)
     return merged
 
 
@@ -52,24 +52,27 @@ def write_peft(
 ) -> None:
     """Writes adapter_config.json and adapter_model.safetensors in PEFT's format.
 
-    Call it on every process; the first one writes.
+    Every process must call this; only the first one writes.
 
     Args:
-      directory: an existing directory.
-      parts: of the model's weights.
-      dtype: of the tensors.
-      base_model: the name or directory of the model that they belong to.
+      directory: Existing directory to write to.
+      parts: Tensors of the model, as `Pretrained.parts` lists them.
+      arrays: Weights and adapters by path, padded and sharded.
+      layers: Layers with adapters.
+      mesh: Mesh of the arrays.
+      dtype: Dtype of the written tensors.
+      base_model: Name or directory of the model without adapters.
 
     Raises:
-      ConfigError: a layer's weight is only a part of a tensor, which PEFT's adapters do not
-        support; or the layers differ in rank, alpha or use of DoRA.
+      ConfigError: A layer's weight is only a part of a tensor, which PEFT does not support; or the
+        layers differ in rank, alpha or the use of DoRA.
     """
-    pieces, tensors, modules, kinds = Pieces(arrays, mesh), {}, [], set()
+    pieces, tensors, modules, variants = Pieces(arrays, mesh), {}, [], set()
     is_transposed = False
     for path, layer in layers.items():
         for part in [part for part in parts if part.path == f"params/{path}/w"]:
             matrix = matrix_of(layer.equation, layer.letters)
-            _check_alone(part, layer, matrix)
+            _check_maps_to_one_tensor(part, layer, matrix)
             is_transposed = is_transposed or set(part.form[0]) == set(matrix.summed)
             module = part.tensor.removesuffix(".weight")
             modules.append(module)
@@ -78,23 +81,22 @@ def write_peft(
                 for x in ("w", *layer.product.weights)
             )
             rank = layer.lora_a.shape[-1]
-            # Ours are [*inputs, rank] and [rank, *outputs], theirs [rank, in] and [out, rank].
-            named = {"A.weight": a.reshape(-1, rank).T, "B.weight": b.reshape(rank, -1).T}
-            if m:  # Our m is the learned norm minus the norm of the column.
-                lengths = np.sqrt(np.square(w, dtype=np.float32).sum(axis=matrix.summed))
-                named["magnitude_vector"] = lengths.reshape(-1) + m[0].reshape(-1)
-            for name, tensor in named.items():
+            # Our matrices are [*inputs, rank] and [rank, *outputs]; PEFT's [rank, in], [out, rank].
+            peft_tensors = {"A.weight": a.reshape(-1, rank).T, "B.weight": b.reshape(rank, -1).T}
+            if m:  # Our m is the learned column norm minus the initial one; PEFT stores their sum.
+                norms = np.sqrt(np.square(w, dtype=np.float32).sum(axis=matrix.summed))
+                peft_tensors["magnitude_vector"] = norms.reshape(-1) + m[0].reshape(-1)
+            for name, tensor in peft_tensors.items():
                 name = f"base_model.model.{module}.lora_{name}"
                 tensors[name] = np.ascontiguousarray(tensor.astype(dtype))
             is_dora = isinstance(layer.product, DecomposedProduct)
-            kinds.add((rank, layer.product.scale * rank, is_dora))
-    if len(kinds) > 1:
+            variants.add((rank, layer.product.scale * rank, is_dora))
+    if len(variants) > 1:
         raise ConfigError(
-            "export: the adapters have several ranks, alphas and values of use_dora, "
-            f"{sorted(kinds)}; PEFT's file has one of each. Export the merged model: --adapters "
-            "merge."
+            f"export: the adapters differ in (rank, alpha, use_dora): {sorted(variants)}. PEFT "
+            "stores only one value of each. Export the merged model instead: --adapters merge."
         )
-    ((rank, alpha, is_dora),) = kinds
+    ((rank, alpha, is_dora),) = variants
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
         "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none",
@@ -107,24 +109,24 @@ def write_peft(
         (directory / "adapter_config.json").write_text(text, "utf-8")
 
 
-def _check_alone(part: Part, layer: Any, matrix: Matrix) -> None:
-    """Checks that a tensor is the matrix of a single layer, with its dims in the layer's order."""
-    is_alone = part.dim is None and part.turn is None and not form_of(layer).stack
-    if not is_alone or set(part.form) != set(matrix):
+def _check_maps_to_one_tensor(part: Part, layer: Any, matrix: Matrix) -> None:
+    """Checks that a tensor contains only this layer's matrix, with its dims in the same order."""
+    is_only_part = part.dim is None and part.interleave_index is None and not form_of(layer).stack
+    if not is_only_part or set(part.form) != set(matrix):
         raise ConfigError(
-            f"export: {part.tensor} consists of several of our weights, or has dims in another "
-            f"order, and {part.path} has a separate adapter, which PEFT does not support. Export "
-            "the merged model: --adapters merge."
+            f"export: PEFT cannot represent the adapter of {part.path}, because {part.tensor} "
+            "merges several weights or orders their dims differently. Export the merged model "
+            "instead: --adapters merge."
         )
 
 
 def _targets(modules: Sequence[str]) -> list[str]:
-    """Returns the modules' last names, or their full names if some layer has no adapter."""
+    """Returns PEFT's target_modules: last name components if every layer has the same adapters."""
     counts: dict[str, int] = {}
     for module in modules:
         last = module.rpartition(".")[2]
         counts[last] = counts.get(last, 0) + 1
-    layers = {part for item in modules for part in item.split(".") if part.isdecimal()}
-    highest = max(map(int, layers), default=0) + 1
-    is_each = len(layers) == highest and set(counts.values()) == {highest}
-    return sorted(counts) if is_each else list(modules)
+    layers = {part for module in modules for part in module.split(".") if part.isdecimal()}
+    num_layers = max(map(int, layers), default=0) + 1
+    is_uniform = len(layers) == num_layers and set(counts.values()) == {num_layers}
+    return sorted(counts) if is_uniform else list(modules)

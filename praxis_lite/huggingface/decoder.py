@@ -18,7 +18,7 @@ from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 from praxis_lite.layers.transformer.models import TransformerLm
 from praxis_lite.layers.transformer.transformers import Transformer
 
-# Our names of activations, by those of transformers.
+# Names of activations in transformers, mapped to ours.
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu_exact",
     "gelu_python": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
@@ -34,7 +34,7 @@ NORMS = {
 
 
 def lm_config(settings: DecoderSettings) -> "fdl.Partial[TransformerLm]":
-    """Returns the config of the model."""
+    """Returns the `TransformerLm` config for these settings."""
     require_choice("config.json: activation", settings.activation, tuple(ACTIVATIONS))
     norm = NORMS[settings.norm](settings.epsilon)
     blocks = [_block(settings, norm, kind) for kind in settings.pattern]
@@ -99,15 +99,15 @@ def _latent(
     settings: DecoderSettings, norm: Any, kind: LayerKind
 ) -> "fdl.Partial[MultiHeadLatentAttention]":
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    given = {name: getattr(settings, name) for name in names}
+    options = {name: getattr(settings, name) for name in names}
     scale = (settings.qk_nope_head_dim + settings.qk_rope_head_dim) ** -0.5
     if not settings.rotates_neighbours:
-        given["rotates_neighbours"] = False
+        options["rotates_neighbours"] = False
     if settings.has_latent_bias:
-        given["use_bias"] = True
+        options["use_bias"] = True
     return fdl.Partial(
-        MultiHeadLatentAttention, **given, query_scale=scale * latent_scale(settings, kind),
-        # DeepSeek's norms of latents use a fixed epsilon.
+        MultiHeadLatentAttention, **options, query_scale=scale * latent_scale(settings, kind),
+        # DeepSeek normalizes latents with a fixed epsilon, whatever rms_norm_eps is.
         ln_tpl=fdl.Partial(RmsNorm, epsilon=1e-6), rotary_position_emb_tpl=rotary(settings, kind),
     )
 
@@ -128,7 +128,8 @@ def _attention(
         DotProductAttention, num_kv_heads=settings.num_kv_heads,
         window=settings.window if kind.slides else None,
         use_bias=settings.use_bias, use_output_bias=settings.use_output_bias,
-        # The layer scales queries by hidden_dim / num_heads; hidden_dim has no other use here.
+        # The layer scales queries by (hidden_dim / num_heads)**-0.5. Nothing else reads hidden_dim
+        # here, because dim_per_head is set.
         hidden_dim=scale * settings.num_heads, internal_enable_per_dim_scale=False,
         atten_logit_cap=settings.atten_logit_cap or 0.0, use_rotary_position_emb=has_rotary,
         **({"attention_sinks": True} if settings.attention_sinks else {}),

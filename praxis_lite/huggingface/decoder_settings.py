@@ -1,22 +1,22 @@
-"""Settings of a decoder-only language model, the target of the tables in `families/`."""
+"""Settings of decoder-only models of all families; the tables in `families` map fields to them."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # As in their `layer_types`.
-# Which layers have sliding windows, if there are no `layer_types`.
+SLIDING, FULL = "sliding_attention", "full_attention"  # Values in the config's `layer_types`.
+# Which layers use sliding-window attention if config.json has no `layer_types`.
 WINDOWS = ("all", "even", "from max_window_layers", "all but each window_period-th")
 
 
 class LayerKind(NamedTuple):
-    """The settings that differ between the layers of a model.
+    """Settings that differ between the layers of a model.
 
     Attributes:
-      slides: its attention has the sliding window, and local rotary positions if there are any.
-      has_experts: its feed-forward part is a mixture of experts.
-      score_divisor: divides its scores, in addition to the scale that all layers share.
+      slides: Whether attention uses the sliding window, with the local rotary base if one is set.
+      has_experts: Whether the feed-forward layer is a mixture of experts.
+      score_divisor: Divides the attention scores, in addition to the scale shared by all layers.
     """
 
     slides: bool
@@ -26,47 +26,58 @@ class LayerKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSettings:
-    """Settings of a decoder-only model, named by the tables in `families/`.
+    """Settings of a decoder-only model; the tables in `families/` refer to these names.
 
     Attributes:
-      hidden_dims: 0 or None: 4 model_dims.
-      num_kv_heads: None: num_heads.
-      dim_per_head: None: model_dims / num_heads.
-      activation: the name in transformers, see `decoder.ACTIVATIONS`.
-      norm: of `decoder.NORMS`; norm_policy: of Transformer.
-      is_tied: embedding and head share a table.
-      use_bias, use_output_bias, has_bias: of queries, keys and values; of attention's outputs; of
-        the feed-forward part.
-      qk_norm: norm of queries and keys before they rotate: "", "head" or "all heads".
-      query_scalar: queries are multiplied by its -0.5th power; None: dim_per_head.
-      scales_queries: False: queries are not scaled; divides_by_layer: scores of layer i are
-        divided by i + 1.
-      atten_logit_cap, soft_cap_logits: 0 or None: none.
-      window: a token sees itself and window - 1 before it, in the layers that slide.
-      windows: which layers slide, of WINDOWS; layer_types lists the kind of each layer instead.
-      max_seq_length: of learned positions; None: positions are rotary.
-      rotary_share: the share of a head's dims that rotates; is_rotary_in_part: rope_scaling may
-        set it as well.
-      rope_theta: local_rope_theta is that of sliding layers, which have no rope_scaling; None:
-        sliding layers are like the others.
-      rope_scaling: as in config.json.
-      num_experts: None: no experts. The last of each sparse_step layers has them, except
-        dense_layers.
-      expert_hidden_dims: None: hidden_dims.
-      is_parallel: attention and feed-forward part have the same input, and both are added.
-      first_dense_layers: how many layers at the start have no experts.
+      hidden_dims: Width of the feed-forward layers; 0 or None means 4 * model_dims.
+      num_kv_heads: Number of key and value heads; None means num_heads.
+      dim_per_head: Dims per head; None means model_dims / num_heads.
+      activation: Name of the activation in transformers, a key of `decoder.ACTIVATIONS`.
+      norm: Kind of normalization, a key of `decoder.NORMS`.
+      norm_policy: Where a Transformer layer normalizes, as for `Transformer.norm_policy`.
+      is_tied: Whether the embedding and the head share a table.
+      use_bias: Whether the query, key and value projections have a bias.
+      use_output_bias: Whether attention's output projection has a bias.
+      has_bias: Whether the feed-forward layers have a bias.
+      qk_norm: Normalization of queries and keys before rotation: "", "head" or "all heads".
+      query_scalar: Queries are multiplied by query_scalar**-0.5; None means dim_per_head.
+      scales_queries: Whether queries are scaled at all.
+      divides_by_layer: Whether the scores of layer i are divided by i + 1.
+      atten_logit_cap: Soft cap of the attention scores; 0 or None disables it.
+      soft_cap_logits: Soft cap of the output logits; 0 or None disables it.
+      use_window: Whether sliding layers use the window.
+      window: Number of tokens that a token attends to in sliding layers, including itself.
+      windows: Which layers slide, one of WINDOWS; ignored if layer_types is set.
+      max_window_layers: First sliding layer if windows is "from max_window_layers".
+      window_period: Distance between full layers if windows is "all but each window_period-th".
+      layer_types: Kind of each layer, SLIDING or FULL.
+      max_seq_length: Number of learned positions; None means rotary positions.
+      rope_theta: Base of the rotary frequencies.
+      local_rope_theta: Base for sliding layers, which then ignore rope_scaling; None means that
+        sliding layers rotate like the others.
+      rotary_share: Fraction of a head's dims that is rotated.
+      is_rotary_in_part: Whether rope_scaling may set this fraction too.
+      rope_scaling: The field of config.json.
+      original_max_positions: Context length before RoPE scaling; None means max_positions.
+      num_experts: Number of experts; None means a dense model.
+      expert_hidden_dims: Width of each expert; None means hidden_dims.
+      sparse_step: Every sparse_step-th layer has experts, except dense_layers.
+      dense_layers: Indices of layers without experts.
+      first_dense_layers: Number of layers without experts at the start of the model.
+      is_parallel: Whether attention and feed-forward read the same input and are summed.
       num_shared_experts, score_func, num_expert_groups, num_expert_groups_per_token, gates_scale:
-        of TransformerFeedForwardMoe.
-      attention_sinks: of DotProductAttention.
-      has_expert_bias, swiglu_limit, swiglu_alpha: has_bias, swiglu_limit and swiglu_alpha of
-        TransformerFeedForwardMoe.
+        Arguments of TransformerFeedForwardMoe.
+      attention_sinks: Argument of DotProductAttention.
+      has_expert_bias: TransformerFeedForwardMoe.has_bias.
+      swiglu_limit, swiglu_alpha: Arguments of TransformerFeedForwardMoe.
       q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim,
-        rotates_neighbours: of MultiHeadLatentAttention, which replaces attention if kv_lora_rank
-        is set; has_latent_bias: its use_bias.
-      num_prediction_layers: of multi-token prediction, which are left out.
-      atten_dropout_prob, residual_dropout_prob: of Transformer, in training.
-      max_positions: for which a model is published; divided by original_max_positions it is the
-        factor of longrope and yarn. It is the default of original_max_positions.
+        rotates_neighbours: Arguments of MultiHeadLatentAttention, which replaces
+        DotProductAttention if kv_lora_rank is set.
+      has_latent_bias: MultiHeadLatentAttention.use_bias.
+      num_prediction_layers: Number of multi-token prediction layers, which are not loaded.
+      atten_dropout_prob, residual_dropout_prob: Dropout rates of Transformer in training.
+      max_positions: Published context length. The factor of longrope and yarn defaults to
+        max_positions / original_max_positions.
     """
 
     vocab_size: int
@@ -136,12 +147,12 @@ class DecoderSettings:
 
     @property
     def head_dims(self) -> int:
-        """Dims of a head."""
+        """Number of dims per head."""
         return self.dim_per_head or self.model_dims // self.num_heads
 
     @functools.cached_property
     def pattern(self) -> Sequence[LayerKind]:
-        """The kinds of the layers of the repeated block."""
+        """Kinds of the layers in the smallest block that repeats to form the model."""
         kinds = [self._kind_of(i) for i in range(self.num_layers)]
         for length in range(1, self.num_layers):
             repeats, rest = divmod(self.num_layers, length)

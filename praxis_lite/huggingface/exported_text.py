@@ -1,4 +1,4 @@
-"""Writes an export's tokenizer, chat template, special tokens and end tokens."""
+"""Writes the tokenizer, chat template and generation config of an exported model."""
 
 import json
 import shutil
@@ -17,93 +17,102 @@ from praxis_lite.inputs.tokenizers.files import (
 )
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 
-# Endings of fields of generation_config.json that name ids of a tokenizer.
-_OF_IDS = ("_token_id", "_token_ids", "_words_ids", "suppress_tokens")
+# Suffixes of the fields of generation_config.json that contain token ids.
+_TOKEN_ID_SUFFIXES = ("_token_id", "_token_ids", "_words_ids", "suppress_tokens")
 Note = Callable[[str], None]
 
 
 def write_text_files(
     target: Path, base: Path, task: Task, config: Mapping[str, Any], note: Note
 ) -> dict[str, Any]:
-    """Writes the tokenizer of a task, and generation_config.json with the task's end tokens.
+    """Writes the task's tokenizer files, and generation_config.json with its end tokens.
 
     Args:
-      target: directory of the export.
-      base: directory of the model that the task began with. Its files are copied if the task has
-        the same tokenizer; its settings of generation, except ids, in any case.
-      task: as the job ran it.
-      config: fields of the model's config.json.
-      note: called with what the export lacks.
+      target: Directory of the export.
+      base: Directory of the model that the job started from. Its tokenizer files are copied if the
+        task has the same tokenizer. Its generation settings are always kept, except token ids
+        that no longer apply.
+      task: Task as the job ran it.
+      config: Fields of the model's config.json.
+      note: Called with a message about anything that the export lacks.
 
     Returns:
       `config`, with the task's special tokens if they differ from those of `base`.
     """
     tokenizer = task.tokenizer
-    is_named = isinstance(tokenizer, JsonTokenizer)
+    has_files = isinstance(tokenizer, JsonTokenizer)
     fields = read_fields(base / GENERATION_CONFIG)
-    ends, is_set = _ends(task)
-    size = next((x["vocab_size"] for x in _parts(config) if x.get("vocab_size")), None)
-    ends = [i for i in ends if size is None or i < size]
-    if is_named and not _is_of(base, tokenizer):
-        _copy(tokenizer.directory, target)
+    eos_ids, is_explicit = _eos_ids(task)
+    vocab_size = next(
+        (x["vocab_size"] for x in _nested_configs(config) if x.get("vocab_size")), None
+    )
+    eos_ids = [i for i in eos_ids if vocab_size is None or i < vocab_size]
+    if has_files and not _has_same_tokenizer(base, tokenizer):
+        _copy_tokenizer(tokenizer.directory, target)
         ids = {
-            "bos_token_id": tokenizer.bos_id, "eos_token_id": ends or None,
+            "bos_token_id": tokenizer.bos_id, "eos_token_id": eos_ids or None,
             "pad_token_id": tokenizer.pad_id,
         }
-        fields = {name: x for name, x in fields.items() if not name.endswith(_OF_IDS)}
+        fields = {name: x for name, x in fields.items() if not name.endswith(_TOKEN_ID_SUFFIXES)}
         _write_generation(target, fields | {name: x for name, x in ids.items() if x is not None})
-        if size is not None and tokenizer.vocab_size > size:
-            note(f"{tokenizer} has {tokenizer.vocab_size} tokens, but the model only {size} rows")
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+            note(
+                f"{tokenizer} has {tokenizer.vocab_size} tokens, but the model's embedding has "
+                f"only {vocab_size} rows"
+            )
         return _with_ids(config, ids)
-    if has_tokenizer(base) and not is_named:
-        note(f"the export has no tokenizer, because the job's, {tokenizer}, has no files")
+    if has_tokenizer(base) and not has_files:
+        note(f"the export has no tokenizer, because the job's tokenizer {tokenizer} has no files")
         copy_files(base, target, [GENERATION_CONFIG])
     else:
-        _copy(base, target)
-    if is_set or (is_named and ends and set(ends) != _stated_ends(tokenizer, fields, config)):
-        _write_generation(target, fields | {"eos_token_id": ends})
-    return _with_ids(config, {"eos_token_id": ends}) if is_set else dict(config)
+        _copy_tokenizer(base, target)
+    is_changed = has_files and eos_ids and set(eos_ids) != _base_eos_ids(tokenizer, fields, config)
+    if is_explicit or is_changed:
+        _write_generation(target, fields | {"eos_token_id": eos_ids})
+    return _with_ids(config, {"eos_token_id": eos_ids}) if is_explicit else dict(config)
 
 
-def _ends(task: Task) -> tuple[list[int], bool]:
-    """Returns the ids that end an answer, and whether the job's decoder sets them explicitly."""
+def _eos_ids(task: Task) -> tuple[list[int], bool]:
+    """Returns the task's end-of-sequence ids, and whether its decoder sets them explicitly."""
     decoder = task.decoder
     if isinstance(decoder, Decoder) and decoder.eos_ids:
         return list(decoder.eos_ids), not isinstance(decoder.eos_id, TokenizerIds)
     return list(task.tokenizer.eos_ids) if task.tokenizer else [], False
 
 
-def _stated_ends(
+def _base_eos_ids(
     tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any]
 ) -> set[int | None]:
-    """Returns the end tokens that transformers reads: generation_config.json, else config.json."""
-    for fields in [generation] if generation else _parts(config):
-        if (ends := fields.get("eos_token_id")) is not None:
-            return set(ends if isinstance(ends, list) else [ends])
+    """Returns the base model's end tokens: generation_config.json first, then config.json."""
+    for fields in [generation] if generation else _nested_configs(config):
+        if (eos_ids := fields.get("eos_token_id")) is not None:
+            return set(eos_ids if isinstance(eos_ids, list) else [eos_ids])
     return set() if generation else {tokenizer.eos_id}
 
 
-def _is_of(base: Path, tokenizer: JsonTokenizer) -> bool:
+def _has_same_tokenizer(base: Path, tokenizer: JsonTokenizer) -> bool:
     """Returns whether a directory's tokenizer has the same ids, end tokens and chat template."""
     if not has_tokenizer(base):
         return False
-    ours, others = tokenizer, JsonTokenizer(base)
-    if ours.fingerprint() != others.fingerprint():
+    base_tokenizer = JsonTokenizer(base)
+    if tokenizer.fingerprint() != base_tokenizer.fingerprint():
         return False
-    sources = [item.chat.sources if item.chat else None for item in (ours, others)]
-    return sources[0] == sources[1]
+    templates = [x.chat.sources if x.chat else None for x in (tokenizer, base_tokenizer)]
+    return templates[0] == templates[1]
 
 
-def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _nested_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the config and, if it has one, its text_config."""
     return [x for x in (config, config.get("text_config")) if isinstance(x, Mapping)]
 
 
 def _with_ids(config: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config with these token ids at the top, and in text_config if it has them."""
-    of_one = {name: x[0] if isinstance(x, list) and len(x) == 1 else x for name, x in ids.items()}
-    config = {**config, **of_one}
-    if isinstance(inside := config.get("text_config"), Mapping):
-        config["text_config"] = {**inside, **{k: x for k, x in of_one.items() if k in inside}}
+    """Returns a config with these token ids, also in text_config where it repeats them."""
+    scalars = {name: x[0] if isinstance(x, list) and len(x) == 1 else x for name, x in ids.items()}
+    config = {**config, **scalars}
+    if isinstance(text_config := config.get("text_config"), Mapping):
+        repeated = {k: x for k, x in scalars.items() if k in text_config}
+        config["text_config"] = {**text_config, **repeated}
     return config
 
 
@@ -111,12 +120,12 @@ def _write_generation(target: Path, fields: Mapping[str, Any]) -> None:
     (target / GENERATION_CONFIG).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy_tokenizer(source: Path, target: Path) -> None:
     copy_files(source, target, names_of_tokenizer(source))
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copies those of the named files that exist."""
+    """Copies the named files that exist."""
     for name in names:
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Translates a config.json to `DecoderSettings` by the table of its family."""
+"""Converts config.json to `DecoderSettings`, using the TOML table of the model's family."""
 
 import dataclasses
 import functools
@@ -25,24 +25,25 @@ from praxis_lite.huggingface.decoder_settings import DecoderSettings
 
 __all__ = ("family_of", "settings_in")
 
-VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
+VALUES = ("constants", "defaults")  # Parts of a table in which false does not remove an entry.
 _MERGED = ("settings", "unused", "only", "reasons", "read_as", *VALUES, "tensors")
 EMBEDDING, HEAD = "embedding", "head"
 
 
 class Entry(NamedTuple):
-    """An entry of a family's [tensors]: the weights that a tensor consists of.
+    """An entry of a family's [tensors]: the weights that a tensor contains.
 
-    In a table it is the path of a weight, a list of paths, or a table with these fields.
+    TOML tables write it as the path of a weight, a list of paths, or a table with these fields.
 
     Attributes:
-      to: paths of our weights: within a layer if the tensor's name has {layer}, else within the
+      to: Paths of our weights, relative to the layer if the tensor's name has {layer}, else to the
         model; or EMBEDDING or HEAD, which are the same weight in a tied model. Several weights are
-        concatenated along their outputs.
-      dims: the dims of the tensor by the names of our weight's dims, "embed (heads head_dim)";
-        None: `form_of` infers them.
-      joined: how several weights alternate in the tensor instead. "heads": each head has its part
-        of each weight; "interleaved": consecutive entries of the last dim are of different weights.
+        concatenated along their output dim unless `joined` is set.
+      dims: Dims of the tensor in terms of our weight's dims, such as "embed (heads head_dim)"; None
+        means that `form_of` infers them.
+      joined: How several weights are interleaved. With "heads", each head stores its slice of
+        every weight in turn; with "interleaved", consecutive entries of the last dim belong to
+        different weights.
     """
 
     to: tuple[str, ...]
@@ -52,26 +53,26 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A table of `families/`, merged into the table that it extends; false removes an entry.
+    """A table of `families/`, merged with the table that it extends; false removes an entry.
 
     Attributes:
-      name: of the file.
-      architectures: the classes of transformers that it describes.
-      settings: by field of config.json, one or several names of `DecoderSettings`.
-      unused: by field, why it is ignored; the user is told if the field is set.
-      only: by field, the supported values, which all compute the same; empty: any value.
-      reasons: by field of `only`, why other values are not supported.
-      read_as: by field, values that stand for another value.
-      constants: settings that the family fixes.
-      defaults: settings for fields that config.json lacks, as the class in transformers has them.
-      tensors: by name in the checkpoint, the weights that a tensor consists of.
-      without_effect: fields that change nothing of what is computed.
-      refused: by field, what to do if it is set.
-      null_is_none: fields whose null is a value; elsewhere null is as if the field were not there.
-      harmless, harmless_prefixes: fields of fine-tunes that are ignored and logged.
-      inputs_first: matrices are stored [in, out], unlike those of a PyTorch Linear.
-      optional_prefix: of tensors' names, which some checkpoints lack.
-      skipped: tensors that are not weights.
+      name: Name of the TOML file.
+      architectures: Classes of transformers that the table describes.
+      settings: One or more `DecoderSettings` names for each field of config.json.
+      unused: Ignored fields and the reason, which is logged if the field is set.
+      only: Supported values per field, none of which changes the results; empty allows any value.
+      reasons: Why other values of a field in `only` are not supported.
+      read_as: Synonyms of values, per field.
+      constants: Settings that are fixed for the family.
+      defaults: Settings for fields that config.json omits, as in the class of transformers.
+      tensors: The weights that each tensor of a checkpoint contains.
+      without_effect: Fields that do not change the results.
+      refused: Unsupported fields and what to do about them.
+      null_is_none: Fields for which null is a value; other null fields count as absent.
+      harmless, harmless_prefixes: Fields of fine-tuned models that are ignored and logged.
+      inputs_first: Whether matrices are stored as [in, out], unlike those of PyTorch's Linear.
+      optional_prefix: Prefix of tensor names that some checkpoints omit.
+      skipped: Patterns of tensors that are not weights.
     """
 
     name: str
@@ -94,11 +95,11 @@ class Family:
     skipped: tuple[str, ...] = ()
 
     def decoder_settings(self, config: Mapping[str, Any]) -> DecoderSettings:
-        """Returns the settings for the fields of a config.json.
+        """Converts the fields of a config.json to settings.
 
         Raises:
-          ConfigError: a field is missing, unknown, has an unsupported value, or contradicts another
-            one.
+          ConfigError: A field is missing or unknown, has an unsupported value, or contradicts
+            another field.
         """
         self._check_fields(config)
         values = {**self.defaults, **self._values_in(config), **self.constants}
@@ -125,7 +126,7 @@ class Family:
             if field not in known and value is not None and not self._is_harmless(field):
                 raise ConfigError(
                     f"config.json of {self.name} has the unknown field {shown(field)!r} = "
-                    f"{shown(repr(value))}, which might change what is computed."
+                    f"{shown(repr(value))}, which might affect the results."
                     f"{did_you_mean(field[:80], known)} If it does not, remove it from config.json."
                 )
             allowed = self.only.get(field)
@@ -137,13 +138,13 @@ class Family:
                 )
 
     def _values_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the settings by name that a config.json sets."""
+        """Returns the settings that a config.json sets, by name."""
         values, field_of = {}, {}
         for field, names in self.settings.items():
             value = config.get(field)
             if value is None and not (field in config and field in self.null_is_none):
                 continue
-            if value == {}:  # An empty rope_scaling is none in transformers, too.
+            if value == {}:  # transformers treats an empty rope_scaling as null.
                 continue
             if isinstance(value, str):
                 value = self.read_as.get(field, {}).get(value, value)
@@ -151,14 +152,14 @@ class Family:
                 if values.setdefault(name, value) != value:
                     raise ConfigError(
                         f"config.json of {self.name}: {field_of[name]} is "
-                        f"{shown(repr(values[name]))} and {field} is {shown(repr(value))}, but "
-                        "both are names of one setting. Remove the wrong one."
+                        f"{shown(repr(values[name]))} but {field} is {shown(repr(value))}; both "
+                        "name the same setting. Remove the wrong field."
                     )
                 field_of[name] = field
         return values
 
     def _field_of(self, setting: str) -> str:
-        """Returns the field of config.json for a setting, or the setting's own name."""
+        """Returns the config.json field that sets a setting, or the setting's name if none does."""
         for field, names in self.settings.items():
             if setting in ([names] if isinstance(names, str) else names):
                 return field
@@ -168,7 +169,7 @@ class Family:
         return field in self.harmless or field.startswith(self.harmless_prefixes)
 
     def ignored_fields(self, config: Mapping[str, Any]) -> list[str]:
-        """Returns a message for each ignored field of a config.json that asks for something."""
+        """Returns messages about the fields of a config.json that are set but ignored."""
         lines = [
             f"config.json: {field} = {config[field]!r} is ignored: {why}"
             for field, why in self.unused.items() if config.get(field)
@@ -179,31 +180,32 @@ class Family:
         ]
         if harmless:
             lines.append(
-                f"config.json: {few(harmless, 8)}: ignored, because they describe sampling or the "
+                f"config.json: ignored {few(harmless, 8)}, which only describe sampling or the "
                 "program that wrote the file"
             )
         return lines
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else [annotation]
-    for kind in kinds:
-        kind = typing.get_origin(kind) or kind
-        # In Python a bool is an int, an int no float, and a str a Sequence; in JSON it is not so.
-        if kind in (bool, int, str) or isinstance(value, bool | str):
-            is_right = type(value) is kind
+    """Returns whether a JSON value has the annotated type of a setting."""
+    is_union = isinstance(annotation, types.UnionType)
+    for expected in typing.get_args(annotation) if is_union else [annotation]:
+        expected = typing.get_origin(expected) or expected
+        # Unlike isinstance, accept an int as a float, but no bool as an int or str as a Sequence.
+        if expected in (bool, int, str) or isinstance(value, bool | str):
+            matches = type(value) is expected
         else:
-            is_right = isinstance(value, (int, float) if kind is float else kind)
-        if is_right:
+            matches = isinstance(value, (int, float) if expected is float else expected)
+        if matches:
             return True
     return False
 
 
 def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
-    """Returns the settings of the model in a directory.
+    """Reads the settings of a model from the config.json in its directory.
 
     Raises:
-      ConfigError: there is no config.json, or it has an unknown field or value.
+      ConfigError: There is no config.json, or it has an unknown field or value.
     """
     config = read_config(Path(directory))
     return family_of(config).decoder_settings(config)
@@ -211,44 +213,44 @@ def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
 
 @functools.cache
 def families() -> dict[str, Family]:
-    """Returns all families by the architectures that they describe."""
-    result = {}
+    """Loads all tables of `families/`, keyed by architecture."""
+    family_by_architecture = {}
     for file in resources.files(__package__).joinpath("families").iterdir():
         name = file.name.removesuffix(".toml")
         if file.name.endswith(".toml") and name != "common":
             family = _family(name)
-            result |= dict.fromkeys(family.architectures, family)
-    return result
+            family_by_architecture |= dict.fromkeys(family.architectures, family)
+    return family_by_architecture
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Returns the family of a config.json.
+    """Returns the family that describes the architecture of a config.json.
 
     Raises:
-      ConfigError: its architecture is in no table; names the known ones.
+      ConfigError: No table describes it. The message lists the known architectures.
     """
-    named = config.get("architectures")
+    architectures = config.get("architectures")
     require(
-        isinstance(named, list) and len(named) == 1, "config.json: architectures", named,
-        "a list of one name, such as ['LlamaForCausalLM']",
+        isinstance(architectures, list) and len(architectures) == 1, "config.json: architectures",
+        architectures, "a list of one name, such as ['LlamaForCausalLM']",
     )
-    require_choice("config.json: architectures", named[0], sorted(families()))
-    return families()[named[0]]
+    require_choice("config.json: architectures", architectures[0], sorted(families()))
+    return families()[architectures[0]]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Returns the fields of a directory's config.json.
 
     Raises:
-      ConfigError: there is none, or it is not a JSON object.
+      ConfigError: The file is missing or unreadable, or is not a JSON object.
     """
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"{directory} has no config.json. Name the directory of a Hugging Face model, with "
-            "config.json and model.safetensors in it."
+            f"{directory} has no config.json. Specify the directory of a Hugging Face model, which "
+            "contains config.json and model.safetensors."
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
@@ -278,8 +280,9 @@ def _family(name: str) -> Family:
     )
 
 
-def _entry(given: Any, where: str) -> Entry:
-    fields = {**given} if isinstance(given, dict) else {"to": given}
+def _entry(value: Any, where: str) -> Entry:
+    """Parses an entry of [tensors]; `where` names it in errors."""
+    fields = {**value} if isinstance(value, dict) else {"to": value}
     to = fields.pop("to")
     entry = Entry((to,) if isinstance(to, str) else tuple(to), **fields)
     if entry.joined is not None:
@@ -288,13 +291,14 @@ def _entry(given: Any, where: str) -> Entry:
 
 
 def _merged(name: str) -> dict[str, Any]:
+    """Returns the table of a family, merged with all tables that it extends."""
     table = _table(name)
     if "extends" not in table:
         return table
     base = _merged(table.pop("extends"))
-    merged, left_out = {}, table.pop("without_defaults", ())
-    for name in left_out:
-        del base["defaults"][name]
+    merged = {}
+    for setting in table.pop("without_defaults", ()):
+        del base["defaults"][setting]
     for part in _MERGED:
         entries = {**base.get(part, {}), **table.get(part, {})}
         merged[part] = {key: x for key, x in entries.items() if x is not False or part in VALUES}

@@ -1,4 +1,4 @@
-"""Begins jobs with Hugging Face models, and exports jobs as Hugging Face models."""
+"""Creates jobs from Hugging Face models, and exports jobs in Hugging Face format."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -32,31 +32,37 @@ def begin_job(
     directory: str | os.PathLike[str], job_log_dir: str | os.PathLike[str], *,
     settings: Sequence[str] = (), note: Note = lambda line: None,
 ) -> JobDir:
-    """Returns a new job of huggingface.CausalLm whose checkpoint of step 0 has a model's weights.
+    """Creates a huggingface.CausalLm job whose checkpoint at step 0 contains a model's weights.
 
-    The job no longer needs the model's directory: its HF_DIR is a folder of the job.
+    The job does not need the model's directory afterwards: config.json and the tokenizer are
+    copied to the job's directory, to which HF_DIR then points.
 
     Args:
-      directory: of the model.
-      job_log_dir: new or empty.
-      settings: "path=value", as for --set.
-      note: called with the progress of the reading.
+      directory: Directory of the model.
+      job_log_dir: New or empty directory for the job.
+      settings: Settings as for --set, "path=value" each.
+      note: Called with progress messages while the weights are read.
+
+    Returns:
+      The directory of the job.
 
     Raises:
-      ConfigError: see `Pretrained`, `new_job_dir` and `begin_job_with`.
+      ConfigError: As `Pretrained`, `new_job_dir` and `begin_job_with`.
     """
-    def source(partitioner: Partitioner, job: Job) -> FromHuggingFace:
+
+    def initial_state(partitioner: Partitioner, job: Job) -> FromHuggingFace:
         return FromHuggingFace(directory, partitioner.layout)
 
-    TensorFiles(local_directory(directory))  # Fails before anything is written.
+    # Raise errors about the model before anything is written.
+    TensorFiles(local_directory(directory))
     with new_job_dir(job_log_dir, EXPERIMENT) as job_dir:
         write_description(directory, job_dir.huggingface)
-        given = (hf_dir_setting(job_dir), *settings)
-        return begin_job_with(source, EXPERIMENT, job_dir, given, note=note)
+        settings = (hf_dir_setting(job_dir), *settings)
+        return begin_job_with(initial_state, EXPERIMENT, job_dir, settings, note=note)
 
 
 def hf_dir_setting(job_dir: JobDir) -> str:
-    """Returns the value of HF_DIR in a job of `begin_job`, for --set."""
+    """Returns the --set argument that points HF_DIR to the job's copy of the model's files."""
     return f"HF_DIR={job_dir.huggingface.absolute()}"
 
 
@@ -65,48 +71,50 @@ def export_job(
     step: int | None = None, dtype: str | None = None,
     adapters: Literal["merge", "peft"] | None = None, note: Note = lambda line: None,
 ) -> None:
-    """Exports a checkpoint of a job in the format of Hugging Face.
+    """Exports a checkpoint of a job in Hugging Face format.
 
     Args:
-      job_log_dir: of a job that began with a model of Hugging Face.
-      directory: new or empty.
-      step: of the checkpoint; None: the newest.
-      dtype, note: see `Pretrained.write`.
-      adapters: for a model with adapters: "merge" adds them to its weights; "peft" writes them
-        alone, in PEFT's format.
+      job_log_dir: Directory of a job that started from a Hugging Face model.
+      directory: New or empty directory for the export.
+      step: Step of the checkpoint; None means the latest.
+      dtype: As in `Pretrained.write`.
+      adapters: What to do with LoRA adapters: "merge" adds them to the weights, "peft" writes only
+        the adapters, in PEFT's format. Required if the model has adapters, else None.
+      note: Called with progress messages.
 
     Raises:
-      ConfigError: the job did not begin with a Hugging Face model, or the model has adapters but
-        `adapters` is None, or the other way round.
+      ConfigError: The job did not start from a Hugging Face model; the model has adapters but
+        `adapters` is None; or it has none but `adapters` is set.
     """
     if adapters is not None:
         require_choice("export: adapters", adapters, ("merge", "peft"))
     job_dir = open_for_reading(job_log_dir, writes=False)
     require(
         job_dir.huggingface.is_dir(), "export: the job", str(job_dir.path),
-        "one that began with a model of Hugging Face (import, or run.init_from_huggingface)",
+        "a job that started from a Hugging Face model (import, or run.init_from_huggingface)",
     )
     model = load(job_log_dir, step)
-    kept = model.partitioner.layout.select("mdl_vars")
-    layout, mesh, task = whole_layout(kept), model.partitioner.mesh, model.partitioner.task
+    stored_layout = model.partitioner.layout.select("mdl_vars")
+    layout, mesh, task = whole_layout(stored_layout), model.partitioner.mesh, model.partitioner.task
     layers = adapted_layers(task.model.abstract_module())
     if layers and adapters is None:
         raise ConfigError(
-            f"export: the job's model has adapters in {few(list(layers))}. Merge them into its "
-            "weights with --adapters merge, or write them alone with --adapters peft."
+            f"export: the job's model has adapters in {few(list(layers))}. Merge them into the "
+            "weights with --adapters merge, or export only the adapters with --adapters peft."
         )
-    require(
-        bool(layers) or adapters is None, "export: the adapters of the job's model", "none",
-        f"some, for --adapters {adapters}", "Leave --adapters out.",
-    )
-    paths = [leaf.path for leaf in kept.leaves()]
+    if adapters is not None and not layers:
+        raise ConfigError(
+            f"export: the job's model has no adapters; --adapters {adapters} needs some. Omit "
+            "--adapters."
+        )
+    paths = [leaf.path for leaf in stored_layout.leaves()]
     arrays = dict(zip(paths, jax.tree.leaves(model.mdl_vars), strict=True))
-    arrays = whole_arrays(kept, arrays, mesh)
+    arrays = whole_arrays(stored_layout, arrays, mesh)
     pretrained = Pretrained(job_dir.huggingface, layout)
     if adapters == "peft":
-        came_from = (job_dir.huggingface / CAME_FROM).read_text("utf-8").strip()
+        base_model = (job_dir.huggingface / CAME_FROM).read_text("utf-8").strip()
         pretrained.write_adapters(
-            directory, arrays, layers, mesh, task, dtype, base_model=came_from, note=note
+            directory, arrays, layers, mesh, task, dtype, base_model=base_model, note=note
         )
     else:
         arrays = merged_weights(arrays, list(layout.leaves()), layers)

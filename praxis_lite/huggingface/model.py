@@ -1,4 +1,4 @@
-"""Hugging Face models on a mesh: logits, continuations, export, and a config to train them."""
+"""`load` and HuggingFaceModel: Hugging Face models on a mesh, for logits, generation and export."""
 
 import functools
 import os
@@ -40,18 +40,19 @@ def load(
     settings: Sequence[str] = (),
     note: Callable[[str], None] = print,
 ) -> "HuggingFaceModel":
-    """Returns a Hugging Face model with its weights in float32 on a mesh.
+    """Loads a Hugging Face model onto a mesh, with float32 weights.
 
     Args:
-      directory: with config.json and safetensors files.
-      mesh: with the axes replica, data and mdl; None: one device.
-      settings: "path=value" each, of the experiment huggingface.CausalLm, as for --set; such as
-        "SHARDING_PRESET=fsdp".
-      note: called with the progress, with ignored fields of config.json and with NaN weights.
+      directory: Directory with config.json and safetensors files.
+      mesh: Mesh with the axes replica, data and mdl; None means one device.
+      settings: Settings of the experiment huggingface.CausalLm as for --set, "path=value" each,
+        such as "SHARDING_PRESET=fsdp".
+      note: Called with progress messages, ignored fields of config.json and warnings about NaN
+        weights.
 
     Raises:
-      ConfigError: the architecture, a field or a tensor is unknown; files are missing, damaged or
-        pickled; the mesh has other axes.
+      ConfigError: The architecture, a field or a tensor is unknown; files are missing, damaged or
+        pickled; or the mesh has other axes.
     """
     if mesh is None:
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
@@ -62,8 +63,9 @@ def load(
     experiment = configured(
         registry.get_experiment(EXPERIMENT), [f"HF_DIR={os.fspath(directory)}", *settings]
     )
-    task, make = fdl.build(experiment.task), experiment.partitioner
-    partitioner = Partitioner(task, mesh) if make is None else fdl.build(make)(task, mesh)
+    task, partitioner_tpl = fdl.build(experiment.task), experiment.partitioner
+    make_partitioner = Partitioner if partitioner_tpl is None else fdl.build(partitioner_tpl)
+    partitioner = make_partitioner(task, mesh)
     pretrained = Pretrained(directory, partitioner.layout.select("mdl_vars"))
     arrays = pretrained.read(mesh, note)
     return HuggingFaceModel(partitioner, arrays, experiment, pretrained)
@@ -73,11 +75,13 @@ def load_on_devices(
     directory: str | os.PathLike[str], mesh: MeshConfig | Literal["attached", "job"], *,
     settings: Sequence[str] = (),
 ) -> "HuggingFaceModel":
-    """Returns a Hugging Face model on the devices that a command line names; see `load`.
+    """Loads a Hugging Face model onto the mesh that a command line specifies; see `load`.
 
     Args:
-      mesh: as of `praxis_lite.load`; "job" is the mesh of the experiment huggingface.CausalLm with
-        the settings. Its devices are simulated if there are no accelerators.
+      directory: As in `load`.
+      mesh: As in `praxis_lite.load`; "job" means the mesh of the experiment huggingface.CausalLm
+        with these settings. Its devices are simulated on CPU if there are no accelerators.
+      settings: As in `load`.
     """
     if isinstance(mesh, str):
         config = fdl.build(configured(registry.get_experiment(EXPERIMENT), settings).mesh)
@@ -88,17 +92,17 @@ def load_on_devices(
 
 
 class HuggingFaceModel:
-    """The weights of a Hugging Face checkpoint on a mesh, and the model's calls.
+    """A Hugging Face model whose weights are placed on a mesh.
 
-    Each method compiles when it is first called with arrays of some shapes; `generate` keeps a copy
-    of the weights of stacked layers, with one array per layer.
+    Each method compiles on its first call with new shapes. `generate` caches an unstacked copy of
+    the weights of stacked layers (one array per layer).
 
     Attributes:
-      partitioner: the task on its mesh.
-      arrays: the weights by path, padded and sharded.
-      mdl_vars: the same as a tree, for the compiled steps.
-      experiment: a config to train it, of the experiment huggingface.CausalLm.
-      pretrained: the files that it was read from.
+      partitioner: Partitioner of the task and the mesh.
+      arrays: Weights by path, padded and sharded.
+      mdl_vars: The same weights as a tree, as the compiled steps take them.
+      experiment: Config of the experiment huggingface.CausalLm, for training the model.
+      pretrained: The files from which the model was loaded.
     """
 
     def __init__(
@@ -124,14 +128,15 @@ class HuggingFaceModel:
         """Returns float32 logits [B, T, V].
 
         Args:
-          ids: int [B, T].
-          attention_mask: [B, T], 0 for padding on the right or the left, which no token sees.
-          position_ids: int [B, T]; None: from 0 in each segment; without segments, with a mask the
-            number of real tokens before, else 0 to T - 1.
-          segment_ids: int [B, T], of packed rows: tokens see their own segment; 0 is padding.
+          ids: Token ids, int [B, T].
+          attention_mask: [B, T], 0 for padding on the left or right, which is not attended to.
+          position_ids: Positions, int [B, T]. None counts from 0 in each segment, or without
+            segments over the tokens that attention_mask selects.
+          segment_ids: Segments of packed rows, int [B, T]: a token attends only to its own segment;
+            0 marks padding.
 
         Raises:
-          ConfigError: an argument has another shape, or an id or position that the model lacks.
+          ConfigError: An argument has the wrong shape, or an id or position is out of range.
         """
         mask = None if attention_mask is None else np.asarray(attention_mask) != 0
         if mask is not None:
@@ -140,37 +145,39 @@ class HuggingFaceModel:
                 f"that of ids, {np.shape(ids)}",
             )
         ids = token_ids(ids, "logits: ids", self._sizes["ids"], counts=mask)
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if segment_ids is not None:
             segment_ids = _ids_like(ids, segment_ids, "logits: segment_ids")
-            given["segment_ids"] = segment_ids if mask is None else np.where(mask, segment_ids, 0)
+            inputs["segment_ids"] = segment_ids if mask is None else np.where(mask, segment_ids, 0)
         elif mask is not None:
-            given["paddings"] = 1.0 - mask.astype(np.float32)
+            inputs["paddings"] = 1.0 - mask.astype(np.float32)
         if position_ids is not None:
-            given["positions"] = _ids_like(
+            inputs["positions"] = _ids_like(
                 ids, position_ids, "logits: position_ids", self._sizes.get("segment_pos"), mask
             )
         elif mask is not None and segment_ids is None:
-            given["positions"] = np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
+            inputs["positions"] = np.maximum(np.cumsum(mask, axis=1, dtype=np.int32) - 1, 0)
         self._require_positions(ids.shape[1], "logits: the length of ids")
-        return self._forward(self.mdl_vars, ids, **given)[0]
+        return self._forward(self.mdl_vars, ids, **inputs)[0]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16, *,
         eos_id: int | Sequence[int] | None = None, **settings: Any,
     ) -> list[list[int]]:
-        """Returns the likeliest next ids of each prompt.
+        """Continues each prompt by greedy decoding, and returns the new ids.
 
         Args:
-          prompts: of any lengths from one token on.
-          eos_id: a row ends with this token, or one of these; None: no token ends it.
-          settings: others of `praxis_lite.decode.Greedy`, such as num_speculative_tokens=4.
+          prompts: Token ids of each prompt, at least one; lengths may differ.
+          max_new_tokens: Maximum number of new tokens per prompt.
+          eos_id: Token, or tokens, that end a continuation; None always decodes max_new_tokens.
+          settings: Other arguments of `praxis_lite.decode.Greedy`, such as
+            num_speculative_tokens=4.
 
         Raises:
-          ConfigError: the model lacks an id or a position, or there is no such setting.
+          ConfigError: An id or position is out of range, or a setting does not exist.
         """
-        what = "generate: max_new_tokens"
-        max_new_tokens = whole_number(max_new_tokens, what, 1)
+        argument = "generate: max_new_tokens"
+        max_new_tokens = whole_number(max_new_tokens, argument, 1)
         require(
             not isinstance(prompts, str) and len(prompts) > 0, "generate: prompts", prompts,
             "a list of prompts, each a list of token ids",
@@ -183,25 +190,27 @@ class HuggingFaceModel:
         lengths = np.array([len(row) for row in rows], np.int32)
         longest = int(lengths.max())
         self._require_positions(
-            longest + max_new_tokens, f"{what}={max_new_tokens} after a prompt of {longest} tokens"
+            longest + max_new_tokens,
+            f"{argument}={max_new_tokens} plus a prompt of {longest} tokens",
         )
-        ends: tuple[int, ...] = ()
+        eos_ids: tuple[int, ...] = ()
         if eos_id is not None:
-            ends = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
-            ends = tuple(token_ids(ends, "generate: eos_id", vocab_size, ndim=1).tolist())
+            eos_ids = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
+            eos_ids = tuple(token_ids(eos_ids, "generate: eos_id", vocab_size, ndim=1).tolist())
         padded_length = length_of_prompts(longest, max_new_tokens, num_positions)
         ids = np.zeros((len(lengths), padded_length), np.int32)
         for padded, row in zip(ids, rows, strict=True):
             padded[: len(row)] = row
-        form = self.partitioner.task.decoder.weights_form
-        for name, expected in form.items():
+        # Settings that decide how the weights are stored were fixed when the model was loaded.
+        weights_form = self.partitioner.task.decoder.weights_form
+        for name, expected in weights_form.items():
             actual = settings.get(name, expected)
             require(
                 actual == expected, f"generate: {name}", actual, f"{expected!r}",
                 f"Load the model with settings=['task.decoder.{name}=...'].",
             )
         config = self.experiment.task
-        decoder = Greedy(max_decode_steps=max_new_tokens, eos_id=ends, **form)
+        decoder = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_ids, **weights_form)
         decoder = changed_decoder(self.partitioner.task, config, decoder, settings)
         if decoder not in self._decoding:
             task = fdl.build(fdl.copy_with(config, decoder=decoder))
@@ -224,28 +233,30 @@ class HuggingFaceModel:
     ) -> None:
         """Exports the model in Hugging Face format: config.json and safetensors files.
 
-        Untrained weights are written bit for bit as they were read.
+        Weights that were not changed since `load` are written bit for bit as they were read.
 
         Args:
-          directory: new or empty.
-          dtype: "float32", "bfloat16" or "float16"; None: for each tensor that of the files read.
-          max_file_bytes: of each file.
-          note: called with the progress.
+          directory: New or empty directory.
+          dtype: "float32", "bfloat16" or "float16"; None keeps each tensor's dtype in the files
+            that were read.
+          max_file_bytes: Maximum size of a file.
+          note: Called with progress messages.
 
         Raises:
-          ConfigError: the directory has files, or the dtype is not one of these.
+          ConfigError: The directory is not empty, or the dtype is not one of these.
         """
         self.pretrained.write(
             directory, self.arrays, self.partitioner.mesh, self.partitioner.task, dtype,
             max_file_bytes=max_file_bytes, note=note,
         )
 
-    def _require_positions(self, length: int, what: str) -> None:
-        most = self._sizes.get("segment_pos")
-        if most is not None and length > most:
+    def _require_positions(self, length: int, argument: str) -> None:
+        """Checks that a sequence is not longer than the model's maximum; `argument` names it."""
+        num_positions = self._sizes.get("segment_pos")
+        if num_positions is not None and length > num_positions:
             raise ConfigError(
-                f"{what} is {length}; expected at most {most}, the positions of the model "
-                "(max_position_embeddings). Shorten it, or load the model with "
+                f"{argument} is {length}; expected at most {num_positions}, the model's number of "
+                "positions (max_position_embeddings). Shorten it, or load the model with "
                 "settings=['task.model.max_positions=NUMBER'] if its positions are rotary."
             )
 
@@ -259,13 +270,14 @@ class HuggingFaceModel:
 
 
 def _ids_like(
-    ids: np.ndarray, given: Any, what: str, size: int | None = None, mask: np.ndarray | None = None
+    ids: np.ndarray, value: Any, argument: str, size: int | None = None,
+    mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns an argument as int32 with the shape of ids; a row counts for all rows."""
+    """Returns an argument as int32, broadcast to the shape of `ids`."""
     try:
-        given = np.broadcast_to(np.asarray(given), ids.shape)
+        value = np.broadcast_to(np.asarray(value), ids.shape)
     except ValueError:
         raise ConfigError(
-            f"{what} does not have the shape of ids, {list(ids.shape)}. Give a number for each id."
+            f"{argument} does not have the shape of ids, {list(ids.shape)}. Pass a value per id."
         ) from None
-    return token_ids(given, what, size, counts=mask)
+    return token_ids(value, argument, size, counts=mask)

@@ -1,4 +1,4 @@
-"""Reads a model's weights from a Hugging Face directory, and writes them to one."""
+"""Reads a model's weights from a Hugging Face directory onto a mesh, and writes them back."""
 
 import contextlib
 import dataclasses
@@ -30,28 +30,28 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS, REFERENCE
 
-# The file of `write_description` with the path of the directory that a job began with.
+# File in a job's directory with the path of the model from which the job started.
 CAME_FROM = "came_from.txt"
 _REFERENCE = f"params/{REFERENCE}/"
 
 
 class Pretrained:
-    """The model in a directory, mapped to the weights of a layout.
+    """A Hugging Face model on disk, with the mapping from its tensors to the weights of a layout.
 
     Args:
-      directory: with config.json and safetensors files.
-      layout: of mdl_vars. Weights of adapters are left out: they have no tensors. A frozen copy of
-        the model is read like the model, and not written.
+      directory: Directory with config.json and safetensors files.
+      layout: Layout of mdl_vars. Adapter weights in it are ignored, because the files have none. A
+        frozen reference copy of the model is read from the same tensors, but never written.
 
     Attributes:
-      config: the fields of config.json.
-      files: the tensors.
-      parts: of all weights, with the names of these files.
-      reference_parts: of the weights of the frozen copy.
+      config: Fields of config.json.
+      files: Tensors of the directory.
+      parts: For each weight, the tensors or slices of tensors that it is made of.
+      reference_parts: The same for the weights of the frozen reference copy.
 
     Raises:
-      ConfigError: the architecture, a field or a tensor is unknown; files are missing, damaged or
-        pickled; the weights are not those of the model in the directory.
+      ConfigError: The architecture, a field or a tensor is unknown; files are missing, damaged or
+        pickled; or the layout's weights do not match the model in the directory.
     """
 
     def __init__(self, directory: str | os.PathLike[str], layout: StateLayout):
@@ -59,20 +59,24 @@ class Pretrained:
         require_package("safetensors", f"The model {path}")
         self.config = read_config(path)
         family = family_of(self.config)
-        self.layout, self._kept, self.files = whole_layout(layout), layout, TensorFiles(path)
+        # `layout` may store some weights in another form (quantized, for example); `self.layout`
+        # has the logical weights, which the tensors map to.
+        self.layout, self._stored_layout = whole_layout(layout), layout
+        self.files = TensorFiles(path)
         self._ignored_fields = family.ignored_fields(self.config)
         shapes = {leaf.path: leaf.shape for leaf in self._leaves()}
         settings = family.decoder_settings(self.config)
         num_layers = settings.num_layers
-        left_out = range(num_layers, num_layers + settings.num_prediction_layers)
-        # config.json decides the names and matrices of dims, whichever class is trained.
+        skipped_layers = range(num_layers, num_layers + settings.num_prediction_layers)
+        # Take the dims of the weights from the model that config.json describes: the trained task
+        # may use another class with the same weights.
         weights = weights_of(settings)
         self._check_shapes(
             {path: weight.shape for path, weight in weights.items()},
             {path: x for path, x in shapes.items() if not path.startswith(_REFERENCE)},
         )
         parts = map_tensors(family, settings, weights)
-        self.parts = parts_in_files(family, parts, self.files, left_out)
+        self.parts = parts_in_files(family, parts, self.files, skipped_layers)
         self.reference_parts = [
             dataclasses.replace(part, path=path) for part in self.parts
             if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes
@@ -81,38 +85,43 @@ class Pretrained:
     def _check_shapes(
         self, expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """Checks that the trained weights have the shapes of the model in the directory."""
+        """Checks that the trained model has the same weights as the model in the directory."""
         differing = [
-            f"{path} is {actual.get(path, 'missing')} instead of {expected.get(path, 'missing')}"
+            f"{path} is {actual.get(path, 'missing')}, expected {expected.get(path, 'missing')}"
             for path in sorted({*actual, *expected}) if actual.get(path) != expected.get(path)
         ]
         if differing:
             raise ConfigError(
-                f"The trained model is not the model of {self.files.directory}/config.json: "
-                f"{few(differing, 2)}. If HF_DIR and run.init_from_huggingface name two "
-                "directories, name the same in both; otherwise undo the settings of task.model "
-                "that change its weights."
+                "The trained model does not match the model described by "
+                f"{self.files.directory}/config.json: {few(differing, 2, '; ')}. Use the same "
+                "directory for HF_DIR and run.init_from_huggingface, and undo settings of "
+                "task.model that change its weights."
             )
 
     @property
     def paths(self) -> set[str]:
-        """The paths of the arrays that are read, as the layout stores them."""
+        """Paths of the arrays that `read` returns, in the form in which the layout stores them."""
         paths = {part.path for part in (*self.parts, *self.reference_parts)}
-        return kept_paths(self._kept, paths)
+        return kept_paths(self._stored_layout, paths)
 
     def read(
         self, mesh: Mesh, note: Callable[[str], None] = lambda line: None
     ) -> dict[str, jax.Array]:
-        """Returns the weights by path, padded and sharded; `note` is called with the progress.
+        """Reads the weights, and returns them by path, padded and sharded.
 
-        A weight that the layout stores in another form is converted before the next is read.
+        A weight that the layout stores in another form is converted before the next one is read,
+        which limits the peak memory.
+
+        Args:
+          mesh: Mesh on which the weights are placed.
+          note: Called with progress messages.
         """
         for line in self._ignored_fields:
             note(line)
         parts = [*self.parts, *self.reference_parts]
         return read_weights(
             self._leaves(), mesh, parts, self.files, note,
-            lambda path, weight: in_kept_form(self._kept, path, weight, mesh),
+            lambda path, weight: in_kept_form(self._stored_layout, path, weight, mesh),
         )
 
     def write(
@@ -120,26 +129,28 @@ class Pretrained:
         task: Task, dtype: str | None = None, *, max_file_bytes: int = MAX_FILE_BYTES,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Writes weights as Hugging Face stores them: config.json, safetensors, the tokenizer.
+        """Writes a Hugging Face directory: config.json, safetensors files and the tokenizer.
 
         Args:
-          directory: new or empty.
-          arrays: as `read` returns them.
-          task: its tokenizer, chat template and end tokens are written.
-          dtype: "float32", "bfloat16" or "float16"; None: for each tensor that of the files read.
-          max_file_bytes: of each file.
-          note: called with the progress.
+          directory: New or empty directory.
+          arrays: Logical weights by path, padded and sharded as in `self.layout`.
+          mesh: Mesh of the arrays.
+          task: Task whose tokenizer, chat template and end tokens are written.
+          dtype: "float32", "bfloat16" or "float16"; None keeps each tensor's dtype in the files
+            that were read.
+          max_file_bytes: Maximum size of a file.
+          note: Called with progress messages.
 
         Raises:
-          ConfigError: the directory has files, or the dtype is not one of these.
+          ConfigError: The directory is not empty, or the dtype is not one of these.
         """
         _check_dtype(dtype)
         config, names = dict(self.config), dict.fromkeys(part.tensor for part in self.parts)
         dtypes = {name: self.files.dtype(name) for name in names}
         if dtype is not None:
-            # The field's names in transformers 4 and 5.
-            written = {"torch_dtype", "dtype"} & config.keys() or {"torch_dtype"}
-            config |= dict.fromkeys(written, dtype)
+            # transformers 4 names the field torch_dtype, transformers 5 dtype.
+            dtype_fields = {"torch_dtype", "dtype"} & config.keys() or {"torch_dtype"}
+            config |= dict.fromkeys(dtype_fields, dtype)
             dtypes = dict.fromkeys(names, FLOATS[dtype])
         with _new_directory(directory, "config.json") as target:
             write_tensors(
@@ -154,20 +165,25 @@ class Pretrained:
         mesh: Mesh, task: Task, dtype: str | None = None, *, base_model: str = "",
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Writes the adapters alone, as PEFT stores them, and the tokenizer.
+        """Writes only the adapters, in PEFT's format, and the tokenizer.
 
         Args:
-          directory, arrays, task, dtype, note: as in `write`; a dtype of None is float32.
-          layers: the layers with adapters.
-          base_model: the name or directory of the model that they belong to.
+          directory: New or empty directory.
+          arrays: Weights and adapters by path, padded and sharded.
+          layers: Layers with adapters.
+          mesh: Mesh of the arrays.
+          task: As in `write`.
+          dtype: As in `write`, but None means float32.
+          base_model: Name or directory of the model without adapters.
+          note: As in `write`.
 
         Raises:
-          ConfigError: as `write` and `write_peft`.
+          ConfigError: As `write` and `write_peft`.
         """
         _check_dtype(dtype)
-        kind = FLOATS[dtype or "float32"]
+        tensor_dtype = FLOATS[dtype or "float32"]
         with _new_directory(directory, "adapter_config.json") as target:
-            write_peft(target, self.parts, arrays, layers, mesh, kind, base_model)
+            write_peft(target, self.parts, arrays, layers, mesh, tensor_dtype, base_model)
             if jax.process_index() == 0:
                 write_text_files(target, self.files.directory, task, self.config, note)
 
@@ -177,14 +193,14 @@ class Pretrained:
 
 
 class FromHuggingFace:
-    """The initial state of `run.init_from_huggingface`: all weights except adapters.
+    """Initial state for `run.init_from_huggingface`: reads all weights except adapters.
 
     Args:
-      directory: of the model.
-      layout: of the TrainState.
+      directory: Directory of the model.
+      layout: Layout of the TrainState.
 
     Raises:
-      ConfigError: as `Pretrained`.
+      ConfigError: As `Pretrained`.
     """
 
     step = 0
@@ -195,12 +211,12 @@ class FromHuggingFace:
         self.paths = {f"mdl_vars/{path}" for path in self._pretrained.paths}
 
     def keep(self, files: JobDir) -> None:
-        """Writes the model's config.json and tokenizer, which exports of the job need."""
+        """Copies the files that an export needs, such as config.json, to the job's directory."""
         if jax.process_index() == 0:
             write_description(self.directory, files.huggingface)
 
     def read(self, mesh: Mesh, note: Callable[[str], None]) -> dict[str, jax.Array]:
-        """Returns the weights."""
+        """Returns the weights by path in the TrainState, padded and sharded."""
         arrays = self._pretrained.read(mesh, note)
         arrays = {f"mdl_vars/{path}": x for path, x in arrays.items()}
         new = drawn(self.layout, arrays)
@@ -209,10 +225,14 @@ class FromHuggingFace:
 
 
 def write_description(directory: str | os.PathLike[str], target: Path) -> None:
-    """Writes what a job needs of a model besides weights: config.json, tokenizer, shapes.
+    """Copies everything but the weights that an export needs: config.json, tokenizer, shapes.
+
+    Args:
+      directory: Directory of the model.
+      target: Folder in the job's directory.
 
     Raises:
-      ConfigError: see `TensorFiles`.
+      ConfigError: As `TensorFiles`.
     """
     files = TensorFiles(local_directory(directory))
     target.mkdir(parents=True, exist_ok=True)
@@ -230,6 +250,7 @@ def _check_dtype(dtype: str | None) -> None:
 def _new_directory(
     directory: str | os.PathLike[str], last: str
 ) -> contextlib.AbstractContextManager[Path]:
+    """Returns a context that creates the directory; the file `last` marks it as complete."""
     path = local_directory(directory)
-    # Of several processes the first one writes.
+    # Only the first process writes.
     return new_directory(path, last) if jax.process_index() == 0 else contextlib.nullcontext(path)

@@ -1,4 +1,4 @@
-"""Maps tensors of a Hugging Face checkpoint to parts of our weights, as views without copies."""
+"""Maps the tensors of a Hugging Face checkpoint to slices of our weights, as NumPy views."""
 
 import collections
 import dataclasses
@@ -30,18 +30,20 @@ _HEAD_PATH = "params/softmax/logits_ffn/linear/w"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor, or a part of one, as a part of one of our weights.
+    """A tensor, or a slice of one, that stores a slice of one of our weights.
 
     Attributes:
-      tensor: its name.
-      path: of our weight, "params/transformer/blocks/self_attention/query/w".
-      index: of the part in the weight's leading dims: the repeat of a scanned stack, the expert.
-      sizes: of the weight's other dims.
-      form: their layout in the tensor.
-      dim: along which several parts are concatenated to the tensor; None: this part is all of it.
-      start: of this part along `dim`.
-      turn: the number of this weight among those that alternate in the tensor; `sizes` then ends
-        with how many there are, as a dim of `form`. None: they do not alternate.
+      tensor: Name of the tensor.
+      path: Path of our weight, such as "params/transformer/blocks/self_attention/query/w".
+      index: Index in the leading dims of our weight: the repeat of a scanned stack, the expert.
+      sizes: Sizes of the other dims of our weight. If weights are interleaved in the tensor, their
+        number is appended.
+      form: Layout of `sizes` in the tensor.
+      dim: Dim of the tensor along which several parts are concatenated; None if the tensor is not a
+        concatenation.
+      start: Offset of this part along `dim`.
+      interleave_index: Index of this weight among those that are interleaved in the tensor; None
+        if they are not interleaved.
     """
 
     tensor: str
@@ -51,52 +53,52 @@ class Part:
     form: Form
     dim: int | None = None
     start: int = 0
-    turn: int | None = None
+    interleave_index: int | None = None
 
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the part in the tensor; of alternating weights, of all of them."""
+        """Returns the part's shape in the tensor, counting all weights interleaved with it."""
         return tuple(math.prod(self.sizes[i] for i in group) for group in self.form)
 
     def piece_shape(self) -> tuple[int, ...]:
-        """Returns the shape of the array at `index` of our weight."""
-        return self.sizes if self.turn is None else self.sizes[:-1]
+        """Returns the shape of our weight at `index`."""
+        return self.sizes if self.interleave_index is None else self.sizes[:-1]
 
     def to_weight_layout(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the part in the layout of our weight: a view of the tensor."""
+        """Returns a view of the part with the dims of our weight."""
         if self.dim is not None:
             stop = self.start + self.shape()[self.dim]
             tensor = tensor[(slice(None),) * self.dim + (slice(self.start, stop),)]
         order = self._order()
         ours = tensor.reshape([self.sizes[i] for i in order]).transpose(np.argsort(order))
-        return ours if self.turn is None else ours[..., self.turn]
+        return ours if self.interleave_index is None else ours[..., self.interleave_index]
 
     def to_tensor_layout(self, piece: np.ndarray) -> np.ndarray:
-        """Returns our array (of alternating weights, their stack) in the tensor's layout."""
+        """Converts our array to the tensor's layout; interleaved weights are stacked on dim -1."""
         return piece.transpose(self._order()).reshape(self.shape())
 
     def _order(self) -> list[int]:
         return [i for group in self.form for i in group]
 
 
-def tensor_shape(of_tensor: Sequence[Part]) -> tuple[int, ...]:
-    """Returns the shape of a tensor, given all parts that it has."""
-    last, shape = of_tensor[-1], list(of_tensor[-1].shape())
+def tensor_shape(tensor_parts: Sequence[Part]) -> tuple[int, ...]:
+    """Returns the shape of the tensor that consists of these parts."""
+    last, shape = tensor_parts[-1], list(tensor_parts[-1].shape())
     if last.dim is not None:
         shape[last.dim] += last.start
     return tuple(shape)
 
 
-def as_tensor(of_tensor: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns a tensor, given all its parts and the arrays at the index of each in our weights."""
-    first = of_tensor[0]
-    if first.turn is not None:
+def as_tensor(tensor_parts: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Assembles a tensor from slices of our weights, one for each of its parts."""
+    first = tensor_parts[0]
+    if first.interleave_index is not None:
         return first.to_tensor_layout(np.stack(pieces, axis=-1))
-    arrays = [part.to_tensor_layout(x) for part, x in zip(of_tensor, pieces, strict=True)]
+    arrays = [part.to_tensor_layout(x) for part, x in zip(tensor_parts, pieces, strict=True)]
     return arrays[0] if first.dim is None else np.concatenate(arrays, axis=first.dim)
 
 
 def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
-    """Returns a model's weights by path as its layers declare them, without creating arrays."""
+    """Returns the shapes and dims of a model's weights by path, without creating arrays."""
     model = NnxModel(fdl.build(lm_config(settings))).abstract_module()
     weights = {}
     for path, variable in nnx.to_flat_state(nnx.compat.state(model, nnx.Param)):
@@ -111,14 +113,16 @@ def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
 def map_tensors(
     family: Family, settings: DecoderSettings, weights: Mapping[str, Weight]
 ) -> list[Part]:
-    """Returns the parts of all of our weights.
+    """Returns the tensors, or slices of tensors, that store our weights.
 
     Args:
-      weights: ours by path.
+      family: Table of the model's family.
+      settings: Settings of the model.
+      weights: Our weights by path, as `weights_of` returns them.
 
     Raises:
-      ConfigError: a weight has no tensor in the family's table, or two; or an entry does not fit
-        the dims of its weight.
+      ConfigError: The family's table has no tensor or two tensors for a weight, or an entry does
+        not fit the dims of its weight.
     """
     parts: list[Part] = []
     for name in family.tensors:
@@ -134,8 +138,8 @@ def map_tensors(
     for part in parts:
         if (key := (part.path, part.index)) in tensor_of:
             raise ConfigError(
-                f"The table of {family.name}: {tensor_of[key]} and {part.tensor} are both "
-                f"{part.path}, whose dims are {weights[part.path]}. Remove one of them."
+                f"The table of {family.name} maps both {tensor_of[key]} and {part.tensor} to "
+                f"{part.path}, which has the dims {weights[part.path]}. Remove one of them."
             )
         tensor_of[key] = part.tensor
     return parts
@@ -145,7 +149,7 @@ def _parts_of(
     family: Family, name: str, layer: int | None, settings: DecoderSettings,
     weights: Mapping[str, Weight],
 ) -> Iterator[Part]:
-    """Yields the parts in the tensors of a name, in a layer."""
+    """Yields the parts that an entry of the table describes in a layer, for every expert."""
     entry, has_expert = family.tensors[name], "{expert}" in name
     starts: dict[int | None, int] = collections.defaultdict(int)
     for number, target in enumerate(entry.to):
@@ -155,28 +159,28 @@ def _parts_of(
             continue  # A bias that this config lacks, or the head of a tied model.
         where = f"The table of {family.name}: {name}: {path}"
         piece = piece_of(weight, layer is not None, has_expert, where)
-        sizes, dim, turn = piece.sizes, None, None
+        sizes, dim, interleave_index = piece.sizes, None, None
         if entry.dims is None:
             form = form_of(piece, inputs_first=family.inputs_first)
         else:
             form = named_form(piece, entry.dims)
         if entry.joined is not None:
             form = joined_form(piece, form, entry.joined)
-            sizes, turn = (*sizes, len(entry.to)), number
+            sizes, interleave_index = (*sizes, len(entry.to)), number
         elif len(entry.to) > 1:
-            dim = piece.outputs_in(form)
-        in_stack = () if layer is None else (layer // len(settings.pattern),)
-        for expert in range(weight.shape[len(in_stack)]) if has_expert else [None]:
-            index = in_stack if expert is None else (*in_stack, expert)
+            dim = piece.output_dim(form)
+        repeat = () if layer is None else (layer // len(settings.pattern),)
+        for expert in range(weight.shape[len(repeat)]) if has_expert else [None]:
+            index = repeat if expert is None else (*repeat, expert)
             tensor = name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
-            part = Part(tensor, path, index, sizes, form, dim, starts[expert], turn)
+            part = Part(tensor, path, index, sizes, form, dim, starts[expert], interleave_index)
             if dim is not None:
                 starts[expert] += part.shape()[dim]
             yield part
 
 
 def _path(target: str, layer: int | None, settings: DecoderSettings) -> str:
-    """Returns the path of our weight; "" if the model has none."""
+    """Returns the path of the weight that an entry names, or "" for the head of a tied model."""
     if target == EMBEDDING:
         return _HEAD_PATH if settings.is_tied else _EMBEDDING_PATH
     if target == HEAD:

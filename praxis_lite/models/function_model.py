@@ -74,9 +74,9 @@ class FunctionModel(Model):
         for path, x in leaves:
             is_number = isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
             if not (is_number and jnp.issubdtype(jnp.result_type(x), jnp.floating)):
-                result = jnp.result_type(x) if is_number else type(x).__name__
+                found = jnp.result_type(x) if is_number else type(x).__name__
                 raise ConfigError(
-                    f"params/{_path(path)}: {init} returns {result}, which has no gradient; "
+                    f"params/{_path(path)}: {init} returns {found}, which has no gradient; "
                     "expected floats. Move it from the params to the loss, bound with "
                     "functools.partial; or make it a float and freeze it "
                     "(Learner.bprop_variable_exclusion)."
@@ -107,7 +107,7 @@ class FunctionModel(Model):
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> PyTree:
-        """Returns the params in the tree that `init` returns; functions get keys from the task."""
+        """Returns the params as the tree that `init` returned; the task passes keys itself."""
         paths, _, structure = self._abstract
         params = traverse_util.flatten_dict(whole(mdl_vars["params"]), sep="/")
         return jax.tree.unflatten(structure, [params[path] for path in paths])
@@ -131,19 +131,20 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
                 f"specs has {specs!r} at {_where(path)}, where the params have {_kind(params)}; "
                 f"expected a PartitionSpec, None {axes}."
             )
-        children, result = _children(params), _children(specs)
-        for name in result:
+        children, child_specs = _children(params), _children(specs)
+        for name in child_specs:
             if name not in children:
                 raise ConfigError(
                     f"specs names '{_join(path, name)}', but at {_where(path)} the params have "
                     f"{_kind(params)}.{did_you_mean(name, children)}"
                 )
         for name, child in children.items():
-            if name not in result and jax.tree.leaves(child):
+            if name not in child_specs and jax.tree.leaves(child):
                 raise ConfigError(
-                    f"specs has no entry for '{_join(path, name)}'. Add one: None declares nothing."
+                    f"specs has no entry for '{_join(path, name)}'. Add a spec, or None for "
+                    "weights without one."
                 )
-            yield from _spec_of_leaves(child, result.get(name), _join(path, name))
+            yield from _spec_of_leaves(child, child_specs.get(name), _join(path, name))
 
 
 def _children(node: PyTree) -> dict[str, PyTree]:
@@ -172,11 +173,11 @@ def _path(path: tuple) -> str:
 
 def _check_distinct(paths: list[str]) -> None:
     """Raises a ConfigError if "/" in keys gives two weights, or a weight and a dict, one path."""
-    num_of = collections.Counter(paths)
+    counts = collections.Counter(paths)
     for path in paths:
         parts = path.split("/")
         parents = ("/".join(parts[:n]) for n in range(1, len(parts)))
-        if num_of[path] > 1 or any(parent in num_of for parent in parents):
+        if counts[path] > 1 or any(parent in counts for parent in parents):
             raise ConfigError(
                 f"params/{path} refers to more than one entry: keys are joined by '/', and 1 "
                 "equals the key '1'. Rename one of them."

@@ -18,7 +18,7 @@ OwnShapes = dict[tuple[str, ...], tuple[int, ...]]
 
 
 def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> WeightSpec:
-    """Returns the declaration of a leaf of boxed shapes.
+    """Returns the WeightSpec that a boxed shape declares.
 
     Args:
       path: The path of the leaf, for messages.
@@ -50,7 +50,7 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
 
 
 def is_box(x: Any) -> bool:
-    """Returns True if `x` is metadata around a value."""
+    """Returns whether `x` is one of Flax's boxes, which add metadata to a value."""
     return isinstance(x, meta.AxisMetadata)
 
 

@@ -132,7 +132,7 @@ def _is_shape(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    """Returns True if `x` is (dtype, shape)."""
+    """Returns whether `x` is a pair (dtype, shape)."""
     is_two = isinstance(x, Sequence) and not isinstance(x, str) and len(x) == 2
     return is_two and _is_shape(x[1]) and isinstance(x[0], str | type | np.dtype)
 
@@ -157,8 +157,8 @@ def _struct(x: Any, name: str) -> Any:
     return jax.ShapeDtypeStruct(tuple(x), jnp.float32) if _is_shape(x) else x
 
 
-def _input_error(name: str, result: Any) -> ConfigError:
+def _input_error(name: str, value: Any) -> ConfigError:
     return ConfigError(
-        f"LinenModel.{name} is {result!r}; expected a shape such as (1, 784), a pair of dtype and "
+        f"LinenModel.{name} is {value!r}; expected a shape such as (1, 784), a pair of dtype and "
         'shape such as ("int32", (1, 128)), or an array.'
     )

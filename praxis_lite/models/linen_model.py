@@ -94,8 +94,8 @@ class LinenModel(Model):
         module = self.linen_module if key is not None else self.eval_module
         mdl_vars, boxed = whole(mdl_vars), self._abstract[0]
         variables = {"params": mdl_vars["params"], **mdl_vars["non_trainable"]}
-        kept = {name: boxed[name] for name in variables if name in boxed}
-        return BoundLinen(module, _restructure(kept, variables), key)
+        like = {name: boxed[name] for name in variables if name in boxed}
+        return BoundLinen(module, _restructure(like, variables), key)
 
     def non_trainable(self, module: "BoundLinen") -> dict[str, Any]:
         expected = self._weight_specs["non_trainable"]
@@ -155,8 +155,8 @@ class LinenModel(Model):
             )
 
     def _split(self, variables: Mapping[str, Any]) -> MdlVars:
-        kept = {n: _plain(tree) for n, tree in variables.items() if n not in self._sown}
-        return {"params": kept.pop("params", {}), "non_trainable": kept}
+        state = {n: _plain(tree) for n, tree in variables.items() if n not in self._sown}
+        return {"params": state.pop("params", {}), "non_trainable": state}
 
 
 class BoundLinen:

@@ -26,7 +26,7 @@ MOMENTUM_DTYPES = ("int8", "int16", "bfloat16", "float32")
 
 
 class WeightSlots(NamedTuple):
-    """The slots of a weight. As in Pax, an unused slot is zeros of shape [1].
+    """Slots of a weight; as in Pax, an unused slot is zeros of shape [1].
 
     This way the state has the same leaves for all settings, and `slots.py` can compare states of
     different sizes. Orbax does not save empty arrays.
@@ -246,7 +246,7 @@ def _normalized(
 def _second_moment_decay(
     method: str, decay_adam: float, decay_pow: float, count: jax.Array
 ) -> jax.Array:
-    """Returns the fraction of the old second moment that is kept; 0 in the first update."""
+    """Returns the decay rate of the second moment, which is 0 in the first update."""
     number = count.astype(jnp.float32) + 1.0
     if method == "pow":
         return 1.0 - number**-decay_pow

@@ -111,23 +111,23 @@ def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
 
 def _letters(equation: str) -> tuple[str, str, str]:
     """Returns the dims of inputs, weight and outputs, as letters."""
-    result = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
-    if not result:
+    match = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
+    if not match:
         raise ConfigError(
             f"muon_matrices: {equation!r} is not an einsum of inputs and a weight. Expected an "
             "equation such as 'd,dnk->nk', or None for AdamW."
         )
-    return result.groups()
+    return match.groups()
 
 
 def _dims(equation: str) -> MuonDimensionNumbers:
     inputs, weight, outputs = _letters(equation)
     summed = tuple(i for i, dim in enumerate(weight) if dim in inputs and dim not in outputs)
-    result = tuple(i for i, dim in enumerate(weight) if dim in outputs and dim not in inputs)
+    produced = tuple(i for i, dim in enumerate(weight) if dim in outputs and dim not in inputs)
     unused = set(weight) - set(inputs) - set(outputs)
-    if not summed or not result or unused or len(set(weight)) < len(weight):
+    if not summed or not produced or unused or len(set(weight)) < len(weight):
         raise ConfigError(
             f"muon_matrices: {equation!r} defines no matrix. The weight needs a dim that it shares "
             "with the inputs and a dim that it shares with the outputs, each dim once."
         )
-    return MuonDimensionNumbers(summed, result)
+    return MuonDimensionNumbers(summed, produced)

@@ -1,4 +1,4 @@
-"""Regularization for any optimizer, as all optimizers of Pax have it."""
+"""L1, L2, decoupled weight decay and EWC for any optimizer, as in Pax."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -162,7 +162,7 @@ def scale_by_soap(
 
 
 def _is_basis(square: jax.Array) -> bool:
-    """Returns True if a dim is rotated; arrays [1, 1] represent no rotation."""
+    """Returns whether a dim is rotated; an array [1, 1] means that it is not."""
     return square.shape[0] > 1
 
 

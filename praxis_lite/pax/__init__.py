@@ -1,4 +1,4 @@
-"""Reads weights and checkpoints of Pax, begins jobs with them, and converts weights back."""
+"""Reads Pax checkpoints, creates jobs from them, and converts weights from and to Pax."""
 
 from praxis_lite.public_names import public_names
 

@@ -1,8 +1,9 @@
-"""Reads the variables of a Pax checkpoint on demand.
+"""Reads the variables of a Pax checkpoint, each array on first use.
 
-A step has `checkpoint_00000010/state` and, since version 1.0, `.../metadata/metadata`, a JSON file
-which since 1.1 has the unpadded shape of each variable. `state` is one of
-- a directory per array, `mdl_vars.params.lm...`, in Zarr 2 (CheckpointType.GDA),
+A checkpoint contains `checkpoint_00000010/state` and, since version 1.0, the JSON file
+`checkpoint_00000010/metadata/metadata`, which since version 1.1 has the unpadded shape of each
+variable. `state` has one of three formats:
+- a Zarr 2 directory per array, `mdl_vars.params.lm...` (CheckpointType.GDA),
 - an OCDBT database with the same arrays (GDA with `tensorstore_use_ocdbt`),
 - a msgpack file with a list of arrays (CheckpointType.FLAX, for jobs without a mesh).
 """
@@ -27,22 +28,27 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class PaxCheckpoint(Mapping[str, np.ndarray]):
-    """The variables of a step by path, "params/lm/softmax/..."; `[path]` reads an array.
+    """Mapping from the paths of a checkpoint's variables to arrays, which are read on access.
 
-    Arrays have no padding if the checkpoint has their shapes (version 1.1 and later).
+    Paths look like "params/lm/softmax/...". Padding is removed if the checkpoint has the unpadded
+    shapes (version 1.1 and later).
+
+    Args:
+      step: Step of the checkpoint.
+      directory: Directory of this step.
 
     Attributes:
-      step: of the checkpoint.
+      step: Step of the checkpoint.
 
     Raises:
-      ConfigError: there are no variables of a Pax model.
+      ConfigError: The directory has no variables of a Pax model.
     """
 
     def __init__(self, step: int, directory: Path):
         self.step, self._directory = step, directory
         self._shapes = _shapes(directory)
         state = directory / "state"
-        # Version 0.0 has no directory per item.
+        # Version 0.0 stores the arrays in the step's directory itself.
         state = state if state.is_dir() else directory
         self._arrays: Mapping[str, np.ndarray | StoredArray]
         if (state / "checkpoint").exists() and not (state / DATABASE).exists():
@@ -51,24 +57,28 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
             self._arrays = orbax_arrays(state, _PREFIX)
         if not self._arrays:
             raise ConfigError(
-                f"{directory} has no variables of a Pax model ({_PREFIX}*). Name the "
+                f"{directory} has no variables of a Pax model ({_PREFIX}*). Specify the "
                 "`checkpoints` directory of a Pax job, or one of its steps."
             )
 
     def shape_of(self, path: str) -> tuple[int, ...]:
-        """Returns the shape of `[path]` without reading it."""
+        """Returns the unpadded shape of a variable without reading it."""
         return self._shapes.get(path, tuple(self._arrays[path].shape))
 
     def __getitem__(self, path: str) -> np.ndarray:
-        """Raises: ConfigError: the padding is not zero."""
+        """Reads a variable and removes its padding.
+
+        Raises:
+          ConfigError: The padding contains values other than zero.
+        """
         array = self._arrays[path]
         if isinstance(array, StoredArray):
             array = array.read()
         unpadded = array[tuple(map(slice, self.shape_of(path)))]
         if np.count_nonzero(unpadded) != np.count_nonzero(array):
             raise ConfigError(
-                f"{path} in {self._directory} has shape {array.shape}, and {unpadded.shape} in its "
-                "metadata, but the padding is not zero. The checkpoint is damaged."
+                f"{path} in {self._directory} has the shape {array.shape} and, without padding, "
+                f"{unpadded.shape}, but the padding is not zero. The checkpoint is damaged."
             )
         return unpadded
 
@@ -80,18 +90,20 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
 
 
 def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCheckpoint:
-    """Returns a checkpoint's variables by path, without the optimizer's slots.
+    """Opens a Pax checkpoint, and returns its model variables by path, without optimizer slots.
 
     Args:
-      directory: a job_log_dir of Pax, its `checkpoints`, or one step in there; a local path.
-      step: its number, or None for the newest.
+      directory: Local path of a Pax job_log_dir, its `checkpoints` directory, or one step in it.
+      step: Step to read; None means the latest.
 
     Raises:
-      ConfigError: there is no such checkpoint, or Pax did not write it.
+      ConfigError: There is no such checkpoint, or it was not written by Pax.
     """
     directory = local_directory(directory)
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory. Name a Pax job's checkpoints.")
+        raise ConfigError(
+            f"{directory} is not a directory. Specify the `checkpoints` directory of a Pax job."
+        )
     if (directory / "state").is_dir() and (match := _STEP.fullmatch(directory.name)):
         steps = {int(match[1]): directory}
     else:
@@ -100,22 +112,22 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
         steps = {
             int(match[1]): path
             for path in directory.iterdir()
-            # Unfinished saves have longer names.
+            # Skip unfinished saves, which have longer names.
             if path.is_dir() and (match := _STEP.fullmatch(path.name))
         }
     if not steps or (step is not None and step not in steps):
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        numbers = ", ".join(map(str, sorted(steps))) or "none"
+        available = ", ".join(map(str, sorted(steps))) or "none"
         raise ConfigError(
-            f"{directory} has {missing}; its steps are: {numbers}. Name a Pax job's `checkpoints` "
-            "directory and one of its steps."
+            f"{directory} has {missing}; available steps: {available}. Specify the `checkpoints` "
+            "directory of a Pax job and one of its steps."
         )
-    newest = max(steps) if step is None else step
-    return PaxCheckpoint(newest, steps[newest])
+    step = max(steps) if step is None else step
+    return PaxCheckpoint(step, steps[step])
 
 
 def _shapes(directory: Path) -> Shapes:
-    """Returns the unpadded shapes by path; {} for versions before 1.1, which lack them."""
+    """Returns the unpadded shapes by path, or {} for versions before 1.1, which lack them."""
     file = directory / "metadata" / "metadata"
     if not file.exists():
         return {}
@@ -123,7 +135,7 @@ def _shapes(directory: Path) -> Shapes:
 
     def add(path: str, node: Mapping[str, Any]) -> None:
         if not node.get("_array_metadata_tag"):
-            # Sorted like JAX's trees, because a msgpack checkpoint lists its arrays in this order.
+            # Sort as JAX flattens dicts: msgpack checkpoints list their arrays in this order.
             for key in sorted(node):
                 add(f"{path}/{key}" if path else key, node[key])
         elif "unpadded_shape" in node:
@@ -134,10 +146,11 @@ def _shapes(directory: Path) -> Shapes:
 
 
 def _msgpack_arrays(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
+    """Reads the arrays of a msgpack file; their paths come from the metadata."""
     if not shapes:
         raise ConfigError(
-            f"{file} lists arrays without their names, and there is no metadata of version 1.1 or "
-            "later next to it. Restore the job with Pax, and save it with CheckpointType.GDA."
+            f"{file} has arrays without names, and no metadata of version 1.1 or later that lists "
+            "them. Restore the job with Pax, and save it with CheckpointType.GDA."
         )
     arrays = flax.serialization.msgpack_restore(file.read_bytes())["flattened_state"]
     arrays = list(arrays.values() if isinstance(arrays, Mapping) else arrays)

@@ -1,8 +1,8 @@
-"""Creates a job with the weights of a Pax checkpoint.
+"""Command line that creates a job with the weights of a Pax checkpoint.
 
     python -m praxis_lite.pax.job --exp=NAME --pax=DIR --job_log_dir=DIR [--set path=value]
 
-The job has a checkpoint of step 0: train, evaluate or decode it with `main.py`.
+The new job has a checkpoint at step 0, which `main.py` can train, evaluate or decode.
 """
 
 from collections.abc import Sequence
@@ -24,38 +24,44 @@ def begin_job(
     settings: Sequence[str] = (), ignore: Sequence[str] = (), new: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> "JobDir":
-    """Returns a new job of an experiment whose checkpoint of step 0 has Pax's weights.
+    """Creates a job whose checkpoint at step 0 has the weights of a Pax checkpoint.
 
-    The optimizer's slots are new, and the training data starts at its first batch.
+    Optimizer slots are initialized, and the training data starts at the first batch.
 
     Args:
-      experiment: its name, as for `--exp`.
-      pax_directory, step: see `read_pax_checkpoint`.
-      job_log_dir: new or empty.
-      settings: "path=value", as for `--set`.
-      ignore, new: see `mdl_vars_from_pax`; new weights are drawn with the run's seed.
-      packages: as for `--packages`.
+      experiment: Name of the experiment, as for `--exp`.
+      pax_directory: Pax job or checkpoint, as in `read_pax_checkpoint`.
+      job_log_dir: New or empty directory for the job.
+      step: Step of the Pax checkpoint; None means the latest.
+      settings: Settings as for `--set`, "path=value" each.
+      ignore: Pax variables to ignore, as in `mdl_vars_from_pax`.
+      new: Weights that Pax lacks, as in `mdl_vars_from_pax`; they are initialized with the run's
+        seed.
+      packages: Packages to search for the experiment, as for `--packages`.
+
+    Returns:
+      The directory of the job.
 
     Raises:
-      ConfigError: the directory has a job already, or the weights do not fit the model.
+      ConfigError: The directory already has a job, or the weights do not fit the model.
     """
     # Import slow modules here, so that Ctrl-C during the import prints no traceback.
     from praxis_lite.pax.checkpoints import read_pax_checkpoint
     from praxis_lite.pax.weights import FromPax
     from praxis_lite.trainer.begin_job import begin_job_with, new_job_dir
 
-    # First, because the path may be wrong.
-    result = read_pax_checkpoint(pax_directory, step)
+    # Open the checkpoint before the job's directory is created, because the path may be wrong.
+    checkpoint = read_pax_checkpoint(pax_directory, step)
 
-    def source(partitioner: "Partitioner", job: "Job") -> "InitialState":
-        return FromPax(result, partitioner, ignore=ignore, new=new, seed=job.run.seed)
+    def initial_state(partitioner: "Partitioner", job: "Job") -> "InitialState":
+        return FromPax(checkpoint, partitioner, ignore=ignore, new=new, seed=job.run.seed)
 
     with new_job_dir(job_log_dir, experiment, packages) as job_dir:
-        return begin_job_with(source, experiment, job_dir, settings, packages)
+        return begin_job_with(initial_state, experiment, job_dir, settings, packages)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Begins a job with the weights of a Pax job, from the command line."""
+    """Creates a job from a Pax checkpoint, with arguments from the command line."""
     run(lambda: _begin(argv), continues_without_output=True)
 
 
@@ -63,20 +69,22 @@ def _begin(argv: Sequence[str] | None) -> None:
     print_log()
     parser = Parser(
         prog="python -m praxis_lite.pax.job", allow_abbrev=False,
-        description="Begins a job with the weights of a Pax job.",
+        description="Creates a job with the weights of a Pax checkpoint.",
     )
     parser.add_argument("--exp", metavar="NAME", required=True, help="experiment")
     parser.add_argument("--packages", metavar="NAME,...", type=lambda words: words.split(","),
-                        action="extend", default=[], help="as of main.py")
-    parser.add_argument("--pax", metavar="DIR", required=True, help="Pax's job_log_dir")
-    parser.add_argument("--pax_step", metavar="N", type=int, help="default: the newest")
-    parser.add_argument("--job_log_dir", metavar="DIR", required=True, help="a new directory")
+                        action="extend", default=[], help="as for main.py")
+    parser.add_argument("--pax", metavar="DIR", required=True, help="job_log_dir of the Pax job")
+    parser.add_argument("--pax_step", metavar="N", type=int,
+                        help="step of the Pax checkpoint; default: the latest")
+    parser.add_argument("--job_log_dir", metavar="DIR", required=True,
+                        help="new directory for the job")
     parser.add_argument("--ignore", metavar="PATTERN", nargs="+", default=[],
-                        help="variables of Pax to leave out")
+                        help="Pax variables to ignore")
     parser.add_argument("--new", metavar="PATTERN", nargs="+", default=[],
-                        help="weights of the model that Pax lacks")
+                        help="weights to initialize, because Pax lacks them")
     parser.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
-                        action="extend", default=[], help="as of main.py")
+                        action="extend", default=[], help="settings of the job, as for main.py")
     args = parser.parse_args(argv)
     job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
                     settings=args.settings, ignore=args.ignore, new=args.new,

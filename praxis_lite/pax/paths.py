@@ -1,9 +1,12 @@
-"""Finds the layer and the stack of a variable from its path, in Pax's models and in ours.
+"""Parses paths of variables, in Pax's models and in ours, into a stack of layers and a layer.
 
-A stack of layers has several forms: unrolled (`x_layers_0`, `x_layers_1`, ...), scanned
-(`repeat/sub/x_layers_0`, arrays [repeats, ...]), pipelined (`pipeline/body/x_layers_0`, [stages,
-...] or [circular repeats, stages, ...]) and, in our models, `blocks` in a list or stacked. In all
-of them layers are numbered by the leading dims in row-major order, then within the block.
+A stack of layers has one of several forms:
+- unrolled: `x_layers_0`, `x_layers_1`, ...
+- scanned: `repeat/sub/x_layers_0`, with arrays [repeats, ...]
+- pipelined: `pipeline/body/x_layers_0`, with arrays [stages, ...] or [circular repeats, stages,
+  ...]
+- only in our models: `blocks`, a list or a stack.
+All of them order layers by the leading dims in row-major order, then by the index in the block.
 """
 
 import dataclasses
@@ -16,31 +19,30 @@ from flax import nnx
 
 from praxis_lite.pax.checkpoints import PaxCheckpoint
 
-# Pax's names of attributes that are named differently here, by class. {name} is the number of
-# layers in the list of that name.
+# Attributes with other names in Pax, per class. {name} stands for the length of that list.
 RENAMES: dict[str, dict[str, str]] = {
     "Mlp": {"hidden": "mlp_layers", "logits": "mlp_layers_{hidden}"},  # MLPBlock
 }
 
-# The prefixes of variables in a train state of Pax.
+# Prefixes of the variables in a Pax train state.
 STATE = "mdl_vars"
 COLLECTIONS = ("params", "non_trainable")
 
-# Levels between the layer that has a stack and the layers of the stack.
+# Path components between the layer that owns a stack and the layers of the stack.
 _LEVELS = (("pipeline", "body"), ("repeat", "sub"), ("blocks",))
 _UNROLLED = re.compile(r"x_layers_(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
 class StackPath:
-    """A variable's path, split at the stack of layers that it is in.
+    """A variable's path, split at the stack of layers that contains the variable.
 
     Attributes:
-      stack: path of the layer that has the stack; of the variable itself if there is no stack.
-      rest: path below a layer of the stack; "" without a stack.
-      is_stacked: whether the arrays may have leading dims that number layers.
-      block: index of the block in a list of blocks; 0 otherwise.
-      inner: index of the layer within its block.
+      stack: Path of the layer that owns the stack, or of the variable if it is not in a stack.
+      rest: Path relative to a layer of the stack; "" if the variable is not in a stack.
+      is_stacked: Whether the array may have leading dims that index layers.
+      block: Index of the block in a list of blocks, else 0.
+      inner: Index of the layer within its block.
     """
 
     stack: str
@@ -55,7 +57,7 @@ class StackPath:
 
 
 def stack_path(path: str) -> StackPath:
-    """Splits a path of Pax, or a path of ours in Pax's names."""
+    """Splits a path of a Pax variable, or of one of ours as `names_in_pax` returns it."""
     tokens = path.split("/")
     for start in range(len(tokens)):
         end, is_stacked, block, inner = start, False, 0, 0
@@ -72,36 +74,38 @@ def stack_path(path: str) -> StackPath:
 
 
 def names_in_pax(module: nnx.Module, paths: Iterable[tuple]) -> dict[tuple, str]:
-    """Returns each of our variables' paths in Pax's names; stacks keep our form."""
+    """Translates our paths to Pax's attribute names, but keeps our form of stacks."""
     nodes = {path: node for path, node in nnx.compat.iter_graph(module)}
-    named = {}
+    pax_paths = {}
     for path in paths:
         tokens: list[str] = []
         for i, token in enumerate(path):
             node = nodes.get(tuple(path[:i]))
             if isinstance(token, int) or str(token).isdigit():
-                # Pax numbers the layers of a list in their names. `stack_path` handles blocks.
+                # Pax appends the index in a list to the attribute's name. Lists of blocks keep
+                # their form, which `stack_path` parses.
                 if tokens[-1] == "blocks":
                     tokens.append(str(token))
                 else:
                     tokens[-1] += f"_{token}"
             else:
                 tokens += _renamed(node, str(token)).split("/")
-        named[path] = "/".join(tokens)
-    return named
+        pax_paths[path] = "/".join(tokens)
+    return pax_paths
 
 
 def _renamed(node: Any, name: str) -> str:
-    for kind in type(node).__mro__:
-        if name in RENAMES.get(kind.__name__, {}):
-            lists = {n: len(x) for n, x in vars(node).items() if isinstance(x, nnx.List)}
-            return RENAMES[kind.__name__][name].format(**lists)
+    """Returns Pax's name of a layer's attribute."""
+    for cls in type(node).__mro__:
+        if name in RENAMES.get(cls.__name__, {}):
+            lengths = {n: len(x) for n, x in vars(node).items() if isinstance(x, nnx.List)}
+            return RENAMES[cls.__name__][name].format(**lengths)
     return name
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyArray:
-    """An array of a checkpoint that has a shape before it is read."""
+    """An array of a checkpoint whose shape is known before its values are read."""
 
     checkpoint: PaxCheckpoint
     path: str
@@ -115,11 +119,11 @@ class LazyArray:
 
 
 def flat_pax_vars(pax_vars: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns variables by path "a/b/c" below their collection.
+    """Flattens variables to a dict by path "a/b/c", without the collection.
 
     Args:
-      pax_vars: nested mappings, or paths "a/b/c" or "a.b.c", with or without a leading
-        `mdl_vars` and collection. Slots and the step of a train state are left out.
+      pax_vars: Nested mappings, or a mapping with keys "a/b/c" or "a.b.c"; paths may start with
+        `mdl_vars` and the collection. Optimizer slots and the step of a train state are ignored.
     """
     flat: dict[str, Any] = {}
 

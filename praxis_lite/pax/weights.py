@@ -1,7 +1,8 @@
-"""Converts a Pax model's variables to weights of our models, scanned or not, and back.
+"""Converts the variables of a Pax model to weights of our models, and back.
 
-Our layers have Pax's names (except RENAMES in `paths`), shapes and meanings of weights. The
-differences are the form of stacks of layers, padding, and the model's prefix in its task.
+Names, shapes and semantics of weights in a layer are the same as in Pax (except RENAMES in
+`paths`). What differs is the form of stacks of layers (scanned or not), padding, and the prefix of
+the model in its task.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ Name = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """A variable of ours: its path including the collection, and its path in Pax."""
+    """One of our variables: its path with the collection, its spec, and its path in Pax."""
 
     path: str
     spec: WeightSpec
@@ -37,13 +38,18 @@ class _Leaf:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
+        """Shape without the stacked dims."""
         return self.spec.shape[len(self.spec.stack_shape) :]
 
     def layers(self, per_block: Mapping[str, int]) -> list[int]:
-        """Returns the numbers of the array's layers, in its order."""
-        count = math.prod(self.spec.stack_shape)
-        first, step = self.split.block * count, per_block[self.split.stack]
-        return [(first + i) * step + self.split.inner for i in range(count)]
+        """Returns the indices of the layers in the stack, in the order of the array.
+
+        Args:
+          per_block: Number of layers per block of each stack.
+        """
+        num_blocks = math.prod(self.spec.stack_shape)
+        first, step = self.split.block * num_blocks, per_block[self.split.stack]
+        return [(first + i) * step + self.split.inner for i in range(num_blocks)]
 
 
 def mdl_vars_from_pax(
@@ -54,27 +60,32 @@ def mdl_vars_from_pax(
     new: Sequence[str] = (),
     key: jax.Array | None = None,
 ) -> MdlVars:
-    """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.
+    """Converts Pax variables to the variables of a model, as unpadded NumPy arrays.
 
-    A stack may be unrolled, scanned or pipelined on either side. Padding is removed.
+    Stacks of layers may be unrolled, scanned or pipelined in either model.
 
     Args:
-      model: the model that gets the weights.
-      pax_vars: arrays by Pax's path, for example from `read_pax_checkpoint`: nested mappings, or
-        paths "params/lm/softmax/..." or "mdl_vars.params.lm.softmax...". A common prefix that the
-        model lacks, such as "lm", is removed.
-      ignore: patterns (`*` is any text) of Pax's paths below the collection to leave out.
-      new: patterns of the model's paths below the collection that Pax lacks, such as "*/lora_?";
-        the model's `init` draws them with `key` (default: of seed 0).
+      model: Model that receives the weights.
+      pax_vars: Arrays by Pax path, for example from `read_pax_checkpoint`: nested mappings, or keys
+        such as "params/lm/softmax/..." or "mdl_vars.params.lm.softmax...". A common prefix that
+        the model lacks, such as "lm", is removed.
+      ignore: Patterns of Pax paths, without the collection, to ignore; `*` matches any text.
+      new: Patterns of the model's paths, without the collection, that Pax lacks, such as
+        "*/lora_?". The model's `init` initializes these weights.
+      key: Key for `init`; None means seed 0.
+
+    Returns:
+      `{"params": ..., "non_trainable": ...}`.
 
     Raises:
-      ConfigError: variables are left over or missing, have another shape, or have padding that is
-        not zero; lists them all.
+      ConfigError: Variables are missing or unused, have other shapes, or have nonzero padding. The
+        message lists all of them.
     """
     all_leaves = list(_leaves(model))
-    leaves = [leaf for leaf in all_leaves if not _is_any(leaf.path.partition("/")[2], new)]
+    leaves = [leaf for leaf in all_leaves if not _matches_any(leaf.path.partition("/")[2], new)]
     pax_arrays = {
-        path: array for path, array in flat_pax_vars(pax_vars).items() if not _is_any(path, ignore)
+        path: array for path, array in flat_pax_vars(pax_vars).items()
+        if not _matches_any(path, ignore)
     }
     pax_arrays = _without_prefix(pax_arrays, {_first_name(leaf.pax_path) for leaf in leaves})
     layers = _PaxLayers(leaves, pax_arrays)
@@ -82,18 +93,20 @@ def mdl_vars_from_pax(
     arrays = {leaf.path: layers.array_of(leaf) for leaf in leaves}
     layers.check_shapes()
     if len(leaves) < len(all_leaves):
-        drawn = jax.device_get(jax.jit(model.init)(jax.random.key(0) if key is None else key))
-        arrays = flatten_dict(drawn, sep="/") | arrays
+        initial = jax.device_get(jax.jit(model.init)(jax.random.key(0) if key is None else key))
+        arrays = flatten_dict(initial, sep="/") | arrays
     return {"params": {}, "non_trainable": {}, **unflatten_dict(arrays, sep="/")}
 
 
 class FromPax:
-    """The initial state from a Pax checkpoint: all weights; those in `new` are drawn.
+    """Initial state that takes all weights from a Pax checkpoint, except those in `new`.
 
     Args:
-      variables: from `read_pax_checkpoint`.
-      ignore, new: see `mdl_vars_from_pax`.
-      seed: of new weights.
+      variables: Variables as `read_pax_checkpoint` returns them.
+      partitioner: Partitioner of the new job.
+      ignore: As in `mdl_vars_from_pax`.
+      new: As in `mdl_vars_from_pax`.
+      seed: Seed for initializing new weights.
     """
 
     step = 0
@@ -108,28 +121,32 @@ class FromPax:
         self.paths = [f"mdl_vars/{leaf.path}" for leaf in self._layout.leaves()]
 
     def keep(self, files: JobDir) -> None:
-        """The job needs no files of Pax later."""
+        """Does nothing: later launches of the job read no Pax files."""
 
     def read(self, mesh: Mesh, note: Callable[[str], None]) -> dict[str, jax.Array]:
-        """Returns the weights.
+        """Returns the weights by path, padded and sharded.
 
         Raises:
-          ConfigError: the variables do not fit the model.
+          ConfigError: The variables do not fit the model.
         """
         mdl_vars = mdl_vars_from_pax(self._model, self._variables, **self._settings)
-        place = jax.jit(self._layout.pad, out_shardings=self._layout.shardings(mesh))
-        return dict(zip(self.paths, jax.tree.leaves(place(mdl_vars)), strict=True))
+        pad = jax.jit(self._layout.pad, out_shardings=self._layout.shardings(mesh))
+        return dict(zip(self.paths, jax.tree.leaves(pad(mdl_vars)), strict=True))
 
 
 def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.ndarray]:
-    """Returns arrays by Pax's path, collection first: "params/softmax/logits_ffn/linear/w".
+    """Converts a model's variables to arrays by Pax path, such as "params/softmax/...".
 
-    Unrolled stacks become `x_layers_i`, and stacked ones `repeat/sub/x_layers_j` with one leading
-    dim.
+    Unrolled stacks become `x_layers_i`; stacked ones become `repeat/sub/x_layers_j` with one
+    leading dim.
+
+    Args:
+      model: Model of the variables.
+      mdl_vars: Its variables, without padding.
     """
     leaves = list(_leaves(model))
     per_block, arrays = _per_block(leaf.split for leaf in leaves), flatten_dict(mdl_vars, sep="/")
-    result: dict[str, np.ndarray] = {}
+    pax_vars: dict[str, np.ndarray] = {}
     for leaf in leaves:
         array = np.asarray(arrays[leaf.path])
         collection, split = leaf.path.split("/")[0], leaf.split
@@ -141,25 +158,25 @@ def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.n
             else:
                 levels = [f"x_layers_{leaf.layers(per_block)[0]}"]
             names = [collection, split.stack, *levels, split.rest]
-        result["/".join(filter(None, names))] = array
-    return result
+        pax_vars["/".join(filter(None, names))] = array
+    return pax_vars
 
 
-def _is_any(path: str, patterns: Sequence[str]) -> bool:
+def _matches_any(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
 
 
 def _leaves(model: NnxModel) -> Iterator[_Leaf]:
     specs = spec_leaves(model.weight_specs())
     module = model.abstract_module()
-    # A list's keys are ints in the module's graph.
+    # The module's graph has ints as keys of lists.
     own_paths = {
         path: tuple(int(name) if name.isdigit() else name for name in path.split("/")[1:])
         for path, _ in specs
     }
-    named = names_in_pax(module, own_paths.values())
+    pax_paths = names_in_pax(module, own_paths.values())
     for path, spec in specs:
-        pax_path = named[own_paths[path]]
+        pax_path = pax_paths[own_paths[path]]
         yield _Leaf(path, spec, pax_path, stack_path(pax_path))
 
 
@@ -172,7 +189,7 @@ def _per_block(paths: Iterable[StackPath]) -> dict[str, int]:
 
 
 def _without_prefix(arrays: dict[str, Any], first_names: set[str]) -> dict[str, Any]:
-    """Removes the common prefix of all paths that the model lacks, such as a task's "lm"."""
+    """Removes a prefix, such as "lm", that all Pax paths share and no path of the model has."""
     while arrays:
         firsts = {_first_name(path) for path in arrays}
         if len(firsts) > 1 or firsts & first_names or "" in firsts:
@@ -182,14 +199,17 @@ def _without_prefix(arrays: dict[str, Any], first_names: set[str]) -> dict[str, 
 
 
 def _first_name(path: str) -> str:
-    """Returns the first name of the layer's path; "" for the model itself or its stack."""
+    """Returns the first component of the layer's path; "" for the model itself or its stack."""
     split = stack_path(path)
     owner = split.stack if split.rest else split.stack.rpartition("/")[0]
     return owner.split("/")[0]
 
 
 class _PaxLayers:
-    """The arrays of a Pax checkpoint, by layer of our variables; collects errors."""
+    """Looks up arrays of a Pax checkpoint for our variables, layer by layer.
+
+    Errors are collected, so that one message lists all variables that do not fit.
+    """
 
     def __init__(self, leaves: list[_Leaf], pax_arrays: dict[str, Any]):
         self.leaves, self.pax_arrays = leaves, pax_arrays
@@ -201,59 +221,67 @@ class _PaxLayers:
         pax_per_block = _per_block(splits.values())
         self.errors: list[str] = []
         self.unpadded: dict[str, np.ndarray] = {}
-        # (stack, rest, layer) -> Pax's path, and the index in its array.
-        self.found_in: dict[tuple[str, str, int], tuple[str, int]] = {}
+        # Maps (stack, rest, layer) to the path of a Pax array and the index in that array.
+        self.sources: dict[tuple[str, str, int], tuple[str, int]] = {}
         for path, split in splits.items():
             for i in range(self._num_layers(path, split)):
                 layer = i * pax_per_block[split.stack] + split.inner
-                self.found_in[*split.name, layer] = path, i
+                self.sources[*split.name, layer] = path, i
 
     def _num_layers(self, path: str, split: StackPath) -> int:
-        """Returns the number of layers of a Pax array; 0, and an error, if its rank is wrong."""
+        """Returns the number of layers of a Pax array, or records an error if its rank is wrong."""
         if split.name not in self.own_shapes:
-            return 1  # Left over.
+            return 1  # `check_names` reports the array as unused.
         own_shape, shape = self.own_shapes[split.name], tuple(np.shape(self.pax_arrays[path]))
-        lead = len(shape) - len(own_shape)
-        if lead < 0 or (lead and not split.is_stacked):
+        num_leading = len(shape) - len(own_shape)
+        if num_leading < 0 or (num_leading and not split.is_stacked):
             self.errors.append(f"{path} has shape {shape} in Pax, {own_shape} in the model")
             return 0
-        return math.prod(shape[:lead])
+        return math.prod(shape[:num_leading])
 
     def check_names(self) -> None:
+        """Raises ConfigError if a variable has no Pax array, or a Pax array no variable."""
         self.check_shapes()
         expected: dict[tuple[str, str, int], str] = {}
         for leaf in self.leaves:
             for layer in leaf.layers(self.per_block):
                 expected[*leaf.split.name, layer] = leaf.path
-        missing = _by_path({key: expected[key] for key in expected.keys() - self.found_in.keys()})
-        over = {key: self.found_in[key][0] for key in self.found_in.keys() - expected.keys()}
-        left_over = _by_path(over)
-        if missing or left_over:
+        missing = _describe_layers(
+            {key: expected[key] for key in expected.keys() - self.sources.keys()}
+        )
+        unused = _describe_layers(
+            {key: self.sources[key][0] for key in self.sources.keys() - expected.keys()}
+        )
+        if missing or unused:
             lines = [
-                f"{path}{layers} is missing from Pax's variables."
-                f"{did_you_mean(path.partition('/')[2], left_over)}"
+                f"{path}{layers} is missing from the Pax variables."
+                f"{did_you_mean(path.partition('/')[2], unused)}"
                 for path, layers in missing.items()
             ]
             lines += [
-                f"{path}{layers} is left over: the model has no such weight."
-                for path, layers in left_over.items()
+                f"{path}{layers} is unused, because the model has no such weight."
+                for path, layers in unused.items()
             ]
             raise ConfigError(
-                f"{len(missing)} of the model's variables are missing and {len(left_over)} of "
-                f"Pax's are left over: {' '.join(lines)} Build the model with the settings of the "
-                "Pax model, or name the variables to leave out in `ignore`."
+                f"{len(missing)} of the model's variables are missing and {len(unused)} Pax "
+                f"variables are unused: {' '.join(lines)} Build the model with the settings of the "
+                "Pax model, or list the variables to ignore in `ignore`."
             )
 
     def check_shapes(self) -> None:
+        """Raises ConfigError with all recorded errors, if there are any."""
         if self.errors:
             raise ConfigError(
-                f"Pax's variables do not fit the model: {'; '.join(self.errors)}. Build the model "
-                "with the settings of the Pax model."
+                f"The Pax variables do not fit the model: {'; '.join(self.errors)}. Build the "
+                "model with the settings of the Pax model."
             )
 
     def array_of(self, leaf: _Leaf) -> np.ndarray:
-        """Returns a variable gathered from Pax's arrays; zeros, and an error, for a wrong shape."""
-        parts = [self.found_in[*leaf.split.name, layer] for layer in leaf.layers(self.per_block)]
+        """Assembles one of our variables from Pax arrays.
+
+        Returns zeros, and records an error, if a shape is wrong.
+        """
+        parts = [self.sources[*leaf.split.name, layer] for layer in leaf.layers(self.per_block)]
         paths = {path for path, _ in parts}
         arrays = {path: self._unpadded(path, leaf.own_shape) for path in paths}
         if any(array is None for array in arrays.values()):
@@ -264,31 +292,34 @@ class _PaxLayers:
         return array.reshape(leaf.spec.shape).astype(leaf.spec.dtype, copy=False)
 
     def _unpadded(self, path: str, own_shape: tuple[int, ...]) -> np.ndarray | None:
-        """Returns Pax's array as [layers, *own_shape]; None, and an error, for a wrong shape."""
+        """Returns a Pax array as [layers, *own_shape].
+
+        Returns None, and records an error, if the shape is wrong.
+        """
         if path in self.unpadded:
             return self.unpadded[path]
         array = np.asarray(self.pax_arrays[path])
-        lead = array.ndim - len(own_shape)
-        shape = array.shape[lead:]
+        num_leading = array.ndim - len(own_shape)
+        shape = array.shape[num_leading:]
         array = array.reshape(-1, *shape)
         unpadded = array[(slice(None), *map(slice, own_shape))]
         if unpadded.shape[1:] != tuple(own_shape):
             self.errors.append(f"{path} has shape {shape} in Pax, {own_shape} in the model")
             return None
-        # Pax pads with zeros; other values mean that the shape differs.
+        # Pax pads with zeros. Other values mean that the model is smaller than Pax's.
         if np.count_nonzero(array) != np.count_nonzero(unpadded):
             self.errors.append(
                 f"{path} has shape {shape} in Pax, {own_shape} in the model, but is not zero "
                 "beyond the model's shape"
             )
             return None
-        if lead:
-            self.unpadded[path] = unpadded  # An unrolled model needs it once per layer.
+        if num_leading:
+            self.unpadded[path] = unpadded  # An unrolled model reads it once per layer.
         return unpadded
 
 
-def _by_path(paths: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
-    """Returns the paths, each with a list of its layers."""
+def _describe_layers(paths: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
+    """Returns, for each path, a list of its layers as text; "" if it is not in a stack."""
     layers: dict[str, list[int]] = {}
     for (_, rest, layer), path in paths.items():
         layers.setdefault(path, []).append(layer)

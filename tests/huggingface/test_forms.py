@@ -171,11 +171,11 @@ def test_weights_alternate_by_heads_or_one_by_one():
     ({Q: {"to": QUERY, "dims": "heads heads head_dim embed"}}, [Q, "'heads'"]),
     ({"again.{layer}.weight": QUERY},
      [Q.format(layer=0), "again.0.weight", QUERY, "layers 3, embed 48, heads"]),
-    ({Q: [QUERY, QUERY]}, [Q.format(layer=0), QUERY, "are both"]),
+    ({Q: [QUERY, QUERY]}, [Q.format(layer=0), QUERY, "maps both"]),
     ({"model.norm.weight": False}, ["params/final_ln/scale"]),
-    ({"norm.{expert}.weight": "final_ln/scale"}, ["norm.{expert}", "48 without a name."]),
+    ({"norm.{expert}.weight": "final_ln/scale"}, ["norm.{expert}", "unnamed 48."]),
     ({"norm.weight": {"to": ["final_ln/scale"] * 2, "joined": "heads"}},
-     ["norm.weight", "48 without a name", "'heads'"]),
+     ["norm.weight", "unnamed 48", "'heads'"]),
 ])  # fmt: skip
 def test_an_entry_that_does_not_fit_is_refused_with_the_dims_that_there_are(entries, words):
     with pytest.raises(ConfigError) as error:

@@ -1,1 +1,1 @@
-"""The tensors of a Hugging Face directory: how our weights lie in them; their files."""
+"""Tensors of Hugging Face checkpoints: reads and writes safetensors files, converts layouts."""

@@ -1,4 +1,4 @@
-"""Reads a model's weights onto a mesh; each device's shard reads only its own bytes."""
+"""Reads a model's weights onto a mesh; each process reads only the bytes of its shards."""
 
 import collections
 import dataclasses
@@ -18,19 +18,25 @@ from praxis_lite.huggingface.family import EMBEDDING, HEAD, Family
 from praxis_lite.huggingface.tensors.tensor_files import TensorFiles
 from praxis_lite.huggingface.weights import Part, tensor_shape
 
-SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_NOTES = 5.0
 
 
 def parts_in_files(
-    family: Family, parts: Sequence[Part], files: TensorFiles, left_out: Sequence[int] = ()
+    family: Family, parts: Sequence[Part], files: TensorFiles, skipped_layers: Sequence[int] = ()
 ) -> list[Part]:
-    """Returns the parts with their tensors' names in these files, which may have a prefix.
+    """Matches the parts with the tensors in the files, whose names may have a prefix.
 
     Args:
-      left_out: the numbers of layers whose tensors are not read.
+      family: Table of the model's family.
+      parts: Parts as `map_tensors` returns them.
+      files: Files of the model.
+      skipped_layers: Indices of layers whose tensors are not read.
+
+    Returns:
+      The parts with the names of the tensors in these files.
 
     Raises:
-      ConfigError: a tensor is missing, has another shape, or is unknown.
+      ConfigError: A tensor is missing, has the wrong shape or dtype, or is unknown.
     """
     prefix, names = family.optional_prefix, {}
     for part in parts:
@@ -41,36 +47,37 @@ def parts_in_files(
     heads = {name for name, entry in family.tensors.items() if entry.to == (HEAD,)}
     if missing:
         tied = (
-            " If the head is the embedding, set tie_word_embeddings to true in config.json."
+            " If the model ties its head to the embedding, set tie_word_embeddings to true in "
+            "config.json."
             if heads & set(missing) else ""
         )
         raise ConfigError(
             f"{files.directory}: the checkpoint lacks {few(missing)}, which config.json needs."
             f"{tied}"
         )
-    joined: dict[str, list[Part]] = collections.defaultdict(list)
+    parts_by_tensor: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
-        joined[part.tensor].append(part)
-    for name, of_tensor in joined.items():
-        expected = tensor_shape(of_tensor)
+        parts_by_tensor[part.tensor].append(part)
+    for name, tensor_parts in parts_by_tensor.items():
+        expected = tensor_shape(tensor_parts)
         actual = files.shape(names[name])
         if actual != expected:
             raise ConfigError(
                 f"{files.directory}: {names[name]} has the shape {actual}, but config.json implies "
-                f"{expected}. The files are of another model, or config.json was changed."
+                f"{expected}. Check that config.json and the weights belong to the same model."
             )
     for name in names.values():
         if not jnp.issubdtype(files.dtype(name), jnp.floating):
             raise ConfigError(
                 f"{files.directory}: {name} has the dtype {files.dtype(name)}; expected floats. "
-                "Quantized models are not supported: let transformers write the weights in "
-                "bfloat16."
+                "Quantized models are not supported. Convert the weights to bfloat16 with "
+                "transformers."
             )
     known = set(names.values())
     skipped = [
         re.escape(x).replace(r"\{layer\}", r"\d+").replace(r"\{any\}", ".*") for x in family.skipped
     ]
-    skipped += [rf".*layers\.{number}\..*" for number in left_out]
+    skipped += [rf".*layers\.{number}\..*" for number in skipped_layers]
     is_skipped = re.compile(f"({re.escape(prefix)})?({'|'.join(skipped)})").fullmatch
     unknown = [
         x for x in files.file_of if x not in known and not (skipped and is_skipped(x))
@@ -79,13 +86,14 @@ def parts_in_files(
     if heads & set(unknown):
         raise ConfigError(
             f"{files.directory}: config.json ties the head to the embedding (tie_word_embeddings), "
-            f"but the checkpoint has a {few(sorted(heads))} with other values, which would be lost."
-            " If the head is separate, set tie_word_embeddings to false in config.json."
+            f"but the checkpoint has a different {few(sorted(heads))}, which would be ignored. If "
+            "the head is separate, set tie_word_embeddings to false in config.json."
         )
     if unknown:
         raise ConfigError(
-            f"{files.directory}: the checkpoint has {few(sorted(unknown))}, which are not in the "
-            f"table of {family.name} and would be lost."
+            f"{files.directory}: the checkpoint has the unknown tensors {few(sorted(unknown))}. "
+            f"Loading it would ignore them. Add them to the table of {family.name}, or remove them "
+            "from the checkpoint."
         )
     return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
 
@@ -103,43 +111,46 @@ def _is_embedding(
 
 def read_weights(
     leaves: Sequence[LeafLayout], mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
-    note: Callable[[str], None], kept: Callable[[str, jax.Array], Mapping[str, jax.Array]],
+    note: Callable[[str], None], convert: Callable[[str, jax.Array], Mapping[str, jax.Array]],
 ) -> dict[str, jax.Array]:
-    """Returns weights by path, padded and sharded.
+    """Reads weights onto a mesh, and returns them by path, padded and sharded.
 
-    Besides the result, the host's memory has one shard at a time.
+    The host buffers one shard at a time.
 
     Args:
-      parts: of all weights, from `parts_in_files`.
-      note: called with the progress now and then.
-      kept: converts a weight and its path to the arrays by path that are stored for it.
+      leaves: Layouts of the weights.
+      mesh: Mesh of the specs.
+      parts: Parts of all weights, as `parts_in_files` returns them.
+      files: Files of the model.
+      note: Called with a progress message every few seconds.
+      convert: Converts a weight, given its path and array, to the arrays that are stored for it.
     """
-    of_weight: dict[str, list[Part]] = collections.defaultdict(list)
+    parts_by_weight: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
-        of_weight[part.path].append(part)
+        parts_by_weight[part.path].append(part)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    start = last = time.monotonic()
+    start = last_note = time.monotonic()
     arrays, done = {}, 0
     for leaf in leaves:
-        weight = _on_devices(leaf, mesh, of_weight[leaf.path], files, note)
-        arrays |= kept(leaf.path, weight)
+        weight = _read_sharded(leaf, mesh, parts_by_weight[leaf.path], files, note)
+        arrays |= convert(leaf.path, weight)
         done += math.prod(leaf.shape) * leaf.dtype.itemsize
-        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            note(f"read {format_bytes(done)} of {format_bytes(total)}, {last - start:.0f} s")
+        if time.monotonic() - last_note > SECONDS_BETWEEN_NOTES:
+            last_note = time.monotonic()
+            note(f"read {format_bytes(done)} of {format_bytes(total)}, {last_note - start:.0f} s")
     seconds = time.monotonic() - start
     rate = f", {format_bytes(int(total / seconds))} per s" if seconds >= 1 else ""
     note(f"read {format_bytes(total)} in {seconds:.1f} s{rate}")
     return arrays
 
 
-def _on_devices(
+def _read_sharded(
     leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
     note: Callable[[str], None],
 ) -> jax.Array:
-    """Returns a weight; each shard is on its devices before the next is read.
+    """Reads a weight, and transfers each shard to its devices before reading the next one.
 
-    `jax.make_array_from_callback` would have the shards of all devices on the host at once.
+    `jax.make_array_from_callback` would store the shards of all devices on the host at once.
     """
     sharding = NamedSharding(mesh, leaf.spec)
     devices_of = collections.defaultdict(list)
@@ -148,12 +159,12 @@ def _on_devices(
         devices_of[tuple(x.indices(size)[:2] for x, size in sizes)].append(device)
     on_devices = []
     for bounds, devices in devices_of.items():
-        shard = _shard(leaf, tuple(slice(*x) for x in bounds), parts, files)
+        shard = _read_shard(leaf, tuple(slice(*x) for x in bounds), parts, files)
         if not _is_finite(shard):
             names = {part.tensor for part in parts if not _is_finite(files.tensor(part.tensor))}
             note(
-                f"WARNING: {files.directory} has NaN or infinite numbers in {few(sorted(names))}, "
-                "so the outputs will be NaN. Get another copy of the file."
+                f"WARNING: {files.directory} has NaN or infinite values in {few(sorted(names))}, "
+                "so the outputs will be NaN. Download the files again."
             )
         on_devices += jax.block_until_ready([jax.device_put(shard, x) for x in devices])
     return jax.make_array_from_single_device_arrays(
@@ -161,23 +172,24 @@ def _on_devices(
     )
 
 
-def _shard(
+def _read_shard(
     leaf: LeafLayout, bounds: tuple[slice, ...], parts: Sequence[Part], files: TensorFiles
 ) -> np.ndarray:
+    """Returns the slice of a weight at `bounds` of its padded shape."""
     shard = np.zeros([x.stop - x.start for x in bounds], leaf.dtype)
     for part in parts:
-        leading = len(part.index)
-        place = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
-        sizes = [x.stop - x.start for x in bounds[:leading]]
-        if any(not 0 <= i < size for i, size in zip(place, sizes, strict=True)):
+        num_leading = len(part.index)
+        index = [i - x.start for i, x in zip(part.index, bounds, strict=False)]
+        sizes = [x.stop - x.start for x in bounds[:num_leading]]
+        if any(not 0 <= i < size for i, size in zip(index, sizes, strict=True)):
             continue
-        ours = part.to_weight_layout(files.tensor(part.tensor))[bounds[leading:]]
+        piece = part.to_weight_layout(files.tensor(part.tensor))[bounds[num_leading:]]
         # Padding beyond the logical shape stays zero.
-        shard[(*place, *map(slice, ours.shape))] = ours
+        shard[(*index, *map(slice, piece.shape))] = piece
     return shard
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    # Try the product first: it allocates no array. It may overflow for finite numbers.
+    # Try the dot product first, because it allocates no array. It may overflow for finite values.
     flat = array.reshape(-1)
     return bool(np.isfinite(np.vdot(flat, flat)) or np.isfinite(array).all())

@@ -1,4 +1,4 @@
-"""A model's safetensors files: a tensor is a view of its memory-mapped file."""
+"""Memory-mapped access to the tensors in a model's safetensors files."""
 
 import functools
 import json
@@ -14,29 +14,29 @@ from praxis_lite.core.errors import ConfigError, require, shown
 from praxis_lite.host.optional_packages import optional_module
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# In a job's directory: names, dtypes and shapes of the tensors that the job began with.
+# File in a job's directory with the names, dtypes and shapes of the base model's tensors.
 DESCRIBED = "tensors.json"
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(bool), "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32), "I64": np.dtype(np.int64),
 }
-# By their names in config.json.
+# Dtypes by their names in config.json.
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 
 
 class TensorFiles:
-    """The tensors of a directory, by name.
+    """The tensors in the safetensors files of a directory.
 
     Args:
-      directory: with model.safetensors, or with several files and their index; or with a
-        tensors.json of `description`, which has names, shapes and dtypes but no values.
+      directory: Directory with model.safetensors, or with several files and their index; or with
+        the tensors.json of a job, which has names, shapes and dtypes but no values.
 
     Attributes:
-      file_of: by tensor, the file that has it.
+      file_of: File that contains each tensor.
 
     Raises:
-      ConfigError: there are no such files, only pickled ones, or a file is missing or damaged.
+      ConfigError: There are no safetensors files, or one of them is missing or damaged.
     """
 
     def __init__(self, directory: Path):
@@ -51,10 +51,10 @@ class TensorFiles:
                 )
             if (directory / SINGLE).exists() and SINGLE not in files:
                 raise ConfigError(
-                    f"{directory} has {SINGLE} and {INDEX}, which names other files: one of the "
-                    f"two models is left over. Remove it; transformers would read {SINGLE}."
+                    f"{directory} contains two models: {SINGLE} and the files that {INDEX} lists. "
+                    f"Remove one of them; transformers would read {SINGLE}."
                 )
-            # Tensors that the index does not list count too, as in transformers.
+            # Like transformers, include tensors that the index does not list.
             self.file_of = {name: file for file in files for name in self._header(file)}
         elif (directory / SINGLE).exists():
             self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
@@ -64,9 +64,9 @@ class TensorFiles:
         else:
             pickled = sorted(x.name for x in directory.glob("*.bin"))
             hint = (
-                f"There is {pickled[0]}, a pickle, which can run code when it is read and is not "
-                "supported. Convert it with save_pretrained(safe_serialization=True)."
-                if pickled else "Name the directory of a Hugging Face model."
+                f"{pickled[0]} is a pickle, which is not supported because reading it can execute "
+                "arbitrary code. Convert it with save_pretrained(safe_serialization=True)."
+                if pickled else "Specify the directory of a Hugging Face model."
             )
             raise ConfigError(f"{directory} has neither {SINGLE} nor {INDEX}. {hint}")
 
@@ -79,18 +79,18 @@ class TensorFiles:
         kind = self._entry(name)["dtype"]
         if kind not in DTYPES:
             raise ConfigError(
-                f"{self.directory / self.file_of[name]}: {name} has the dtype {kind}; supported "
-                f"are {', '.join(DTYPES)}."
+                f"{self.directory / self.file_of[name]}: {name} has the dtype {kind}; expected one "
+                f"of {', '.join(DTYPES)}."
             )
         return DTYPES[kind]
 
     def tensor(self, name: str) -> np.ndarray:
-        """Returns a tensor as a view of its file: unused parts of it are not read."""
+        """Returns a tensor as a view of its memory-mapped file."""
         file = self.file_of[name]
         if file == DESCRIBED:
             raise ConfigError(
-                f"{self.directory} describes a model but has none of its weights: it is the folder "
-                "of a job. Name the model's own directory, or export the job: python -m "
+                f"{self.directory} describes a model but has no weights, because it belongs to a "
+                "job. Specify the model's original directory, or export the job: python -m "
                 "praxis_lite.huggingface export JOB DIR."
             )
         start, stop = self._entry(name)["data_offsets"]
@@ -98,7 +98,7 @@ class TensorFiles:
         return data.view(self.dtype(name)).reshape(self.shape(name))
 
     def description(self) -> dict[str, Mapping[str, Any]]:
-        """Returns each tensor's dtype and shape, for tensors.json."""
+        """Returns the dtype and shape of each tensor, as the contents of tensors.json."""
         return {
             name: {key: self._entry(name)[key] for key in ("dtype", "shape")}
             for name in self.file_of
@@ -107,7 +107,7 @@ class TensorFiles:
     def _entry(self, name: str) -> dict[str, Any]:
         return self._header(self.file_of[name])[name]
 
-    @functools.cache  # noqa: B019 - as long-lived as the files are used.
+    @functools.cache  # noqa: B019 - needed for as long as the instance.
     def _data(self, file: str) -> np.ndarray:
         path = self.directory / file
         with path.open("rb") as stream:
@@ -119,7 +119,7 @@ class TensorFiles:
             path = self.directory / file
             library = optional_module("safetensors", f"The model {path}")
             try:
-                # The library checks that the header fits the file.
+                # safe_open checks that the header matches the file.
                 with library.safe_open(path, framework="numpy"), path.open("rb") as stream:
                     (length,) = struct.unpack("<Q", stream.read(8))
                     header = json.loads(stream.read(length))

@@ -1,4 +1,4 @@
-"""Layouts of our weights in Hugging Face tensors: which dims of ours each tensor dim merges."""
+"""Layouts of our weights in Hugging Face tensors: which of our dims each tensor dim merges."""
 
 import re
 from typing import NamedTuple
@@ -13,14 +13,14 @@ _OF_TWO_DIMS = Matrix((0,), (1,))
 
 
 class Weight(NamedTuple):
-    """A weight of ours as its layer declares it.
+    """The shape and dims of one of our weights, as its layer declares them.
 
     Attributes:
-      shape: stacked dims first.
-      num_stacked: leading dims that number layers.
-      names: of the other dims, None for a dim without a name.
-      matrix: which of the other dims are inputs and outputs; None: of two dims, the first and the
-        second.
+      shape: Shape, with stacked dims first.
+      num_stacked: Number of leading dims that index layers.
+      names: Names of the other dims; None for a dim without a name.
+      matrix: Which of the other dims are inputs and which are outputs. None means [in, out] if
+        there are two dims, else that the weight is not a matrix.
     """
 
     shape: tuple[int, ...]
@@ -29,22 +29,22 @@ class Weight(NamedTuple):
     matrix: Matrix | None
 
     def __str__(self) -> str:
-        """Returns the dims for a message: "layers 3, embed 48, 16 without a name"."""
+        """Returns the dims as text for messages: "layers 3, embed 48, unnamed 16"."""
         names = ("layers",) * self.num_stacked + self.names
         return ", ".join(
-            f"{name} {size}" if name else f"{size} without a name"
+            f"{name or 'unnamed'} {size}"
             for name, size in zip(names, self.shape, strict=True)
         )
 
 
 class Piece(NamedTuple):
-    """The part of our weight that is in one tensor: of one layer, or of one expert in it.
+    """The slice of our weight that one tensor stores: one layer, or one expert of a layer.
 
     Attributes:
-      sizes: of the dims.
-      names: of the dims, None for a dim without a name.
-      matrix: which of them are inputs and outputs; NONE: it is not a matrix.
-      description: the table, the tensor, the weight and its dims, for messages.
+      sizes: Sizes of the dims.
+      names: Names of the dims; None for a dim without a name.
+      matrix: Which dims are inputs and which are outputs; NONE if the weight is not a matrix.
+      description: The table, tensor, weight and dims, for error messages.
     """
 
     sizes: tuple[int, ...]
@@ -52,28 +52,30 @@ class Piece(NamedTuple):
     matrix: Matrix
     description: str
 
-    def outputs_in(self, form: Form) -> int:
-        """Returns the dim of a tensor with the outputs; of a weight that is no matrix the last."""
+    def output_dim(self, form: Form) -> int:
+        """Returns the index of the tensor's output dim; the last dim if it is not a matrix."""
         outputs = [i for i, group in enumerate(form) if set(group) & set(self.matrix.made)]
         return outputs[0] if outputs else len(form) - 1
 
 
 def piece_of(weight: Weight, has_layer: bool, has_expert: bool, where: str) -> Piece:
-    """Returns the part of a weight that is in a tensor.
+    """Returns the slice of a weight that one tensor stores.
 
     Args:
-      has_layer, has_expert: whether the tensor's name has {layer}, {expert}.
-      where: the table, the tensor and the weight, for messages.
+      weight: Our weight.
+      has_layer: Whether the tensor's name contains {layer}.
+      has_expert: Whether the tensor's name contains {expert}.
+      where: The table, the tensor and the weight, for error messages.
 
     Raises:
-      ConfigError: the weight is not stacked as the name is numbered.
+      ConfigError: {layer} or {expert} does not match the leading dims of the weight.
     """
     sizes, names, matrix = weight.shape[weight.num_stacked :], weight.names, weight.matrix
     description = f"{where} has the dims {weight}"
     if weight.num_stacked != int(has_layer) or (has_expert and names[:1] != (_EXPERT,)):
         raise ConfigError(
-            f"{description}. {{layer}} in a tensor's name numbers the layers of a stack, and "
-            "{expert} a dim of that name, which is the first of a layer's weight."
+            f"{description}. Use {{layer}} in the tensor's name if and only if the weight is a "
+            'stack of layers, and {expert} only if its next dim is named "expert".'
         )
     if matrix is None:
         matrix = _OF_TWO_DIMS if len(sizes) == 2 else NONE
@@ -83,11 +85,12 @@ def piece_of(weight: Weight, has_layer: bool, has_expert: bool, where: str) -> P
 
 
 def form_of(piece: Piece, *, inputs_first: bool = False) -> Form:
-    """Returns the layout in which PyTorch stores a weight.
+    """Returns the layout in which PyTorch usually stores a weight.
 
-    A matrix is [outputs, inputs] as in Linear, or with `inputs_first` the other way round; dims
-    that number matrices, such as experts, precede both. Embedding and head have the vocabulary
-    first. Everything else has our layout, except that a bias merges heads and their dims.
+    A matrix is stored as [outputs, inputs], as in Linear, or as [inputs, outputs] with
+    `inputs_first`; batch dims of matrices, such as experts, come first. Embeddings and heads are
+    stored with the vocabulary first. All other weights keep our order of dims, but a bias of shape
+    [heads, head_dim] is flattened.
     """
     summed, made = piece.matrix
     others = [(i,) for i in range(len(piece.sizes)) if i not in (*summed, *made)]
@@ -99,49 +102,50 @@ def form_of(piece: Piece, *, inputs_first: bool = False) -> Form:
 
 
 def named_form(piece: Piece, dims: str) -> Form:
-    """Returns the layout that a table states, "embed (heads head_dim)".
+    """Parses a layout of a table, such as "embed (heads head_dim)".
 
-    A weight without "heads" has one head, which all queries share.
+    The name "heads" is ignored for weights without that dim, which have a single head.
 
     Raises:
-      ConfigError: the names are not those of the dims, each once.
+      ConfigError: `dims` does not name every dim exactly once.
     """
     group = r"\([\w\s]*\)|\w+"
-    left, form = list(range(len(piece.sizes))), []
+    remaining, form = list(range(len(piece.sizes))), []
     for names in re.findall(group, dims):
         form.append(())
         for name in names.strip("()").split():
             if name == _HEADS and _HEADS not in piece.names:
                 continue
-            index = next((i for i in left if piece.names[i] == name), None)
+            index = next((i for i in remaining if piece.names[i] == name), None)
             if index is None:
                 raise ConfigError(
                     f"{piece.description}, but dims = {dims!r} also names {name!r}."
                     f"{did_you_mean(name, filter(None, piece.names))}"
                 )
-            left.remove(index)
+            remaining.remove(index)
             form[-1] += (index,)
-    if left or re.sub(group, "", dims).strip():
+    if remaining or re.sub(group, "", dims).strip():
         raise ConfigError(
-            f"{piece.description}, but dims = {dims!r} does not name them all. Write each name "
-            'once, and merged dims as "(heads head_dim)".'
+            f"{piece.description}, but dims = {dims!r} does not list all of them. List each name "
+            'once; write merged dims as "(heads head_dim)".'
         )
     return tuple(form)
 
 
 def joined_form(piece: Piece, form: Form, joined: str) -> Form:
-    """Returns a layout with one more dim, which numbers weights: after the heads, or the last.
+    """Adds a dim for the index of interleaved weights, after the heads or at the end.
 
     Raises:
-      ConfigError: `joined` is "heads", and the weight has none.
+      ConfigError: `joined` is "heads" but the weight has no such dim.
     """
     if joined == _HEADS and _HEADS not in piece.names:
         raise ConfigError(
-            f"{piece.description}, but joined = 'heads' needs a dim of this name. The layer's "
-            "`splits` names its dims."
+            f"{piece.description}, but joined = 'heads' requires a dim named heads. Name the dims "
+            "in the layer's `splits`."
         )
-    after = piece.names.index(_HEADS) if joined == _HEADS else form[-1][-1]
-    number = len(piece.sizes)
+    previous_dim = piece.names.index(_HEADS) if joined == _HEADS else form[-1][-1]
+    new_dim = len(piece.sizes)
     return tuple(
-        tuple(x for i in group for x in ((i, number) if i == after else (i,))) for group in form
+        tuple(x for i in group for x in ((i, new_dim) if i == previous_dim else (i,)))
+        for group in form
     )

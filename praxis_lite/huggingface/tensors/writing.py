@@ -1,4 +1,4 @@
-"""Writes a model's weights as safetensors files, with an index if there are several."""
+"""Writes a model's weights to safetensors files, with an index if there is more than one."""
 
 import collections
 import errno
@@ -29,22 +29,26 @@ def write_tensors(
     dtypes: Mapping[str, np.dtype], *, max_file_bytes: int = MAX_FILE_BYTES,
     note: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Writes weights on a mesh as tensors, in files of up to `max_file_bytes`.
+    """Writes sharded weights to safetensors files of at most `max_file_bytes`.
 
-    Call it on every process; the first one writes. Memory has one file's tensors at a time.
+    Every process must call this; only the first one writes. The host stores the tensors of one file
+    at a time.
 
     Args:
-      directory: that exists.
-      parts: of all weights, in the order in which tensors are to be written.
-      arrays: the weights by path, padded, on the mesh.
-      dtypes: of the tensors by name.
+      directory: Existing directory.
+      parts: Parts of all weights; tensors are written in this order.
+      arrays: Weights by path, padded and sharded.
+      mesh: Mesh of the arrays.
+      dtypes: Dtype of each tensor.
+      max_file_bytes: Maximum size of a file, unless a single tensor is larger.
+      note: Called with a message after each file.
     """
-    of_tensor: dict[str, list[Part]] = collections.defaultdict(list)
+    parts_by_tensor: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
-        of_tensor[part.tensor].append(part)
+        parts_by_tensor[part.tensor].append(part)
     sizes = {
         name: dtypes[name].itemsize * math.prod(tensor_shape(tensor_parts))
-        for name, tensor_parts in of_tensor.items()
+        for name, tensor_parts in parts_by_tensor.items()
     }
     files = list(in_groups(sizes, max_file_bytes))
     pieces = Pieces(arrays, mesh)
@@ -56,8 +60,8 @@ def write_tensors(
         tensors = {}
         for name in names:
             tensor = as_tensor(
-                of_tensor[name],
-                [pieces(x.path, x.index, x.piece_shape()) for x in of_tensor[name]],
+                parts_by_tensor[name],
+                [pieces(x.path, x.index, x.piece_shape()) for x in parts_by_tensor[name]],
             )
             tensors[name] = np.ascontiguousarray(tensor.astype(dtypes[name]))
         if jax.process_index() == 0:
@@ -71,20 +75,20 @@ def write_tensors(
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Writes a safetensors file. Raises OSError for the library's errors, too."""
-    library, of_numpy = (
+    """Writes a safetensors file; errors of the library are raised as OSError."""
+    library, numpy_api = (
         optional_module(name, f"The model {path}") for name in ("safetensors", "safetensors.numpy")
     )
     try:
-        of_numpy.save_file(tensors, path, metadata={"format": "pt"})
+        numpy_api.save_file(tensors, path, metadata={"format": "pt"})
     except library.SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        code = int(number[1]) if number else errno.EIO
+        os_error = re.search(r"os error (\d+)", str(error))
+        code = int(os_error[1]) if os_error else errno.EIO
         raise OSError(code, os.strerror(code), os.fspath(path)) from error
 
 
 class Pieces:
-    """Copies parts of weights on a mesh to the host of every process, without padding."""
+    """Copies unpadded slices of sharded weights to the host, on every process."""
 
     def __init__(self, arrays: Mapping[str, jax.Array], mesh: Mesh):
         self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())
@@ -92,15 +96,17 @@ class Pieces:
     def __call__(
         self, path: str, index: tuple[int, ...], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """Returns the array at an index of a weight's leading dims, without padding."""
+        """Returns the slice at an index of a weight's leading dims, without padding."""
         take = self._take(shape, len(index))
         return np.asarray(take(self.arrays[path], np.array(index, np.int32)))
 
-    @functools.cache  # noqa: B019 - as long-lived as the writing.
+    @functools.cache  # noqa: B019 - needed for as long as the instance.
     def _take(self, shape: tuple[int, ...], num_leading: int) -> Callable[..., Any]:
-        def taken(weight: jax.Array, index: jax.Array) -> jax.Array:
-            for place in range(num_leading):
-                weight = jax.lax.dynamic_index_in_dim(weight, index[place], 0, keepdims=False)
+        """Returns a compiled function that slices a weight and replicates the slice."""
+
+        def take(weight: jax.Array, index: jax.Array) -> jax.Array:
+            for dim in range(num_leading):
+                weight = jax.lax.dynamic_index_in_dim(weight, index[dim], 0, keepdims=False)
             return weight[tuple(map(slice, shape))]
 
-        return jax.jit(taken, out_shardings=self.replicated)
+        return jax.jit(take, out_shardings=self.replicated)
