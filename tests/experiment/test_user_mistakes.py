@@ -122,7 +122,7 @@ OTHER_BATCHES = {
     "names": r"has the leaves \['x'\]; .*\['x', 'y'\]",
     "list": r"is a list; .*a dict of arrays: \['x', 'y'\]",
     "none": "is None; .*a dict of arrays",
-    "ended": r"ended after 2 batches, but training needs more; its num_batches is None",
+    "ended": r"ended after 2 batches \(num_batches is None\), but training needs more",
 }
 
 

@@ -202,7 +202,7 @@ def test_what_was_made_before_an_error_is_not_made_again(folder, tmp_path, monke
 def test_processes_on_all_cores_make_what_one_does(folder, tmp_path, monkeypatch):
     for path in folder.glob("*.jsonl"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(all_cores, "_WORTH_PROCESSES", 0)
+    monkeypatch.setattr(all_cores, "_MIN_EXAMPLES_FOR_PROCESSES", 0)
     first, second = packed(folder), packed(tmp_path)
     assert first.fingerprint() == second.fingerprint()
     result = sorted((tmp_path / ".praxis_lite").glob("tokens-*/*/*.npy"))
@@ -242,7 +242,7 @@ def test_rows_are_packed_once_for_all_processes(folder, tmp_path, monkeypatch):
 
 def test_a_file_of_the_same_digest_and_another_time_is_tokenised_again(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
-    monkeypatch.setattr(sources_base, "digest_of_file", lambda path, most: "0" * 32)
+    monkeypatch.setattr(sources_base, "file_digest", lambda path, most: "0" * 32)
     for text in ("one", "two"):
         path.write_text(json.dumps({"text": text}))
         os.utime(path, ns=(0, len(text) + ord(text[0])))

@@ -232,7 +232,7 @@ def test_many_small_files_share_parts_and_are_not_all_open(kind, tmp_path, monke
     _, end, write, _ = KINDS[kind]
     for number in range(103):
         write(tmp_path / f"{number:03}.{end}", 2 * number, 2 * number + 2)
-    monkeypatch.setattr(in_place_files, "_MOST_OPEN", 5)
+    monkeypatch.setattr(in_place_files, "_MAX_OPEN", 5)
     source = source_of(kind, tmp_path)
     assert [plain(source[k]) for k in range(len(source))] == [row(n) for n in range(206)]
     assert [p.stop - p.start for p in source.parts()] == [206]
