@@ -33,7 +33,7 @@ _NUM_COMPARED = 2
 
 
 class FromDataset(SequentialPipeline):
-    """Batches of a tf.data.Dataset, which your function returns; its elements are dicts of tensors.
+    """Batches of a tf.data.Dataset of dicts of tensors, which your function returns.
 
     Each iteration calls the function after `tf.random.set_seed(seed)`, which seeds all random
     operations without an explicit seed. tf.data preserves the order of parallel operations, so all

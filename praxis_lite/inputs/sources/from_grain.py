@@ -80,7 +80,7 @@ class _GrainPipeline(InputPipeline):
 
 
 class FromGrain(_GrainPipeline, IndexedPipeline):
-    """Batches of a grain.MapDataset, which your function returns; its elements are dicts of arrays.
+    """Batches of a grain.MapDataset of dicts of arrays, which your function returns.
 
     A MapDataset has random access, so a job resumes without replaying data, each host computes only
     its own rows, and `WithWorkers` and `Mixture` accept this pipeline. Shuffle and repeat the
@@ -144,7 +144,7 @@ class FromGrain(_GrainPipeline, IndexedPipeline):
 
 
 class FromGrainIter(_GrainPipeline, SequentialPipeline):
-    """Batches of a grain.IterDataset, which your function returns; its elements are dicts of arrays.
+    """Batches of a grain.IterDataset of dicts of arrays, which your function returns.
 
     An IterDataset has no random access: a job that resumes at step k first recomputes k batches
     (and logs this), and every process computes the complete global batch and takes its own rows.

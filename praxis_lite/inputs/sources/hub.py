@@ -246,8 +246,8 @@ class Tfds(_PreparedDataset):
                 actual = f"cannot be read ({error})"
             if actual != f"has {expected:,} records":
                 raise ConfigError(
-                    f"{path} {actual}; expected {expected:,} records, as its dataset_info.json "
-                    "says. Copy or prepare the dataset again."
+                    f"{path} {actual}; expected {expected:,} records according to "
+                    "dataset_info.json. Copy or prepare the dataset again."
                 )
 
     def example(self, row: Example) -> Example:

@@ -162,7 +162,7 @@ class PackedText(DocumentPipeline):
         batch = {name: np.zeros((count, self.seq_len), np.int32) for name in names}
         batch["weights"] = np.zeros((count, self.seq_len), np.float32)
         positions = np.arange(self.seq_len, dtype=np.int32)
-        for row, number in enumerate(self.numbers(index, rows)):
+        for row, number in enumerate(self.example_indices(index, rows)):
             begin, stop = self.table.starts[number : number + 2].tolist()
             ids, labels, segment_ids, segment_pos, weights = (
                 batch[name][row] for name in (*names, "weights")

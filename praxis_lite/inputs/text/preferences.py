@@ -11,7 +11,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import spec_of
-from praxis_lite.inputs.sources.base import Source, settings_alone
+from praxis_lite.inputs.sources.base import Source, picklable_state
 from praxis_lite.inputs.sources.json_lines import JsonLines
 from praxis_lite.inputs.text.corpus import SPLITS, language_reference
 from praxis_lite.inputs.text.documents import DocumentPipeline, Documents
@@ -137,7 +137,7 @@ class PreferenceData(DocumentPipeline):
             "ids": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32),
             "answers": np.zeros(shape, np.float32), "weights": np.zeros(count, np.float32),
         }
-        for row, number in enumerate(self.numbers(index, rows)):
+        for row, number in enumerate(self.example_indices(index, rows)):
             batch["weights"][row] = 1.0
             pair = self.documents.pair(self._numbers[number])
             for side, (ids, is_answer) in enumerate(pair):
@@ -157,7 +157,7 @@ class PreferenceData(DocumentPipeline):
         return {**settings, "sha256": digest.hexdigest()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return settings_alone(self)
+        return picklable_state(self)
 
 
 def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
