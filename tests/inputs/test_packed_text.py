@@ -12,7 +12,7 @@ import pytest
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, TokenIds, WithWorkers
-from praxis_lite.inputs.base import digest_of
+from praxis_lite.inputs.base import batches_sha256
 from praxis_lite.inputs.processes import all_cores
 from praxis_lite.inputs.processes.stream_digest import stream_digest
 from praxis_lite.inputs.sources import base as sources_base
@@ -102,7 +102,7 @@ def test_one_pass_has_every_label_of_every_document_once(folder, settings, ahead
 def test_documents_are_found_ahead_and_on_the_fly_as_the_same(folder):
     settings = {"seed": 5, "shuffle": True, "window": 8}
     ahead, later = (packed(folder, {"ahead": x}, **settings) for x in (True, False))
-    assert digest_of(itertools.islice(ahead.batches(), 30)) == digest_of(
+    assert batches_sha256(itertools.islice(ahead.batches(), 30)) == batches_sha256(
         itertools.islice(later.batches(), 30)
     )
     assert ahead.fingerprint() == later.fingerprint()
@@ -325,7 +325,7 @@ def test_the_stream_is_the_same_through_twenty_switches_of_hosts_and_workers(fol
         ]
         for k, result in enumerate(zip(*parts, strict=True)):
             joined = {name: np.concatenate([x[name] for x in result]) for name in result[0]}
-            assert digest_of([joined]) == digest_of([whole[index + k]])
+            assert batches_sha256([joined]) == batches_sha256([whole[index + k]])
 
 
 def test_each_host_reads_only_its_rows(folder, monkeypatch):

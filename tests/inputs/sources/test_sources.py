@@ -29,7 +29,7 @@ from praxis_lite.inputs import (
     Parquet,
     TfRecords,
 )
-from praxis_lite.inputs.base import digest_of
+from praxis_lite.inputs.base import batches_sha256
 from praxis_lite.inputs.batches import check_data
 from praxis_lite.inputs.sources import in_place_files
 from praxis_lite.inputs.sources.faults import BadExample
@@ -326,7 +326,7 @@ def test_batches_of_a_source_are_filtered_once_and_the_same_for_any_hosts(tmp_pa
             {n: np.concatenate([x[n] for x in same]) for n in same[0]}
             for same in zip(*parts, strict=True)
         ]
-        assert digest_of(result) == digest_of(actual[start : start + 3])
+        assert batches_sha256(result) == batches_sha256(actual[start : start + 3])
     assert batches().fingerprint() != batches(seed=1).fingerprint()
 
 
