@@ -170,8 +170,8 @@ def test_tokens_are_made_once_and_of_changed_files_again(folder, tmp_path, monke
     for path in folder.glob("*.jsonl"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     made = []
-    original = Documents._made
-    monkeypatch.setattr(Documents, "_made", lambda self, part: (
+    original = Documents._encode_part
+    monkeypatch.setattr(Documents, "_encode_part", lambda self, part: (
         made.append(part.name.split(".")[0]), original(self, part))[1])
     first = packed(tmp_path).fingerprint()
     assert made == ["0", "1"]
@@ -193,8 +193,8 @@ def test_what_was_made_before_an_error_is_not_made_again(folder, tmp_path, monke
         packed(tmp_path).check()
     (tmp_path / "1.jsonl").write_bytes(whole)
     expected = packed(folder).fingerprint()
-    result, original = [], Documents._made
-    monkeypatch.setattr(Documents, "_made", lambda self, part: (
+    result, original = [], Documents._encode_part
+    monkeypatch.setattr(Documents, "_encode_part", lambda self, part: (
         result.append(part.name.split(".")[0]), original(self, part))[1])
     assert packed(tmp_path).fingerprint() == expected and result == ["1"]
 

@@ -280,8 +280,8 @@ class RowsOfFiles(GlobSource):
         super().check()
         if not len(self):
             raise ConfigError(
-                f"{type(self).__name__}: {self.files!r} has no examples: all {len(self.paths)} "
-                "matching files are empty. Change `files`, or remove the source."
+                f"{type(self).__name__}: {self.files!r} has no examples ({len(self.paths)} files, "
+                "all empty). Change `files`, or remove the source."
             )
 
     def __len__(self) -> int:

@@ -191,7 +191,7 @@ class FromGrainIter(_GrainPipeline, SequentialPipeline):
             examples = list(itertools.islice(elements, self.batch_size))
             is_last = end is not None and index + 1 == end
             if not examples or (len(examples) < self.batch_size and not is_last):
-                expected = "an endless dataset" if end is None else f"num_batches={end} batches"
+                expected = "an endless dataset" if end is None else f"{end} batches"
                 raise ConfigError(
                     f"FromGrainIter: {self._name} ended in batch {index}; expected {expected}. Add "
                     ".repeat(), or change num_batches."
