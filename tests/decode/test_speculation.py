@@ -189,9 +189,9 @@ GROWING = {"transformer_layer_tpl": fdl.Partial(
 
 @pytest.mark.parametrize("layer, most, message", [
     (GROWING, 2, r"num_speculative_tokens.*rotary_position_emb has angles that grow"),
-    (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*has h, window.*to 0"),
+    (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*but h, window in the model.*to 0"),
     (EXPERTS, 2, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
-    (WINDOW, 17, r"num_speculative_tokens is 17; expected 16 or less.*self_attention.*a window"),
+    (WINDOW, 17, r"num_speculative_tokens is 17; expected at most 16.*self_attention.*window"),
 ])
 def test_a_model_that_cannot_take_drafts_back_is_refused_before_anything_compiles(
     layer, most, message
