@@ -1,6 +1,6 @@
-"""How does a model continue prompts?
+"""Decoders: how a model continues prompts.
 
-A decoder says how a token is chosen and when a row ends. Never sees a dataset, a mesh or a
+A decoder decides how tokens are chosen and when a row ends. It never sees a dataset, a mesh or a
 checkpoint.
 """
 

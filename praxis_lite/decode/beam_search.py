@@ -1,4 +1,4 @@
-"""Beam search as in Pax: open hypotheses, and separately the best that have ended."""
+"""Beam search as in Pax, with separate beams for open and for ended hypotheses."""
 
 import dataclasses
 import math
@@ -14,29 +14,32 @@ from praxis_lite.decode.decoder import Decoder, Outputs, Prompts
 from praxis_lite.decode.prefill import prefill
 from praxis_lite.layers.base.variables import rebuilt
 
-# B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
+# B prompts, K hypotheses per prompt, N tokens tried per hypothesis, V classes, M maximum number of
+# new tokens.
 
-# Pax's score of a place without a hypothesis; a sum of log-probs below half of it means the same.
+# Pax's score of an empty slot of a beam; log-prob sums below half of it also mean "empty".
 NEVER = -1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearch(Decoder):
-    """Finds the likely continuations among those that end in an end of text.
+    """Searches for the most likely continuations that end with an end-of-text token.
 
-    At each step every open hypothesis is also ended, and the beam_size best ended ones are kept, so
-    every result ends in an end of text, within max_decode_steps. Scores are sums of log-probs
-    divided by ((5 + new tokens) / 5) ** alpha, the length normalization of Wu et al. 2016
-    (arXiv:1609.08144) except that they divide by 6.
+    At each step, every open hypothesis is also continued with an end of text, and the beam_size
+    best ended hypotheses so far are stored. So each result ends with an end of text, within
+    max_decode_steps. Scores are sums of log-probs divided by ((5 + new tokens) / 5) ** alpha, the
+    length normalization of Wu et al. 2016 (arXiv:1609.08144), except that they divide by 6.
 
     Attributes:
-      beam_size: K. A place without a hypothesis has length 0 and a score of -1e8 or less.
-      tokens_per_beam: N; None: beam_size.
-      length_norm_alpha: 0 leaves the scores sums of log-probs.
-      early_exit: Pax's: an end of text also takes a place among the open hypotheses, and the search
-        ends when all of them have one.
-      ends_when_decided: the search ends when no open hypothesis can become better than those that
-        have ended, because log-probs only lower its score. The results are the same except done
+      beam_size: Number of hypotheses per prompt, K. An empty slot has length 0 and a score of at
+        most -1e8.
+      tokens_per_beam: Number of tokens that are tried per hypothesis and step, N; None uses
+        beam_size.
+      length_norm_alpha: Exponent of the length normalization; 0 disables it.
+      early_exit: Whether hypotheses that ended also take slots in the open beam, as in Pax, and the
+        search stops when they take all of them.
+      ends_when_decided: Whether to stop when no open hypothesis can still beat those that have
+        ended, because further log-probs only lower its score. The results are the same except done
         and hyp_ids, which are those of the last step.
     """
 
@@ -57,7 +60,7 @@ class BeamSearch(Decoder):
 
     def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
         super().check_vocabulary(size, of_tokenizer)
-        expected = f"one of the model's tokens, 0 to {size - 1}: hypotheses end in nothing else"
+        expected = f"a token of the model, 0 to {size - 1}, because hypotheses must end with it"
         self._require("eos_id", any(i < size for i in self.eos_ids), expected)
 
     @property
@@ -65,10 +68,11 @@ class BeamSearch(Decoder):
         return self.beam_size
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Returns the result of `__call__`. Keys and temperature are ignored; nothing is drawn.
+        """Implements `__call__`; the search is deterministic, and ignores keys and temperature.
 
-        Also done bool [B, K], True for hypotheses still open at the last step that have an end of
-        text, and hyp_ids int32 [B, K], the places of those hypotheses one step earlier.
+        The outputs also have done, bool [B, K], whether each hypothesis of the open beam contains
+        an end of text at the last step, and hyp_ids, int32 [B, K], the indices of those hypotheses
+        in the beam of the step before.
         """
         prefix, ids = prefill(self, model, prompts), prompts.ids
         self.check_vocabulary(prefix.logits.shape[-1])
@@ -83,7 +87,7 @@ class BeamSearch(Decoder):
             "step": jnp.zeros((), jnp.int32),
             "cache": repeat_rows(prefix.cache, dims, num_hyps),
             "logits": jnp.repeat(prefix.logits[:, None], num_hyps, axis=1),
-            # All hypotheses are the prompt; only the first may be continued.
+            # Initially all hypotheses are equal to the prompt, so only the first may be continued.
             "scores": jnp.broadcast_to(NEVER * jnp.arange(num_hyps, dtype=jnp.float32), shape),
             "done": jnp.zeros(shape, bool),
             "hyp_ids": jnp.zeros(shape, jnp.int32),
@@ -95,19 +99,21 @@ class BeamSearch(Decoder):
             },
         }
 
-        def goes_on(carry: dict[str, Any]) -> jax.Array:
+        def is_active(carry: dict[str, Any]) -> jax.Array:
             is_open_B = carry["step"] < prefix.max_steps
             if self.ends_when_decided:
                 is_open_B &= ~self._is_decided(carry, prefix.max_steps)
-            within = jnp.any(is_open_B)
-            return on_any_device(within & ~jnp.all(carry["done"]) if self.early_exit else within)
+            is_any_open = jnp.any(is_open_B)
+            if self.early_exit:
+                is_any_open &= ~jnp.all(carry["done"])
+            return on_any_device(is_any_open)
 
         def step(carry: dict[str, Any]) -> dict[str, Any]:
             t = carry["step"]
             logprobs_BKV = self._logprobs(carry["logits"], t)
             is_open_B = t < prefix.max_steps
-            ended = self._with_ended(carry, logprobs_BKV, is_open_B)
-            scores, hyps_BK, new_ids = self._best(carry["scores"], logprobs_BKV)
+            ended = self._update_ended(carry, logprobs_BKV, is_open_B)
+            scores, hyps_BK, new_ids = self._extend_open(carry["scores"], logprobs_BKV)
             going, done, logprobs_BKV = _take(
                 (carry["going"], carry["done"], logprobs_BKV), hyps_BK
             )
@@ -132,14 +138,14 @@ class BeamSearch(Decoder):
                 "ended": ended,
             }
 
-        last = jax.lax.while_loop(goes_on, step, varying_alike(carry, prompts.lengths))
+        last = jax.lax.while_loop(is_active, step, varying_alike(carry, prompts.lengths))
         ended = {**last["ended"], "done": last["done"], "hyp_ids": last["hyp_ids"]}
         if prefix.logprobs is not None:
             ended["prefix_logprobs"] = prefix.logprobs
         return ended
 
     def _logprobs(self, logits_BKV: jax.Array, t: jax.Array) -> jax.Array:
-        """Returns log-probs in which no end of text comes before min_decode_steps."""
+        """Returns the log-probs, without an end of text before min_decode_steps."""
         logprobs_BKV = jax.nn.log_softmax(logits_BKV, axis=-1)
         if not self.min_decode_steps:
             return logprobs_BKV
@@ -147,23 +153,23 @@ class BeamSearch(Decoder):
         return jnp.where(is_eos_V & (t < self.min_decode_steps), -1e20, logprobs_BKV)
 
     def _norm(self, num_tokens: jax.Array) -> jax.Array:
-        """Returns the divisor of a sum of log-probs, in float32 as Pax does."""
+        """Returns the length normalization, computed in float32 as in Pax."""
         return ((num_tokens + 5).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
 
     def _is_decided(self, carry: dict[str, Any], max_steps: jax.Array) -> jax.Array:
-        """Returns bool [B]: True if no open hypothesis can still beat a kept hypothesis.
+        """Returns whether no open hypothesis can still beat an ended one, bool [B].
 
-        A score is at most 0, so it is best with the largest norm of the steps that are left.
+        Scores are at most 0, so the bound divides by the largest norm of the remaining steps.
         """
         largest = jnp.maximum(self._norm(carry["step"] + 1), self._norm(max_steps))
-        # For the rounding of norms.
+        # Leave a margin for the rounding of norms.
         best_B = jnp.max(carry["scores"], axis=1) / largest * (1.0 - 1e-6)
         return jnp.min(carry["ended"]["scores"], axis=1) >= best_B
 
-    def _with_ended(
+    def _update_ended(
         self, carry: dict[str, Any], logprobs_BKV: jax.Array, is_open_B: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the best ended hypotheses, after each open one was ended here too."""
+        """Returns the best of the ended hypotheses and of the open ones with an end appended."""
         t, going = carry["step"], carry["going"]
         num_classes = logprobs_BKV.shape[-1]
         eos_ids = jnp.asarray([i for i in self.eos_ids if i < num_classes], jnp.int32)
@@ -171,9 +177,9 @@ class BeamSearch(Decoder):
         best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
         eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
         sums = carry["scores"] + eos_logprobs_BK
-        # Not of the normalized scores: the norm of a long text brings any sum close to 0.
-        is_none = (sums < NEVER / 2) | ~is_open_B[:, None]
-        scores = jnp.where(is_none, NEVER, sums / self._norm(t + 1))
+        # Compare sums, not normalized scores: the norm of a long text moves any sum close to 0.
+        is_empty = (sums < NEVER / 2) | ~is_open_B[:, None]
+        scores = jnp.where(is_empty, NEVER, sums / self._norm(t + 1))
         new = {
             "output_ids": going["output_ids"].at[..., t].set(eos_ids[best_BK1[..., 0]]),
             "logprobs": going["logprobs"].at[..., t].set(eos_logprobs_BK),
@@ -181,15 +187,15 @@ class BeamSearch(Decoder):
             "scores": scores,
         }
         for name in ("output_ids", "logprobs", "decode_lengths"):
-            empty = is_none[..., None] if new[name].ndim == 3 else is_none
-            new[name] = jnp.where(empty, 0, new[name]).astype(new[name].dtype)
+            is_zero = is_empty[..., None] if new[name].ndim == 3 else is_empty
+            new[name] = jnp.where(is_zero, 0, new[name]).astype(new[name].dtype)
         both = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), carry["ended"], new)
         return _take(both, jax.lax.top_k(both["scores"], self.beam_size)[1])
 
-    def _best(
+    def _extend_open(
         self, scores_BK: jax.Array, logprobs_BKV: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the scores, parents and new ids of the K best open hypotheses."""
+        """Extends open hypotheses, and returns the scores, parents and new ids of the K best."""
         num_classes = logprobs_BKV.shape[-1]
         num_tokens = min(self.tokens_per_beam or self.beam_size, num_classes)
         logprobs_BKN, ids_BKN = jax.lax.top_k(logprobs_BKV, num_tokens)
@@ -197,11 +203,11 @@ class BeamSearch(Decoder):
         if not self.early_exit:
             candidates_BKN += NEVER * self.is_eos(ids_BKN)
         flat = candidates_BKN.reshape(scores_BK.shape[0], -1)
-        scores, places_BK = jax.lax.top_k(flat, self.beam_size)
-        new_ids = jnp.take_along_axis(ids_BKN.reshape(flat.shape), places_BK, axis=1)
-        return scores, places_BK // num_tokens, new_ids
+        scores, indices_BK = jax.lax.top_k(flat, self.beam_size)
+        new_ids = jnp.take_along_axis(ids_BKN.reshape(flat.shape), indices_BK, axis=1)
+        return scores, indices_BK // num_tokens, new_ids
 
 
 def _take(tree: Any, hyps_BK: jax.Array) -> Any:
-    """Returns each array [B, any, ...] with the entries `hyps_BK` of its second dim."""
+    """Selects the hypotheses `hyps_BK` along the second dim of each array."""
     return jax.tree.map(lambda x: jax.vmap(lambda row, hyps: row[hyps])(x, hyps_BK), tree)

@@ -1,4 +1,4 @@
-"""Repeats, reorders, keeps and inserts the rows of a cache of any layout."""
+"""Repeats, restores, reorders and inserts rows of a cache, whatever the layout of its leaves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,23 +14,23 @@ PyTree = Any
 
 
 def batch_dims(init_cache: Callable[[int, int], PyTree]) -> PyTree:
-    """Returns the batch dim of each leaf of a cache; -1 for a leaf that all rows share.
+    """Returns the batch dim of each cache leaf, or -1 for a leaf without one.
 
-    Found by asking for caches of two batch sizes: a scanned stack has its layers first, a
-    recurrent state no time, and no layer has to declare it.
+    The batch dim is the one that differs between caches of two batch sizes, so layers do not have
+    to declare it. It need not be the first: scanned layers are stacked in front of it.
     """
     two, three = (jax.eval_shape(lambda num=num: init_cache(num, 1)) for num in (2, 3))
 
     def batch_dim(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> int:
         differing = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
-        assert len(differing) <= 1, f"a cache leaf {a.shape} has several dims of the batch"
+        assert len(differing) <= 1, f"a cache leaf {a.shape} has several batch dims"
         return differing[0] if differing else -1
 
     return jax.tree.map(batch_dim, two, three)
 
 
 def repeat_rows(cache: PyTree, dims: PyTree, repeats: int) -> PyTree:
-    """Returns the cache with each row `repeats` times: a, a, b, b, ..."""
+    """Repeats each row of the cache: a, a, b, b, ..."""
     if repeats == 1:
         return cache
     return jax.tree.map(
@@ -39,18 +39,18 @@ def repeat_rows(cache: PyTree, dims: PyTree, repeats: int) -> PyTree:
 
 
 def keep_rows(old: PyTree, new: PyTree, dims: PyTree, is_kept_B: jax.Array) -> PyTree:
-    """Returns the cache `new` with the rows `is_kept_B` of `old`.
+    """Returns the cache `new`, but with the rows of `old` where `is_kept_B` is True.
 
     Raises:
-      ConfigError: a leaf has no dim of the batch, so that no row of it can be kept; names its path.
+      ConfigError: A leaf has no batch dim; the message has its path.
     """
 
     def keep(path: tuple, before: jax.Array, after: jax.Array, dim: int) -> jax.Array:
         if dim < 0:
             raise ConfigError(
-                f"The cache's {path_of(path)} has the shape {after.shape} for any number of "
-                "rows; expected a dim of the batch, because prompts differ in length. Give each "
-                "row its own value in init_cache, such as jnp.zeros((batch_size,), jnp.int32)."
+                f"{path_of(path)} in the cache has the shape {after.shape} for any batch size; "
+                "expected a batch dim, because prompts differ in length. Add one in init_cache, "
+                "for example jnp.zeros((batch_size,), jnp.int32)."
             )
         shape = [-1 if d == dim else 1 for d in range(after.ndim)]
         return jnp.where(is_kept_B.reshape(shape), before, after)
@@ -59,9 +59,9 @@ def keep_rows(old: PyTree, new: PyTree, dims: PyTree, is_kept_B: jax.Array) -> P
 
 
 def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
-    """Returns the cache of B x K rows in which each row b has its hypotheses `hyps_BK[b]`.
+    """Reorders the K hypotheses of each batch element b to `hyps_BK[b]`, in a cache of B x K rows.
 
-    A gather within each b, so that a batch split over devices moves nothing between them.
+    The gather is local to each b, so a batch that is split over devices needs no communication.
     """
     num_rows, num_hyps = hyps_BK.shape
 
@@ -78,7 +78,7 @@ def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
 
 
 def put_rows(cache: PyTree, dims: PyTree, new: PyTree, rows: jax.Array) -> PyTree:
-    """Returns the cache with the rows of `new` at `rows`, and shared leaves from `new`."""
+    """Overwrites the rows `rows` of the cache with those of `new`; other leaves are replaced."""
 
     def put_row(i: jax.Array, cache: PyTree) -> PyTree:
         def put(x: jax.Array, array: jax.Array, dim: int) -> jax.Array:

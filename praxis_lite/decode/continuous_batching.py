@@ -1,4 +1,4 @@
-"""Continuous batching: a row whose sequence has ended takes the next prompt at once."""
+"""Continuous batching: when the sequence of a row ends, the next prompt takes its row."""
 
 import dataclasses
 import functools
@@ -22,37 +22,39 @@ from praxis_lite.host.host_memory import FirstRuns
 
 __all__ = ("ContinuousBatching", "Prompt")
 
-# R rows, P longest prompt, M most new tokens.
+# R rows, P longest prompt, M maximum number of new tokens.
 PyTree = Any
 Program = Callable[..., Any]
 
-# Most tokens of prompts that go through the model together. Several short prompts take the time of
-# one, which is that of reading the weights; long ones save none, and take memory.
-TOKENS_TOGETHER = 1024
+# Maximum number of prompt tokens per prefill call. Several short prompts take as long as one, since
+# most of the time is spent on reading the weights. Long prompts gain nothing, and need memory.
+MAX_TOKENS_PER_PREFILL = 1024
 
 
 class ContinuousBatching:
-    """Decodes any number of prompts, `num_rows` at a time, by a few compiled programs.
+    """Decodes any number of prompts, `num_rows` at a time, with a few compiled programs.
 
-    One makes steps; others put prompts into rows, of a length and a number each that `sizes` has.
-    The state, caches included, is donated from call to call. A prompt's tokens are those that it
-    would get alone. Between calls each array of the state stays split as the model splits it if
-    that is even, and is replicated otherwise: choose num_rows so that the devices of the batch
-    divide it.
+    One program runs decode steps. The others prefill prompts into rows: one per combination of a
+    padded length and a number of prompts from `sizes`. The state, including the caches, is donated
+    between calls. Each prompt gets the same tokens as it would alone.
+
+    Between calls, an array of the state keeps the model's sharding if that divides it evenly;
+    otherwise it is replicated. Choose num_rows divisible by the number of devices along the batch.
 
     Args:
       decoder: Greedy or Sample; each sample of a prompt is a separate Prompt.
-      module: from mdl_vars to the model, inside a compiled program.
-      num_rows: R.
-      prompt_length: P, or several lengths to which prompts may be padded. Their caches must be of
-        one length, which decoder.seqlen can set.
-      wrap: turns `function(mdl_vars, ...)` into a function that jit compiles: the partitioner's
-        `with_mdl_vars`, which knows the mesh and how mdl_vars are stored, with `has_splits`.
-      compiler_options: the partitioner's `decode_options`.
-      advice: what to change if memory is short, in complete sentences.
+      module: Maps mdl_vars to the model, inside a compiled program.
+      num_rows: Number of rows, R.
+      prompt_length: Padded length of prompts, P, or several lengths. All must have the same cache
+        length, which decoder.seqlen can set.
+      wrap: Transforms `function(mdl_vars, ...)` into a function to compile with jit. Pass the
+        partitioner's `with_mdl_vars` with `has_splits`, which handles the mesh and the storage
+        format of mdl_vars.
+      compiler_options: The partitioner's `decode_options`.
+      advice: What to change if there is not enough memory, in complete sentences.
 
     Attributes:
-      latest: the rows of the latest stream, which count its steps and prompts.
+      latest: Rows of the latest stream, with the counts of its steps and prompts.
     """
 
     def __init__(
@@ -69,19 +71,20 @@ class ContinuousBatching:
     ):
         if not isinstance(decoder, Greedy):
             raise ConfigError(
-                f"{type(decoder).__name__} cannot decode by continuous batching, where every row "
-                "is at a different step. Use Greedy or Sample."
+                f"{type(decoder).__name__} does not support continuous batching, in which rows are "
+                "at different steps. Use Greedy or Sample."
             )
         lengths = (prompt_length,) if isinstance(prompt_length, int) else tuple(prompt_length)
-        of_caches = {cache_length(decoder, length) for length in lengths}
+        cache_lengths = {cache_length(decoder, length) for length in lengths}
         require(
-            len(of_caches) == 1, "The lengths of the caches of ContinuousBatching",
-            sorted(of_caches), "one length", "Set decoder.seqlen to it, and more max_decode_steps.",
+            len(cache_lengths) == 1, "The lengths of the caches of ContinuousBatching",
+            sorted(cache_lengths), "a single length",
+            "Set decoder.seqlen to it, and raise max_decode_steps.",
         )
         self._decoder, self._module = decoder, module
         self.num_rows, self.prompt_lengths = num_rows, lengths
         length = cache_length(decoder, max(lengths))
-        # Both take the weights although they read none, so as to run on their devices.
+        # Both programs take the weights only to run on their devices.
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
         self._empty_row = jax.jit(
             wrap(lambda mdl_vars: module(mdl_vars).init_cache(1, length)), keep_unused=True
@@ -103,13 +106,15 @@ class ContinuousBatching:
         num_steps: int | None = None,
         text_of: Callable[[Prompt], ContinuationText] | None = None,
     ) -> Iterator[NewTokens]:
-        """Yields new tokens of the prompts that are in rows, as they come.
+        """Yields the new tokens of all prompts as they are decoded.
 
         Args:
-          prompts: taken one by one, each as soon as a row is free.
-          num_steps: most steps between two looks at the tokens; None: until one row ends.
-          text_of: Makes the text of a prompt's continuation, whose stop string ends it at the
-            next look, no matter which tokens spell it.
+          mdl_vars: The weights.
+          prompts: Prompts to decode; the next one is requested when a row is free.
+          num_steps: Maximum number of steps between two reports of new tokens. None reports when a
+            row ends.
+          text_of: Returns the text of a prompt's continuation, to end it at a stop string in any
+            tokenization, checked at each report.
         """
         num_steps = self._decoder.max_decode_steps if num_steps is None else num_steps
         rows = self.latest = self.rows(mdl_vars)
@@ -134,17 +139,17 @@ class ContinuousBatching:
                 yield new
 
     def rows(self, mdl_vars: PyTree) -> Rows:
-        """Returns rows that are all free, on the devices of the weights."""
+        """Returns free rows on the devices of the weights."""
         return Rows(self, mdl_vars)
 
     def prefix_cache(self, mdl_vars: PyTree) -> PrefixCache | None:
-        """Returns an LRU cache of prompt prefixes for these weights; None if none are shared."""
+        """Returns an LRU cache of prompt prefixes for these weights; None without sharing."""
         if self._block_size is None:
             return None
         empty = self._runs.run(self._empty_row, mdl_vars)
         shardings = jax.tree.map(lambda x: x.sharding, empty)
         if self._read_prefix is None:
-            # A row comes back as it went in, or the next call would compile another program.
+            # Return rows with the sharding of the input, so that the next call is not recompiled.
             self._read_prefix = jax.jit(
                 self._wrap(self._with_prefix), out_shardings=shardings,
                 compiler_options=self._compiler_options,
@@ -160,11 +165,11 @@ class ContinuousBatching:
         return PrefixCache(self._decoder.num_cached_prefixes, self._block_size, empty, read)
 
     def empty(self, mdl_vars: PyTree) -> DecodeState:
-        """Returns a state whose rows are all free, on the devices as it stays from call to call."""
+        """Returns an empty decode state with the shardings that later calls return."""
         state = self._runs.run(self._empty, mdl_vars)
         shardings = jax.tree.map(lambda x: x.sharding, state)
         if self._programs is None:
-            # The state comes back as it went in, or the next call would compile another program.
+            # Return the state with the input's shardings, so that the next call is not recompiled.
             jitted = functools.partial(
                 jax.jit, donate_argnums=1, compiler_options=self._compiler_options
             )
@@ -172,30 +177,36 @@ class ContinuousBatching:
                 jitted(self._wrap(self._insert), out_shardings=shardings),
                 jitted(self._wrap(self._advance), out_shardings=(shardings, None)),
             )
-        # Placed as the programs' outputs are, or the first call would compile another program.
+        # Use the programs' output shardings, so that the first call does not compile them twice.
         return jax.device_put(state, shardings)
 
     def sizes(self, prompt_length: int) -> list[int]:
-        """Returns how many prompts of a length may go through the model together, largest first.
+        """Returns the numbers of prompts that can be prefilled together, largest first.
 
-        Powers of 4, because each compiles a program; 1 where prefixes are shared, which differ.
+        These are powers of 4, to limit the number of compiled programs. With prefix sharing it is
+        1, because prompts have different prefixes.
         """
         if self._block_size is not None:
             return [1]
-        most = max(1, min(self.num_rows, TOKENS_TOGETHER // prompt_length))
-        powers = [4**n for n in range(most.bit_length()) if 4**n <= most]
+        largest = max(1, min(self.num_rows, MAX_TOKENS_PER_PREFILL // prompt_length))
+        powers = [4**n for n in range(largest.bit_length()) if 4**n <= largest]
         return powers[::-1]
 
     def insert(
         self, mdl_vars: PyTree, state: DecodeState, rows: Sequence[int],
         prompts: Sequence[Prompt], prefix: tuple[PyTree, int] | None = None,
     ) -> DecodeState:
-        """Returns the state with prompts of equal length in rows; the state given is donated.
+        """Prefills prompts of equal length into rows; donates the state.
 
         Args:
-          rows: of each prompt.
-          prompts: as many as one of `sizes`.
-          prefix: of a single prompt: a row of the cache, and how many of its tokens are in it.
+          mdl_vars: The weights.
+          state: The current state.
+          rows: The row of each prompt.
+          prompts: Prompts; their number is one of `sizes`.
+          prefix: For a single prompt, a row of the cache with its first tokens, and their number.
+
+        Returns:
+          The new state.
         """
         decoder = self._decoder
         defaults = {
@@ -208,9 +219,9 @@ class ContinuousBatching:
         def with_settings(prompt: Prompt) -> Prompts:
             settings = {}
             for name, (default, dtype) in defaults.items():
-                given = getattr(prompt, name)
-                given = default if given is None else given
-                settings[name] = None if given is None else dtype(given)
+                value = getattr(prompt, name)
+                value = default if value is None else value
+                settings[name] = None if value is None else dtype(value)
             return Prompts(
                 np.asarray(prompt.ids, np.int32), np.int32(prompt.length), prompt.key, **settings,
                 wants_likeliest=np.bool_(prompt.wants_likeliest),
@@ -228,10 +239,17 @@ class ContinuousBatching:
         self, mdl_vars: PyTree, state: DecodeState, num_steps: int, until_one_ends: bool,
         taken: set[int],
     ) -> tuple[DecodeState, dict[str, np.ndarray]]:
-        """Returns the state after `loop.advance`, and the host's report; donates the state.
+        """Runs `loop.advance` on the device; donates the state.
 
         Args:
-          taken: the rows that have a prompt; the others stay as they are.
+          mdl_vars: The weights.
+          state: The current state.
+          num_steps: Maximum number of steps.
+          until_one_ends: Whether to stop as soon as another row has ended.
+          taken: Rows with a prompt; other rows remain unchanged.
+
+        Returns:
+          The new state, and a copy of its outputs on the host.
         """
         is_taken = np.isin(np.arange(self.num_rows), list(taken))
         state, report = self._runs.run(
@@ -244,12 +262,12 @@ class ContinuousBatching:
         decoder, num_rows, model = self._decoder, self.num_rows, self._module(mdl_vars)
         keys = jax.random.split(jax.random.key(0), num_rows)
 
-        def started() -> DecodeState:
+        def start_empty() -> DecodeState:
             ids = jnp.zeros((num_rows, max(self.prompt_lengths)), jnp.int32)
             return start(decoder, model, Prompts(ids, jnp.zeros((num_rows,), jnp.int32), keys))[0]
 
-        shapes = jax.eval_shape(started)
-        # Not zeros: the model's own cache specifies how it is split.
+        shapes = jax.eval_shape(start_empty)
+        # Call init_cache instead of creating zeros, because it also sets the cache's sharding.
         cache = model.init_cache(num_rows, cache_length(decoder, max(self.prompt_lengths)))
         rest = dataclasses.replace(shapes, cache=None, keys=None)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)

@@ -1,4 +1,4 @@
-"""The base class of decoders: limits, ends of text, and the call."""
+"""The base class of decoders: their common settings, checks and call interface."""
 
 import abc
 import dataclasses
@@ -11,7 +11,7 @@ import numpy as np
 
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.decode.prompt_padding import check_has_rows
-from praxis_lite.decode.speculation import check_takes_back
+from praxis_lite.decode.speculation import check_supports_drafts
 
 __all__ = ("Decoder", "Prompts")
 
@@ -22,45 +22,47 @@ Outputs = dict[str, jax.Array]
 
 
 class Prompts(NamedTuple):
-    """A batch of prompts, as `Decoder.__call__` takes them."""
+    """The arguments of `Decoder.__call__` for a batch of prompts."""
 
     ids: jax.Array
     lengths: jax.Array
     keys: jax.Array
     temperature: jax.Array | None = None
     per_example_max_decode_steps: jax.Array | None = None
-    top_k: jax.Array | None = None  # As of `SampleByRow`.
+    top_k: jax.Array | None = None  # For `SampleByRow`, like top_p.
     top_p: jax.Array | None = None
     wants_likeliest: jax.Array | None = None
 
 
 class TokenizerIds(tuple[int, ...]):
-    """Token ids that come from a tokenizer; the model may have no row for some of them."""
+    """Token ids from a tokenizer; some may exceed the model's vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder(abc.ABC):
-    """Continues prompts with a model. Names of settings are those of Pax's DecoderHParams.
+    """Continues prompts with a model. The settings have the names of Pax's DecoderHParams.
 
     Attributes:
-      max_decode_steps: most new tokens per prompt, the end of text included.
-      seqlen: most tokens of a row, its prompt included; None: only max_decode_steps limits it.
-        (Pax's default of 0 means "must be set".)
-      min_decode_steps: new tokens that must precede an end of text. In Pax only beam search
-        heeds it.
-      eos_id: token, or tokens, of which each ends a row; None: the tokenizer's; (): none. (Pax: 2.)
-      weights_dtype: of the weights while decoding. None: as they are. "activations": those that the
-        model casts to a narrower dtype are stored in it, which changes no number. "int8": the
-        weights of dense layers are rounded too, with a scale per output channel; the log names
-        them. On TPU a step then reads a byte of each. On CPU and GPU, where XLA writes the cast
-        out, it saves memory, and a step takes longer (on an H200 1.7 times, of a row).
-      weights_outputs_first: weights of dense layers are stored with their outputs first, and come
-        first in their products. On CPU that is a third faster from some rows on; sums are taken in
-        another order, so that the last bits of a float32 differ.
-      fprop_for_prefix: the prompt goes through the model in one forward pass; else a token at a
-        time, as Pax does by default. The continuation is the same.
-      prefill_chunk_size: most tokens of a prompt in a pass, so that a long prompt takes the memory
-        of a chunk, pass after pass; None: all. The continuation is the same.
+      max_decode_steps: Maximum number of new tokens per prompt, including the end of text.
+      seqlen: Maximum number of tokens in a row, including its prompt. None limits rows only by
+        max_decode_steps. (Pax's default of 0 means "must be set".)
+      min_decode_steps: Minimum number of new tokens before an end of text. In Pax, only beam search
+        supports it.
+      eos_id: A token or several tokens, each of which ends a row. None uses the tokenizer's; () has
+        none. (Pax's default is 2.)
+      weights_dtype: Storage format of the weights while decoding. None leaves them unchanged.
+        "activations" stores each weight that the model casts to a narrower dtype in that dtype,
+        with the same results. "int8" also rounds the weights of dense layers, with a scale per
+        output channel, and logs their names. On TPU, a step then reads one byte per weight. On CPU
+        and GPU, XLA materializes the cast, so int8 saves memory but slows down a step (on an H200,
+        by a factor of 1.7 for a single row).
+      weights_outputs_first: Whether to store the weights of dense layers as [out, in]. On CPU, this
+        is a third faster for batches of several rows. Sums are taken in another order, so the last
+        bits of float32 results differ.
+      fprop_for_prefix: Whether the model reads the prompt in a single forward pass. If False, it
+        reads one token at a time, as Pax does by default. The continuation is the same.
+      prefill_chunk_size: Maximum number of prompt tokens per forward pass, to limit the memory for
+        long prompts. None reads all tokens in a single pass. The continuation is the same.
     """
 
     max_decode_steps: int = 128
@@ -71,19 +73,20 @@ class Decoder(abc.ABC):
     weights_outputs_first: bool = False
     fprop_for_prefix: bool = True
     prefill_chunk_size: int | None = None
-    # Settings of some decoders, as the others are.
+    # Defaults for decoders without these settings.
     temperature = 0.0
     stop_strings = ()
     num_speculative_tokens = num_cached_prefixes = 0
     top_k = top_p = None
 
     def __post_init__(self):
-        # Lists come from JSON and the command line; a decoder is a static, hashable value.
+        # JSON and the command line pass lists, but a decoder is a static argument of jit and must
+        # be hashable.
         if isinstance(self.eos_id, list):
             object.__setattr__(self, "eos_id", tuple(self.eos_id))
         self._check_types()
-        most = 2**31 - 1  # Steps are counted in int32.
-        self._require("max_decode_steps", 1 <= self.max_decode_steps <= most, "1 or more")
+        max_int32 = 2**31 - 1  # Steps are counted in int32.
+        self._require("max_decode_steps", 1 <= self.max_decode_steps <= max_int32, "1 or more")
         self._require("seqlen", self.seqlen is None or self.seqlen >= 1, "None, or 1 or more")
         size = self.prefill_chunk_size
         self._require(
@@ -104,19 +107,22 @@ class Decoder(abc.ABC):
 
     @property
     def weights_form(self) -> dict[str, Any]:
-        """The settings that decide the form of a weight while decoding."""
+        """The settings that determine the storage format of weights while decoding."""
         names = ("weights_dtype", "weights_outputs_first")
         return {name: getattr(self, name) for name in names}
 
     def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
-        """Checks that the model has the token ids of the settings; every decoding loop calls it.
+        """Checks that the token ids in the settings are in the model's vocabulary.
+
+        All decoding loops call this. Ids from a tokenizer may exceed the vocabulary.
 
         Args:
-          size: number of ids of the model.
-          of_tokenizer: further ids of a tokenizer, in addition to those of `for_tokenizer`.
+          size: Vocabulary size of the model.
+          of_tokenizer: Ids that also come from a tokenizer, in addition to those that
+            `for_tokenizer` set.
 
         Raises:
-          ConfigError: it lacks one that is not a tokenizer's.
+          ConfigError: An id that the user set is not in the vocabulary.
         """
         if not isinstance(self.eos_id, TokenizerIds):
             self._check_tokens("eos_id", tuple(set(self.eos_ids) - set(of_tokenizer)), size)
@@ -126,41 +132,37 @@ class Decoder(abc.ABC):
         self._require(name, all(i < size for i in ids), expected)
 
     def check_model(self, model: Any) -> None:
-        """Checks that a model can be decoded with these settings.
-
-        Raises:
-          ConfigError: it cannot.
-        """
+        """Raises ConfigError if the model's cache does not support these settings."""
         check_has_rows(model)
         if self.num_speculative_tokens:
             setting = f"{type(self).__name__}.num_speculative_tokens"
-            check_takes_back(model, setting, self.num_speculative_tokens)
+            check_supports_drafts(model, setting, self.num_speculative_tokens)
 
     def _check_types(self) -> None:
         for field in dataclasses.fields(self):
             actual = getattr(self, field.name)
             for kind, (types, expected) in _TYPES.items():
                 if field.type in (kind, kind | None) and (actual is not None or field.type is kind):
-                    is_right = isinstance(actual, types)
-                    is_right &= kind is bool or not isinstance(actual, bool)
-                    absent = "" if field.type is kind else ", or None"
-                    self._require(field.name, is_right, f"{expected}{absent}")
+                    is_valid = isinstance(actual, types)
+                    is_valid &= kind is bool or not isinstance(actual, bool)
+                    or_none = "" if field.type is kind else ", or None"
+                    self._require(field.name, is_valid, f"{expected}{or_none}")
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a row; empty if neither the decoder nor its tokenizer has any."""
+        """The tokens that end a row; () if neither the decoder nor its tokenizer has any."""
         if self.eos_id is None:
             return ()
         return self.eos_id if isinstance(self.eos_id, tuple) else (self.eos_id,)
 
     def is_eos(self, ids: jax.Array) -> jax.Array:
-        """Returns bool, of the shape of `ids`: True at the tokens that end a row."""
+        """Returns whether each of `ids` ends a row."""
         return jnp.isin(ids, jnp.asarray(self.eos_ids, jnp.int32))
 
     @property
     @abc.abstractmethod
     def num_hyps(self) -> int:
-        """How many continuations of a prompt come back: samples, or beams."""
+        """The number of continuations per prompt: samples, or beams."""
 
     def __call__(
         self,
@@ -172,45 +174,48 @@ class Decoder(abc.ABC):
         temperature: jax.Array | None = None,
         per_example_max_decode_steps: jax.Array | None = None,
     ) -> Outputs:
-        """Returns the continuations of a batch of prompts.
-
-        These are output_ids int32 [B, S, M], the new tokens alone, 0 after the end;
-        decode_lengths int32 [B, S], how many they are, the end of text included; logprobs float32
-        [B, S, M] of the unfiltered model, 0 after the end; scores float32 [B, S], by which the
-        hypotheses of a prompt are sorted. Where the prompt went through the model a token at a
-        time also prefix_logprobs float32 [B, P] of its tokens, 0 for the first. `pax_outputs`
-        gives the same in Pax's form.
+        """Continues a batch of prompts.
 
         Args:
-          model: has `init_cache(batch_size, length)` and
-            `(ids, positions=, paddings=, cache=) -> logits, cache`. The layers of an nnx.Module
-            declare with `cache_skips_padding` whether their caches leave padding out, see
-            `BaseLayer`; any other object leaves it out of all.
-          ids: int32 [B, P], padded on the right with anything.
-          prefix_lengths: int32 [B], the length of each prompt without padding; 0 marks a row to
-            leave empty.
-          keys: random key per prompt, [B].
-          temperature: float [B], in place of the decoder's, where it has one.
-          per_example_max_decode_steps: int [B], a limit below max_decode_steps.
+          model: Model with the methods `init_cache(batch_size, length)` and
+            `__call__(ids, positions=, paddings=, cache=) -> (logits, cache)`. Layers of an
+            nnx.Module declare with `cache_skips_padding` that their caches do not store padding;
+            see `BaseLayer`. Any other object must not store padding at all.
+          ids: int32 [B, P], padded on the right with arbitrary ids.
+          prefix_lengths: int32 [B], the length of each prompt without padding; rows with length 0
+            have no prompt and are skipped.
+          keys: Random keys [B], one per prompt.
+          temperature: Float [B], which replaces the decoder's temperature if it has one.
+          per_example_max_decode_steps: int [B], lower limits than max_decode_steps.
+
+        Returns:
+          A dict of arrays; `pax_outputs` converts it to Pax's format.
+          * output_ids: int32 [B, S, M], the new tokens, and 0 after the end.
+          * decode_lengths: int32 [B, S], the number of new tokens, including the end of text.
+          * logprobs: float32 [B, S, M], log-probs of the new tokens under the model before any
+            filtering, and 0 after the end.
+          * scores: float32 [B, S], by which the hypotheses of a prompt are sorted.
+          * prefix_logprobs: float32 [B, P], log-probs of the prompt's tokens, 0 for the first. Only
+            if fprop_for_prefix is False.
         """
         prompts = Prompts(ids, prefix_lengths, keys, temperature, per_example_max_decode_steps)
         return self.decode(model, prompts)
 
     @abc.abstractmethod
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Returns the result of `__call__`."""
+        """Implements `__call__`, and may return additional arrays."""
 
-    def _require(self, name: str, holds: bool, expected: str) -> None:
-        require(holds, f"{type(self).__name__}.{name}", getattr(self, name), expected)
+    def _require(self, name: str, is_valid: bool, expected: str) -> None:
+        require(is_valid, f"{type(self).__name__}.{name}", getattr(self, name), expected)
 
 
 _TYPES = {
     bool: (bool, "True or False"),
-    int: (int | np.integer, "a whole number"),
+    int: (int | np.integer, "an integer"),
     float: (int | float | np.integer | np.floating, "a number"),
 }
 
 
 def is_token(i: object) -> bool:
-    """Returns True for a number that may be an id."""
+    """Returns whether a value is a valid token id."""
     return isinstance(i, int | np.integer) and not isinstance(i, bool) and 0 <= i < 2**31

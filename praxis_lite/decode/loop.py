@@ -1,4 +1,4 @@
-"""The loop: rows start from prompts and get a token at a time until each has ended."""
+"""The decoding loop: appends a token per step to each row until all rows have ended."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prefill import Prefix, cache_length, prefill
 from praxis_lite.decode.prefix_sharing import prefill_shared
-from praxis_lite.decode.speculation import drafts_of
+from praxis_lite.decode.speculation import lookup_drafts
 from praxis_lite.layers.base.variables import rebuilt
 
-# B prompts, R rows: B x samples, P longest prompt, M most new tokens, V classes, S places of a
-# row in the cache, T tokens that the model reads at once, K drafts.
+# B prompts, R rows (B x samples), P longest prompt, M maximum number of new tokens, V classes,
+# S cache slots per row, T tokens per call of the model, K drafts.
 
 
 @jax.tree_util.register_dataclass
@@ -24,33 +24,54 @@ from praxis_lite.layers.base.variables import rebuilt
 class DecodeState:
     """The state of R sequences, each at its own step.
 
-    A row's tokens depend on nothing but its own entries, so rows can leave, come and change
-    places between steps.
+    The tokens of a row depend only on that row's entries, so rows can be added, removed and
+    reordered between steps.
+
+    Attributes:
+      cache: The model's cache.
+      logits: float32 [R, V], for each row's next token.
+      positions: int32 [R], the position of each row's next token.
+      keys: Random keys [R]; each step folds in the row's number of new tokens.
+      temperature: float32 [R].
+      top_k: int32 [R] for a decoder with settings per row, else None.
+      top_p: float32 [R] for a decoder with settings per row, else None.
+      max_steps: int32 [R], the maximum number of new tokens.
+      done: bool [R], whether a row has ended; steps leave it unchanged then.
+      output_ids: int32 [R, M], the new tokens, and 0 after the end.
+      logprobs: float32 [R, M], log-probs of the new tokens, and 0 after the end.
+      decode_lengths: int32 [R], the number of new tokens so far.
+      in_prompt: bool [R, V], which tokens occur in the prompt; None without penalties.
+      in_output: bool [R, V], which tokens occur in the output; None without penalties.
+      history: int32 [R, S], the tokens of prompt and output, and arbitrary ids after them; None
+        without speculation.
+      num_model_steps: int32 [R], the number of model calls that computed the new tokens; None
+        without speculation.
+      num_shared: int32 [R], as in `Prefix`; None without prefix sharing.
+      likeliest: The likeliest tokens of recent steps, if the decoder stores them.
     """
 
-    cache: Any  # The model's.
-    logits: jax.Array  # float32 [R, V], of each row's next token.
-    positions: jax.Array  # int32 [R], where the next token goes.
-    keys: jax.Array  # [R]; a step folds in how many tokens the row has.
-    temperature: jax.Array  # float32 [R].
-    top_k: jax.Array | None  # int32 [R], of a decoder that draws by each row's own; else None.
-    top_p: jax.Array | None  # float32 [R], the same.
-    max_steps: jax.Array  # int32 [R], the most new tokens.
-    done: jax.Array  # bool [R]; such a row stays as it is.
-    output_ids: jax.Array  # int32 [R, M], 0 after the end.
-    logprobs: jax.Array  # float32 [R, M], 0 after the end.
-    decode_lengths: jax.Array  # int32 [R], new tokens so far.
-    in_prompt: jax.Array | None  # bool [R, V], the tokens that occurred; None without penalties.
-    in_output: jax.Array | None  # The same, of the new tokens.
-    # Of speculation, otherwise None: int32 [R, S], the tokens of prompt and output; anything after.
+    cache: Any
+    logits: jax.Array
+    positions: jax.Array
+    keys: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array | None
+    top_p: jax.Array | None
+    max_steps: jax.Array
+    done: jax.Array
+    output_ids: jax.Array
+    logprobs: jax.Array
+    decode_lengths: jax.Array
+    in_prompt: jax.Array | None
+    in_output: jax.Array | None
     history: jax.Array | None
-    num_model_steps: jax.Array | None  # int32 [R], calls of the model that gave the new tokens.
-    num_shared: jax.Array | None  # int32 [R], as of `Prefix`; None without shared prefixes.
-    likeliest: Any = None  # Of the newest steps, where the decoder keeps them.
+    num_model_steps: jax.Array | None
+    num_shared: jax.Array | None
+    likeliest: Any = None
 
 
 def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
-    """Returns a key per row [R]: that of its prompt [B], its sample's number folded in."""
+    """Returns a key per row [R] by folding the sample's index into its prompt's key [B]."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     return jax.vmap(lambda key: fold(key, jnp.arange(num_samples)))(keys).reshape(-1)
 
@@ -58,16 +79,21 @@ def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
 def start(
     decoder: Decoder, model: Any, prompts: Prompts, prefix: Prefix | None = None
 ) -> tuple[DecodeState, jax.Array | None]:
-    """Returns the state after the prompts, and their log-probs [B, P] or None, as of `prefill`.
+    """Reads the prompts and returns the initial state of the loop.
 
     Args:
-      prompts: with a key per row, [R], from `sample_keys`; R is a multiple of B.
-      prefix: the model's state after the prompts, if it is known.
+      decoder: The decoder.
+      model: The model.
+      prompts: Prompts with a key per row, [R], from `sample_keys`; R is a multiple of B.
+      prefix: The model's state after the prompts, if they have been read already.
+
+    Returns:
+      (state, logprobs): logprobs are those of the prompts, [B, P], or None; see `Prefix`.
     """
     decoder.check_model(model)
     if prefix is None:
-        shares = decoder.num_cached_prefixes > 0 and len(prompts.ids) > 1
-        prefix = (prefill_shared if shares else prefill)(decoder, model, prompts)
+        shares_prefix = decoder.num_cached_prefixes > 0 and len(prompts.ids) > 1
+        prefix = (prefill_shared if shares_prefix else prefill)(decoder, model, prompts)
     decoder.check_vocabulary(prefix.logits.shape[-1])
     (num_prompts, prompt_length), num_rows = prompts.ids.shape, prompts.keys.shape[0]
     num_samples = num_rows // num_prompts
@@ -85,9 +111,9 @@ def start(
     in_prompt = in_output = None
     if decoder.penalizes:
         num_classes = prefix.logits.shape[-1]
-        is_true = jnp.arange(prompt_length)[None, :] < prompts.lengths[:, None]
-        # Padding counts for class V, which does not exist, and is dropped.
-        ids = jnp.where(is_true, prompts.ids, num_classes)
+        is_prompt = jnp.arange(prompt_length)[None, :] < prompts.lengths[:, None]
+        # Set padding to the out-of-range class V, which the scatter drops.
+        ids = jnp.where(is_prompt, prompts.ids, num_classes)
         in_prompt = jnp.zeros((num_prompts, num_classes), bool)
         in_prompt = in_prompt.at[jnp.arange(num_prompts)[:, None], ids].set(True, mode="drop")
         in_prompt, in_output = repeat(in_prompt), jnp.zeros((num_rows, num_classes), bool)
@@ -121,7 +147,7 @@ def start(
         history=history,
         num_model_steps=num_model_steps,
         num_shared=num_shared,
-        likeliest=decoder.no_likeliest(prompts),
+        likeliest=decoder.init_likeliest(prompts),
     )
     return state, prefix.logprobs
 
@@ -130,101 +156,121 @@ def advance(
     decoder: Decoder, model: Any, state: DecodeState, num_steps: int | jax.Array,
     until_one_ends: bool | jax.Array = False,
 ) -> tuple[DecodeState, jax.Array]:
-    """Returns the state after at most `num_steps` calls of the model, and the number of them.
+    """Runs up to `num_steps` steps of the loop.
 
-    Each gives a row that is not done a token, and with speculation those drafts that are right.
+    Each step calls the model once and appends a token to every row that has not ended; with
+    speculation, also the accepted drafts. The loop stops early when all rows have ended.
 
-    Stops when every row has ended; with `until_one_ends` as soon as one more has.
+    Args:
+      decoder: The decoder.
+      model: The model.
+      state: The state to start from.
+      num_steps: Maximum number of steps.
+      until_one_ends: Whether to stop as soon as another row has ended.
+
+    Returns:
+      The new state, and the number of steps.
     """
-    done_before = state.done
+    initially_done = state.done
 
-    def goes_on(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
+    def is_active(carry: tuple[DecodeState, jax.Array]) -> jax.Array:
         state, t = carry
-        one_ended = jnp.any(state.done & ~done_before) & until_one_ends
+        one_ended = jnp.any(state.done & ~initially_done) & until_one_ends
         return on_any_device((t < num_steps) & ~jnp.all(state.done) & ~one_ended)
 
     def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
         state, t = carry
-        take = speculative_step if decoder.num_speculative_tokens else step
-        return take(decoder, model, state), t + 1
+        take_step = speculative_step if decoder.num_speculative_tokens else step
+        return take_step(decoder, model, state), t + 1
 
-    return jax.lax.while_loop(goes_on, body, (varying_alike(state), jnp.zeros((), jnp.int32)))
+    return jax.lax.while_loop(is_active, body, (varying_alike(state), jnp.zeros((), jnp.int32)))
 
 
 def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
-    """Returns the state with another token in each row that is not done."""
-    goes_on, positions = ~state.done, state.positions
-    new_ids, state = with_chosen(decoder, state, goes_on)
+    """Appends a token to each row that has not ended, and computes the logits of the next one."""
+    is_active, positions = ~state.done, state.positions
+    new_ids, state = append_tokens(decoder, state, is_active)
     logits, cache = rebuilt(model)(
         new_ids[:, None], positions=positions[:, None], cache=state.cache
     )
-    logits = jnp.where(goes_on[:, None], logits[:, 0].astype(jnp.float32), state.logits)
+    logits = jnp.where(is_active[:, None], logits[:, 0].astype(jnp.float32), state.logits)
     return dataclasses.replace(state, cache=cache, logits=logits)
 
 
-def with_chosen(
-    decoder: Decoder, state: DecodeState, goes_on: jax.Array, drafts: jax.Array | None = None
+def append_tokens(
+    decoder: Decoder, state: DecodeState, is_active: jax.Array, drafts: jax.Array | None = None
 ) -> tuple[jax.Array, DecodeState]:
-    """Returns the tokens [R] that the logits give, and the state with them in the rows `goes_on`.
+    """Chooses a token from the logits and appends it to the active rows.
 
-    The logits and the cache of the state are those before these tokens.
+    The caller updates the logits and the cache, which remain those before the new tokens.
 
     Args:
-      drafts: int32 [R]; only rows whose token is the draft's get it.
+      decoder: Chooses the tokens.
+      state: The current state.
+      is_active: bool [R], rows to which to append a token.
+      drafts: int32 [R]; if given, a row is extended only if the chosen token equals its draft.
+
+    Returns:
+      The chosen tokens, int32 [R] with 0 in other rows, and the new state.
     """
     index = jnp.arange(state.done.shape[0])
     new_ids = decoder.choose(decoder.penalized(state), state)
-    goes_on = goes_on if drafts is None else goes_on & (new_ids == drafts)
-    new_ids = jnp.where(goes_on, new_ids, 0)
+    is_active = is_active if drafts is None else is_active & (new_ids == drafts)
+    new_ids = jnp.where(is_active, new_ids, 0)
     logprobs = jax.nn.log_softmax(state.logits, axis=-1)[index, new_ids]
-    # A row that is done writes past the end, which is dropped.
-    place = jnp.where(goes_on, state.decode_lengths, state.output_ids.shape[1])
-    output_ids = state.output_ids.at[index, place].set(new_ids, mode="drop")
-    decode_lengths = state.decode_lengths + goes_on
-    ends = decode_lengths >= state.max_steps
+    # Inactive rows write out of bounds, which the scatter drops.
+    slot = jnp.where(is_active, state.decode_lengths, state.output_ids.shape[1])
+    output_ids = state.output_ids.at[index, slot].set(new_ids, mode="drop")
+    decode_lengths = state.decode_lengths + is_active
+    has_ended = decode_lengths >= state.max_steps
     if decoder.eos_ids:
-        ends |= decoder.is_eos(new_ids)
+        has_ended |= decoder.is_eos(new_ids)
     if decoder.stop_sequences:
-        ends |= ends_in(decoder.stop_sequences, output_ids, decode_lengths)
+        has_ended |= ends_with_any(decoder.stop_sequences, output_ids, decode_lengths)
     in_output, history = state.in_output, state.history
     if in_output is not None:
-        in_output = in_output.at[index, new_ids].max(goes_on)
+        in_output = in_output.at[index, new_ids].max(is_active)
     if history is not None:
-        position = jnp.where(goes_on, state.positions, history.shape[1])
+        position = jnp.where(is_active, state.positions, history.shape[1])
         history = history.at[index, position].set(new_ids, mode="drop")
     return new_ids, dataclasses.replace(
         state,
-        positions=state.positions + goes_on,
-        done=state.done | (goes_on & ends),
+        positions=state.positions + is_active,
+        done=state.done | (is_active & has_ended),
         output_ids=output_ids,
-        logprobs=state.logprobs.at[index, place].set(logprobs, mode="drop"),
+        logprobs=state.logprobs.at[index, slot].set(logprobs, mode="drop"),
         decode_lengths=decode_lengths,
         in_output=in_output,
         history=history,
-        likeliest=decoder.with_likeliest(state),
+        likeliest=decoder.update_likeliest(state),
     )
 
 
 def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
-    """Returns the state with another token in each row that is not done, and its right drafts.
+    """Appends a token and its accepted drafts to each row that has not ended.
 
-    The model reads the token and K drafts at once, and tokens are chosen from its logits as they
-    are from those of one token, so that a draft counts if it is the token that was to be chosen.
-    Wrong drafts stay in the cache until the tokens of later steps take their places: nothing
-    attends to them before. Near a row's end the last tokens are read again, so that no draft is
-    behind its last place.
+    The model reads the token and K drafts in a single call. The next token is chosen from its
+    logits as in `step`, and a draft is accepted if it equals that token; the draft after it is
+    checked in the same way. So the outputs are those of `step`.
+
+    Rejected drafts remain in the cache until later tokens overwrite them; no token attends to them
+    before. Near the end of a row, the model reads some tokens a second time, so that no draft lies
+    beyond the last cache slot.
     """
-    num_places = state.history.shape[1]
-    num_drafts = min(decoder.num_speculative_tokens, num_places - 1)
-    index, goes_on, positions = jnp.arange(len(state.done)), ~state.done, state.positions
-    _, state = with_chosen(decoder, state, goes_on)
-    drafts_RK = drafts_of(state.history, state.positions, decoder.prompt_lookup_max, num_drafts)
-    places_RK = state.positions[:, None] + jnp.arange(num_drafts)[None, :]
-    history = state.history.at[index[:, None], places_RK].set(drafts_RK, mode="drop")
-    first = jnp.minimum(positions, num_places - 1 - num_drafts)
-    read_RT = first[:, None] + jnp.arange(1 + num_drafts)[None, :]
+    num_slots = state.history.shape[1]
+    num_drafts = min(decoder.num_speculative_tokens, num_slots - 1)
+    index, is_active, positions = jnp.arange(len(state.done)), ~state.done, state.positions
+    _, state = append_tokens(decoder, state, is_active)
+    drafts_RK = lookup_drafts(
+        state.history, state.positions, decoder.prompt_lookup_max, num_drafts
+    )
+    slots_RK = state.positions[:, None] + jnp.arange(num_drafts)[None, :]
+    history = state.history.at[index[:, None], slots_RK].set(drafts_RK, mode="drop")
+    first = jnp.minimum(positions, num_slots - 1 - num_drafts)
+    positions_RT = first[:, None] + jnp.arange(1 + num_drafts)[None, :]
     logits_RTV, cache = rebuilt(model)(
-        jnp.take_along_axis(history, read_RT, axis=1), positions=read_RT, cache=state.cache
+        jnp.take_along_axis(history, positions_RT, axis=1), positions=positions_RT,
+        cache=state.cache,
     )
 
     def logits_after(state: DecodeState, has_token: jax.Array) -> jax.Array:
@@ -233,37 +279,37 @@ def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> Decode
             has_token[:, None], logits_RTV[index, last].astype(jnp.float32), state.logits
         )
 
-    def goes_on_with_drafts(carry: tuple[DecodeState, jax.Array, jax.Array]) -> jax.Array:
-        _, accepts, k = carry
-        return on_any_device((k < num_drafts) & jnp.any(accepts))
+    def has_draft(carry: tuple[DecodeState, jax.Array, jax.Array]) -> jax.Array:
+        _, is_accepting, k = carry
+        return on_any_device((k < num_drafts) & jnp.any(is_accepting))
 
-    def accept(
+    def accept_draft(
         carry: tuple[DecodeState, jax.Array, jax.Array]
     ) -> tuple[DecodeState, jax.Array, jax.Array]:
-        state, accepts, k = carry
+        state, is_accepting, k = carry
         draft = jax.lax.dynamic_index_in_dim(drafts_RK, k, axis=1, keepdims=False)
-        _, new = with_chosen(decoder, state, accepts, draft)
-        accepts = new.decode_lengths > state.decode_lengths
-        new = dataclasses.replace(new, logits=logits_after(new, accepts))
-        return new, accepts & ~new.done, k + 1
+        _, new = append_tokens(decoder, state, is_accepting, draft)
+        is_accepted = new.decode_lengths > state.decode_lengths
+        new = dataclasses.replace(new, logits=logits_after(new, is_accepted))
+        return new, is_accepted & ~new.done, k + 1
 
     state = dataclasses.replace(
-        state, cache=None, logits=logits_after(state, goes_on),
-        num_model_steps=state.num_model_steps + goes_on,
+        state, cache=None, logits=logits_after(state, is_active),
+        num_model_steps=state.num_model_steps + is_active,
     )
     carry = varying_alike((state, ~state.done), logits_RTV)
     carry = (*carry, jnp.zeros((), jnp.int32))
-    state, _, _ = jax.lax.while_loop(goes_on_with_drafts, accept, carry)
+    state, _, _ = jax.lax.while_loop(has_draft, accept_draft, carry)
     return dataclasses.replace(state, cache=cache)
 
 
-def ends_in(
+def ends_with_any(
     sequences: Sequence[Sequence[int]], output_ids: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """Returns bool [R]: True if the first `lengths` of a row's ids end in any of `sequences`."""
-    result = jnp.zeros(lengths.shape, bool)
+    """Returns whether each row's first `lengths` ids end with one of `sequences`, bool [R]."""
+    is_match = jnp.zeros(lengths.shape, bool)
     for sequence in sequences:
         last = lengths[:, None] + jnp.arange(-len(sequence), 0)[None, :]
         ids = jnp.take_along_axis(output_ids, jnp.maximum(last, 0), axis=1)
-        result |= jnp.all((last >= 0) & (ids == jnp.asarray(sequence)[None, :]), axis=1)
-    return result
+        is_match |= jnp.all((last >= 0) & (ids == jnp.asarray(sequence)[None, :]), axis=1)
+    return is_match

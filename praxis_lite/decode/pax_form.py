@@ -1,4 +1,4 @@
-"""Decoded outputs in Pax's form: prompt and continuation in a row, 1.0 where unused."""
+"""Converts a decoder's outputs to Pax's format, in which a row has prompt and continuation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 
 from praxis_lite.decode.decoder import Decoder
 
-# B batch, S samples or beams, P longest prompt, M new tokens, T tokens of a whole row.
+# B batch, S samples or beams, P longest prompt, M new tokens, T tokens of a complete row.
 
 
 def pax_outputs(
@@ -18,22 +18,35 @@ def pax_outputs(
     *,
     seqlen: int | None = None,
 ) -> dict[str, np.ndarray]:
-    """Returns the outputs of a Decoder under Pax's names and with Pax's meaning (NumPy).
+    """Converts the outputs of a Decoder to NumPy arrays with Pax's names and meanings.
 
-    output_ids int32 [B, S, T]: the prompt and what follows it; decode_lengths int32 [B, S]: both
-    together; logprobs float32 [B, S, T]: 1.0 for the prompt and after the end; prefix_lengths and
-    original_lengths int32 [B, S]; prefix_ids int32: the prompts alone, [B, S, P], after a forward
-    pass [B, S, T], and of a beam search [B, 1, P]; scores float32 [B, S].
+    With fprop_for_prefix, T is P + M. Pax decodes with all prompts ending at P and then shifts each
+    row to the left, which fills its end with log-probs of 0.0; they are reproduced here.
 
-    Of a beam search also done bool [B, S] and hyp_ids int32 [B, S], of BeamSearch.decode, and
-    end_logprobs float32 [B, S, T], the logprobs as they lie before Pax moves the rows: all prompts
-    end at P.
+    Without it, T is `seqlen`, the prompt's tokens have log-probs from the second one on, and a row
+    that neither ended nor reached its max_decode_steps has the length `seqlen`. In this case Pax's
+    max_decode_steps includes the prompt: max_decode_steps=7 and seqlen=12 in Pax correspond to a
+    Decoder with seqlen=8, and to `seqlen=12` here.
 
-    After a forward pass T is P + M, and Pax, which moves each row left to its beginning, shows 0.0
-    in the places that come in from the right. Prompts that went a token at a time have their own
-    log-probs from the second token on, T is `seqlen`, and a row that neither ended nor came to its
-    max_decode_steps has the length `seqlen`. (There Pax counts the prompt in max_decode_steps: what
-    it calls max_decode_steps=7, seqlen=12 is a Decoder of seqlen=8, and `seqlen=12` here.)
+    Args:
+      decoder: Decoder that computed the outputs.
+      ids: int32 [B, P], the prompts.
+      prefix_lengths: int32 [B], the length of each prompt.
+      outputs: The outputs of `decoder`.
+      seqlen: Number of tokens in a row, T; None for P + M.
+
+    Returns:
+      A dict of arrays:
+      * output_ids: int32 [B, S, T], prompt and continuation.
+      * decode_lengths: int32 [B, S], their total length.
+      * logprobs: float32 [B, S, T], 1.0 for the prompt and after the end.
+      * prefix_lengths, original_lengths: int32 [B, S], the length of the prompt.
+      * prefix_ids: int32, the prompts: [B, S, T] with fprop_for_prefix, otherwise [B, S, P], and
+        [B, 1, P] for a beam search.
+      * scores: float32 [B, S].
+      * done, hyp_ids: only for a beam search; see `BeamSearch.decode`.
+      * end_logprobs: float32 [B, S, P + M], only for a beam search: the log-probs before Pax's
+        shift, in rows whose prompts end at P.
     """
     ids, lengths_B = np.asarray(ids), np.asarray(prefix_lengths)
     outputs = {name: np.asarray(x) for name, x in outputs.items()}

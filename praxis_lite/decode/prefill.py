@@ -1,4 +1,4 @@
-"""Reads prompts into the cache: in a single forward pass, or in a pass per chunk or token."""
+"""Prefill: reads prompts into the cache, in one forward pass or in chunks."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +10,8 @@ from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prompt_padding import (
     layers_of,
     layers_that_keep_padding,
+    log_slow_prefill,
     read,
-    tell_of_slow_prompts,
 )
 from praxis_lite.layers.base.variables import rebuilt
 from praxis_lite.layers.embedding.rotary_scaling import DynamicRotary
@@ -22,38 +22,46 @@ __all__ = ("cache_length", "prefill")
 
 
 class Prefix(NamedTuple):
-    """A model's state after its prompts."""
+    """A model's state after prefill.
 
-    logits: jax.Array  # float32 [B, V], of the token after each prompt.
-    cache: Any  # With room for the new tokens.
-    # float32 [B, P] of the prompts' own tokens, 0 for the first and for padding; None after one
-    # forward pass, which would need [B, P, V] for them.
+    Attributes:
+      logits: float32 [B, V], of the token after each prompt.
+      cache: The model's cache, with room for the new tokens.
+      logprobs: float32 [B, P], of the prompts' tokens, 0 for the first and for padding. None unless
+        prompts were read a token at a time: a single pass would need [B, P, V] for them.
+      max_steps: int32 [B], the maximum number of new tokens of each row.
+      num_shared: int32 [B], the number of prompt tokens that were read once for several prompts;
+        None without prefix sharing.
+    """
+
+    logits: jax.Array
+    cache: Any
     logprobs: jax.Array | None
-    max_steps: jax.Array  # int32 [B], the most new tokens of each row.
-    # int32 [B], tokens of each prompt that were read for others too; None if that is not tried.
+    max_steps: jax.Array
     num_shared: jax.Array | None = None
 
 
 def cache_length(decoder: Decoder, prompt_length: int) -> int:
-    """Returns how many tokens a row of the cache must hold."""
-    expected = prompt_length + decoder.max_decode_steps
-    return expected if decoder.seqlen is None else max(prompt_length, min(expected, decoder.seqlen))
+    """Returns the number of tokens for which a row of the cache needs room."""
+    length = prompt_length + decoder.max_decode_steps
+    return length if decoder.seqlen is None else max(prompt_length, min(length, decoder.seqlen))
 
 
 def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
-    """Returns the model's state after the prompts.
+    """Returns the model's state after reading the prompts.
 
-    What padding leaves in an attention's cache is overwritten before anything attends to it,
-    since a row's new tokens go to the positions right after its prompt; a recurrent layer skips
-    it by `paddings`, and so does a window's ring. If a layer does not declare that it skips
-    padding, the prompts are read a token at a time, and rows that have ended keep their cache.
+    Padding must not affect the continuation. An attention cache may store padding: new tokens
+    overwrite it before any token attends to it, because they are stored directly after the prompt.
+    Recurrent layers and the ring buffers of local attention skip padding by means of `paddings`. If
+    some layer does not declare that it skips padding, prompts are read a token at a time, and the
+    cache rows of prompts that have ended are restored after each token.
     """
     ids, lengths = prompts.ids, prompts.lengths
     num_rows, prompt_length = ids.shape
     cache = model.init_cache(num_rows, cache_length(decoder, prompt_length))
-    cache = varying_alike(cache, ids)  # A layer may carry it through a loop.
+    cache = varying_alike(cache, ids)  # A layer may carry the cache through a loop.
     if decoder.fprop_for_prefix and (names := layers_that_keep_padding(model)):
-        tell_of_slow_prompts(tuple(names))
+        log_slow_prefill(tuple(names))
         logits, cache, _ = read_blocks(model, ids, lengths, cache, 0, 1)
         return Prefix(logits, cache, None, max_steps(decoder, prompts))
     is_padding = jnp.arange(prompt_length)[None, :] >= lengths[:, None]
@@ -62,10 +70,11 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     size = decoder.prefill_chunk_size if decoder.fprop_for_prefix else 1
     if size is None or (decoder.fprop_for_prefix and size >= prompt_length):
         positions = {}
-        # These angles depend on the length of the text, which padding does not make longer.
+        # Angles of dynamic rotary embeddings depend on the largest position, which must not be that
+        # of padding.
         if any(isinstance(layer, DynamicRotary) for _, layer in layers_of(model)):
-            true = jnp.minimum(jnp.arange(prompt_length, dtype=jnp.int32), jnp.max(last))
-            positions = {"positions": true[None, :]}
+            clipped = jnp.minimum(jnp.arange(prompt_length, dtype=jnp.int32), jnp.max(last))
+            positions = {"positions": clipped[None, :]}
         logits, cache = model(ids, paddings=paddings, cache=cache, **positions)
         logits, logprobs = logits[jnp.arange(num_rows), last].astype(jnp.float32), None
     else:
@@ -74,7 +83,7 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
             model, ids[:, : prompt_length - rest], lengths, cache, 0, size,
             has_logprobs=not decoder.fprop_for_prefix,
         )
-        if rest:  # Not padded to a complete chunk, which might not fit into the cache.
+        if rest:  # Read a shorter last chunk: a padded one might not fit into the cache.
             first = prompt_length - rest
             positions = jnp.arange(first, prompt_length, dtype=jnp.int32)[None, :]
             new, cache = read(model, ids[:, first:], positions, paddings[:, first:], cache)
@@ -84,7 +93,7 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
 
 
 def max_steps(decoder: Decoder, prompts: Prompts) -> jax.Array:
-    """Returns int32 [B], the most new tokens of each row; 0 if it is to be left empty."""
+    """Returns the maximum number of new tokens per row, int32 [B]; 0 for rows without a prompt."""
     lengths = prompts.lengths
     limits = jnp.full_like(lengths, decoder.max_decode_steps)
     if prompts.per_example_max_decode_steps is not None:
@@ -98,25 +107,27 @@ def read_blocks(
     model: Any, ids: jax.Array, lengths: jax.Array, cache: Any, start: jax.Array | int, size: int,
     *, has_logprobs: bool = False,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Returns float32 logits [B, V] after each prompt, and the cache with its tokens in it.
-
-    The third result is None or, with `has_logprobs`, the log-probs of the prompts' tokens, float32
-    [B, P], 0 for the first and for padding.
+    """Reads the rest of prompts into the cache, a block of tokens per forward pass.
 
     Args:
-      ids: int32 [B, P].
-      lengths: int32 [B].
-      cache: with the first `start` tokens of the prompts in it.
-      start: int32 [], a multiple of `size`, less than each length.
-      size: tokens of a block; single tokens are read instead if a cache may keep padding.
-      has_logprobs: needs blocks of a single token.
+      model: The model.
+      ids: int32 [B, P], the prompts, padded on the right.
+      lengths: int32 [B], the length of each prompt.
+      cache: Cache with the first `start` tokens of the prompts.
+      start: int32 scalar, a multiple of `size` that is smaller than each length.
+      size: Number of tokens per block. If a layer's cache may store padding, blocks have one token.
+      has_logprobs: Whether to return log-probs; requires size=1.
+
+    Returns:
+      (logits, cache, logprobs): float32 [B, V], of the token after each prompt; the cache with all
+      tokens; and float32 [B, P], of the prompts' tokens, 0 for the first and for padding, or None.
     """
     size = 1 if layers_that_keep_padding(model) else size
     num_rows, length = ids.shape
     ids = jnp.pad(ids, ((0, 0), (0, -length % size)))
     end, rows = jnp.minimum(jnp.max(lengths), ids.shape[1]), jnp.arange(num_rows)
 
-    def goes_on(carry: tuple) -> jax.Array:
+    def has_block(carry: tuple) -> jax.Array:
         return on_any_device(carry[0] < end)
 
     def read_block(carry: tuple) -> tuple:
@@ -130,15 +141,15 @@ def read_blocks(
             new_logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, ids[:, first]]
             new_logprobs = jnp.where((first > 0) & (first < lengths), new_logprobs, 0.0)
             logprobs = logprobs.at[:, first].set(new_logprobs)
-        # A row whose prompt has ended keeps the logits of its last token.
-        place = lengths - 1 - first
-        newest = new[rows, jnp.clip(place, 0, size - 1)].astype(jnp.float32)
-        logits = jnp.where((place >= 0)[:, None], newest, logits)
+        # Rows whose prompt ended in an earlier block keep the logits of their last token.
+        last = lengths - 1 - first
+        newest = new[rows, jnp.clip(last, 0, size - 1)].astype(jnp.float32)
+        logits = jnp.where((last >= 0)[:, None], newest, logits)
         return first + size, logits, cache, logprobs
 
-    item = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
-    logits = jnp.zeros((num_rows, item.shape[-1]), jnp.float32)
+    shape = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache).shape
+    logits = jnp.zeros((num_rows, shape[-1]), jnp.float32)
     logprobs = jnp.zeros(ids.shape, jnp.float32) if has_logprobs else None
     start = jnp.asarray(start, jnp.int32)
     carry = varying_alike((start, logits, cache, logprobs), (ids, lengths))
-    return jax.lax.while_loop(goes_on, read_block, carry)[1:]
+    return jax.lax.while_loop(has_block, read_block, carry)[1:]

@@ -1,4 +1,4 @@
-"""Prefix sharing: tokens that prompts begin with in common go through the model once."""
+"""Prefix sharing: the model reads a common prefix of several prompts only once."""
 
 import collections
 from collections.abc import Callable
@@ -16,38 +16,38 @@ from praxis_lite.decode.prefill import Prefix, cache_length, max_steps, read_blo
 # B batch, P longest prompt, V classes.
 PyTree = Any
 
-# Most tokens of a block, which is a pass of the model, if the decoder's prefill_chunk_size is None.
-USUAL_BLOCK = 64
-# Earlier prompts that a new one is compared with.
-NUM_REMEMBERED = 64
+# Maximum block size, in tokens per forward pass, if the decoder's prefill_chunk_size is None.
+DEFAULT_BLOCK_SIZE = 64
+# Number of recent prompts with which a new prompt is compared.
+NUM_RECENT_PROMPTS = 64
 
 
 def block_size(decoder: Decoder, prompt_length: int) -> int:
-    """Returns how many tokens of a prompt a pass reads; a shared prefix is a multiple of it."""
-    most, least = decoder.prefill_chunk_size, min(8, prompt_length)
-    if most is None:
-        most = max(min(USUAL_BLOCK, prompt_length // 4), least)
-    room = cache_length(decoder, prompt_length)
-    size = next(  # The last block, padded, fits into the cache.
-        size for size in range(min(most, prompt_length), 0, -1)
-        if -(-prompt_length // size) * size <= room
+    """Returns the number of prompt tokens per forward pass; shared prefixes are multiples of it."""
+    largest, smallest = decoder.prefill_chunk_size, min(8, prompt_length)
+    if largest is None:
+        largest = max(min(DEFAULT_BLOCK_SIZE, prompt_length // 4), smallest)
+    row_length = cache_length(decoder, prompt_length)
+    size = next(  # The padded last block must fit into the cache.
+        size for size in range(min(largest, prompt_length), 0, -1)
+        if -(-prompt_length // size) * size <= row_length
     )
     require(
-        size >= min(most, least), f"{type(decoder).__name__}.num_cached_prefixes",
+        size >= min(largest, smallest), f"{type(decoder).__name__}.num_cached_prefixes",
         decoder.num_cached_prefixes,
-        f"0 where prompts are padded to {prompt_length} tokens and a row of the cache holds "
-        f"{room}, into which no blocks of {least} tokens or more "
-        "fit", "Or make the length of prompts a multiple of 64.",
+        f"0, because prompts are padded to {prompt_length} tokens and a row of the cache has room "
+        f"for {row_length}, which do not divide into blocks of {smallest} or more tokens",
+        "Or make the length of prompts a multiple of 64.",
     )
     return size
 
 
 def prefill_shared(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
-    """Returns the model's state after the prompts; the blocks that all begin with are read once."""
+    """Reads the prompts like `prefill`, but reads the common prefix of all of them once."""
     ids, lengths = prompts.ids, prompts.lengths
     num_rows, prompt_length = ids.shape
     size = block_size(decoder, prompt_length)
-    num_shared = num_common(ids, lengths) // size * size
+    num_shared = common_prefix_length(ids, lengths) // size * size
     cache = model.init_cache(1, cache_length(decoder, prompt_length))
     row = ids[jnp.argmax(lengths > 0)][None, :]
     cache = read_blocks(model, row, num_shared[None], cache, 0, size)[1]
@@ -58,58 +58,64 @@ def prefill_shared(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
 def prefill_after(
     decoder: Decoder, model: Any, prompts: Prompts, cache: PyTree, start: jax.Array, size: int
 ) -> Prefix:
-    """Returns the model's state after prompts whose first `start` tokens are in the cache."""
+    """Reads prompts whose first `start` tokens are in the cache already, in blocks of `size`."""
     logits, cache, _ = read_blocks(model, prompts.ids, prompts.lengths, cache, start, size)
     num_shared = jnp.where(prompts.lengths > 0, start, 0)
     return Prefix(logits, cache, None, max_steps(decoder, prompts), num_shared)
 
 
-def num_common(ids: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Returns int32 [], the length of the longest common prefix, less than that of any prompt.
+def common_prefix_length(ids: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Returns the length of the common prefix of all prompts, an int32 scalar.
+
+    The length is below that of the shortest prompt, since the model must read at least one token of
+    each prompt to compute its logits.
 
     Args:
-      ids: int32 [B, P].
-      lengths: int32 [B]; 0 marks a row that is left empty, and does not count.
+      ids: int32 [B, P], the prompts, padded on the right.
+      lengths: int32 [B], the length of each prompt; rows with length 0 are ignored.
     """
-    is_row = lengths > 0
-    reference = ids[jnp.argmax(is_row)]
-    is_equal = jnp.all((ids == reference[None, :]) | ~is_row[:, None], axis=0)
+    has_prompt = lengths > 0
+    reference = ids[jnp.argmax(has_prompt)]
+    is_equal = jnp.all((ids == reference[None, :]) | ~has_prompt[:, None], axis=0)
     num_equal = jnp.sum(jnp.cumprod(is_equal.astype(jnp.int32)))
-    fewest = jnp.min(jnp.where(is_row, lengths, 1 + ids.shape[1]))
-    return jnp.minimum(num_equal, jnp.where(jnp.any(is_row), fewest - 1, 0))
+    shortest = jnp.min(jnp.where(has_prompt, lengths, 1 + ids.shape[1]))
+    return jnp.minimum(num_equal, jnp.where(jnp.any(has_prompt), shortest - 1, 0))
 
 
 class PrefixCache:
-    """An LRU cache of the rows of prefixes that several prompts have in common.
+    """An LRU cache of model states after prefixes that several prompts have in common.
 
-    A prefix is stored when the second prompt with it comes: only then is it known where it ends,
-    which matters for a recurrent state. Each takes the memory of one row of the cache.
+    A prefix is stored when a second prompt begins with it, since only then its length is known; a
+    recurrent state cannot be shortened later. Each entry takes the memory of one row of the model's
+    cache.
 
     Args:
-      most: most prefixes that are stored, in addition to the empty one.
-      size: the length of a prefix is a multiple of it.
-      empty: a row of the cache without tokens.
-      read: (row, ids, start, end) -> the row with the tokens `start` to `end` of ids [P] added.
+      max_prefixes: Maximum number of stored prefixes, in addition to the empty one.
+      block_size: The length of a prefix is a multiple of this number of tokens.
+      empty: A row of the model's cache without tokens.
+      read: Maps (row, ids, start, end) to the row after reading the tokens `start` to `end` of ids
+        [P].
 
     Attributes:
-      num_read: tokens of prefixes that were read so far.
+      num_read: Number of prefix tokens that the model has read so far.
     """
 
     def __init__(
-        self, most: int, size: int, empty: PyTree,
+        self, max_prefixes: int, block_size: int, empty: PyTree,
         read: Callable[[PyTree, np.ndarray, int, int], PyTree],
     ):
-        self._most, self._size, self._empty, self._read = most, size, empty, read
+        self._max_prefixes, self._block_size = max_prefixes, block_size
+        self._empty, self._read = empty, read
         self._rows: collections.OrderedDict[tuple[int, ...], PyTree] = collections.OrderedDict()
-        self._earlier: collections.deque[np.ndarray] = collections.deque(maxlen=NUM_REMEMBERED)
+        self._recent: collections.deque[np.ndarray] = collections.deque(maxlen=NUM_RECENT_PROMPTS)
         self.num_read = 0
 
     def longest(self, ids: np.ndarray, length: int) -> tuple[PyTree, int]:
-        """Returns a row with the longest prefix of a prompt, and how many tokens that has.
+        """Returns the row of the longest shared prefix of a prompt, and the prefix's length.
 
         Args:
-          ids: int32 [P], padded on the right.
-          length: without padding; at least one token is left to read.
+          ids: int32 [P], the prompt, padded on the right.
+          length: Length of the prompt without padding. The prefix is always shorter.
         """
         prompt = ids[:length]
         tokens = tuple(prompt.tolist())
@@ -119,14 +125,14 @@ class PrefixCache:
         if longest:
             row = self._rows[longest]
             self._rows.move_to_end(longest)
-        shared = max((_num_equal(earlier, prompt[:-1]) for earlier in self._earlier), default=0)
-        shared -= shared % self._size
-        self._earlier.append(prompt)
+        shared = max((_num_equal(recent, prompt[:-1]) for recent in self._recent), default=0)
+        shared -= shared % self._block_size
+        self._recent.append(prompt)
         if shared > start:
             row = self._read(row, ids, start, shared)
             self.num_read += shared - start
             self._rows[tokens[:shared]] = row
-            if len(self._rows) > self._most:
+            if len(self._rows) > self._max_prefixes:
                 self._rows.popitem(last=False)
             start = shared
         return row, start
@@ -135,5 +141,5 @@ class PrefixCache:
 def _num_equal(a: np.ndarray, b: np.ndarray) -> int:
     """Returns the length of the longest common prefix of two arrays of ids."""
     length = min(len(a), len(b))
-    is_other = a[:length] != b[:length]
-    return int(np.argmax(is_other)) if is_other.any() else length
+    differs = a[:length] != b[:length]
+    return int(np.argmax(differs)) if differs.any() else length

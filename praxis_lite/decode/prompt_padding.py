@@ -1,6 +1,7 @@
-"""Keeps the right padding of prompts out of the caches of layers that do not skip it themselves.
+"""Prevents the right padding of prompts from changing caches.
 
-The invariant: after its prompt a row's cache is the one that the prompt alone gives.
+The invariant is that after prefill, a row of the cache equals the cache of its prompt without
+padding.
 """
 
 import functools
@@ -24,37 +25,39 @@ PyTree = Any
 def read(
     model: Any, ids: jax.Array, positions: jax.Array, paddings: jax.Array, cache: PyTree
 ) -> tuple[jax.Array, PyTree]:
-    """Returns the logits [B, T, V], and the cache updated by the tokens that are not padding.
-
-    T is 1 where a layer of the model has a cache that may keep padding.
+    """Calls the model on T tokens, and restores the cache rows of padding tokens.
 
     Args:
-      ids: int32 [B, T].
+      model: The model.
+      ids: int32 [B, T]. T must be 1 if a layer's cache may store padding.
       positions: int32 [B or 1, T].
-      paddings: [B, T], 1.0 for padding.
+      paddings: Float [B, T], 1.0 for padding.
+      cache: The cache before these tokens.
+
+    Returns:
+      The logits [B, T, V], and the cache with the tokens that are not padding.
     """
     logits, new = rebuilt(model)(ids, positions=positions, paddings=paddings, cache=cache)
     if layers_that_keep_padding(model):
-        assert ids.shape[1] == 1, "padding would stay in the cache"
+        assert ids.shape[1] == 1, "padding would be stored in the cache"
         new = keep_rows(cache, new, batch_dims(model.init_cache), paddings[:, 0] > 0.5)
     return logits, new
 
 
 def layers_that_keep_padding(model: Any) -> list[str]:
-    """Returns the classes of layers whose caches may have padding in them after a call.
+    """Returns the names of layer classes whose caches may store padding.
 
-    They are the layers with `init_cache` that do not declare `cache_skips_padding`, see
-    `BaseLayer`. A model that is not an nnx.Module itself leaves padding out, as `Decoder.__call__`
-    asks of it.
+    These are classes with `init_cache` that do not declare `cache_skips_padding`; see `BaseLayer`.
+    A model that is not an nnx.Module must not store padding; see `Decoder.__call__`.
     """
     classes = {type(layer) for _, layer in layers_of(model)}
     return sorted(x.__name__ for x in classes if hasattr(x, "init_cache") and not _declares(x))
 
 
 def layers_of(model: Any) -> Iterator[tuple[tuple, nnx.Module]]:
-    """Yields the path and the layer of each layer of a model, or of the models of an adapter.
+    """Yields (path, layer) of all layers in a model, including models in its attributes.
 
-    An adapter, such as a ConditionedDecoder, is an object with an nnx.Module as an attribute.
+    For example, a ConditionedDecoder is not an nnx.Module, but has one as an attribute.
     """
     is_module = isinstance(model, nnx.Module)
     for module in [model] if is_module else getattr(model, "__dict__", {}).values():
@@ -63,10 +66,10 @@ def layers_of(model: Any) -> Iterator[tuple[tuple, nnx.Module]]:
 
 
 def check_has_rows(model: Any) -> None:
-    """Checks that each row of the model's cache can be kept, where padding may get into it.
+    """Checks that cache rows can be restored if the cache may store padding.
 
     Raises:
-      ConfigError: a leaf has no dim of the batch; names its path.
+      ConfigError: A leaf of the cache has no batch dim; the message has its path.
     """
     if layers_that_keep_padding(model):
         dims = batch_dims(model.init_cache)
@@ -75,7 +78,7 @@ def check_has_rows(model: Any) -> None:
 
 
 def _declares(layer_class: type) -> bool:
-    """Returns the declared value; a subclass that overrides a method must declare it again."""
+    """Returns the declared `cache_skips_padding`, which an override of `__call__` invalidates."""
     for owner in layer_class.__mro__:
         if "cache_skips_padding" in vars(owner):
             return bool(owner.cache_skips_padding)
@@ -85,8 +88,8 @@ def _declares(layer_class: type) -> bool:
 
 
 @functools.cache
-def tell_of_slow_prompts(names: tuple[str, ...]) -> None:
-    """Logs once that prompts are read a token at a time, and what the layer can declare."""
+def log_slow_prefill(names: tuple[str, ...]) -> None:
+    """Logs once per model that prompts are read a token at a time, and how to avoid this."""
     logging.getLogger("praxis_lite").info(
         "prompts are read a token at a time, because %s does not declare cache_skips_padding "
         "(docs/how_to_add.md)", ", ".join(names),

@@ -1,4 +1,4 @@
-"""Rows of a continuous batch: prompts enter, are decoded together, and leave separately."""
+"""The rows of a continuous batch, which prompts enter and leave independently."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,85 +18,105 @@ PyTree = Any
 
 
 class Prompt(NamedTuple):
-    """A prompt that waits for a row. A field of None is the decoder's."""
+    """A prompt and its settings; a setting of None uses that of the decoder.
 
-    ids: np.ndarray  # int32 [P], padded on the right.
-    length: int  # Without padding.
-    key: jax.Array  # The sample's, of `loop.sample_keys`.
+    Attributes:
+      ids: int32 [P], padded on the right.
+      length: Length without padding.
+      key: Random key of the sample, from `loop.sample_keys`.
+      temperature: Temperature, if the decoder samples.
+      per_example_max_decode_steps: A lower limit than the decoder's max_decode_steps.
+      top_k: For `SampleByRow`.
+      top_p: For `SampleByRow`.
+      wants_likeliest: Whether to return the likeliest tokens of each step.
+    """
+
+    ids: np.ndarray
+    length: int
+    key: jax.Array
     temperature: float | None = None
     per_example_max_decode_steps: int | None = None
-    top_k: int | None = None  # For a `SampleByRow`, as top_p.
+    top_k: int | None = None
     top_p: float | None = None
     wants_likeliest: bool = False
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a prompt since the last time."""
+    """The tokens that a prompt has gained since the last report.
 
-    index: int  # Of the prompt, in the order in which they were taken.
-    ids: np.ndarray  # int32 [n]; n may be 0 at the end.
-    logprobs: np.ndarray  # float32 [n].
-    done: bool  # The prompt has ended.
-    # The N likeliest tokens of each step, [n, N] each, if the prompt wants them.
+    Attributes:
+      index: Index of the prompt in the order of submission.
+      ids: int32 [n]; n may be 0 when the prompt ends.
+      logprobs: float32 [n].
+      done: Whether the prompt has ended.
+      likeliest_ids: int32 [n, N], the N likeliest tokens of each step, if the prompt requests them.
+      likeliest_logprobs: float32 [n, N], their log-probs.
+    """
+
+    index: int
+    ids: np.ndarray
+    logprobs: np.ndarray
+    done: bool
     likeliest_ids: np.ndarray | None = None
     likeliest_logprobs: np.ndarray | None = None
 
 
 class Rows:
-    """Prompts that are decoded together: each enters a free row, and leaves it at its end.
+    """A fixed number of rows that are decoded together; each is free or has a prompt.
 
-    A prompt may enter between any two calls of `advance`; num_steps bounds how long it waits. Those
-    that enter at once go through the model together, if they have one length.
+    Prompts may enter free rows between any two calls of `advance`, so its num_steps bounds their
+    waiting time. Prompts of the same length that enter together are prefilled together.
 
     Attributes:
-      num_steps: model steps so far, each of them for all rows.
-      num_prefills: prompts so far.
-      num_passes: how often the model has read prompts.
-      num_prompt_tokens, num_read_tokens: of these prompts, and how many of them the model has read:
-        not those of a shared prefix.
-      num_row_tokens, num_row_steps: new tokens of the prompts that have ended, and with speculation
-        the model steps that gave them.
+      num_steps: Number of model steps so far, each of which advances all rows.
+      num_prefills: Number of prompts so far.
+      num_passes: Number of prefill calls of the model.
+      num_prompt_tokens: Total number of tokens in these prompts.
+      num_read_tokens: Number of prompt tokens that the model has read; a shared prefix counts once.
+      num_row_tokens: Number of new tokens of prompts that have ended, with speculation only.
+      num_row_steps: Number of model steps that computed these tokens.
     """
 
     def __init__(self, batching: "ContinuousBatching", mdl_vars: PyTree):
         self._batching, self._mdl_vars = batching, mdl_vars
         self._state = batching.empty(mdl_vars)
-        self._taken: dict[int, tuple[int, int]] = {}  # By row: its prompt's index and tokens seen.
-        self._entering: dict[int, Prompt] = {}  # By row, up to the next steps.
-        self._begin()
+        # By row: the index of its prompt, and the number of its tokens that were reported.
+        self._taken: dict[int, tuple[int, int]] = {}
+        self._entering: dict[int, Prompt] = {}  # Submitted prompts to prefill, by row.
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._prefixes = self._batching.prefix_cache(self._mdl_vars)
         self.num_steps = self.num_prefills = self.num_passes = 0
         self.num_prompt_tokens = self.num_read_tokens = 0
         self.num_row_tokens = self.num_row_steps = 0
 
     def warm_up(self, key: jax.Array) -> None:
-        """Compiles all programs; before the first prompt. Of `key` only the kind matters."""
+        """Compiles all programs before the first prompt; only the dtype of `key` matters."""
         for length in self._batching.prompt_lengths:
             ids = np.zeros(length, np.int32)
             prompt = Prompt(ids, length, key, per_example_max_decode_steps=0)
-            # Once more, because a prefix is read for the second prompt that has it.
+            # Insert one more prompt: a shared prefix is read when the second prompt has it.
             for size in (*self._batching.sizes(length), 1):
                 self._insert(dict.fromkeys(range(size), prompt))
         self.advance(1)
-        self._begin()
+        self._reset()
 
     @property
     def num_taken(self) -> int:
-        """The rows that have a prompt."""
+        """The number of rows with a prompt."""
         return len(self._taken)
 
     @property
     def num_free(self) -> int:
-        """The rows that have none."""
+        """The number of rows without a prompt."""
         return self._batching.num_rows - len(self._taken)
 
     def submit(self, prompt: Prompt) -> int:
-        """Puts a prompt into a free row; returns its index, counted from 0.
+        """Assigns a prompt to a free row, and returns the prompt's index.
 
         Raises:
-          ConfigError: it is not padded to one of the batch's `prompt_lengths`.
+          ConfigError: The prompt is not padded to one of the batch's `prompt_lengths`.
         """
         shape = np.shape(prompt.ids)
         expected = [(length,) for length in self._batching.prompt_lengths]
@@ -111,10 +131,10 @@ class Rows:
         return self.num_prefills - 1
 
     def summary(self, what: str) -> str:
-        """Returns a line: how many prompts took how many steps, and how many tokens were saved.
+        """Returns a log line with the numbers of prompts, steps and tokens.
 
         Args:
-          what: The name of the prompts: "rows of prompts".
+          what: Name of the prompts, such as "rows of prompts".
         """
         line = (
             f"{self.num_prefills} {what} took {self.num_steps} model steps, "
@@ -130,16 +150,20 @@ class Rows:
         return line
 
     def cancel(self, index: int) -> None:
-        """Frees the row of a prompt, if it is in a row still."""
+        """Frees the row of a prompt unless the prompt has ended."""
         self._taken = {row: taken for row, taken in self._taken.items() if taken[0] != index}
         self._entering = {row: item for row, item in self._entering.items() if row in self._taken}
 
     def advance(self, num_steps: int, *, until_one_ends: bool = False) -> list[NewTokens]:
-        """Makes at most `num_steps` steps; returns new tokens, and the prompts that have ended.
+        """Prefills submitted prompts, runs up to `num_steps` steps, and returns the new tokens.
 
         Args:
-          num_steps: no more than the decoder's num_kept_steps, if it keeps the likeliest tokens.
-          until_one_ends: True: stops as soon as a row is free.
+          num_steps: Maximum number of steps; at most the decoder's num_kept_steps if it stores the
+            likeliest tokens.
+          until_one_ends: Whether to stop as soon as another prompt has ended.
+
+        Returns:
+          The new tokens of each prompt that has new tokens or has ended.
         """
         for length in sorted({len(prompt.ids) for prompt in self._entering.values()}):
             self._insert({
@@ -150,7 +174,7 @@ class Rows:
             self._mdl_vars, self._state, num_steps, until_one_ends, set(self._taken)
         )
         self.num_steps += int(report["num_steps"])
-        result = []
+        new_tokens = []
         for row, (index, seen) in list(self._taken.items()):
             length, done = int(report["decode_lengths"][row]), bool(report["done"][row])
             if done:
@@ -161,23 +185,25 @@ class Rows:
             else:
                 self._taken[row] = (index, length)
             if done or length > seen:
-                result.append(_new_tokens(report, row, index, seen, length))
-        return result
+                new_tokens.append(_new_tokens(report, row, index, seen, length))
+        return new_tokens
 
     def _insert(self, prompts: Mapping[int, Prompt]) -> None:
-        """Puts prompts of equal length into rows, as many at a time as `sizes` allows."""
+        """Prefills prompts of equal length into rows, in groups of the sizes of `sizes`."""
         rows, length = list(prompts), len(next(iter(prompts.values())).ids)
         while rows:
             size = next(n for n in self._batching.sizes(length) if n <= len(rows))
-            now, rows = rows[:size], rows[size:]
-            given, prefix = [prompts[row] for row in now], None
+            group, rows = rows[:size], rows[size:]
+            new_prompts, prefix = [prompts[row] for row in group], None
             if self._prefixes is not None:
                 num_read = self._prefixes.num_read
-                prefix = self._prefixes.longest(given[0].ids, int(given[0].length))
+                prefix = self._prefixes.longest(new_prompts[0].ids, int(new_prompts[0].length))
                 self.num_read_tokens += self._prefixes.num_read - num_read - prefix[1]
-            self._state = self._batching.insert(self._mdl_vars, self._state, now, given, prefix)
+            self._state = self._batching.insert(
+                self._mdl_vars, self._state, group, new_prompts, prefix
+            )
             self.num_passes += 1
-            num_tokens = sum(int(prompt.length) for prompt in given)
+            num_tokens = sum(int(prompt.length) for prompt in new_prompts)
             self.num_prompt_tokens += num_tokens
             self.num_read_tokens += num_tokens
 
@@ -185,12 +211,12 @@ class Rows:
 def _new_tokens(
     report: dict[str, Any], row: int, index: int, seen: int, length: int
 ) -> NewTokens:
-    new, kept = slice(seen, length), report["likeliest"]
+    new, stored = slice(seen, length), report["likeliest"]
     likeliest = ()
-    if kept is not None and kept.is_wanted[row]:
-        places = np.arange(seen, length) % kept.ids.shape[1]
-        assert len(places) <= kept.ids.shape[1], "more steps than are kept"
-        likeliest = (kept.ids[row, places], kept.logprobs[row, places])
+    if stored is not None and stored.is_wanted[row]:
+        slots = np.arange(seen, length) % stored.ids.shape[1]
+        assert len(slots) <= stored.ids.shape[1], "more steps than the ring buffer has slots"
+        likeliest = (stored.ids[row, slots], stored.logprobs[row, slots])
     return NewTokens(
         index, report["output_ids"][row, new], report["logprobs"][row, new],
         bool(report["done"][row]), *likeliest,

@@ -1,4 +1,4 @@
-"""Decoding token by token: greedy, or drawn from the likely tokens."""
+"""Decoders that choose one token per step: greedy decoding and sampling."""
 
 import dataclasses
 import math
@@ -12,38 +12,38 @@ from praxis_lite.decode.decoder import Decoder, Outputs, Prompts, TokenizerIds, 
 from praxis_lite.decode.likely_logits import nucleus_end
 from praxis_lite.decode.loop import DecodeState, advance, sample_keys, start
 
-# B prompts, S samples of each, R = B x S rows, V classes, C candidates (V, or the k most likely).
+# B prompts, S samples per prompt, R = B x S rows, V classes, C candidates (V, or k).
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Greedy(Decoder):
-    """Takes the most likely token of each step.
+    """Chooses the most likely token in each step.
 
     Attributes:
-      repetition_penalty: what the logit of a token that has occurred, in the prompt or after it,
-        is divided by if positive and multiplied by if negative; 1: no penalty (Keskar et al.
-        2019, arXiv:1909.05858).
-      presence_penalty: subtracted from the logit of a token that occurred after the prompt.
-      stop_sequences: token sequences of which each, once a row ends in it, ends the row. They may
-        not reach back into the prompt. Pax has them as `eos_id` of rank 2.
-      stop_strings: Texts that end a row, and are cut off with what follows them; they may name
-        special tokens. For a task with a tokenizer: encoded they are stop sequences; a text that
-        other tokens spell is cut too.
-      num_cache_slots: Pax's name. More than 0: a dataset of prompts is decoded by continuous
-        batching in that many rows, each taken by the next prompt as soon as it is free; 0: batch
-        by batch, each of which takes as long as its longest row.
-      num_speculative_tokens: drafts that each call of the model checks in addition to a row's next
-        token: the tokens that followed the row's last tokens where they occurred before, in its
-        prompt or after it (prompt lookup, vLLM's "ngram"). Those that the decoder would have chosen
-        itself are kept, so the tokens are the same, except for the rounding of a product of several
-        tokens instead of one. It pays where texts repeat themselves; outputs then have
-        `num_model_steps`. 0: none.
-      prompt_lookup_max: most last tokens that are looked for; fewer, if these did not occur.
-      num_cached_prefixes: more than 0: a prefix that prompts have in common, such as a system
-        prompt, goes through the model once, in blocks of prefill_chunk_size tokens (None: 64), of
-        which complete ones are shared. In a batch it is the prefix of all prompts; outputs then
-        have `num_shared`, its tokens. Continuous batching caches so many prefixes, each of which
-        takes a row's memory, and drops the least recently used.
+      repetition_penalty: Divides positive logits and multiplies negative logits of tokens that
+        occur in the prompt or the output; 1 disables it (Keskar et al. 2019, arXiv:1909.05858).
+      presence_penalty: Subtracted from the logits of tokens that occur in the output.
+      stop_sequences: Token sequences, each of which ends a row when its output ends with it. Pax
+        has them as `eos_id` of rank 2.
+      stop_strings: Texts that end a row and are removed together with all text after them. They may
+        contain special tokens. The task needs a tokenizer, which encodes them as stop sequences;
+        occurrences with another tokenization also end the text.
+      num_cache_slots: If positive, datasets of prompts are decoded by continuous batching with this
+        number of rows; the next prompt takes a row as soon as it is free. If 0, they are decoded
+        batch by batch, each of which takes as long as its longest row. (The name is Pax's.)
+      num_speculative_tokens: Number of draft tokens that each call of the model verifies in
+        addition to a row's next token; 0 disables speculation. Drafts are the tokens that followed
+        an earlier occurrence of the row's last tokens, in the prompt or the output (prompt lookup,
+        vLLM's "ngram"). Drafts that differ from the decoder's choice are rejected, so the output is
+        the same, except for rounding. Useful for repetitive text. Adds `num_model_steps` to the
+        outputs.
+      prompt_lookup_max: Maximum number of last tokens to look up; fewer are tried if there is no
+        match.
+      num_cached_prefixes: If positive, the model reads a common prefix of several prompts, such as
+        a system prompt, only once. The prefix is rounded down to blocks of prefill_chunk_size
+        tokens (64 for None). Within a batch, the prefix of all prompts is shared, and `num_shared`
+        in the outputs has its length. Continuous batching keeps an LRU cache of this number of
+        prefixes, each of which takes the memory of a row.
     """
 
     repetition_penalty: float = 1.0
@@ -69,7 +69,7 @@ class Greedy(Decoder):
         )
         self._require(
             "stop_strings", not isinstance(self.stop_strings, str) and all(self.stop_strings),
-            "a sequence of texts that are not empty",
+            "a sequence of nonempty texts",
         )
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
         self._require("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
@@ -95,26 +95,26 @@ class Greedy(Decoder):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0
 
     def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
-        """Returns a token per row, [R], from logits [R, V] of `penalized`."""
+        """Chooses a token per row, int32 [R], from the logits [R, V] that `penalized` returns."""
         del state
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def no_likeliest(self, prompts: Prompts) -> Any:
-        """Returns the initial `DecodeState.likeliest`; None unless a decoder stores them."""
+    def init_likeliest(self, prompts: Prompts) -> Any:
+        """Returns the initial `DecodeState.likeliest`; None for decoders that do not use it."""
         del prompts
 
-    def with_likeliest(self, state: DecodeState) -> Any:
-        """Returns `DecodeState.likeliest` with the likeliest tokens of the next step."""
+    def update_likeliest(self, state: DecodeState) -> Any:
+        """Returns `DecodeState.likeliest` after adding the likeliest tokens of the next step."""
         return state.likeliest
 
     def penalized(self, state: DecodeState) -> jax.Array:
-        """Returns the logits that are chosen from: penalties, and no end before its time."""
+        """Returns the logits with penalties, and -inf for ends before min_decode_steps."""
         logits = state.logits
         if self.repetition_penalty != 1.0:
-            lowered = jnp.where(
+            reduced = jnp.where(
                 logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty
             )
-            logits = jnp.where(state.in_prompt | state.in_output, lowered, logits)
+            logits = jnp.where(state.in_prompt | state.in_output, reduced, logits)
         if self.presence_penalty != 0.0:
             logits = logits - self.presence_penalty * state.in_output
         if self.min_decode_steps and self.eos_ids:
@@ -124,7 +124,7 @@ class Greedy(Decoder):
         return logits
 
     def gumbel(self, state: DecodeState, shape: tuple[int, int]) -> jax.Array:
-        """Returns the noise [R, C] of a step, from each row's own key and step."""
+        """Returns Gumbel noise [R, C], drawn from each row's key and number of new tokens."""
 
         def draw(key: jax.Array, step: jax.Array) -> jax.Array:
             return jax.random.gumbel(jax.random.fold_in(key, step), shape[1:])
@@ -132,10 +132,11 @@ class Greedy(Decoder):
         return jax.vmap(draw)(state.keys, state.decode_lengths)
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Returns the result of `__call__`: a sample per hypothesis, scored by its log-probs.
+        """Implements `__call__`; scores are the sums of a continuation's log-probs.
 
-        With speculation also num_model_steps int32 [B, S], the calls of the model that gave the
-        new tokens; with shared prefixes num_shared int32 [B, S], their tokens.
+        With speculation, the outputs also have num_model_steps, int32 [B, S], the number of model
+        calls that computed the new tokens. With prefix sharing, they have num_shared, int32 [B, S],
+        the number of prompt tokens in the shared prefix.
         """
         prompts = prompts._replace(keys=sample_keys(prompts.keys, self.num_hyps))
         state, prefix_logprobs = start(self, model, prompts)
@@ -149,7 +150,7 @@ class Greedy(Decoder):
         return outputs
 
     def outputs_of(self, finished: Outputs) -> Outputs:
-        """Returns the outputs [B, S, ...] of finished rows [B x S, ...]."""
+        """Reshapes finished rows [B x S, ...] to outputs [B, S, ...], and adds their scores."""
         outputs = {
             name: x.reshape(-1, self.num_hyps, *x.shape[1:]) for name, x in finished.items()
         }
@@ -159,20 +160,21 @@ class Greedy(Decoder):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample(Greedy):
-    """Draws each token, from those that k, p and min_p leave.
+    """Samples each token from the candidates that remain after k, p and min_p.
 
-    The three look at the model's own probabilities, after penalties: k first, then p among the k,
-    then min_p. As in Pax, the temperature applies to what is left; others apply it first.
+    The three filters apply to the model's probabilities after penalties: first k, then p among the
+    k, then min_p. As in Pax, the temperature applies to the remaining candidates; other libraries
+    apply it before the filters.
 
     Attributes:
-      num_samples: continuations per prompt; the prompt goes through the model once.
-      temperature: 0: the most likely token.
-      k: only the k most likely tokens can be drawn; 0: all.
-      p: only the most likely tokens whose probabilities together do not exceed p, and the one
-        that does, can be drawn; None: all (Holtzman et al. 2020, arXiv:1904.09751).
-      min_p: only tokens at least min_p times as likely as the most likely one (Nguyen et al.
-        2024, arXiv:2407.01082).
-      sort_samples: the likeliest sample of a prompt first.
+      num_samples: Number of continuations per prompt; the model reads the prompt once.
+      temperature: Temperature of the distribution; 0 chooses the most likely token.
+      k: Number of most likely tokens to sample from; 0 samples from all.
+      p: Sample from the smallest set of most likely tokens whose total probability exceeds p; None
+        samples from all (Holtzman et al. 2020, arXiv:1904.09751).
+      min_p: Sample only tokens that are at least min_p times as likely as the most likely one
+        (Nguyen et al. 2024, arXiv:2407.01082).
+      sort_samples: Whether to sort the samples of a prompt by their scores, best first.
     """
 
     num_samples: int = 1
@@ -199,7 +201,7 @@ class Sample(Greedy):
     def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
         if self.temperature > 0:
             return self._draw(logits, state)
-        # The cost of Greedy, unless a batch gives a row a temperature.
+        # Avoid the cost of sampling unless some row overrides the temperature.
         return jax.lax.cond(
             jnp.any(state.temperature > 0),
             lambda: self._draw(logits, state), lambda: super(Sample, self).choose(logits, state),
@@ -214,9 +216,10 @@ class Sample(Greedy):
         return chosen_R1[:, 0].astype(jnp.int32)
 
     def candidates(self, logits: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the candidates' logits [R, C], -inf where none can be drawn, and their ids.
+        """Returns the candidates' logits and ids, both [R, C].
 
-        The ids are None if the candidates are all V in their own order.
+        Logits of excluded candidates are -inf. Ids are None if the candidates are all V classes in
+        order.
         """
         ids_RC = None
         if 0 < self.k < logits.shape[-1]:

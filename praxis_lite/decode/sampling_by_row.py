@@ -1,4 +1,4 @@
-"""Decodes rows together, each with its own temperature, top_k and top_p."""
+"""A decoder with a separate temperature, top_k and top_p for each row."""
 
 import dataclasses
 import math
@@ -15,30 +15,38 @@ from praxis_lite.decode.sampling import Greedy
 
 __all__ = ("SampleByRow",)
 
-# R rows, V classes, N likeliest tokens, C newest steps.
+# R rows, V classes, N likeliest tokens, C most recent steps.
 
 
 class Likeliest(NamedTuple):
-    """The likeliest tokens of each row's newest steps: step t is at t % C."""
+    """A ring buffer of the likeliest tokens of the last C steps; step t is at index t % C.
 
-    is_wanted: jax.Array  # bool [R]; of other rows they are anything.
-    ids: jax.Array  # int32 [R, C, N].
-    logprobs: jax.Array  # float32 [R, C, N].
+    Attributes:
+      is_wanted: bool [R], rows that request the likeliest tokens; those of other rows are
+        undefined.
+      ids: int32 [R, C, N].
+      logprobs: float32 [R, C, N].
+    """
+
+    is_wanted: jax.Array
+    ids: jax.Array
+    logprobs: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleByRow(Greedy):
-    """Decodes each row by its own settings, greedy or drawn, in a single program.
+    """Decodes greedy and sampled rows, each with its own settings, in a single program.
 
-    A row's tokens are those of Greedy, or of Sample with k=0 and its temperature and p. Noise,
-    limits and the likeliest tokens are computed only if a row needs them.
+    A row has the tokens of Greedy, or of Sample with k=0 and the row's temperature and p. Noise,
+    thresholds and the likeliest tokens are computed only if some row needs them.
 
     Attributes:
-      temperature: of rows without a setting; 0: the most likely token.
-      top_k: the same; only the k most likely tokens, and those as likely, can be drawn; 0: all.
-      top_p: the same; as `Sample.p`, among those that top_k leaves.
-      num_likeliest: N; the likeliest tokens of each step are stored for rows that ask for them.
-      num_kept_steps: C.
+      temperature: Temperature of rows without a setting; 0 chooses the most likely token.
+      top_k: Number of most likely tokens to sample from, plus those that tie with the last one, in
+        rows without a setting; 0 samples from all.
+      top_p: Like `Sample.p`, applied after top_k, in rows without a setting.
+      num_likeliest: Number of likeliest tokens to store per step for rows that request them, N.
+      num_kept_steps: Number of recent steps whose likeliest tokens are stored, C.
     """
 
     temperature: float = 0.0
@@ -58,20 +66,20 @@ class SampleByRow(Greedy):
         self._require("num_kept_steps", self.num_kept_steps >= 1, "1 or more")
 
     def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
-        draws_R = ~state.done & (state.temperature > 0)
-        limits_R = draws_R & ((state.top_k > 0) | (state.top_p < 1.0))
+        is_sampled_R = ~state.done & (state.temperature > 0)
+        is_filtered_R = is_sampled_R & ((state.top_k > 0) | (state.top_p < 1.0))
 
-        def drawn() -> jax.Array:
+        def add_noise() -> jax.Array:
             logits_RV = jax.lax.cond(
-                on_any_device(jnp.any(limits_R)),
-                lambda: _limited(logits, state.top_k, state.top_p), lambda: logits,
+                on_any_device(jnp.any(is_filtered_R)),
+                lambda: _filtered(logits, state.top_k, state.top_p), lambda: logits,
             )
             return logits_RV + state.temperature[:, None] * self.gumbel(state, logits.shape)
 
-        noised_RV = jax.lax.cond(on_any_device(jnp.any(draws_R)), drawn, lambda: logits)
-        return jnp.argmax(noised_RV, axis=-1).astype(jnp.int32)
+        noisy_RV = jax.lax.cond(on_any_device(jnp.any(is_sampled_R)), add_noise, lambda: logits)
+        return jnp.argmax(noisy_RV, axis=-1).astype(jnp.int32)
 
-    def no_likeliest(self, prompts: Prompts) -> Likeliest | None:
+    def init_likeliest(self, prompts: Prompts) -> Likeliest | None:
         if not self.num_likeliest:
             return None
         num_rows = prompts.keys.shape[0]
@@ -81,36 +89,36 @@ class SampleByRow(Greedy):
         ids = jnp.zeros((num_rows, *shape), jnp.int32)
         return Likeliest(is_wanted, ids, jnp.zeros(ids.shape, jnp.float32))
 
-    def with_likeliest(self, state: DecodeState) -> Likeliest | None:
+    def update_likeliest(self, state: DecodeState) -> Likeliest | None:
         if not self.num_likeliest:
             return None
-        kept, goes_on_R = state.likeliest, ~state.done
+        likeliest, is_active_R = state.likeliest, ~state.done
 
-        def found() -> tuple[jax.Array, jax.Array]:
+        def top_tokens() -> tuple[jax.Array, jax.Array]:
             logits_RN, ids_RN = jax.lax.top_k(state.logits, self.num_likeliest)
             total_R1 = jax.nn.logsumexp(state.logits, axis=-1, keepdims=True)
             return ids_RN, logits_RN - total_R1
 
         ids_RN, logprobs_RN = jax.lax.cond(
-            on_any_device(jnp.any(goes_on_R & kept.is_wanted)), found,
-            lambda: (kept.ids[:, 0], kept.logprobs[:, 0]),
+            on_any_device(jnp.any(is_active_R & likeliest.is_wanted)), top_tokens,
+            lambda: (likeliest.ids[:, 0], likeliest.logprobs[:, 0]),
         )
-        # A row that is done writes past the end, which is dropped.
-        place_R = jnp.where(
-            goes_on_R, state.decode_lengths % self.num_kept_steps, self.num_kept_steps
+        # Rows that have ended write out of bounds, which the scatter drops.
+        slot_R = jnp.where(
+            is_active_R, state.decode_lengths % self.num_kept_steps, self.num_kept_steps
         )
-        index = jnp.arange(len(place_R))
-        return kept._replace(
-            ids=kept.ids.at[index, place_R].set(ids_RN, mode="drop"),
-            logprobs=kept.logprobs.at[index, place_R].set(logprobs_RN, mode="drop"),
+        index = jnp.arange(len(slot_R))
+        return likeliest._replace(
+            ids=likeliest.ids.at[index, slot_R].set(ids_RN, mode="drop"),
+            logprobs=likeliest.logprobs.at[index, slot_R].set(logprobs_RN, mode="drop"),
         )
 
 
-def _limited(logits_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array) -> jax.Array:
-    """Returns the logits, -inf where a row cannot draw."""
+def _filtered(logits_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array) -> jax.Array:
+    """Applies top_k and top_p: sets the logits of excluded tokens to -inf."""
     size = logits_RV.shape[-1]
     k_R = jnp.where((top_k_R > 0) & (top_k_R < size), top_k_R, size)
     logits_RV = jnp.where(logits_RV < kth_logit(logits_RV, k_R), -jnp.inf, logits_RV)
-    # Rounded probabilities may sum to more than 1 before the last token.
+    # Skip rows with top_p=1: rounded probabilities may exceed 1 before the last token.
     end_R1 = jnp.where(top_p_R[:, None] < 1.0, nucleus_end(logits_RV, top_p_R), -jnp.inf)
     return jnp.where(logits_RV < end_R1, -jnp.inf, logits_RV)

@@ -1,4 +1,4 @@
-"""Speculation: drafts of a row's next tokens from its own text, and which models can check them."""
+"""Speculative decoding: drafts by prompt lookup, and a check that a model supports drafts."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,85 +13,90 @@ from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from praxis_lite.layers.base.base_layer import BaseLayer
 
-# R rows, S places of a row, N longest n-gram, K drafts.
+# R rows, S slots per row, N longest n-gram, K drafts.
 
 
-def drafts_of(
+def lookup_drafts(
     history: jax.Array, lengths: jax.Array, longest_ngram: int, num_drafts: int
 ) -> jax.Array:
-    """Returns int32 [R, K]: what followed the row's last tokens where they occurred before.
+    """Drafts the next tokens of each row by prompt lookup decoding (Saxena 2023).
 
-    Of all places in a row where an n-gram ends that also ends the row, the longest n-gram counts,
-    up to N tokens, and of equally long ones the latest. What follows there is repeated if it is
-    shorter than K. Where there is no such place, the last token is repeated. This is prompt lookup
-    decoding (Saxena 2023).
+    Finds the earlier occurrence of the longest n-gram, of up to N tokens, that also ends the row;
+    among equally long ones, the latest. The drafts are the tokens after it, repeated periodically
+    if there are fewer than K. If not even the last token occurred before, it is repeated.
 
     Args:
-      history: int32 [R, S], the tokens of each row so far, and anything after them.
-      lengths: int32 [R], how many tokens each row has, 1 or more.
+      history: int32 [R, S], the tokens of each row so far, and arbitrary ids after them.
+      lengths: int32 [R], the number of tokens in each row, at least 1.
+      longest_ngram: Maximum length of the n-gram, N.
+      num_drafts: Number of drafts, K.
+
+    Returns:
+      The drafts, int32 [R, K].
     """
-    num_places = history.shape[1]
-    ends = jnp.arange(1, num_places + 1)  # Of n-grams, exclusive.
+    num_slots = history.shape[1]
+    ends = jnp.arange(1, num_slots + 1)  # Candidate ends of the earlier n-gram, exclusive.
     is_equal, num_equal = True, jnp.zeros(history.shape, jnp.int32)
     for i in range(longest_ngram):
         last = jnp.take_along_axis(history, jnp.maximum(lengths - 1 - i, 0)[:, None], axis=1)
-        # Shifted, so that each place has the token i before the n-gram's last.
-        before = jnp.pad(history, ((0, 0), (i, 0)), constant_values=-1)[:, :num_places]
-        is_equal &= before == last
+        # Shift the history, to compare the i-th token from the end of each candidate n-gram.
+        shifted = jnp.pad(history, ((0, 0), (i, 0)), constant_values=-1)[:, :num_slots]
+        is_equal &= shifted == last
         num_equal += is_equal
-    scores = num_equal * (num_places + 1) + ends[None, :]
+    # Order by the length of the match first, then by position.
+    scores = num_equal * (num_slots + 1) + ends[None, :]
     scores = jnp.where(ends[None, :] < lengths[:, None], scores, 0)
     best = ends[jnp.argmax(scores, axis=1)]
-    best = jnp.where(jnp.max(scores, axis=1) > num_places, best, lengths - 1)
+    best = jnp.where(jnp.max(scores, axis=1) > num_slots, best, lengths - 1)
     period = jnp.maximum(lengths - best, 1)[:, None]
-    places = best[:, None] + jnp.arange(num_drafts)[None, :] % period
-    return jnp.take_along_axis(history, jnp.clip(places, 0, num_places - 1), axis=1)
+    slots = best[:, None] + jnp.arange(num_drafts)[None, :] % period
+    return jnp.take_along_axis(history, jnp.clip(slots, 0, num_slots - 1), axis=1)
 
 
-def check_takes_back(model: Any, setting: str, num_drafts: int) -> None:
-    """Checks that tokens of the model's cache can be taken back, and that drafts disturb no others.
+def check_supports_drafts(model: Any, setting: str, num_drafts: int) -> None:
+    """Checks that rejected drafts can be removed from the cache and do not affect other tokens.
 
     Args:
-      setting: that asks for drafts, for messages.
-      num_drafts: its value.
+      model: The model.
+      setting: Name of the setting that enables drafts, for error messages.
+      num_drafts: Value of the setting.
 
     Raises:
-      ConfigError: a layer's cache is a state that every token changes, or may keep padding; a
-        window's cannot take so many tokens back; or a token sees later ones.
+      ConfigError: A layer has a recurrent state or a cache that may store padding, cannot remove so
+        many tokens from the ring buffer of a window, or lets tokens depend on later ones.
     """
     states = [jax.tree_util.keystr(path, simple=True, separator="/") for path in _states(model)]
     if states:
         raise ConfigError(
-            f"{setting} needs a cache with a place for each token, so that wrong drafts can be "
-            f"taken back; the model's cache has {', '.join(states[:3])}, which every token "
-            f"changes, as a recurrent layer's does. Set {setting} to 0."
+            f"{setting} needs a cache with a slot for each token, to remove rejected drafts, but "
+            f"{', '.join(states[:3])} in the model's cache is a state that every token changes, "
+            f"like that of a recurrent layer. Set {setting} to 0."
         )
     if names := layers_that_keep_padding(model):
         raise ConfigError(
-            f"{setting} needs caches in which wrong drafts leave nothing; {', '.join(names)} does "
-            f"not declare cache_skips_padding. Set {setting} to 0, or declare it "
-            "(docs/how_to_add.md)."
+            f"{setting} needs caches from which rejected drafts can be removed, but "
+            f"{', '.join(names)} does not declare cache_skips_padding. Set {setting} to 0, or "
+            "declare it (docs/how_to_add.md)."
         )
     for path, layer in layers_of(model):
         if isinstance(layer, DotProductAttention) and layer.left_context is not None:
             require(
                 num_drafts <= SPARE_PLACES, setting, num_drafts,
-                f"{SPARE_PLACES} or less: so many tokens can be taken back from the cache of "
-                f"{'/'.join(map(str, path))}, which has a window",
+                f"at most {SPARE_PLACES}, the number of tokens that can be removed from the cache "
+                f"of {'/'.join(map(str, path))}, which has a local window",
             )
         if isinstance(layer, BaseLayer) and layer.couples_tokens is not None:
             raise ConfigError(
-                f"{setting} needs tokens that do not depend on what follows them, but "
-                f"{'/'.join(map(str, path))} has {layer.couples_tokens}: wrong drafts would change "
-                f"what right ones give. Set {setting} to 0, or, of experts, dropless=True."
+                f"{setting} needs tokens that do not depend on later ones, but "
+                f"{'/'.join(map(str, path))} has {layer.couples_tokens}, so that rejected drafts "
+                f"would affect other tokens. Set {setting} to 0, or use dropless=True for experts."
             )
 
 
 def _states(model: Any) -> Iterator[Any]:
-    """Yields the path of each leaf of a model's cache that has no place for each token.
+    """Yields the path of each cache leaf that does not grow with the length of the cache.
 
-    Found by asking for caches of two lengths. That of cross-attention has the length of the inputs,
-    and no token changes it.
+    The cache of cross-attention is excluded: it has the length of the inputs, and is constant.
     """
     one, two = (jax.eval_shape(lambda n=n: model.init_cache(2, n)) for n in (1, 2))
     rows = jax.tree.leaves(batch_dims(model.init_cache))

@@ -1,7 +1,7 @@
-"""Input pipelines, sources of examples, and text.
+"""Input pipelines, sources of examples, and tokenized text.
 
-`tf_data.TextWindows` and `numpy_data.TextWindows` have the same arguments and batches;
-`tf_data.TextWindows` prefetches with tf.data.
+`tf_data.TextWindows` and `numpy_data.TextWindows` take the same arguments and return the same
+batches; `tf_data.TextWindows` prefetches them with tf.data.
 """
 
 from praxis_lite.public_names import public_names

@@ -1,7 +1,6 @@
-"""Prepares an experiment's data without its model, or prints a digest of the batches.
+"""Prepares an experiment's data without its model, or prints a digest of its batches.
 
-For a trained job, `digest --job` proves which examples it used; the exit status is 1 if the proof
-fails.
+`digest --job` proves which examples a trained job used; the exit status is 1 if the proof fails.
 """
 
 import argparse
@@ -20,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2, after a message, for errors that the user can fix."""
+    """Runs the command and returns its exit status: 2 after an error that the user can fix."""
     return status_of(lambda: _run(argv), continues_without_output=False)
 
 
@@ -28,7 +27,7 @@ def _run(argv: Sequence[str] | None) -> int | None:
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("praxis_lite").setLevel(logging.INFO)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Data needs no accelerator.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Input pipelines need no accelerator.
     return args.command(args)
 
 
@@ -37,24 +36,24 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="{digest,prepare}")
     digest = commands.add_parser(
         "digest", help="SHA-256 of global batches; for a job: proof of which examples it used",
-        description="Prints the SHA-256 of the global batches of a dataset, which is the same for "
-        "any number of processes that make their rows. With --job it proves from the processes' "
-        "records and from recomputed data that the job used every example exactly once, in order; "
-        "the exit status is 1 if it did not.",
+        description="Prints the SHA-256 of a dataset's global batches, which does not depend on "
+        "the number of processes. With --job, recomputes the data and compares it with the "
+        "processes' records, to prove that the job used every example exactly once, in order; the "
+        "exit status is 1 if it did not.",
     )
     digest.add_argument("--dataset", metavar="NAME", help=f"default: {TRAIN}")
     digest.add_argument("--processes", type=int, metavar="N", help="default: 1")
     digest.add_argument("--batches", type=int, metavar="M", help="default: 10")
-    digest.add_argument("--start", type=int, metavar="K", help="the first batch; default: 0")
-    digest.add_argument("--job", metavar="DIR", help="instead of --exp: a job's directory")
+    digest.add_argument("--start", type=int, metavar="K", help="first batch; default: 0")
+    digest.add_argument("--job", metavar="DIR", help="a job's directory, instead of --exp")
     digest.add_argument(
         "--recorded-only", action="store_true",
-        help="with --job: read the records only, if the data is not available",
+        help="with --job: check only the records, for example if the data is not available",
     )
     prepare = commands.add_parser(
-        "prepare", help="indexes, tokens and packed rows of all datasets, before a job needs them",
-        description="Checks all datasets of an experiment: indexes and tokenizes files on all "
-        "cores, and reports faults. A job that starts later finds the results.",
+        "prepare", help="index, tokenize and pack all datasets before a job needs them",
+        description="Checks all datasets of an experiment: indexes and tokenizes their files on "
+        "all cores, caches the results for later jobs, and reports faults in the data.",
     )
     for command, function in ((digest, _digest), (prepare, _prepare)):
         command.set_defaults(command=function)
@@ -71,12 +70,12 @@ def _digest(args: argparse.Namespace) -> int | None:
         for name in ("exp", "dataset", "processes", "batches", "start"):
             if getattr(args, name) is not None:
                 raise ConfigError(
-                    f"--job proves all batches of {TRAIN} of a job; --{name} is for --exp. Remove "
-                    "one of them."
+                    f"--{name} cannot be combined with --job, which proves all batches of the "
+                    f"job's dataset {TRAIN}. Remove one of the two."
                 )
         return _prove(args)
     if args.recorded_only:
-        raise ConfigError("--recorded-only needs --job=DIR: name the job's directory.")
+        raise ConfigError("--recorded-only needs --job=DIR. Add the job's directory.")
     pipelines, dataset = _pipelines(args), args.dataset or TRAIN
     if dataset not in pipelines:
         raise ConfigError(
@@ -95,24 +94,24 @@ def _digest(args: argparse.Namespace) -> int | None:
 
 
 def _prove(args: argparse.Namespace) -> int:
-    """Prints the proof of a job's examples; returns 1 if something is wrong."""
+    """Prints which examples a job used, and returns 1 if they are not the expected ones."""
     from praxis_lite.experiment.recorded_examples import proof_of_examples
     from praxis_lite.installed_tools import installed_job_tools
     from praxis_lite.job.job_dir import open_for_reading
 
-    last = time.monotonic()
+    last_printed = time.monotonic()
 
-    def progress(done: int, of: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            message = f"{done:,} of {of:,} steps compared ({done / of:.0%})"
+    def print_progress(num_done: int, num_steps: int) -> None:
+        nonlocal last_printed
+        if time.monotonic() - last_printed >= _SECONDS_BETWEEN_LINES:
+            last_printed = time.monotonic()
+            message = f"{num_done:,} of {num_steps:,} steps compared ({num_done / num_steps:.0%})"
             print(message, file=sys.stderr, flush=True)
 
     job_dir = open_for_reading(args.job, writes=False)
     proof = proof_of_examples(
         job_dir, packages=args.packages, settings=args.settings, recorded_only=args.recorded_only,
-        progress=progress, num_lost_steps=installed_job_tools().num_lost_steps(job_dir),
+        progress=print_progress, num_lost_steps=installed_job_tools().num_lost_steps(job_dir),
     )
     for line in proof.lines():
         print(printable(line))
@@ -136,7 +135,7 @@ def _pipelines(args: argparse.Namespace) -> dict[str, InputPipeline]:
     from praxis_lite.experiment.launched_config import config_of_experiment
 
     if args.exp is None:
-        raise ConfigError("--exp=NAME is missing. For a job use digest --job=DIR.")
+        raise ConfigError("--exp=NAME is missing. Add it, or use digest --job=DIR for a job.")
     return build(config_of_experiment(args.exp, args.settings, args.packages).config.datasets)
 
 

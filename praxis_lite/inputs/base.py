@@ -1,4 +1,4 @@
-"""Base classes of input pipelines: any rows of any batch by its index."""
+"""Base classes of input pipelines, which return any batch by its index."""
 
 import abc
 import functools
@@ -27,8 +27,8 @@ TRAIN = "train"
 
 
 @typing.runtime_checkable
-class Fingerprinted(Protocol):
-    """A setting of a pipeline with a fingerprint of its data: a source, a tokenizer."""
+class HasFingerprint(Protocol):
+    """An object that can fingerprint its data, such as a source or a tokenizer."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns everything that determines the data, as JSON."""
@@ -37,23 +37,24 @@ class Fingerprinted(Protocol):
 class InputPipeline(abc.ABC):
     """Batches of host arrays, each a pure function of (settings, seed, index).
 
-    Resuming at step k is `batches(start=k)`: nothing is replayed and no position is stored. Every
-    batch of a pipeline has the same shapes; an incomplete last batch ends with zero rows whose
-    `weights` are 0. A constructor only stores its settings: `check` or later methods read files.
+    A job resumes at step k with `batches(start=k)`: nothing is replayed, and checkpoints store no
+    iterator state. All batches of a pipeline have the same shapes; an incomplete last batch is
+    padded with zero rows whose `weights` are 0. Constructors only store their settings: files are
+    read by `check` and later methods.
     """
 
-    batch_size: int  # Rows of the global batch, over all hosts.
-    # True: batch k needs all batches before it; a job logs this at the start.
+    batch_size: int  # Number of rows in the global batch, over all hosts.
+    # Whether batch k can only be computed after all earlier batches; logged when a job starts.
     replays: bool = False
-    tokenizer: "Tokenizer | None" = None  # Set by pipelines of text.
+    tokenizer: "Tokenizer | None" = None  # Set by text pipelines.
 
     @property
     @abc.abstractmethod
     def num_batches(self) -> int | None:
-        """The batches in a pass, or None for an endless pipeline (training)."""
+        """The number of batches in one pass, or None for an endless pipeline (training)."""
 
     def check(self) -> None:
-        """Reads files, and raises ConfigError for what would fail later."""
+        """Reads the files and validates the settings. Raises ConfigError if a batch would fail."""
         self.require_at_least(1, "batch_size")
 
     @abc.abstractmethod
@@ -64,36 +65,37 @@ class InputPipeline(abc.ABC):
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Returns batch `start`, `start + 1`, ..., or these rows of each.
+        """Returns an iterator over batches `start`, `start + 1`, ...
 
         Args:
-            rows: a slice of the batch_size rows of the global batch. None: all. A process
-                requests the rows of its devices (`sharding.inputs.process_rows`).
+            start: Index of the first batch.
+            rows: Rows of the global batch to return, a slice of range(batch_size); None for all.
+                Each process requests the rows of its devices (`sharding.inputs.process_rows`).
 
         Raises:
-            ConfigError: as `check`.
+            ConfigError: `check` failed.
         """
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns everything that determines the batches, as JSON: settings, seed, data hash."""
+        """Returns all that determines the batches as JSON: settings, seed, hash of the data."""
 
     def nondeterminism(self) -> str | None:
-        """Returns why another run may have other batches, or None.
+        """Returns the reason why batches may differ between runs, or None if there is none.
 
-        The default compares the first batch of two iterations.
+        By default, the first batch is computed twice and compared.
         """
         first, second = (next(self.batches(), {}) for _ in range(2))
-        return difference(first, second)
+        return first_difference(first, second)
 
     def baselines(self) -> dict[str, float]:
-        """Returns figures to compare an evaluation with, by name; {} unless overridden."""
+        """Returns reference values for evaluation metrics, by name; {} by default."""
         return {}
 
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """Returns the names of the classes, by the name of the labels; {} if unknown.
+        """Returns the class names of each label, by the label's name; {} if unknown.
 
-        A class has one number in all datasets of a job and in all sources of a mixture.
+        All datasets of a job, and all sources of a mixture, must number a class the same way.
         """
         return {}
 
@@ -106,31 +108,32 @@ class InputPipeline(abc.ABC):
         return ""
 
     def example_of(self, index: int, row: int) -> str:
-        """Returns the example in a row of a batch, such as its file and line; "" if unknown."""
+        """Returns the location of a batch row's example, such as file and line; "" if unknown."""
         return ""
 
     def tokens_per_row(self) -> float | None:
-        """Returns the mean number of tokens per row; None: a mixture counts them."""
+        """Returns the mean number of tokens per row, or None to let a mixture measure it."""
         return None
 
     def class_name(self) -> str:
-        """Returns the class's name for fingerprints, with its module unless it is the library's.
+        """Returns the class's name for fingerprints; a user's class is prefixed with its module.
 
-        Both classes `TextWindows` have one name, because their batches are the same.
+        Both `TextWindows` classes have the same name because their batches are equal.
         """
-        is_own = type(self).__module__.startswith("praxis_lite.inputs.")
-        return ("" if is_own else f"{type(self).__module__}.") + type(self).__qualname__
+        is_library_class = type(self).__module__.startswith("praxis_lite.inputs.")
+        prefix = "" if is_library_class else f"{type(self).__module__}."
+        return prefix + type(self).__qualname__
 
     def settings_fingerprint(self, *settings: str) -> dict[str, Any]:
-        """Returns the class's name and these attributes, or their fingerprints."""
+        """Returns the class's name and the given attributes, or their fingerprints."""
         values = {name: getattr(self, name) for name in settings}
         return {"pipeline": self.class_name()} | {
-            name: value.fingerprint() if isinstance(value, Fingerprinted) else value
+            name: value.fingerprint() if isinstance(value, HasFingerprint) else value
             for name, value in values.items()
         }
 
     def require_at_least(self, minimum: int, *settings: str) -> None:
-        """Raises ConfigError unless each of these attributes is an integer >= minimum."""
+        """Raises ConfigError unless each of the given attributes is an integer >= minimum."""
         for setting in settings:
             value = getattr(self, setting)
             require(
@@ -144,28 +147,28 @@ class InputPipeline(abc.ABC):
 
 
 class IndexedPipeline(InputPipeline):
-    """A pipeline that computes the rows of a batch from its index, with NumPy alone."""
+    """A pipeline that computes any rows of a batch from the batch's index, with NumPy."""
 
     @abc.abstractmethod
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        """Returns these rows (start to stop) of the global batch `index`."""
+        """Returns the rows `rows.start` to `rows.stop` of the global batch `index`."""
 
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        # Not a generator, so that it checks before the first next().
+        # Return a generator instead of yielding, so that errors are raised here, not by next().
         self.check()
         rows, end = self.whole_or(rows), self.num_batches
         indices = itertools.count(start) if end is None else range(start, end)
         return (self.rows(index, rows) for index in indices)
 
 
-class NumberedPipeline(IndexedPipeline):
-    """A pipeline of numbered examples, in order or shuffled every epoch.
+class ExamplePipeline(IndexedPipeline):
+    """A pipeline over examples with random access, in order or shuffled every epoch.
 
     Attributes:
-        seed: of the order.
-        shuffle: True for endless batches in an order redrawn every epoch; False for one pass.
+        seed: Seed of the shuffled order.
+        shuffle: Whether batches are endless and reshuffled every epoch; False for one ordered pass.
     """
 
     seed: int
@@ -174,7 +177,7 @@ class NumberedPipeline(IndexedPipeline):
     @property
     @abc.abstractmethod
     def num_examples(self) -> int:
-        """The examples of a pass."""
+        """The number of examples in one pass."""
 
     def check(self) -> None:
         super().check()
@@ -184,27 +187,28 @@ class NumberedPipeline(IndexedPipeline):
     def num_batches(self) -> int | None:
         return None if self.shuffle else -(-self.num_examples // self.batch_size)
 
-    def numbers(self, index: int, rows: slice) -> np.ndarray:
-        """Returns int64: the examples of these rows of a batch; fewer at the end of a pass."""
+    def example_indices(self, index: int, rows: slice) -> np.ndarray:
+        """Returns the example index of each row as int64; shorter at the end of a pass."""
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
         return examples_at(self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle)
 
     def example_of(self, index: int, row: int) -> str:
-        return "".join(map(self.where, self.numbers(index, slice(row, row + 1)).tolist()))
+        indices = self.example_indices(index, slice(row, row + 1)).tolist()
+        return self.where(indices[0]) if indices else ""
 
-    def where(self, number: int) -> str:
-        """Returns an example's location for messages: its number from 0 on, or its file."""
-        return f"example {number}"
+    def where(self, example: int) -> str:
+        """Returns an example's location for messages; by default its index, counted from 0."""
+        return f"example {example}"
 
 
-class ReplayedPipeline(InputPipeline):
-    """A pipeline with sequential access only: a resume recomputes all earlier batches."""
+class SequentialPipeline(InputPipeline):
+    """A pipeline without random access: to resume, a job recomputes all earlier batches."""
 
     replays = True
 
     @abc.abstractmethod
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
-        """Yields these rows of batch `start`, `start + 1`, ..."""
+        """Yields the given rows of batches `start`, `start + 1`, ..."""
 
     def batches(
         self, start: int = 0, *, rows: slice | None = None
@@ -212,25 +216,26 @@ class ReplayedPipeline(InputPipeline):
         self.check()
         if start:
             _log.info(
-                "reading the first %d batches again (%s)", start, type(self).__name__
+                "recomputing the first %d batches: %s has no random access", start,
+                type(self).__name__,
             )
         return self.batches_from(start, self.whole_or(rows))
 
 
-def difference(
+def first_difference(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> str | None:
-    """Returns the difference between a batch and the recomputed batch, or None."""
+    """Returns a message about the first leaf in which two computations of a batch differ."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-        return None  # A mistake that `checked_batches` reports.
+        return None  # `checked_batches` reports batches that are not dicts.
     for name, leaf in first.items():
         if name not in second or np.asarray(leaf).tobytes() != np.asarray(second[name]).tobytes():
-            return f"the first batch, made twice, differs in {name!r}"
+            return f"two computations of the first batch differ in {name!r}"
     return None
 
 
 def lm_spec(batch_size: int, seq_len: int) -> "dict[str, jax.ShapeDtypeStruct]":
-    """Returns the spec of a language model's batch: ids, labels, weights of [B, T]."""
+    """Returns the spec of a language model's batch: `ids`, `labels` and `weights`, each [B, T]."""
     shape = (batch_size, seq_len)
     return spec_of(ids=(shape, np.int32), labels=(shape, np.int32), weights=(shape, np.float32))
 
@@ -243,21 +248,21 @@ def spec_of(**leaves: tuple[tuple[int, ...], Any]) -> "dict[str, jax.ShapeDtypeS
 
 
 def spec_of_rows(leaves: Mapping[str, Any], batch_size: int) -> "dict[str, jax.ShapeDtypeStruct]":
-    """Returns the spec of batches of so many rows like those of `leaves`, arrays or structs."""
+    """Returns the spec of a batch of `batch_size` rows with the row shapes of `leaves`."""
     return spec_of(**{
         name: ((batch_size, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()
     })
 
 
 def zero_rows(leaves: Mapping[str, Any], num_rows: int) -> dict[str, np.ndarray]:
-    """Returns rows of zeros like those of `leaves`, arrays or structs."""
+    """Returns `num_rows` rows of zeros with the row shapes and dtypes of `leaves`."""
     return {
         name: np.zeros((num_rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()
     }
 
 
-def digest_of(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
-    """Returns the SHA-256, in hex, of the names, types, shapes and bytes of batches."""
+def batches_sha256(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
+    """Returns the hex SHA-256 of the names, dtypes, shapes and bytes of all leaves."""
     digest = hashlib.sha256()
     for batch in batches:
         for name, leaf in sorted(batch.items()):
@@ -265,19 +270,19 @@ def digest_of(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
     return digest.hexdigest()
 
 
-def described(value: Any) -> Any:
-    """Returns a function with its arguments, or an argument, as JSON for fingerprints."""
+def fingerprint_json(value: Any) -> Any:
+    """Returns JSON that identifies a function with its bound arguments, or any other setting."""
     if isinstance(value, functools.partial):
-        arguments = {str(n): described(x) for n, x in enumerate(value.args)}
-        arguments |= {name: described(x) for name, x in value.keywords.items()}
-        return {"function": described(value.func), **arguments}
+        arguments = {str(n): fingerprint_json(x) for n, x in enumerate(value.args)}
+        arguments |= {name: fingerprint_json(x) for name, x in value.keywords.items()}
+        return {"function": fingerprint_json(value.func), **arguments}
     if isinstance(value, Mapping):
-        return {str(name): described(x) for name, x in value.items()}
+        return {str(name): fingerprint_json(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
-        return [described(x) for x in value]
+        return [fingerprint_json(x) for x in value]
     if value is None or isinstance(value, str | int | float):
         return value
-    if isinstance(value, Fingerprinted):
+    if isinstance(value, HasFingerprint):
         return value.fingerprint()
     return callable_name(value if hasattr(value, "__qualname__") else type(value))
 

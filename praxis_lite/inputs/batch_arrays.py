@@ -1,4 +1,4 @@
-"""Converts a user's arrays to leaves of a batch: numbers of at most 32 bits, with weights."""
+"""Converts user arrays to batch leaves: at most 32 bits per number, plus a `weights` leaf."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from praxis_lite.core.errors import ConfigError
 
 
 def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns `leaves` with `weights`: if absent, 1.0 per label, or per row without labels."""
+    """Adds `weights` of 1.0 unless present: one per label, or one per row without labels."""
     if "weights" in leaves:
         return dict(leaves)
     shape = leaves["labels"].shape if "labels" in leaves else next(iter(leaves.values())).shape[:1]
@@ -17,10 +17,15 @@ def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
-    """Returns the leaf `name` with 64-bit numbers converted to 32 bits, as in JAX.
+    """Converts a leaf of 64-bit numbers to 32 bits, as JAX does by default.
+
+    Args:
+        owner: Name of the pipeline, for the error message.
+        name: Name of the leaf, for the error message.
+        leaf: The array to convert.
 
     Raises:
-        ConfigError: it is not numeric, or an integer is too large; names the pipeline `owner`.
+        ConfigError: The leaf is not numeric, or an integer does not fit into 32 bits.
     """
     require_numbers(owner, name, leaf)
     dtype = narrow_dtype(leaf.dtype)
@@ -30,23 +35,23 @@ def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
         bounds = np.iinfo(dtype)
         if leaf.min() < bounds.min or leaf.max() > bounds.max:
             raise ConfigError(
-                f"{owner}: the array {name!r} holds {leaf.dtype} numbers from {leaf.min()} to "
-                f"{leaf.max()}, which exceeds {bounds.dtype}. Scale them, or use floats."
+                f"{owner}: the array {name!r} has {leaf.dtype} values from {leaf.min()} to "
+                f"{leaf.max()}, which do not fit into {bounds.dtype}. Scale them or use floats."
             )
     return leaf.astype(dtype)
 
 
 def require_numbers(owner: str, name: str, leaf: np.ndarray) -> None:
-    """Raises ConfigError, which names the pipeline `owner`, if a leaf is not numeric."""
+    """Raises ConfigError if the leaf `name` of the pipeline `owner` is not numeric."""
     if leaf.dtype.kind in "OSUMm":
         raise ConfigError(
-            f"{owner}: the array {name!r} holds {leaf.dtype}; expected numbers. Encode it as "
-            "integers or floats, or leave it out."
+            f"{owner}: the array {name!r} has the dtype {leaf.dtype}; expected numbers. Encode it "
+            "as integers or floats, or remove it."
         )
 
 
 def narrow_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype of the result of `narrow`."""
+    """Returns the dtype to which `narrow` converts `dtype`."""
     narrower = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}
     return np.dtype(narrower.get(dtype.name, dtype))
 
@@ -54,18 +59,23 @@ def narrow_dtype(dtype: np.dtype) -> np.dtype:
 def padded_rows(
     owner: str, where: str, batch: Mapping[str, np.ndarray], batch_size: int
 ) -> dict[str, np.ndarray]:
-    """Returns the leaves of `batch` as 32 bits, with weights, padded with zeros to batch_size rows.
+    """Narrows the leaves to 32 bits, adds `weights`, and pads with zeros to `batch_size` rows.
+
+    Args:
+        owner: Name of the pipeline, for the error message.
+        where: Name of the function that returned the batch, for the error message.
+        batch: Arrays with at most `batch_size` rows.
+        batch_size: Number of rows to return.
 
     Raises:
-        ConfigError: leaves differ in their rows, or have too many; names the pipeline `owner` and
-            the function `where` they come from.
+        ConfigError: The leaves differ in their number of rows, or have more than `batch_size`.
     """
     leaves = with_weights({n: narrow(owner, n, leaf) for n, leaf in batch.items()})
     num_rows = {name: len(leaf) for name, leaf in leaves.items()}
     if len(set(num_rows.values())) != 1 or max(num_rows.values()) > batch_size:
         raise ConfigError(
-            f"{owner}: a batch of {where} has these numbers of rows: {num_rows}; they must be the "
-            f"same, and at most batch_size, {batch_size}."
+            f"{owner}: the leaves of a batch from {where} have {num_rows} rows; expected the same "
+            f"number in each, at most batch_size={batch_size}."
         )
     num_missing = batch_size - num_rows["weights"]
     if not num_missing:
@@ -76,16 +86,19 @@ def padded_rows(
     }
 
 
-def stacked(
+def stack_examples(
     owner: str, where: str, elements: Sequence[Any], num_rows: int
 ) -> dict[str, np.ndarray]:
-    """Stacks examples to the rows of a batch; see `padded_rows`.
+    """Stacks examples into a batch and pads it to `num_rows` rows; see `padded_rows`.
 
     Args:
-        elements: one or more dicts of arrays or numbers, all with the same names and shapes.
+        owner: Name of the pipeline, for the error message.
+        where: Origin of the examples, for the error message.
+        elements: One or more dicts of arrays or numbers, all with the same names and shapes.
+        num_rows: Number of rows to return.
 
     Raises:
-        ConfigError: they differ; names the pipeline `owner` and `where` they come from.
+        ConfigError: The examples differ in their names or shapes.
     """
     for element in elements:
         is_dict = isinstance(element, Mapping)
@@ -95,18 +108,18 @@ def stacked(
                 else f"a {type(element).__name__}"
             )
             raise ConfigError(
-                f"{owner}: an element of {where} is {kind}; expected a dict of arrays or numbers "
-                "with the same names in each, such as {'ids': ..., 'labels': ...}. Return one from "
-                "a map."
+                f"{owner}: an element of {where} is {kind}; expected dicts of arrays or numbers "
+                "that all have the same keys, such as {'ids': ..., 'labels': ...}. Add a map that "
+                "returns one."
             )
     leaves = {}
     for name in elements[0]:
         arrays = [np.asarray(element[name]) for element in elements]
         if len({array.shape for array in arrays}) > 1:
             raise ConfigError(
-                f"{owner}: {name!r} of {where} has the shapes "
-                f"{sorted({array.shape for array in arrays})}; they must be equal. Pad or cut it "
-                "with a map."
+                f"{owner}: {name!r} in {where} has the shapes "
+                f"{sorted({array.shape for array in arrays})}; expected the same shape in every "
+                "example. Pad or crop it with a map."
             )
         leaves[name] = np.stack(arrays)
     return padded_rows(owner, where, leaves, num_rows)

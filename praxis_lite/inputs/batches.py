@@ -1,4 +1,4 @@
-"""Checks of pipelines and their batches against `element_spec`; reports of NaN in batches."""
+"""Validates pipelines and their batches, and finds rows with NaN or infinity."""
 
 import dataclasses
 import inspect
@@ -21,13 +21,16 @@ __all__ = ("checked_spec",)
 def checked_batches(
     pipeline: InputPipeline, name: str, start: int = 0, rows: slice | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (index, these rows of the batch) from batch `start` on.
+    """Yields (index, batch) from batch `start` on, after checking each batch.
 
     Args:
-      name: of the dataset, for the error: "datasets.train".
+      pipeline: Pipeline that computes the batches.
+      name: Path of the dataset for error messages, such as "datasets.train".
+      start: Index of the first batch.
+      rows: Rows of the global batch to yield; None for all.
 
     Raises:
-      ConfigError: a batch has other names, shapes or dtypes than `element_spec`; names it.
+      ConfigError: The names, shapes or dtypes of a batch differ from `element_spec`.
     """
     spec = checked_spec(pipeline, name)
     num_rows = None if rows is None else rows.stop - rows.start
@@ -41,17 +44,20 @@ def checked_batches(
     for index, batch in enumerate(batches, start=start):
         actual = {path: _found(leaf) for path, leaf in _leaves(batch).items()}
         if actual != expected:
-            what = f"{name}: batch {index} (counted from 0)"
-            raise ConfigError(_difference(what, actual, expected))
+            subject = f"{name}: batch {index} (counted from 0)"
+            raise ConfigError(_mismatch_message(subject, actual, expected))
         yield index, batch
 
 
 def check_data(pipeline: InputPipeline, name: str) -> None:
-    """Checks a pipeline of a job.
+    """Runs `pipeline.check`, and adds the `--set` path of `skip` to errors about an example.
+
+    Args:
+      pipeline: Pipeline to check.
+      name: Path of the dataset in the config, such as "datasets.train".
 
     Raises:
-      ConfigError: as its `check` does; for an example that its source may skip, with the path of
-        the setting.
+      ConfigError: `check` failed.
     """
     try:
         pipeline.check()
@@ -59,13 +65,13 @@ def check_data(pipeline: InputPipeline, name: str) -> None:
         sources = dict(_sources(pipeline, name))
         paths = [path for path, source in sources.items() if source.has(error.where)]
         paths = paths or list(sources)
-        if len(paths) != 1:
+        if len(paths) != 1:  # Ambiguous: the message cannot name a single setting.
             raise
-        raise error.of_setting(f"{paths[0]}.skip") from None
+        raise error.with_skip_path(f"{paths[0]}.skip") from None
 
 
 def _sources(node: Any, path: str) -> Iterator[tuple[str, Source]]:
-    """Yields the sources below a pipeline, by the paths of their settings."""
+    """Yields the (config path, source) of every source in a pipeline."""
     if isinstance(node, Source):
         yield path, node
     elif isinstance(node, Mapping):
@@ -77,18 +83,24 @@ def _sources(node: Any, path: str) -> Iterator[tuple[str, Source]]:
             yield from _sources(getattr(node, name, None), f"{path}.{name}")
         documents = getattr(node, "documents", None)
         if "skip" in names and "documents" not in names and documents is not None:
-            yield path, documents.source  # The pipeline creates this source of its settings.
+            yield path, documents.source  # The pipeline built this source from its own settings.
 
 
 def check_members(pipeline: InputPipeline, name: str) -> None:
-    """Checks that a user-defined pipeline has the members of `InputPipeline`.
+    """Checks that a user-defined pipeline implements the `InputPipeline` interface.
+
+    Args:
+      pipeline: Pipeline to check.
+      name: Path of the dataset for error messages, such as "datasets.train".
 
     Raises:
-      ConfigError: it has no batch_size, or `batches` takes other arguments; names the dataset.
+      ConfigError: `batch_size` is missing, or `batches` has an incompatible signature.
     """
     owner = f"{name}: {pipeline.class_name()}"
     if not hasattr(pipeline, "batch_size"):
-        raise ConfigError(f"{owner} has no batch_size, the rows of a batch. Set it in __init__.")
+        raise ConfigError(
+            f"{owner} has no batch_size, the number of rows in a batch. Set it in __init__."
+        )
     try:
         inspect.signature(pipeline.batches).bind(start=0, rows=None)
     except TypeError as error:
@@ -99,11 +111,15 @@ def check_members(pipeline: InputPipeline, name: str) -> None:
 
 
 def checked_spec(pipeline: InputPipeline, name: str) -> Any:
-    """Returns the pipeline's `element_spec`.
+    """Returns the pipeline's `element_spec` after validating it.
+
+    Args:
+      pipeline: Pipeline to check.
+      name: Path of the dataset for error messages, such as "datasets.train".
 
     Raises:
-      ConfigError: it is not a dict of shapes and dtypes, or num_batches is not a number or None;
-        names the dataset.
+      ConfigError: `element_spec` is not a dict of shapes and dtypes, or `num_batches` is neither
+        an integer nor None.
     """
     owner, num_batches = f"{name}: {pipeline.class_name()}", pipeline.num_batches
     require(
@@ -115,8 +131,8 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
     require(
         isinstance(spec, Mapping) and leaves
         and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves),
-        f"{owner}.element_spec()", spec, "a jax.ShapeDtypeStruct for each name",
-        "Return for instance praxis_lite.inputs.base.spec_of(x=((32, 5), np.float32)).",
+        f"{owner}.element_spec()", spec, "a dict with a jax.ShapeDtypeStruct for each leaf",
+        "For example, return praxis_lite.inputs.base.spec_of(x=((32, 5), np.float32)).",
     )
     return spec
 
@@ -124,16 +140,17 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
 def non_finite_rows(
     batch: Any, first_row: int = 0, example_of: Callable[[int], str] = lambda row: ""
 ) -> str | None:
-    """Returns a message on the leaves and rows of a host batch with NaN or infinity, or None.
+    """Returns a message that lists the leaves and rows with NaN or infinity, or None.
 
     Args:
-      first_row: the number of the batch's first row in the global batch.
-      example_of: returns the example in a row of the global batch; "" if unknown.
+      batch: Rows of a global batch, as host arrays.
+      first_row: Index of the first of these rows in the global batch.
+      example_of: Maps a row of the global batch to the location of its example; "" if unknown.
     """
     messages = []
     for path, leaf in _leaves(batch).items():
         x = np.asarray(leaf)
-        # NumPy does not know that bfloat16 is a float.
+        # Use JAX's issubdtype: NumPy does not treat bfloat16 as a float.
         if not jax.numpy.issubdtype(x.dtype, np.inexact):
             continue
         bad = ~np.isfinite(x.astype(np.float32) if x.dtype.itemsize < 4 else x)
@@ -169,18 +186,20 @@ def _expected(leaf: jax.ShapeDtypeStruct, num_rows: int | None) -> str:
 def _found(leaf: Any) -> str:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         return f"a {type(leaf).__name__}" if leaf is not None else "None"
-    # JAX converts 64 bits to 32.
+    # 64-bit leaves are valid: JAX converts them to 32 bits.
     return f"{narrow_dtype(leaf.dtype)}{list(leaf.shape)}"
 
 
-def _difference(what: str, actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    fix = "Every batch must match the pipeline's element_spec. Fix the pipeline."
+def _mismatch_message(
+    subject: str, actual: Mapping[str, str], expected: Mapping[str, str]
+) -> str:
+    fix = "Make every batch match the pipeline's element_spec."
     if "" in actual:
-        return f"{what} is {actual['']}; expected a dict of arrays: {sorted(expected)}. {fix}"
+        return f"{subject} is {actual['']}; expected a dict of arrays: {sorted(expected)}. {fix}"
     if actual.keys() != expected.keys():
-        return f"{what} has the leaves {sorted(actual)}; expected {sorted(expected)}. {fix}"
-    differing = [
+        return f"{subject} has the leaves {sorted(actual)}; expected {sorted(expected)}. {fix}"
+    mismatches = [
         f"'{path}' is {actual[path]}, expected {shape}"
         for path, shape in expected.items() if actual[path] != shape
     ]
-    return f"{what} has other shapes or dtypes: {'; '.join(differing)}. {fix}"
+    return f"{subject} has wrong shapes or dtypes: {'; '.join(mismatches)}. {fix}"

@@ -1,4 +1,4 @@
-"""Pipelines that only need NumPy: windows of text, arrays in memory, a synthetic language."""
+"""Pipelines that need only NumPy: windows of text, arrays in memory, a synthetic language."""
 
 import dataclasses
 import functools
@@ -10,8 +10,8 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.base import (
+    ExamplePipeline,
     IndexedPipeline,
-    NumberedPipeline,
     lm_spec,
     spec_of_rows,
     zero_rows,
@@ -30,14 +30,19 @@ __all__ = ["InMemory", "SyntheticLm", "TextCorpus", "TextWindows"]
 
 @dataclasses.dataclass(eq=False)
 class TextWindows(IndexedPipeline):
-    """Windows of a corpus for a language model: `ids`, `labels` (the next tokens), `weights`.
+    """Windows of a text corpus: `ids`, `labels` (the next tokens) and `weights`, each [B, T].
 
     Args:
-        split: 'train' or 'heldout' of the corpus.
-        shuffle: True for endless training batches, whose grid of windows and order change every
-            epoch; False for one pass in order, in which every label counts exactly once.
-        stride: for one pass: the distance of windows. Below seq_len (the default) windows overlap,
-            and all but the last `stride` labels are context with weight 0.
+        corpus: Tokenized text.
+        split: Split of the corpus, 'train' or 'heldout'.
+        batch_size: Number of rows in the global batch.
+        seq_len: Number of tokens per row.
+        seed: Seed of the shuffled order.
+        shuffle: True for endless training batches; every epoch shifts the windows and shuffles
+            them. False for one pass in order, in which every label has weight 1 exactly once.
+        stride: Distance between the starts of consecutive windows when shuffle is False; seq_len
+            by default. With a smaller stride, windows overlap, and in each window all but the last
+            `stride` labels serve as context with weight 0.
     """
 
     corpus: TextCorpus
@@ -57,19 +62,19 @@ class TextWindows(IndexedPipeline):
             self.require_at_least(1, "stride")
             require(
                 not self.shuffle and self.stride <= self.seq_len, "TextWindows.stride", self.stride,
-                "None with shuffle=True, and otherwise at most seq_len, or labels would be left "
-                f"out; seq_len is {self.seq_len}, shuffle {self.shuffle}",
+                "None with shuffle=True, otherwise at most seq_len, because a larger stride skips "
+                f"labels; seq_len is {self.seq_len} and shuffle is {self.shuffle}",
             )
         num_labels = len(self.corpus.tokens(self.split)) - 1
         require(
             not self.shuffle or self.seq_len <= num_labels, "TextWindows.seq_len", self.seq_len,
-            f"at most {num_labels}, the labels of the {self.split!r} split",
-            "Lower seq_len or give more text.",
+            f"at most {num_labels}, the number of labels in the {self.split!r} split",
+            "Lower seq_len or add text.",
         )
 
     @functools.cached_property
     def index(self) -> TrainingWindows | EvaluationWindows:
-        """The positions of windows in the stream."""
+        """Computes the token positions of each window in `stream`."""
         num_labels = len(self.corpus.tokens(self.split)) - 1
         if self.shuffle:
             return TrainingWindows(num_labels, self.seq_len, self.seed)
@@ -77,7 +82,7 @@ class TextWindows(IndexedPipeline):
 
     @functools.cached_property
     def stream(self) -> np.ndarray:
-        """The split's tokens and, at `padding_position`, a zero."""
+        """The split's tokens, followed by a zero for padding positions."""
         return np.append(self.corpus.tokens(self.split), np.int32(0))
 
     @property
@@ -91,22 +96,20 @@ class TextWindows(IndexedPipeline):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the corpus."""
         return self.corpus.tokenizer
 
     def largest_id(self) -> int:
-        """Returns the largest id of any batch."""
         return int(self.stream.max())
 
     def baselines(self) -> dict[str, float]:
-        """Returns gzip's bits per byte, and the factor from bits per token to bits per byte."""
+        """Returns gzip's bits per byte, and the tokens per byte unless the tokens are bytes."""
         gzip = {"gzip_bits_per_byte": self.corpus.gzip_bits_per_byte(self.split)}
         if self.tokenizer.token_unit == "byte":
             return gzip
         return {"tokens_per_byte": self.corpus.tokens_per_byte(self.split), **gzip}
 
     def window_rows(self, index: int, rows: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the positions in `stream` and the weights of rows of batch `index`."""
+        """Returns positions in `stream`, [rows, T + 1], and label weights, [rows, T]."""
         return self.index.windows(index * self.batch_size + rows.start, rows.stop - rows.start)
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
@@ -115,22 +118,25 @@ class TextWindows(IndexedPipeline):
         return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
 
     def fingerprint(self) -> dict[str, Any]:
-        # The same for tf_data.TextWindows, whose batches are equal.
+        # tf_data.TextWindows inherits this: its batches are equal.
         return self.settings_fingerprint(
             "corpus", "split", "batch_size", "seq_len", "seed", "shuffle", "stride"
         )
 
 
 @dataclasses.dataclass(eq=False)
-class InMemory(NumberedPipeline):
-    """Rows of arrays that share their first dimension.
+class InMemory(ExamplePipeline):
+    """Batches of arrays in memory; row i of each array belongs to example i.
 
-    Without a `weights` array, ones are added: a weight per label, or per row without `labels`.
-    64-bit numbers become 32-bit, as JAX would make them.
+    Without a `weights` array, ones are added: one per label, or one per row without `labels`.
+    64-bit numbers are converted to 32 bits, as JAX does by default.
 
     Args:
-        arrays: the leaves by name, or a callable that returns them, called when first needed.
-        shuffle: True for endless batches in an order redrawn every epoch; False for one pass.
+        arrays: Arrays by name with the same first dimension, or a callable that returns them,
+            which is called on first use.
+        batch_size: Number of rows in the global batch.
+        seed: Seed of the shuffled order.
+        shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
     """
 
     arrays: Mapping[str, np.ndarray] | Callable[[], Mapping[str, np.ndarray]]
@@ -145,15 +151,15 @@ class InMemory(NumberedPipeline):
 
     @functools.cached_property
     def leaves(self) -> dict[str, np.ndarray]:
-        """The arrays with their weights. Raises ConfigError if their first dims differ."""
-        given = self.arrays() if callable(self.arrays) else self.arrays
+        """The arrays and their weights. Raises ConfigError if their first dimensions differ."""
+        arrays = self.arrays() if callable(self.arrays) else self.arrays
         require(
-            isinstance(given, Mapping) and all(isinstance(name, str) for name in given),
-            "InMemory.arrays", list(given) if isinstance(given, Mapping) else type(given),
+            isinstance(arrays, Mapping) and all(isinstance(name, str) for name in arrays),
+            "InMemory.arrays", list(arrays) if isinstance(arrays, Mapping) else type(arrays),
             "a dict of arrays by name, such as {'ids': ..., 'labels': ...}",
         )
         leaves = {}
-        for name, leaf in given.items():
+        for name, leaf in arrays.items():
             try:
                 array = np.asarray(leaf)
             except ValueError as error:
@@ -163,7 +169,7 @@ class InMemory(NumberedPipeline):
         require(
             len(num_rows) == 1 and 0 not in num_rows, "InMemory.arrays",
             {name: leaf.shape for name, leaf in leaves.items()},
-            "arrays with the same first dimension, 1 or more: the number of examples",
+            "arrays with the same nonzero first dimension, the number of examples",
         )
         return with_weights(leaves)
 
@@ -175,10 +181,10 @@ class InMemory(NumberedPipeline):
         return spec_of_rows(self.leaves, self.batch_size)
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        chosen = self.numbers(index, rows)
+        indices = self.example_indices(index, rows)
         batch = zero_rows(self.leaves, rows.stop - rows.start)
         for name, leaf in self.leaves.items():
-            batch[name][: len(chosen)] = leaf[chosen]
+            batch[name][: len(indices)] = leaf[indices]
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
@@ -186,7 +192,7 @@ class InMemory(NumberedPipeline):
 
     @functools.cached_property
     def sha256(self) -> str:
-        """The hash of all names and arrays."""
+        """A hash of the names, dtypes, shapes and bytes of all arrays."""
         digest = hashlib.sha256()
         for name, leaf in sorted(self.leaves.items()):
             digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode())
@@ -195,13 +201,18 @@ class InMemory(NumberedPipeline):
 
 
 class SyntheticLm(IndexedPipeline):
-    """A synthetic language: runs that count upwards, modulo the vocabulary.
+    """A synthetic language whose sequences count upwards, modulo the vocabulary size.
 
-    A token is followed by its successor with probability 7/8, and by a random token with 1/8. The
-    loss of a perfect model is about 0.38 + ln(vocab_size) / 8; chance is ln(vocab_size).
+    A token t is followed by t + 1 with probability 7/8 and by a random token with probability 1/8.
+    A perfect model has a loss of about 0.38 + ln(vocab_size) / 8; uniform guesses have
+    ln(vocab_size).
 
     Args:
-        num_batches: None for endless training batches; a number for one pass.
+        vocab_size: Number of distinct tokens.
+        batch_size: Number of rows in the global batch.
+        seq_len: Number of tokens per row.
+        seed: Seed of the random tokens.
+        num_batches: Number of batches in one pass; None for endless training batches.
     """
 
     def __init__(
@@ -232,10 +243,10 @@ class SyntheticLm(IndexedPipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size, rows.stop - rows.start
         length = self.seq_len + 1
-        # Each row has separate random bits, so that a host only draws its own rows.
-        numbers = range(first + rows.start, first + rows.stop)
-        bits = np.array([random_bits(self.seed, row, length) for row in numbers], np.uint64)
-        bits = bits.reshape(count, length)  # Also without rows.
+        # Each row has its own random stream, so that a host draws only the rows it needs.
+        streams = range(first + rows.start, first + rows.stop)
+        bits = np.array([random_bits(self.seed, row, length) for row in streams], np.uint64)
+        bits = bits.reshape(count, length)  # np.array([]) has the wrong rank if count is 0.
         times = np.arange(length)
         is_new = (bits & np.uint64(7) == 0) | (times == 0)
         run_start = np.maximum.accumulate(np.where(is_new, times, 0), axis=1)

@@ -1,4 +1,4 @@
-"""The position of a job in its training data: the next batch, and skipped batches."""
+"""A job's position in its training data: its next batch and the batches that it skips."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -13,11 +13,11 @@ from praxis_lite.inputs.batches import checked_batches
 
 @dataclasses.dataclass(frozen=True)
 class DataPosition:
-    """The index of the next step's batch, and skipped batches.
+    """A position in the training data, which each checkpoint stores.
 
     Attributes:
-      next_batch: the index of the next step's batch.
-      skipped: indices of skipped batches, in order.
+      next_batch: Index of the batch that the next step trains on.
+      skipped: Sorted indices of batches that are left out of training.
     """
 
     next_batch: int = 0
@@ -25,34 +25,38 @@ class DataPosition:
 
     @classmethod
     def of_step(cls, step: int, skipped: tuple[int, ...] = ()) -> "DataPosition":
-        """Returns the position after `step` steps."""
-        index, skipped = step, tuple(sorted(set(skipped)))
-        for batch in skipped:
-            if batch <= index:
-                index += 1
-        return cls(index, skipped)
+        """Returns the position after `step` steps that left out the `skipped` batches."""
+        next_batch, skipped = step, tuple(sorted(set(skipped)))
+        for index in skipped:
+            if index <= next_batch:
+                next_batch += 1
+        return cls(next_batch, skipped)
 
     def batches(
         self, pipeline: InputPipeline, rows: slice
     ) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-        """Yields (index, these rows of the batch) of the training data from this position on.
+        """Yields (index, batch) from this position on, without skipped batches.
+
+        Args:
+          pipeline: The training data.
+          rows: Rows of each global batch to yield.
 
         Raises:
-          ConfigError: as `checked_batches`, or the pipeline ends.
+          ConfigError: A batch does not match the pipeline's spec, or the pipeline ends.
         """
-        num_made = self.next_batch
+        num_read = self.next_batch
         for index, batch in checked_batches(pipeline, "datasets.train", self.next_batch, rows):
-            num_made = index + 1
+            num_read = index + 1
             if index not in self.skipped:
                 yield index, batch
         raise ConfigError(
-            f"datasets.train ended after {num_made} batches, but training needs more; its "
-            f"num_batches is {pipeline.num_batches} (None: endless). Fix the pipeline, or train "
-            "fewer steps (run.num_train_steps)."
+            f"datasets.train ended after {num_read} batches (num_batches is "
+            f"{pipeline.num_batches}), but training needs more. Make the pipeline endless, or "
+            "lower run.num_train_steps."
         )
 
     def as_json(self, pipeline: InputPipeline) -> dict[str, Any]:
-        """Returns the position for the checkpoint manifest."""
+        """Returns the JSON that a checkpoint manifest stores for this position."""
         return {
             "next_batch": self.next_batch, "skipped": list(self.skipped),
             "fingerprint": pipeline.fingerprint(),
@@ -60,6 +64,6 @@ class DataPosition:
 
 
 def step_of(data: Mapping[str, Any]) -> int:
-    """Returns the step of a position that `as_json` returned."""
+    """Returns the number of steps before a position in the form of `DataPosition.as_json`."""
     skipped = [index for index in data.get("skipped", ()) if index < data["next_batch"]]
     return data["next_batch"] - len(skipped)

@@ -1,4 +1,4 @@
-"""Imports tensorflow on first use, without accelerators and with few threads."""
+"""Imports tensorflow on first use, on the CPU and with two threads."""
 
 import contextlib
 import functools
@@ -11,14 +11,21 @@ from praxis_lite.host.optional_packages import optional_module
 
 @functools.cache
 def tensorflow(needed_by: str) -> ModuleType:
-    """Returns the tensorflow module. Raises ConfigError if it is not installed, or broken."""
+    """Returns the tensorflow module.
+
+    Args:
+      needed_by: Name of the feature that needs it, for the error message.
+
+    Raises:
+      ConfigError: tensorflow is not installed, or its import fails.
+    """
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0":
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # JAX sets it to 1.
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # Override the 1 that JAX sets.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # From tensorflow's own code.
+        warnings.simplefilter("ignore")  # Importing tensorflow raises warnings about its own code.
         tf = optional_module("tensorflow", needed_by)
-    # JAX owns the accelerators: tensorflow would take their memory at its first operation. A
-    # program that has used tensorflow already keeps its devices and threads.
+    # Hide the accelerators: tensorflow's first operation would allocate the memory that JAX needs.
+    # This fails with a RuntimeError if the user's program has already run tensorflow operations.
     with contextlib.suppress(RuntimeError):
         tf.config.set_visible_devices([], "GPU")
         tf.config.set_visible_devices([], "TPU")

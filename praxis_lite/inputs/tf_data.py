@@ -1,4 +1,4 @@
-"""Windows of text, prefetched by tf.data while the devices compute."""
+"""Prefetches windows of text with tf.data while the devices compute."""
 
 import functools
 import logging
@@ -16,10 +16,10 @@ _PREFETCHED_BATCHES = 2
 
 
 class TextWindows(numpy_data.TextWindows):
-    """`numpy_data.TextWindows` with the same settings and batches, prefetched by tf.data.
+    """The batches of `numpy_data.TextWindows`, prefetched with tf.data.
 
-    tensorflow is imported at the first batch. If it is not installed (no release supports this
-    Python, for instance), NumPy makes the batches.
+    tensorflow is imported for the first batch. If it is not installed, for example because no
+    release supports this version of Python, NumPy computes the same batches without prefetching.
     """
 
     def batches(
@@ -56,8 +56,8 @@ class TextWindows(numpy_data.TextWindows):
 
 @functools.cache
 def _log_no_tensorflow() -> None:
-    """Logs once per process."""
+    """Logs once per process that NumPy replaces tensorflow."""
     logging.getLogger("praxis_lite").info(
-        "tf_data.TextWindows: tensorflow is not installed; NumPy makes the same batches without "
+        "tf_data.TextWindows: tensorflow is not installed; NumPy computes the same batches without "
         "prefetching"
     )

@@ -1,4 +1,4 @@
-"""Prefetches batches with worker processes or threads, in order."""
+"""Prefetches batches in worker processes or threads, and returns them in order."""
 
 import atexit
 import collections
@@ -11,7 +11,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.inputs.base import IndexedPipeline
-from praxis_lite.inputs.processes.worker_process import WorkerProcess, share
+from praxis_lite.inputs.processes.worker_process import WorkerProcess, strided_range
 
 if TYPE_CHECKING:
     import jax
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 class WithWorkers(IndexedPipeline):
     """Prefetches the batches of another pipeline, unchanged and in order.
 
-    Worker w of N computes batches start + w, start + w + N, ... Each is a pure function of its
-    index, so the fingerprint omits the number and kind of workers: both may change when a job
-    resumes. Workers restart with each call of `batches`, so this is for training. If a worker
-    fails or is killed, the training process gets an error that names it instead of the batch.
+    Worker w of N computes batches start + w, start + w + N, ... Each batch is a pure function of
+    its index, so a job may resume with a different number or kind of workers, and the fingerprint
+    omits both. Each call of `batches` starts new workers, so use this for training, not for short
+    evaluations. If a worker fails or is killed, requesting its next batch raises an error.
 
-    A worker process is a new Python (0.3 s and 30 MB, and the imports of the pipeline's module)
-    with a copy of the pipeline and its data. It ignores SIGINT and SIGTERM, which the training
-    process handles, and ends with that process. JAX has only CPUs there. Threads cost none of that;
-    they help where the GIL is released: files, large NumPy operations.
+    A worker process is a new Python process with a copy of the pipeline and its data. It takes
+    0.3 s and 30 MB to start, plus the imports of the pipeline's module. It ignores SIGINT and
+    SIGTERM, which the training process handles, exits with that process, and sees no accelerators.
+    Threads have none of these costs, but only help while the GIL is released: when reading files
+    and in large NumPy operations.
 
     Args:
-        pipeline: for processes it must be picklable, without lambdas.
-        num_workers: how many batches are computed at a time.
-        num_prefetched: how many finished batches each worker may queue.
+        pipeline: Pipeline to prefetch. For processes it must be picklable, so without lambdas.
+        num_workers: Number of batches that are computed at the same time.
+        num_prefetched: Maximum number of finished batches in the queue of each worker.
         kind: "processes" or "threads".
     """
 
@@ -54,9 +55,9 @@ class WithWorkers(IndexedPipeline):
     def check(self) -> None:
         if not isinstance(self.pipeline, IndexedPipeline):
             raise ConfigError(
-                f"WithWorkers: pipeline is a {type(self.pipeline).__name__}, which has only "
-                "sequential access; workers need an IndexedPipeline. Remove WithWorkers (tf.data "
-                "has workers: num_parallel_calls), or write the pipeline as an IndexedPipeline."
+                f"WithWorkers: pipeline is a {type(self.pipeline).__name__}, which has no random "
+                "access; expected an IndexedPipeline. Remove WithWorkers (tf.data runs in parallel "
+                "with num_parallel_calls), or implement the pipeline as an IndexedPipeline."
             )
         self.require_at_least(1, "num_workers", "num_prefetched")
         require_choice("WithWorkers.kind", self.kind, ("processes", "threads"))
@@ -95,7 +96,7 @@ class WithWorkers(IndexedPipeline):
         executor = concurrent.futures.ThreadPoolExecutor(self.num_workers, "batches")
         pending: collections.deque[concurrent.futures.Future] = collections.deque()
         try:
-            for index in share(start, 1, self.num_batches):
+            for index in strided_range(start, 1, self.num_batches):
                 pending.append(executor.submit(self.rows, index, rows))
                 if len(pending) > num_ahead:
                     yield pending.popleft().result()
@@ -111,17 +112,17 @@ class WithWorkers(IndexedPipeline):
             while workers:
                 workers.pop().kill()
 
-        # Python's exit waits for child processes. If a traceback keeps this generator alive until
-        # then, its `finally` would run too late.
+        # Python waits for child processes at exit. A traceback can keep this generator alive until
+        # then, so that its `finally` would run too late.
         atexit.register(stop)
         try:
             for number in range(self.num_workers):
                 name = f"worker {number} of {self.num_workers}"
                 workers.append(WorkerProcess(name, self.num_prefetched))
             for number, worker in enumerate(workers):
-                mine = (start + number, self.num_workers, self.num_batches)
-                worker.begin(self.pipeline, mine, rows)
-            for index in share(start, 1, self.num_batches):
+                indices = (start + number, self.num_workers, self.num_batches)
+                worker.start(self.pipeline, indices, rows)
+            for index in strided_range(start, 1, self.num_batches):
                 yield workers[(index - start) % self.num_workers].batch(index)
         finally:
             stop()

@@ -66,8 +66,8 @@ def evaluated_model(
     num_positions = partitioner.task.num_ids().get("segment_pos")
     if max_length is None:
         max_length = num_positions or _known_length(model) or DEFAULT_MAX_LENGTH
-    most = {} if num_positions is None else {"most": num_positions}
-    max_length = whole_number(max_length, "max_length", 1, **most)
+    limit = {} if num_positions is None else {"maximum": num_positions}
+    max_length = whole_number(max_length, "max_length", 1, **limit)
     return EvaluatedModel(partitioner, model.mdl_vars, max_length, _info(model))
 
 

@@ -117,7 +117,7 @@ def create_served_model(
     num_positions = task.num_ids().get("segment_pos")
     if max_length is None:
         max_length = min(num_positions or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
-    limit = {} if num_positions is None else {"most": num_positions}
+    limit = {} if num_positions is None else {"maximum": num_positions}
     max_length = whole_number(max_length, "--max_length", 2, **limit)
     whole_number(num_rows, "--num_rows", 1)
     whole_number(max_waiting, "--max_queue", 1)

@@ -14,7 +14,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
-from praxis_lite.decode.prefix_sharing import PrefixCache, block_size, num_common
+from praxis_lite.decode.prefix_sharing import PrefixCache, block_size, common_prefix_length
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import Recurrent, Summing, num_compiled, row_keys
 from tests.support.marks import slow_but, slow_or_nightly
@@ -173,7 +173,7 @@ def test_settings_that_do_not_go_together_are_refused():
 
 def test_what_a_batch_begins_with_leaves_each_prompt_a_token():
     ids = jnp.asarray([[1, 2, 3, 4], [1, 2, 3, 9], [7, 7, 7, 7], [1, 2, 3, 4]])
-    run = jax.jit(num_common)
+    run = jax.jit(common_prefix_length)
     for lengths, expected in (
         ([4, 4, 0, 4], 3), ([4, 3, 0, 4], 2), ([4, 4, 1, 4], 0), ([0, 0, 4, 0], 3), ([0] * 4, 0),
     ):

@@ -13,7 +13,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.decode import BeamSearch, Greedy, Sample
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
-from praxis_lite.decode.speculation import drafts_of
+from praxis_lite.decode.speculation import lookup_drafts
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.trained_model.generation import changed_decoder
 from tests.decode.toy_models import Summing, row_keys
@@ -44,7 +44,7 @@ def test_drafts_are_those_found_by_looking_at_every_place(sizes):
     history = RNG.integers(0, 3, (199, 11)).astype(np.int32)
     history[:50] = RNG.integers(0, 9, (50, 11))
     lengths = RNG.integers(1, 12, len(history)).astype(np.int32)
-    run = jax.jit(drafts_of, static_argnums=(2, 3))
+    run = jax.jit(lookup_drafts, static_argnums=(2, 3))
     actual = np.asarray(run(history, lengths, longest_ngram, num_drafts))
     for row, length in enumerate(lengths):
         expected = drafts_by_hand(history[row, :length], longest_ngram, num_drafts)
@@ -189,9 +189,9 @@ GROWING = {"transformer_layer_tpl": fdl.Partial(
 
 @pytest.mark.parametrize("layer, most, message", [
     (GROWING, 2, r"num_speculative_tokens.*rotary_position_emb has angles that grow"),
-    (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*has h, window.*to 0"),
+    (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*but h, window in the model.*to 0"),
     (EXPERTS, 2, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
-    (WINDOW, 17, r"num_speculative_tokens is 17; expected 16 or less.*self_attention.*a window"),
+    (WINDOW, 17, r"num_speculative_tokens is 17; expected at most 16.*self_attention.*window"),
 ])
 def test_a_model_that_cannot_take_drafts_back_is_refused_before_anything_compiles(
     layer, most, message

@@ -122,7 +122,7 @@ OTHER_BATCHES = {
     "names": r"has the leaves \['x'\]; .*\['x', 'y'\]",
     "list": r"is a list; .*a dict of arrays: \['x', 'y'\]",
     "none": "is None; .*a dict of arrays",
-    "ended": r"ended after 2 batches, but training needs more; its num_batches is None",
+    "ended": r"ended after 2 batches \(num_batches is None\), but training needs more",
 }
 
 
@@ -140,7 +140,7 @@ def test_a_batch_that_is_not_as_promised_is_named_at_its_step(what, tmp_path):
 def test_the_first_batch_of_an_evaluation_is_looked_at_before_training(tmp_path):
     done = launch(*run("all.BadHeldout", tmp_path))
     assert done.code == 2 and "compiling" not in done.out
-    assert "datasets.heldout: batch 0 (counted from 0) has other shapes" in done.err
+    assert "datasets.heldout: batch 0 (counted from 0) has wrong shapes" in done.err
 
 
 def test_a_nan_in_the_data_of_an_evaluation_is_named(tmp_path):

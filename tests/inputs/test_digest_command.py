@@ -6,10 +6,10 @@ from tests.support.every_case import assert_each
 REFUSED = {
     "--exp=lm.PyDoc": "Did you mean",
     "--exp=lm.Synthetic --dataset=trian": "Did you mean train?",
-    "--exp=lm.Synthetic --batches=0": "1 or more",
-    "--exp=lm.Synthetic --processes=0": "1 or more",
-    "--exp=lm.Synthetic --start=-1": "0 or more",
-    "--exp=lm.Synthetic --dataset=heldout --batches=999": "one pass has",
+    "--exp=lm.Synthetic --batches=0": "at least 1",
+    "--exp=lm.Synthetic --processes=0": "at least 1",
+    "--exp=lm.Synthetic --start=-1": "at least 0",
+    "--exp=lm.Synthetic --dataset=heldout --batches=999": "a pass has",
     "--exp=lm.Synthetic --procesess=2": "Did you mean --processes?",
 }
 

@@ -139,7 +139,7 @@ def unordered():
         (functools.partial(squares, parallel=True, ordered=False), "Map.* has deterministic=False"),
         (functools.partial(squares, parallel=True, draws=True), "RandomUniform runs in a function"),
         (unordered, "options have deterministic=False"),
-        (rolling, "the first batch, made twice, differs in 'x'"),
+        (rolling, "two computations of the first batch differ in 'x'"),
     ],
 )
 def test_what_is_not_deterministic_is_said_and_does_not_stop_a_resume(make_dataset, words):
@@ -181,7 +181,7 @@ def test_a_resume_logs_that_it_reads_again(caplog):
         next(one_pass().batches())
     # TensorFlow's AutoGraph logs warnings on Python 3.13.
     ours = [x.getMessage() for x in caplog.records if x.name.startswith("praxis_lite")]
-    assert ours == ["reading the first 2 batches again (FromDataset)"]
+    assert ours == ["recomputing the first 2 batches: FromDataset has no random access"]
 
 
 def wrong(kind):

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from praxis_lite.inputs.mixing.schedule import Schedule, parts_of, rounded_parts
+from praxis_lite.inputs.mixing.schedule import Schedule, exact_parts, rounded_parts
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -22,7 +22,7 @@ def test_every_beginning_is_within_one_row_of_its_shares(seed):
 @pytest.mark.parametrize("num_sources", [200, 997])
 def test_many_sources_with_weights_of_three_decimals_are_exact(num_sources):
     weights = np.random.default_rng(num_sources).integers(1, 1000, num_sources) / 1000
-    parts = parts_of(weights.tolist())
+    parts = exact_parts(weights.tolist())
     thousandths = [round(1000 * weight) for weight in weights]
     exact = [Fraction(number, sum(thousandths)) for number in thousandths]
     assert [Fraction(part, sum(parts)) for part in parts] == exact
@@ -79,9 +79,9 @@ def test_every_beginning_is_within_one_row_however_often_shares_change(seed):
     assert schedule.sources_at(first, count - first).tolist() == sources[first:].tolist()
     for source, part in enumerate(phases[-1][1]):
         places = np.flatnonzero(sources == source).tolist()
-        assert [schedule.place_of(source, row) for row in range(len(places))] == places
+        assert [schedule.position_of(source, row) for row in range(len(places))] == places
         if part == 0:
-            assert schedule.place_of(source, len(places)) is None
+            assert schedule.position_of(source, len(places)) is None
 
 
 def test_the_order_before_a_change_fits_the_shares_after_it():
@@ -102,7 +102,7 @@ def test_phases_of_many_turns_are_counted_and_not_walked(seed):
     for start, parts in phases[1:]:
         for first in (start - far // 2, start - sum(parts), start, start + far // 2):
             assert_within_one_row(schedule, phases, first, 2 * sum(parts))
-    result = sum(len(piece.order) for piece in schedule.pieces)
+    result = sum(len(segment.order) for segment in schedule.segments)
     assert result <= 3 * sum(sum(parts) for _, parts in phases)
 
 
@@ -115,8 +115,8 @@ def test_the_order_of_shares_that_never_change_stays_what_it_was():
 
 
 def test_weights_are_what_they_are_written_as():
-    assert parts_of([0.7, 0.3]) == (7, 3)
-    assert parts_of([2, 0, 4]) == (1, 0, 2)
-    assert parts_of([0.12345678, 0.3]) is None
+    assert exact_parts([0.7, 0.3]) == (7, 3)
+    assert exact_parts([2, 0, 4]) == (1, 0, 2)
+    assert exact_parts([0.12345678, 0.3]) is None
     assert rounded_parts([1, 2, 0], 10) == (3, 7, 0)
     assert rounded_parts([1e-9, 1], 10) == (1, 10)

@@ -127,7 +127,7 @@ class Noisy(InMemory):
 
 def test_a_pipeline_that_draws_without_its_seed_is_found():
     noisy = Noisy(ARRAYS, 6, shuffle=True)
-    assert noisy.nondeterminism() == "the first batch, made twice, differs in 'inputs'"
+    assert noisy.nondeterminism() == "two computations of the first batch differ in 'inputs'"
     # A subclass may make other batches of the same settings: it is no InMemory to a checkpoint.
     assert noisy.fingerprint()["pipeline"] == f"{__name__}.Noisy"
     assert InMemory(ARRAYS, 6, shuffle=True).fingerprint()["pipeline"] == "InMemory"
@@ -264,7 +264,7 @@ BAD_SETTINGS = [
     (lambda: InMemory({}, 2, shuffle=True), "arrays.*{}"),
     (lambda: InMemory({"a": np.ones((5, 2)), "b": np.ones(7)}, 2, shuffle=True), r"\(5, 2\), 'b"),
     (lambda: InMemory({"a": np.ones((0, 3))}, 2, shuffle=True), r"'a': \(0, 3\)"),
-    (lambda: InMemory({"a": np.array(["x"])}, 2, shuffle=True), "'a' holds <U1"),
+    (lambda: InMemory({"a": np.array(["x"])}, 2, shuffle=True), "'a' has the dtype <U1"),
     (lambda: InMemory({"a": np.array([2**31])}, 2, shuffle=True), "int32"),
 ]
 

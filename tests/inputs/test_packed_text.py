@@ -12,7 +12,7 @@ import pytest
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import Documents, JsonLines, Mixture, PackedText, TokenIds, WithWorkers
-from praxis_lite.inputs.base import digest_of
+from praxis_lite.inputs.base import batches_sha256
 from praxis_lite.inputs.processes import all_cores
 from praxis_lite.inputs.processes.stream_digest import stream_digest
 from praxis_lite.inputs.sources import base as sources_base
@@ -102,7 +102,7 @@ def test_one_pass_has_every_label_of_every_document_once(folder, settings, ahead
 def test_documents_are_found_ahead_and_on_the_fly_as_the_same(folder):
     settings = {"seed": 5, "shuffle": True, "window": 8}
     ahead, later = (packed(folder, {"ahead": x}, **settings) for x in (True, False))
-    assert digest_of(itertools.islice(ahead.batches(), 30)) == digest_of(
+    assert batches_sha256(itertools.islice(ahead.batches(), 30)) == batches_sha256(
         itertools.islice(later.batches(), 30)
     )
     assert ahead.fingerprint() == later.fingerprint()
@@ -170,8 +170,8 @@ def test_tokens_are_made_once_and_of_changed_files_again(folder, tmp_path, monke
     for path in folder.glob("*.jsonl"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     made = []
-    original = Documents._made
-    monkeypatch.setattr(Documents, "_made", lambda self, part: (
+    original = Documents._encode_part
+    monkeypatch.setattr(Documents, "_encode_part", lambda self, part: (
         made.append(part.name.split(".")[0]), original(self, part))[1])
     first = packed(tmp_path).fingerprint()
     assert made == ["0", "1"]
@@ -193,8 +193,8 @@ def test_what_was_made_before_an_error_is_not_made_again(folder, tmp_path, monke
         packed(tmp_path).check()
     (tmp_path / "1.jsonl").write_bytes(whole)
     expected = packed(folder).fingerprint()
-    result, original = [], Documents._made
-    monkeypatch.setattr(Documents, "_made", lambda self, part: (
+    result, original = [], Documents._encode_part
+    monkeypatch.setattr(Documents, "_encode_part", lambda self, part: (
         result.append(part.name.split(".")[0]), original(self, part))[1])
     assert packed(tmp_path).fingerprint() == expected and result == ["1"]
 
@@ -202,7 +202,7 @@ def test_what_was_made_before_an_error_is_not_made_again(folder, tmp_path, monke
 def test_processes_on_all_cores_make_what_one_does(folder, tmp_path, monkeypatch):
     for path in folder.glob("*.jsonl"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(all_cores, "_WORTH_PROCESSES", 0)
+    monkeypatch.setattr(all_cores, "_MIN_EXAMPLES_FOR_PROCESSES", 0)
     first, second = packed(folder), packed(tmp_path)
     assert first.fingerprint() == second.fingerprint()
     result = sorted((tmp_path / ".praxis_lite").glob("tokens-*/*/*.npy"))
@@ -242,7 +242,7 @@ def test_rows_are_packed_once_for_all_processes(folder, tmp_path, monkeypatch):
 
 def test_a_file_of_the_same_digest_and_another_time_is_tokenised_again(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
-    monkeypatch.setattr(sources_base, "digest_of_file", lambda path, most: "0" * 32)
+    monkeypatch.setattr(sources_base, "file_digest", lambda path, most: "0" * 32)
     for text in ("one", "two"):
         path.write_text(json.dumps({"text": text}))
         os.utime(path, ns=(0, len(text) + ord(text[0])))
@@ -325,7 +325,7 @@ def test_the_stream_is_the_same_through_twenty_switches_of_hosts_and_workers(fol
         ]
         for k, result in enumerate(zip(*parts, strict=True)):
             joined = {name: np.concatenate([x[name] for x in result]) for name in result[0]}
-            assert digest_of([joined]) == digest_of([whole[index + k]])
+            assert batches_sha256([joined]) == batches_sha256([whole[index + k]])
 
 
 def test_each_host_reads_only_its_rows(folder, monkeypatch):

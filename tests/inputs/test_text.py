@@ -143,7 +143,7 @@ def test_fingerprint_is_of_the_text_not_of_its_place(folder, tmp_path):
         ("below", ["below", "only a directory", "below/**/*.txt"]),
         ("**", ["empty", "leave it out"]),
         ("empty", ["empty", "leave it out"]),
-        (" , ", ["names no file"]),
+        (" , ", ["expected a path or a glob"]),
     ],
 )
 def test_bad_files_are_named_in_one_paragraph(folder, monkeypatch, files, words):

@@ -1,1 +1,1 @@
-"""The order of rows: shuffled, and mixed from several pipelines."""
+"""Decides the order of rows: shuffling, and mixtures of several pipelines."""

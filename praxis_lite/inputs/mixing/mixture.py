@@ -1,4 +1,4 @@
-"""A mixture of pipelines, with rows in the ratios of their weights."""
+"""Mixes the rows of several pipelines in the ratios of given weights."""
 
 import dataclasses
 import functools
@@ -12,36 +12,38 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, did_you_mean, require, require_choice
 from praxis_lite.inputs.base import IndexedPipeline, spec_of_rows, zero_rows
 from praxis_lite.inputs.mixing.same_classes import require_same_classes
-from praxis_lite.inputs.mixing.schedule import MOST_PARTS, Schedule, parts_of, rounded_parts
+from praxis_lite.inputs.mixing.schedule import MAX_PERIOD, Schedule, exact_parts, rounded_parts
 
 if TYPE_CHECKING:
     import jax
 
 Weights = Mapping[str, float]
-_NUM_MEASURED = 1024  # Rows of a source whose tokens are counted.
+_NUM_SAMPLED_ROWS = 1024  # Rows of a source in which tokens are counted for unit="tokens".
 
 
 @dataclasses.dataclass(eq=False)
 class Mixture(IndexedPipeline):
-    """Rows of several pipelines, in the ratios of their weights, as a single stream.
+    """A single stream of rows from several pipelines, in the ratios of their weights.
 
-    The rows of a source keep their order. At every place of the stream, each source has given its
-    share of the rows so far, to within one row. Fractions of a row carry over changes of weights: a
-    source whose weight becomes 0 may give one more row. A row's source follows from its place and
-    all weights, including later ones, so any batch is found without making others.
+    Each source contributes its rows in order. After any number of rows, the number of rows from
+    each source is within one row of its share. Fractions of a row carry over when the weights
+    change, so a source whose weight becomes 0 may contribute one more row. The source of a row is
+    computed from the row's position and all weights, including later ones; therefore any batch can
+    be computed without the batches before it.
 
-    An endless source (`shuffle=True`) continues from epoch to epoch; a finite one starts again.
+    A finite source repeats. An endless source (`shuffle=True`) is reshuffled every epoch.
 
     Args:
-        sources: by name, all with the same leaves and row lengths; their batch sizes do not
-            matter.
-        weights: of each source, in any unit: {"code": 0.7, "text": 0.3}; 0.7 counts as exactly
-            7/10. Or [(0, {...}), (1000, {...})]: from these batches on.
-        batch_size: rows of the global batch.
-        stop: "never", or "first": when the first source has given all its rows.
-        unit: weights are shares of "examples" (rows) or of "tokens" (labels with a weight). The
-            tokens of a row are its source's `tokens_per_row()`, the mean of an epoch; without that
-            method, the mean of the first 1,024 rows.
+        sources: Pipelines by name, with the same leaves and row lengths. Their batch sizes have no
+            effect.
+        weights: Weight of each source, in any unit, such as {"code": 0.7, "text": 0.3}. Decimals
+            are exact: 0.7 means 7/10. A list [(0, {...}), (1000, {...})] changes the weights at the
+            given batches.
+        batch_size: Number of rows in the global batch.
+        stop: "never", or "first" to end when the first finite source runs out of rows.
+        unit: Whether weights are shares of "examples" (rows) or of "tokens" (labels with nonzero
+            weight). The number of tokens per row is the source's `tokens_per_row()`, or if that is
+            None, the mean of its first 1,024 rows.
     """
 
     sources: Mapping[str, IndexedPipeline]
@@ -62,21 +64,20 @@ class Mixture(IndexedPipeline):
         for name, source in self.sources.items():
             if not isinstance(source, IndexedPipeline):
                 raise ConfigError(
-                    f"Mixture: the source {name!r} is a {type(source).__name__}, which has only "
-                    "sequential access; expected an IndexedPipeline. Put WithWorkers around the "
-                    "mixture, not into it."
+                    f"Mixture: the source {name!r} is a {type(source).__name__}, which has no "
+                    "random access; expected an IndexedPipeline."
                 )
             source.check()
         for name, length in self._lengths.items():
             if length == 0:
                 raise ConfigError(
-                    f"Mixture: the source {name!r} is empty. Remove it, or give it data."
+                    f"Mixture: the source {name!r} is empty. Remove it, or add data."
                 )
         self._check_leaves()
         _ = self._phases
         if self.stop == "first" and self._end is None:
             raise ConfigError(
-                "Mixture.stop is 'first', but no source with a weight has an end: "
+                "Mixture.stop is 'first', but all sources with nonzero weight are endless: "
                 f"{sorted(self.sources)}. Set shuffle=False in one of them, or stop='never'."
             )
 
@@ -94,26 +95,28 @@ class Mixture(IndexedPipeline):
         for name, row in rows.items():
             if row != rows[first]:
                 raise ConfigError(
-                    f"Mixture: a row of {name!r} has {row}, but {first!r} has {rows[first]}. "
-                    "Give all sources the same leaves and the same seq_len."
+                    f"Mixture: rows of {name!r} have the leaves {row}, but those of {first!r} have "
+                    f"{rows[first]}. Give all sources the same leaves and the same seq_len."
                 )
 
     @functools.cached_property
     def _lengths(self) -> dict[str, int | None]:
-        """Rows per pass of each source; None: endless."""
+        """Number of rows in one pass of each source; None if it is endless."""
         return {name: _num_rows(source) for name, source in self.sources.items()}
 
     @functools.cached_property
     def _phases(self) -> list[tuple[int, tuple[int, ...]]]:
-        """`[(first_batch, weights)]`: the phases of the schedule."""
-        given = self.weights
-        phases = [(0, given)] if isinstance(given, Mapping) else [tuple(phase) for phase in given]
+        """The phases of the schedule: (first batch, integer weights)."""
+        phases = (
+            [(0, self.weights)] if isinstance(self.weights, Mapping)
+            else [tuple(phase) for phase in self.weights]
+        )
         starts = [start for start, _ in phases]
         require(
             all(isinstance(start, int) for start in starts) and starts[:1] == [0]
             and all(a < b for a, b in pairwise(starts)),
-            "Mixture.weights", given,
-            "weights by name, or pairs (batch, weights) in order, from batch 0 on",
+            "Mixture.weights", self.weights,
+            "weights by name, or pairs (batch, weights) with increasing batches, starting at 0",
         )
         return [(start, self._parts(weights)) for start, weights in phases]
 
@@ -126,34 +129,35 @@ class Mixture(IndexedPipeline):
             if name not in self.sources:
                 known = ", ".join(sorted(self.sources))
                 raise ConfigError(
-                    f"Mixture.weights names {name!r}, but there is no source {name!r}. Known "
+                    f"Mixture.weights has {name!r}, but there is no source {name!r}. Known "
                     f"sources: {known}.{did_you_mean(str(name), self.sources)}"
                 )
         if missing := [name for name in self.sources if name not in weights]:
             raise ConfigError(
-                f"Mixture.weights lacks {missing}. Give each source a weight; 0 leaves it out."
+                f"Mixture.weights lacks {missing}. Add a weight for each source; a weight of 0 "
+                "excludes it."
             )
         values = [weights[name] for name in self.sources]
         require(
             all(0 <= value < math.inf for value in values) and sum(values) > 0, "Mixture.weights",
-            dict(weights), "numbers from 0 on, at least one above 0",
+            dict(weights), "non-negative numbers, at least one above 0",
         )
         if self.unit == "tokens":
             return rounded_parts([
-                value / tokens for value, tokens in zip(values, self._tokens, strict=True)
+                value / tokens for value, tokens in zip(values, self._tokens_per_row, strict=True)
             ])
-        parts = parts_of(values)
+        parts = exact_parts(values)
         if parts is None:
             raise ConfigError(
-                f"Mixture.weights: {dict(weights)} have no small common denominator: as integers "
-                f"they add up to more than {MOST_PARTS:,}. Write them with fewer digits, "
-                "such as 0.35."
+                f"Mixture.weights: {dict(weights)} have no small common denominator: scaled to "
+                f"integers, they add up to more than {MAX_PERIOD:,}. Use fewer digits, such as "
+                "0.35."
             )
         return parts
 
     @functools.cached_property
-    def _tokens(self) -> list[float]:
-        """Tokens per row of each source."""
+    def _tokens_per_row(self) -> list[float]:
+        """The mean number of tokens per row of each source."""
         return [
             _tokens_per_row(name, source, self._lengths[name])
             for name, source in self.sources.items()
@@ -161,12 +165,12 @@ class Mixture(IndexedPipeline):
 
     @functools.cached_property
     def _end(self) -> int | None:
-        """The first place whose source has no row left, or None."""
-        places = [
-            self._schedule.place_of(number, length)
+        """The first position at which a finite source would repeat, or None."""
+        positions = [
+            self._schedule.position_of(number, length)
             for number, length in enumerate(self._lengths.values()) if length is not None
         ]
-        return min((place for place in places if place is not None), default=None)
+        return min((position for position in positions if position is not None), default=None)
 
     @property
     def num_batches(self) -> int | None:
@@ -179,24 +183,24 @@ class Mixture(IndexedPipeline):
         return spec_of_rows(first.element_spec(), self.batch_size)
 
     def largest_id(self) -> int:
-        """Returns the largest id of the sources that know theirs, or 0."""
-        largest = (source.largest_id() for source in self.sources.values())
-        return max((number for number in largest if number is not None), default=0)
+        """Returns the largest token id of all sources, or 0 if it is unknown for all of them."""
+        largest_ids = (source.largest_id() for source in self.sources.values())
+        return max((largest for largest in largest_ids if largest is not None), default=0)
 
     def sources_of(self, first: int, count: int) -> np.ndarray:
-        """Returns int16[count]: the number of the source of each row from `first` on."""
+        """Returns the source index of rows first, ..., first + count - 1 as int16[count]."""
         return self._schedule.sources_at(first, count)
 
     def example_of(self, index: int, row: int) -> str:
-        place = index * self.batch_size + row
-        if self.stop == "first" and self._end is not None and place >= self._end:
+        position = index * self.batch_size + row
+        if self.stop == "first" and self._end is not None and position >= self._end:
             return ""
-        number = int(self.sources_of(place, 1)[0])
+        number = int(self.sources_of(position, 1)[0])
         name, source = list(self.sources.items())[number]
-        row = int(self._schedule.counts_before(place)[number])
+        source_row = int(self._schedule.counts_before(position)[number])
         if length := self._lengths[name]:
-            row %= length
-        example = source.example_of(*divmod(row, source.batch_size))
+            source_row %= length
+        example = source.example_of(*divmod(source_row, source.batch_size))
         return f"{name}: {example}" if example else f"of the source {name}"
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
@@ -204,13 +208,14 @@ class Mixture(IndexedPipeline):
         batch = zero_rows(self.element_spec(), count)
         if self.stop == "first" and self._end is not None:
             count = max(0, min(count, self._end - first))
-        drawn, before = self.sources_of(first, count), self._schedule.counts_before(first)
+        numbers, counts = self.sources_of(first, count), self._schedule.counts_before(first)
         for number, (name, source) in enumerate(self.sources.items()):
-            places = np.flatnonzero(drawn == number)
-            for piece in _stream(source, self._lengths[name], int(before[number]), len(places)):
-                here, places = np.split(places, [len(next(iter(piece.values())))])
-                for leaf, values in piece.items():
-                    batch[leaf][here] = values
+            targets = np.flatnonzero(numbers == number)  # The rows of the batch to fill.
+            chunks = _row_chunks(source, self._lengths[name], int(counts[number]), len(targets))
+            for chunk in chunks:
+                filled, targets = np.split(targets, [len(next(iter(chunk.values())))])
+                for leaf, values in chunk.items():
+                    batch[leaf][filled] = values
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
@@ -224,22 +229,22 @@ class Mixture(IndexedPipeline):
 
 
 def _num_rows(source: IndexedPipeline) -> int | None:
-    """Returns the rows of a pass, without the padding of its last batch."""
+    """Returns the number of rows in one pass without padding rows, or None if it is endless."""
     if source.num_batches is None or source.num_batches == 0:
         return source.num_batches
-    last = source.rows(source.num_batches - 1, slice(0, source.batch_size))
-    weights = last.get("weights")
+    last_batch = source.rows(source.num_batches - 1, slice(0, source.batch_size))
+    weights = last_batch.get("weights")
     if weights is None:
         return source.num_batches * source.batch_size
-    counts = weights.reshape(len(weights), -1).any(axis=1)
-    in_last = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else 0
-    return (source.num_batches - 1) * source.batch_size + in_last
+    is_real = weights.reshape(len(weights), -1).any(axis=1)
+    num_in_last = int(np.flatnonzero(is_real)[-1]) + 1 if is_real.any() else 0
+    return (source.num_batches - 1) * source.batch_size + num_in_last
 
 
-def _stream(
+def _row_chunks(
     source: IndexedPipeline, length: int | None, first: int, count: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields rows first, first + 1, ... in pieces; a finite source starts again at its end."""
+    """Yields `count` rows from row `first` on, in chunks; a source of finite length repeats."""
     while count:
         row = first if length is None else first % length
         index, start = divmod(row, source.batch_size)
@@ -257,6 +262,6 @@ def _tokens_per_row(name: str, source: IndexedPipeline, length: int | None) -> f
             "a number above 0",
         )
         return tokens
-    count = _NUM_MEASURED if length is None else min(length, _NUM_MEASURED)
-    pieces = _stream(source, length, 0, count)
-    return max(1.0, sum(int((piece["weights"] > 0).sum()) for piece in pieces)) / count
+    count = _NUM_SAMPLED_ROWS if length is None else min(length, _NUM_SAMPLED_ROWS)
+    chunks = _row_chunks(source, length, 0, count)
+    return max(1.0, sum(int((chunk["weights"] > 0).sum()) for chunk in chunks)) / count

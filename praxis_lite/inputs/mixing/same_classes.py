@@ -1,4 +1,4 @@
-"""Checks that a class has the same number in every dataset of a job."""
+"""Checks that all datasets of a job number their classes in the same way."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,34 +7,37 @@ from praxis_lite.inputs.base import InputPipeline
 
 
 def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
-    """Raises ConfigError if a class has different numbers in two pipelines, given by their paths.
+    """Raises ConfigError if two pipelines assign different label values to the same class.
 
-    A class that only one of them has is allowed: a split may lack classes.
+    Classes that occur in only one pipeline are allowed, since a split may lack some.
+
+    Args:
+      pipelines: Pipelines by their config paths, which the error message names.
     """
     clashes = class_clashes({path: pipeline.classes() for path, pipeline in pipelines.items()})
-    for label, name, (path, number), (other, expected) in clashes:
+    for label, name, (path, index), (other_path, other_index) in clashes:
         raise ConfigError(
-            f"The {label!r} of {path} has the number {number} for the class {shown(repr(name))}, "
-            f"but that of {other} has {expected}. Pass the same classes to both "
-            "(ImageFiles.classes), or save both with the same ClassLabel."
+            f"The class {shown(repr(name))} has the {label} {index} in {path}, but {other_index} "
+            f"in {other_path}. Pass the same classes to both (ImageFiles.classes), or save both "
+            "with the same ClassLabel."
         )
 
 
 def class_clashes(
     classes: Mapping[str, Mapping[str, Sequence[str]]],
 ) -> Iterator[tuple[str, str, tuple[str, int], tuple[str, int]]]:
-    """Yields every class with different numbers in two datasets.
+    """Yields every class that has different indices in two datasets.
 
     Args:
-        classes: by dataset and label, the names of the classes in the order of their numbers.
+      classes: Class names in the order of their indices, by dataset and by label.
 
     Yields:
-        (label, class, (dataset, number), (other dataset, other number)).
+      (label, class, (dataset, index), (other dataset, other index)).
     """
-    first: dict[tuple[str, str], tuple[str, int]] = {}
+    first_seen: dict[tuple[str, str], tuple[str, int]] = {}
     for dataset, labels in classes.items():
         for label, names in labels.items():
-            for number, name in enumerate(names):
-                expected = first.setdefault((label, name), (dataset, number))
-                if number != expected[1]:
-                    yield label, name, (dataset, number), expected
+            for index, name in enumerate(names):
+                other = first_seen.setdefault((label, name), (dataset, index))
+                if index != other[1]:
+                    yield label, name, (dataset, index), other

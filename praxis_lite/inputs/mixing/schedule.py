@@ -1,17 +1,22 @@
-"""Schedules the source of each row of a mixture, within one row of the exact shares at any place.
+"""Schedules which source each row of a mixture comes from, within one row of the exact shares.
 
-The target of a source at a place is the sum of its shares at all earlier places. Row j of the
-source may be drawn once the target exceeds j, and has its deadline at the first place where the
-target is at least j + 1: it must be drawn before. Of the rows that may be drawn, the one with the
-earliest deadline is drawn. This keeps every source within one row of its target at every place: the
-P-fair schedule of Baruah, Cohen, Plaxton and Varvel (1996), here with shares that may change.
+This is the P-fair scheduler of Baruah, Cohen, Plaxton and Varvel (1996), extended to shares that
+change. Skip the extension on a first read: it is all in `_Phase`.
 
-A row that may be drawn before a change can have its deadline after it. So the last rows before a
-change depend on the shares after it. No order without this look-ahead stays within one row: after
-two of four equal sources have given a row each, the other two may get all of the share.
+Positions number the rows of the mixture. The target of a source at a position is the sum of its
+shares at all earlier positions, a fraction. Row j of a source is released once the target exceeds
+j. Its deadline is the first position at which the target reaches j + 1; the row must be scheduled
+before it. The scheduler picks the released row with the earliest deadline. The invariant is that
+the number of scheduled rows of each source differs from its target by less than one.
 
-Between changes the order repeats after as many rows as the shares' common denominator, except for
-some rows next to the changes. It is stored in pieces, so that counts at any place are looked up.
+A row that is released before the shares change can have its deadline after the change. The order
+just before a change therefore depends on the shares after it. A schedule without this look-ahead
+cannot satisfy the invariant: once two of four equal sources have contributed a row each, a change
+may give the entire share to the other two, which are both late then.
+
+Between two changes, the order is periodic except near the changes; the period is the common
+denominator of the shares. The schedule is stored as periodic segments, in which the source of any
+row and the number of rows before it can be looked up.
 """
 
 import bisect
@@ -25,117 +30,143 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-# The longest period of the order: a second and 2 MB. The weights of 1,000 sources with three
-# decimals need no more.
-MOST_PARTS = 1_000_000
-_BLOCK = 4096  # Rows between two stored counts.
+# Longest period, which takes 1 s to compute and 2 MB. It suffices for the weights of 1,000 sources
+# with three decimals each.
+MAX_PERIOD = 1_000_000
+_BLOCK = 4096  # Number of rows between two stored counts.
 
 
-def parts_of(weights: Sequence[float]) -> tuple[int, ...] | None:
-    """Returns integers with the ratios of the weights, or None if their sum exceeds MOST_PARTS.
+def exact_parts(weights: Sequence[float]) -> tuple[int, ...] | None:
+    """Returns the smallest integers with the ratios of the weights.
 
-    0.7 and 0.3 become 7 and 3: the decimal representation counts, not the binary float.
+    The decimal representation of a weight is exact: 0.7 and 0.3 become 7 and 3.
 
     Args:
-      weights: from 0 on, and at least one above.
+      weights: Non-negative numbers, at least one above 0.
+
+    Returns:
+      An integer per weight, or None if their sum would exceed MAX_PERIOD.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in exact))
     counts = [int(fraction * denominator) for fraction in exact]
     divisor = math.gcd(*counts)
     parts = tuple(count // divisor for count in counts)
-    return parts if sum(parts) <= MOST_PARTS else None
+    return parts if sum(parts) <= MAX_PERIOD else None
 
 
 def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, ...]:
-    """Returns integers that add up to `total`, nearest to the ratios of weights, from 1 on.
+    """Returns integers with approximately the ratios of the weights.
 
-    For measured weights, such as rows per token, which have no small denominator.
+    Use this for measured weights, such as rows per token, which have no small common denominator.
+
+    Args:
+      weights: Non-negative numbers, at least one above 0.
+      total: Approximate sum of the integers, before they are divided by their common divisor.
+
+    Returns:
+      An integer per weight; at least 1 for each weight above 0.
     """
     shares = np.array(weights, float) / sum(weights) * total
     parts = np.floor(shares).astype(int)
-    left = total - parts.sum()
-    parts[np.argsort(parts - shares, kind="stable")[:left]] += 1
+    num_missing = total - parts.sum()
+    parts[np.argsort(parts - shares, kind="stable")[:num_missing]] += 1
     parts[(np.array(weights) > 0) & (parts == 0)] = 1
     return tuple(int(part) for part in parts // np.gcd.reduce(parts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """A periodic order of sources from place `start` to place `stop`."""
+class Segment:
+    """A periodic part of the schedule.
+
+    Attributes:
+      start: First position.
+      stop: First position after the segment; infinity for the last segment.
+      order: int16[period], the sources at positions start, start + 1, ..., which then repeat.
+      counts_at_start: int64[sources], the number of rows of each source before `start`.
+    """
 
     start: int
-    stop: int | float  # Infinity in the last piece.
-    order: np.ndarray  # int16.
-    before: np.ndarray  # int64[sources]: rows of each source before the start.
+    stop: int | float
+    order: np.ndarray
+    counts_at_start: np.ndarray
 
-    def counts_before(self, place: int) -> np.ndarray:
-        """Returns int64[sources]: rows of each source before a place from start to stop."""
-        turns, rest = divmod(place - self.start, len(self.order))
+    def counts_before(self, position: int) -> np.ndarray:
+        """Returns the number of rows of each source before a position of the segment."""
+        num_periods, rest = divmod(position - self.start, len(self.order))
         block = rest // _BLOCK
-        in_rest = np.bincount(self.order[block * _BLOCK : rest], minlength=len(self.before))
-        return self.before + turns * self._counts[-1] + self._counts[block] + in_rest
+        in_block = np.bincount(
+            self.order[block * _BLOCK : rest], minlength=len(self.counts_at_start)
+        )
+        in_periods = num_periods * self._block_counts[-1]
+        return self.counts_at_start + in_periods + self._block_counts[block] + in_block
 
     @functools.cached_property
-    def _counts(self) -> np.ndarray:
-        """int64[blocks + 1, sources]: rows of each source before each block, and in a period."""
+    def _block_counts(self) -> np.ndarray:
+        """int64[blocks + 1, sources]: rows of each source in a period before each block.
+
+        The last entry counts the rows of the entire period.
+        """
         blocks = [
-            np.bincount(self.order[start : start + _BLOCK], minlength=len(self.before))
+            np.bincount(self.order[start : start + _BLOCK], minlength=len(self.counts_at_start))
             for start in range(0, len(self.order), _BLOCK)
         ]
-        return np.cumsum([np.zeros_like(self.before), *blocks], axis=0)
+        return np.cumsum([np.zeros_like(self.counts_at_start), *blocks], axis=0)
 
 
 class Schedule:
-    """The source of each row of an endless stream whose shares may change.
+    """Assigns a source to each row of an endless stream.
 
     Args:
-      phases: pairs (place, parts) in order, the first place 0. From the place on, the share of a
-        source is its part of the sum of the parts.
+      phases: Pairs (position, parts) with increasing positions, starting at 0. From that position
+        on, the share of a source is its part divided by the sum of the parts.
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:
         targets = [_Target(phases, source) for source in range(len(phases[0][1]))]
-        self.pieces: list[Piece] = []
-        given = np.zeros(len(targets), np.int64)
+        self.segments: list[Segment] = []
+        counts = np.zeros(len(targets), np.int64)
         for number in range(len(phases)):
             phase = _Phase(phases, number, targets)
-            for start, stop, period in phase.pieces():
-                piece = Piece(start, stop, phase.order(start, period, given), given)
-                self.pieces.append(piece)
+            for start, stop, period in phase.segments():
+                segment = Segment(start, stop, phase.order(start, period, counts), counts)
+                self.segments.append(segment)
                 if stop < math.inf:
-                    given = piece.counts_before(stop)
+                    counts = segment.counts_before(stop)
 
-    def counts_before(self, place: int) -> np.ndarray:
-        """Returns int64[sources]: rows of each source before a place."""
-        return self.pieces[self._piece_at(place)].counts_before(place)
+    def counts_before(self, position: int) -> np.ndarray:
+        """Returns the number of rows of each source before a position, as int64[sources]."""
+        return self.segments[self._segment_at(position)].counts_before(position)
 
     def sources_at(self, first: int, count: int) -> np.ndarray:
-        """Returns int16[count]: the source at places first, first + 1, ..."""
-        sources, place, stop = [np.empty(0, np.int16)], first, first + count
-        while place < stop:
-            piece = self.pieces[self._piece_at(place)]
-            until = int(min(stop, piece.stop))
-            sources.append(piece.order[(np.arange(place, until) - piece.start) % len(piece.order)])
-            place = until
+        """Returns the sources at positions first, ..., first + count - 1, as int16[count]."""
+        sources, position, stop = [np.empty(0, np.int16)], first, first + count
+        while position < stop:
+            segment = self.segments[self._segment_at(position)]
+            segment_stop = int(min(stop, segment.stop))
+            offsets = np.arange(position, segment_stop) - segment.start
+            sources.append(segment.order[offsets % len(segment.order)])
+            position = segment_stop
         return np.concatenate(sources)
 
-    def place_of(self, source: int, row: int) -> int | None:
-        """Returns the place of a source's row (counted from 0), or None if it is never drawn."""
-        number = bisect.bisect_right(self.pieces, row, key=lambda piece: piece.before[source]) - 1
-        piece = self.pieces[number]
-        in_period = np.flatnonzero(piece.order == source)
+    def position_of(self, source: int, row: int) -> int | None:
+        """Returns the position of row `row` of a source, or None if it is never scheduled."""
+        number = bisect.bisect_right(
+            self.segments, row, key=lambda segment: segment.counts_at_start[source]
+        ) - 1
+        segment = self.segments[number]
+        in_period = np.flatnonzero(segment.order == source)
         if len(in_period) == 0:
             return None
-        turns, rest = divmod(row - int(piece.before[source]), len(in_period))
-        return piece.start + turns * len(piece.order) + int(in_period[rest])
+        num_periods, rest = divmod(row - int(segment.counts_at_start[source]), len(in_period))
+        return segment.start + num_periods * len(segment.order) + int(in_period[rest])
 
-    def _piece_at(self, place: int) -> int:
-        return bisect.bisect_right(self.pieces, place, key=lambda piece: piece.start) - 1
+    def _segment_at(self, position: int) -> int:
+        return bisect.bisect_right(self.segments, position, key=lambda segment: segment.start) - 1
 
 
 class _Target:
-    """The exact number of rows of a source before each place: linear in each phase."""
+    """The target of a source at each position: piecewise linear, with a slope per phase."""
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]], source: int) -> None:
         self._phases, self._source = phases, source
@@ -145,8 +176,8 @@ class _Target:
         )
         self.at_starts = list(accumulate(rises, initial=Fraction(0)))
 
-    def place_reaching(self, goal: int) -> int | float:
-        """Returns the first place where the target is at least `goal`, or infinity."""
+    def first_position_at(self, goal: int) -> int | float:
+        """Returns the first position at which the target is at least `goal`, or infinity."""
         number = max(0, bisect.bisect_left(self.at_starts, goal) - 1)
         start, parts = self._phases[number]
         if parts[self._source] == 0:
@@ -156,7 +187,7 @@ class _Target:
 
 
 class _Phase:
-    """The places between two changes of shares."""
+    """The schedule between two changes of shares."""
 
     def __init__(
         self, phases: Sequence[tuple[int, Sequence[int]]], number: int, targets: Sequence[_Target]
@@ -164,76 +195,85 @@ class _Phase:
         is_last = number + 1 == len(phases)
         self._start, self._parts = phases[number]
         self._end = math.inf if is_last else phases[number + 1][0]
-        self._turn = sum(self._parts)
+        self._period = sum(self._parts)
         self._at_start = [target.at_starts[number] for target in targets]
         self._at_end = (
             self._at_start if is_last else [target.at_starts[number + 1] for target in targets]
         )
-        # The deadlines of rows that are partly owed at the end.
-        self._late_deadlines = [
-            target.place_reaching(math.ceil(at_end))
+        # The deadline of the row of each source that is released in this phase, but due after it.
+        self._deadlines_after_end = [
+            target.first_position_at(math.ceil(at_end))
             for target, at_end in zip(targets, self._at_end, strict=True)
         ]
 
-    def pieces(self) -> list[tuple[int, int | float, int]]:
-        """Returns (start, stop, period) of up to three pieces with a periodic order.
+    def segments(self) -> list[tuple[int, int | float, int]]:
+        """Returns (start, stop, period) of up to three periodic segments.
 
-        The order of one period repeats, except at both ends of the phase. At the start it differs
-        until the deadlines of rows that were partly owed there. If the source of such a row has no
-        share now, the row is drawn where no other may be: in the first period or never. At the end
-        it differs once rows may be drawn that will be partly owed, because their deadlines are
-        after the end.
+        The order repeats every period except near both ends of the phase:
+
+        * At the start, it differs until the deadlines of rows that were released in the previous
+          phase and are still unscheduled. If the source of such a row has no share in this phase,
+          the row fills a position at which no other row is released, within the first period or
+          never.
+        * At the end, it differs from the release of the first row whose deadline is after the end.
         """
-        start, end, turn = self._start, self._end, self._turn
-        owed = zip(self._at_start, self._parts, strict=True)
-        is_paused = any(target.denominator > 1 and part == 0 for target, part in owed)
-        first = start + (turn if is_paused else self._longest_owed(self._at_start))
-        last = end if end == math.inf else end - self._longest_owed(self._at_end)
-        if last - first <= turn:
+        start, end, period = self._start, self._end, self._period
+        pairs = zip(self._at_start, self._parts, strict=True)
+        has_paused_row = any(target.denominator > 1 and part == 0 for target, part in pairs)
+        first = start + (period if has_paused_row else self._max_delay(self._at_start))
+        last = end if end == math.inf else end - self._max_delay(self._at_end)
+        if last - first <= period:
             return [(start, end, end - start)]
-        three = [(start, first, first - start), (first, last, turn), (last, end, end - last)]
-        return [piece for piece in three if piece[0] < piece[1]]
+        segments = [
+            (start, first, first - start), (first, last, period), (last, end, end - last)
+        ]
+        return [segment for segment in segments if segment[0] < segment[1]]
 
-    def _longest_owed(self, targets: Sequence[Fraction]) -> int:
-        """Returns an upper bound of the places until rows that are partly owed are drawn."""
-        owed = zip(targets, self._parts, strict=True)
+    def _max_delay(self, targets: Sequence[Fraction]) -> int:
+        """Returns the largest time between release and deadline of rows with fractional targets."""
+        pairs = zip(targets, self._parts, strict=True)
         return max(
-            (-(-self._turn // part) for target, part in owed if target.denominator > 1 and part),
+            (-(-self._period // part) for target, part in pairs if target.denominator > 1 and part),
             default=0,
         )
 
-    def order(self, first: int, count: int, given: np.ndarray) -> np.ndarray:
-        """Returns int16[count]: the sources at places first, first + 1, ...
+    def order(self, first: int, count: int, counts: np.ndarray) -> np.ndarray:
+        """Returns the sources at positions first, ..., first + count - 1, as int16[count].
 
         Args:
-          given: the rows of each source before place `first`.
+          first: First position.
+          count: Number of positions.
+          counts: Number of rows of each source before position `first`.
         """
-        turn, parts, rows = self._turn, self._parts, given.tolist()
-        # The target at place n is (offset + part * n) / turn.
+        period, parts, rows = self._period, self._parts, counts.tolist()
+        # The target at position n is (offset + part * n) / period.
         offsets = [
-            target * turn - part * self._start
+            target * period - part * self._start
             for target, part in zip(self._at_start, parts, strict=True)
         ]
         lower, upper = list(map(math.floor, offsets)), list(map(math.ceil, offsets))
-        waiting, ready = [], []
+        # Heaps of (release position, source) and (deadline, source). Each source has at most one
+        # row in either of them: its next one.
+        unreleased, released = [], []
         for source, part in enumerate(parts):
             if part:
-                waiting.append(((rows[source] * turn - upper[source]) // part, source))
+                unreleased.append(((rows[source] * period - upper[source]) // part, source))
             elif rows[source] < self._at_start[source]:
-                ready.append((self._late_deadlines[source], source))
-        heapq.heapify(waiting)
-        heapq.heapify(ready)
+                released.append((self._deadlines_after_end[source], source))
+        heapq.heapify(unreleased)
+        heapq.heapify(released)
         order = np.empty(count, np.int16)
         for index in range(count):
-            while waiting and waiting[0][0] <= first + index:
-                _, source = heapq.heappop(waiting)
-                deadline = -((lower[source] - (rows[source] + 1) * turn) // parts[source])
+            while unreleased and unreleased[0][0] <= first + index:
+                _, source = heapq.heappop(unreleased)
+                deadline = -((lower[source] - (rows[source] + 1) * period) // parts[source])
                 if deadline > self._end:
-                    deadline = self._late_deadlines[source]
-                heapq.heappush(ready, (deadline, source))
-            _, source = heapq.heappop(ready)
+                    deadline = self._deadlines_after_end[source]
+                heapq.heappush(released, (deadline, source))
+            _, source = heapq.heappop(released)
             order[index] = source
             rows[source] += 1
             if part := parts[source]:
-                heapq.heappush(waiting, ((rows[source] * turn - upper[source]) // part, source))
+                release = (rows[source] * period - upper[source]) // part
+                heapq.heappush(unreleased, (release, source))
         return order

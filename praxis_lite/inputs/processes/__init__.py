@@ -1,4 +1,4 @@
-"""Work of other processes: batches ahead of training, or to compare; all examples, on all cores.
+"""Runs pipelines in other processes: to prefetch or compare batches, and to read all examples.
 
-What is in a batch is the pipelines' affair.
+Nothing here depends on the contents of a batch.
 """

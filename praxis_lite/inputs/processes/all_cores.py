@@ -1,4 +1,4 @@
-"""Calls a function with many items in processes on all cores, and logs the progress."""
+"""Calls a function on many items in parallel, with a process per core, and logs the progress."""
 
 import concurrent.futures
 import concurrent.futures.process
@@ -14,80 +14,87 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 
-_WORTH_PROCESSES = 8_192  # Examples: a process starts in half a second.
+# Number of examples from which processes are worth their start, which takes half a second.
+_MIN_EXAMPLES_FOR_PROCESSES = 8_192
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def on_all_cores(
-    function: Callable[[Any], Any], items: Sequence[Any], sizes: Sequence[int], what: str
+def run_on_all_cores(
+    function: Callable[[Any], Any], items: Sequence[Any], sizes: Sequence[int], description: str
 ) -> None:
-    """Calls a function with each item, for its effects.
+    """Calls a function with each item, and discards the results.
 
-    Little work is done here. Much work is done by a process per core, which end with this one; a
-    line reports the progress every 5 s.
+    With many examples, one process per core calls the function, and the progress is logged every
+    5 s. With few examples, the current process calls it.
 
     Args:
-      function: picklable, as are the items.
-      sizes: number of examples in each item.
+      function: Function to call; must be picklable.
+      items: Arguments of the calls; must be picklable.
+      sizes: Number of examples in each item.
+      description: What the function does, for the log line: "tokenising into FOLDER".
 
     Raises:
-      ConfigError: a process ended by itself.
-      What the function raises; work that was not begun is left.
+      ConfigError: A process crashed or was killed.
+      Exception: The first exception that the function raises; remaining items are not processed.
     """
-    progress = _Progress(what, sum(sizes))
-    if sum(sizes) < _WORTH_PROCESSES:
+    progress = _Progress(description, sum(sizes))
+    if sum(sizes) < _MIN_EXAMPLES_FOR_PROCESSES:
         for item, size in zip(items, sizes, strict=True):
             function(item)
             progress.add(size)
         return
-    with _pool(function, min(len(items), num_cores())) as pool:
-        size_of = {pool.submit(_call, item): size for item, size in zip(items, sizes, strict=True)}
-        waiting = set(size_of)
-        while waiting:
-            ended, waiting = concurrent.futures.wait(
-                waiting, _SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_COMPLETED
+    with _process_pool(function, min(len(items), num_cores())) as pool:
+        sizes_by_future = {
+            pool.submit(_call, item): size for item, size in zip(items, sizes, strict=True)
+        }
+        pending = set(sizes_by_future)
+        while pending:
+            done, pending = concurrent.futures.wait(
+                pending, _SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_COMPLETED
             )
-            for future in ended:
+            for future in done:
                 future.result()
-            progress.add(sum(size_of[future] for future in ended))
+            progress.add(sum(sizes_by_future[future] for future in done))
     progress.end()
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Returns the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def require_guarded_main() -> None:
-    """Raises ConfigError in a process that imports the user's script only to have its functions.
+    """Raises ConfigError if the user's script lacks an `if __name__ == "__main__"` guard.
 
-    What the script does unguarded, the process would do again, and wait for its parent for ever.
+    A spawned process imports the script to unpickle its functions. Without a guard, this import
+    would run the script again, and then wait forever for a lock that the parent holds.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
-            "A process that reads data imports the script that was started, to find its "
-            "functions, and that reads data, too. Put what the script does, but for its "
-            "functions and classes, under: if __name__ == '__main__':"
+            "The script reads data while a worker process imports it to find its functions. Move "
+            "all statements except imports, functions and classes under: "
+            "if __name__ == '__main__':"
         )
 
 
 @contextlib.contextmanager
-def _pool(
-    function: Callable[[Any], Any], number: int
+def _process_pool(
+    function: Callable[[Any], Any], num_processes: int
 ) -> Iterator[concurrent.futures.ProcessPoolExecutor]:
-    # Spawned, not forked: a copy of a process with JAX's threads hangs sooner or later.
+    # Spawn, because forking a process with JAX's threads can deadlock.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(
-        number, context, initializer=_begin, initargs=(function, os.getpid())
+        num_processes, context, initializer=_initialize_process,
+        initargs=(function, os.getpid()),
     )
     try:
         yield pool
     except concurrent.futures.process.BrokenProcessPool:
         pool.shutdown(wait=False, cancel_futures=True)
         raise ConfigError(
-            "A process that was to read data ended by itself. What it wrote above says why; if it "
-            "wrote nothing, the system ended it, mostly for want of memory: give the job more, or "
-            f"fewer cores than its {number} (taskset)."
+            "A worker process that reads data ended unexpectedly. Its output above may have the "
+            "reason; without output, the kernel probably killed it for lack of memory. Give the "
+            f"job more memory, or fewer cores than {num_processes} (taskset)."
         ) from None
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
@@ -97,18 +104,18 @@ def _pool(
     pool.shutdown()
 
 
-def _begin(function: Callable[[Any], Any], parent: int) -> None:
+def _initialize_process(function: Callable[[Any], Any], parent_pid: int) -> None:
     global _function
     _function = function
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent answers it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent_pid,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process when its parent is gone, which cannot tell it."""
-    while os.getppid() == parent:
+def _exit_with_parent(parent_pid: int) -> None:
+    """Exits once the parent process is gone; a parent that is killed cannot stop its children."""
+    while os.getppid() == parent_pid:
         time.sleep(0.5)
     os._exit(1)
 
@@ -117,32 +124,32 @@ def _call(item: Any) -> Any:
     return _function(item)
 
 
-_function: Callable[[Any], Any] = id
+_function: Callable[[Any], Any] = id  # Set once per process, instead of pickled per item.
 
 
 class _Progress:
-    """Logs how many examples are done, at most every 5 s."""
+    """Logs the number of processed examples, at most every 5 s."""
 
-    def __init__(self, what: str, total: int):
-        self.what, self.total, self.done = what, total, 0
-        self.began = self.logged = time.monotonic()
+    def __init__(self, description: str, num_total: int):
+        self.description, self.num_total, self.num_done = description, num_total, 0
+        self.start_time = self.last_log_time = time.monotonic()
 
-    def add(self, size: int) -> None:
-        self.done += size
+    def add(self, num_examples: int) -> None:
+        self.num_done += num_examples
         now = time.monotonic()
-        if now - self.logged < _SECONDS_BETWEEN_LINES:
+        if now - self.last_log_time < _SECONDS_BETWEEN_LINES:
             return
-        self.logged, elapsed = now, now - self.began
-        left = elapsed * (self.total - self.done) / max(1, self.done)
+        self.last_log_time, elapsed = now, now - self.start_time
+        remaining = elapsed * (self.num_total - self.num_done) / max(1, self.num_done)
         _log.info(
-            "%s: %s of %s examples (%.0f%%), %s", self.what, f"{self.done:,}", f"{self.total:,}",
-            100 * self.done / max(1, self.total),
-            f"about {left:.0f} s left" if self.done else f"{elapsed:.0f} s so far",
+            "%s: %s of %s examples (%.0f%%), %s", self.description, f"{self.num_done:,}",
+            f"{self.num_total:,}", 100 * self.num_done / max(1, self.num_total),
+            f"about {remaining:.0f} s left" if self.num_done else f"{elapsed:.0f} s so far",
         )
 
     def end(self) -> None:
-        if self.logged != self.began:
-            _log.info("%s: done in %.0f s", self.what, time.monotonic() - self.began)
+        if self.last_log_time != self.start_time:
+            _log.info("%s: done in %.0f s", self.description, time.monotonic() - self.start_time)
 
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Digests of a batch's rows, which add up to that of a run whichever processes fed them."""
+"""Digests of batch rows; their sum identifies a job's data for any number of processes."""
 
 import json
 import math
@@ -11,19 +11,23 @@ import xxhash
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.inputs.base import InputPipeline
 
-_BYTES_AT_ONCE = 2**20  # Of rows that are copied beside each other; it fits into a cache.
+_CHUNK_BYTES = 2**20  # Rows are hashed in chunks of this size, which fit into the CPU's cache.
 
 
 def row_digests(batch: Any, index: int, first_row: int = 0) -> np.ndarray:
-    """Returns uint64: a digest of each row, XXH3-64.
+    """Returns the XXH3-64 digest of each row.
 
-    It is of the batch's index, the row's number in the global batch, and the row's bytes of every
-    leaf in the order of their paths; names, dtypes and shapes of rows, and leaves without rows,
-    go into its seed.
+    A digest covers the batch's index, the row's index in the global batch, and the row's bytes in
+    each leaf, in the order of the leaves' paths. The seed of the hash covers the names, dtypes and
+    row shapes of all leaves, and the bytes of scalar leaves.
 
     Args:
-      batch: arrays on the host, these rows of the global batch `index`.
-      first_row: the number in the global batch of the first of them.
+      batch: Rows of the global batch `index`, as host arrays.
+      index: Index of the batch.
+      first_row: Index of the first of these rows in the global batch.
+
+    Returns:
+      uint64 array with a digest per row.
     """
     leaves = [(path, np.asarray(leaf)) for path, leaf in sorted(leaves_with_path(batch))]
     seed, rows = xxhash.xxh3_64(), []
@@ -34,20 +38,21 @@ def row_digests(batch: Any, index: int, first_row: int = 0) -> np.ndarray:
             rows.append(flat.view(np.uint8))
         else:
             seed.update(leaf.tobytes())
-    count = len(rows[0]) if rows else 0
-    places = np.arange(first_row, first_row + count, dtype=np.uint64)
-    places = np.stack([np.full_like(places, index), places], axis=1)
-    rows.insert(0, places.astype("<u8").view(np.uint8).reshape(count, 16))
-    at_once = max(1, _BYTES_AT_ONCE // sum(part.shape[1] for part in rows))
+    num_rows = len(rows[0]) if rows else 0
+    row_indices = np.arange(first_row, first_row + num_rows, dtype=np.uint64)
+    positions = np.stack([np.full_like(row_indices, index), row_indices], axis=1)
+    rows.insert(0, positions.astype("<u8").view(np.uint8).reshape(num_rows, 16))
+    chunk_rows = max(1, _CHUNK_BYTES // sum(part.shape[1] for part in rows))
     digests = []
-    for start in range(0, count, at_once):
-        digests += _digests([part[start : start + at_once] for part in rows], seed.intdigest())
+    for start in range(0, num_rows, chunk_rows):
+        digests += _digests([part[start : start + chunk_rows] for part in rows], seed.intdigest())
     return np.array(digests, np.uint64)
 
 
 def _digests(parts: Sequence[np.ndarray], seed: int) -> list[int]:
-    beside = np.concatenate(parts, axis=1)
-    width, view = beside.shape[1], memoryview(beside.reshape(-1))
+    """Returns the digest of each row of the parts, which are concatenated along dimension 1."""
+    concatenated = np.concatenate(parts, axis=1)
+    width, view = concatenated.shape[1], memoryview(concatenated.reshape(-1))
     return [
         xxhash.xxh3_64_intdigest(view[start : start + width], seed)
         for start in range(0, len(view), width)
@@ -55,11 +60,11 @@ def _digests(parts: Sequence[np.ndarray], seed: int) -> list[int]:
 
 
 def total(digests: np.ndarray) -> int:
-    """Returns the sum of digests modulo 2^64."""
+    """Returns the sum of the digests modulo 2^64."""
     return int(np.sum(digests, dtype=np.uint64))
 
 
 def fingerprint_digest(pipeline: InputPipeline) -> str:
-    """Returns XXH3-128, in hex, of all that determines a pipeline's batches."""
+    """Returns the hex XXH3-128 digest of a pipeline's fingerprint."""
     text = json.dumps(pipeline.fingerprint(), sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())

@@ -1,4 +1,4 @@
-"""A worker process: makes its share of the batches, and ends with them or with its parent."""
+"""A worker process that computes batches for its parent over a pipe."""
 
 import contextlib
 import itertools
@@ -21,130 +21,138 @@ from praxis_lite.host.user_errors import RemoteError, describe_error
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.batch_arrays import require_numbers
 
-# That are for the parent; a scheduler sends them to all processes of a job.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+# Schedulers send these signals to all processes of a job; only the parent handles them.
+_PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def share(first: int, stride: int, end: int | None) -> Iterable[int]:
-    """Returns the indices first, first + stride, ... below `end`, or without end for None."""
+def strided_range(first: int, stride: int, end: int | None) -> Iterable[int]:
+    """Returns first, first + stride, ... below `end`; an infinite range if `end` is None."""
     return itertools.count(first, stride) if end is None else range(first, end, stride)
 
 
 class WorkerProcess:
-    """A process that makes a share of a pipeline's batches, `num_prefetched` ahead.
+    """A process that computes batches of a pipeline, up to `num_prefetched` ahead.
 
-    It writes each into a pipe: a header in JSON, then the arrays' bytes. Only the pipeline itself
-    goes the other way, as multiprocessing sends an argument; nothing is read from a file.
+    The worker writes each batch to a pipe: a JSON header, then the bytes of the arrays. A second
+    pipe sends the pickled pipeline to the worker, and signals to it that the parent is gone.
     """
 
     def __init__(self, name: str, num_prefetched: int):
-        # Spawned, not forked: a copy of a process with JAX's threads hangs sooner or later.
+        # Spawn, because forking a process with JAX's threads can deadlock.
         context = multiprocessing.get_context("spawn")
-        self._orders, orders = context.Pipe()
+        self._requests, requests = context.Pipe()
         self._batches, batches = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_work, args=(orders, batches, num_prefetched), name=name, daemon=True
+            target=_run_worker, args=(requests, batches, num_prefetched), name=name, daemon=True
         )
-        # Otherwise the first start would do it, and unblock the signals.
+        # Start the tracker now: the first `start` below would start it, and unblock the signals.
         resource_tracker.ensure_running()
-        # A child inherits the mask: a Ctrl-C must not reach a worker that does not ignore it yet.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        # A child inherits the signal mask, so a Ctrl-C cannot kill a worker before it ignores it.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENT_SIGNALS)
         try:
             self._process.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # Now the worker alone holds these ends: its death closes them.
-        orders.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        # Close the worker's ends here, so that the pipes break when the worker dies.
+        requests.close()
         batches.close()
         self._name = f"{name} (process {self._process.pid})"
 
-    def begin(
-        self, pipeline: IndexedPipeline, mine: tuple[int, int, int | None], rows: slice
+    def start(
+        self, pipeline: IndexedPipeline, indices: tuple[int, int, int | None], rows: slice
     ) -> None:
-        """Tells it to make these rows of the batches `share(*mine)`.
+        """Sends the pipeline to the worker, which then computes its batches.
+
+        Args:
+            pipeline: Pipeline that computes the batches; must be picklable.
+            indices: Arguments of `strided_range`, which returns the indices of the batches.
+            rows: Rows of each global batch to compute.
 
         Raises:
-            ConfigError: the pipeline cannot be sent, or the process has ended.
+            ConfigError: The pipeline cannot be pickled, or the process has exited.
         """
         self._name += f" of {type(pipeline).__name__}"
         try:
-            self._orders.send((pipeline, mine, rows))
+            self._requests.send((pipeline, indices, rows))
         except (BrokenPipeError, ConnectionResetError):
-            raise self._death(mine[0]) from None
+            raise self._exit_error(indices[0]) from None
         except Exception as error:
             raise ConfigError(
                 f"WithWorkers: {type(pipeline).__name__} cannot be sent to worker processes "
-                f"({error}). Use functions and classes of importable modules in its settings, no "
-                "lambdas, or set kind='threads'."
+                f"({error}). Use only functions and classes of importable modules in its settings, "
+                "no lambdas, or set kind='threads'."
             ) from error
 
     def batch(self, index: int) -> dict[str, np.ndarray]:
-        """Waits for its next batch, which is `index`, and returns it.
+        """Waits for the worker's next batch and returns it.
+
+        Args:
+            index: Index of that batch, for error messages.
 
         Raises:
-            ConfigError: the process was killed, or met a ConfigError.
-            RuntimeError: the pipeline raised anything else; has the worker's traceback.
+            ConfigError: The process was killed, or the pipeline raised a ConfigError.
+            RemoteError: The pipeline raised another exception; has the worker's traceback.
         """
         try:
             header = json.loads(self._batches.recv_bytes())
             if "error" in header:
                 if header["is_users"]:
                     raise ConfigError(header["error"])
-                where = f"{self._name} failed at batch {index}"
-                description = header["line"] and f"{where}: {header['line']}"
-                raise RemoteError(f"{where}:\n{header['error']}", description)
+                message = f"{self._name} failed at batch {index}"
+                summary = header["line"] and f"{message}: {header['line']}"
+                raise RemoteError(f"{message}:\n{header['error']}", summary)
             batch = {name: np.empty(shape, dtype) for name, shape, dtype in header["leaves"]}
             for leaf in batch.values():
                 self._read_into(leaf)
         except (EOFError, ConnectionResetError):
-            raise self._death(index) from None
+            raise self._exit_error(index) from None
         return batch
 
     def _read_into(self, leaf: np.ndarray) -> None:
-        left = memoryview(leaf.reshape(-1).view(np.uint8))
-        while left:
-            count = os.readv(self._batches.fileno(), [left])
-            if not count:
+        remaining = memoryview(leaf.reshape(-1).view(np.uint8))
+        while remaining:
+            num_bytes = os.readv(self._batches.fileno(), [remaining])
+            if not num_bytes:
                 raise EOFError
-            left = left[count:]
+            remaining = remaining[num_bytes:]
 
-    def _death(self, index: int) -> ConfigError:
+    def _exit_error(self, index: int) -> ConfigError:
         self._process.join(timeout=5)
-        code, reason = self._process.exitcode, ""
-        how = f"ended with status {code}"
+        code, advice = self._process.exitcode, ""
+        cause = f"exited with status {code}"
         if code is not None and code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            cause = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            reason = (
-                " The kernel does that when memory runs out, and each worker has a copy of the "
-                "pipeline: lower num_workers, or set kind='threads'."
+            advice = (
+                " The kernel probably ran out of memory: each worker has a copy of the pipeline. "
+                "Lower num_workers, or set kind='threads'."
             )
         return ConfigError(
-            f"{self._name} {how}, and batch {index} did not come.{reason} Launched again, the job "
-            "goes on from its newest checkpoint."
+            f"{self._name} {cause} before it returned batch {index}.{advice} Launch the job again "
+            "to resume from its latest checkpoint."
         )
 
     def kill(self) -> None:
-        """Ends the process at once: its results are kept nowhere."""
+        """Kills the process; batches that were not received are lost."""
         self._process.kill()
         self._process.join()
         self._batches.close()
-        self._orders.close()
+        self._requests.close()
 
 
-def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
-    """Runs in a worker process, until it has made its last batch or its parent is gone."""
-    for item in _SIGNALS:
-        signal.signal(item, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    # Before the pipeline's module imports JAX: the accelerators belong to the parent.
+def _run_worker(requests: Connection, batches: Connection, num_prefetched: int) -> None:
+    """Computes the requested batches, until the last one is sent or the parent is gone."""
+    for number in _PARENT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PARENT_SIGNALS)
+    # Set this before unpickling the pipeline, which may import JAX: the parent uses the devices.
     os.environ["JAX_PLATFORMS"] = "cpu"
     finished: queue.Queue[_Message] = queue.Queue(num_prefetched)
     threading.Thread(target=_send, args=(finished, batches)).start()
     try:
-        pipeline, mine, rows = orders.recv()
-        threading.Thread(target=_end_with_parent, args=(orders,), daemon=True).start()
-        for index in share(*mine):
+        pipeline, indices, rows = requests.recv()
+        threading.Thread(target=_exit_with_parent, args=(requests,), daemon=True).start()
+        for index in strided_range(*indices):
             finished.put(_message(pipeline.rows(index, rows)))
     except BaseException as error:
         if lacking := lack_of_memory(error):
@@ -163,7 +171,7 @@ def _message(batch: Mapping[str, np.ndarray]) -> _Message:
     leaves = {name: np.asarray(leaf) for name, leaf in batch.items()}
     for name, leaf in leaves.items():
         require_numbers("WithWorkers", name, leaf)
-    # By name, for the code of a bfloat16 is that of two raw bytes.
+    # Send dtype names: the type code of bfloat16 is that of two raw bytes.
     header = {"leaves": [(name, leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()]}
     return json.dumps(header).encode(), [np.ascontiguousarray(leaf) for leaf in leaves.values()]
 
@@ -174,15 +182,15 @@ def _send(finished: "queue.Queue[_Message]", batches: Connection) -> None:
         try:
             batches.send_bytes(header)
             for leaf in leaves:
-                left = memoryview(leaf.reshape(-1).view(np.uint8))
-                while left:
-                    left = left[os.write(batches.fileno(), left) :]
-        except OSError:  # No one reads: the parent is gone.
+                remaining = memoryview(leaf.reshape(-1).view(np.uint8))
+                while remaining:
+                    remaining = remaining[os.write(batches.fileno(), remaining) :]
+        except OSError:  # The pipe is broken: the parent is gone.
             os._exit(0)
 
 
-def _end_with_parent(orders: Connection) -> None:
-    # Nothing is ever sent: this returns, or raises, when the parent's end is closed.
+def _exit_with_parent(requests: Connection) -> None:
+    # The parent sends nothing more, so this returns only when its end of the pipe closes.
     with contextlib.suppress(EOFError, OSError):
-        orders.recv_bytes()
+        requests.recv_bytes()
     os._exit(0)

@@ -1,4 +1,5 @@
-"""Examples in files of any format, each found by its number, and all read once, by all cores.
+"""Sources: random access to examples in files of many formats, and parallel reads of all of them.
 
-What an example means is the pipelines' affair: of text `inputs.text`, of arrays the user's.
+Sources do not interpret examples. Pipelines do: those in `inputs.text` for text, and `FromSource`
+for arrays.
 """

@@ -1,4 +1,4 @@
-"""Sources over NumPy files: each row of the arrays is an example."""
+"""A source over NumPy files, with an example per row of their arrays."""
 
 import dataclasses
 import functools
@@ -13,10 +13,10 @@ from praxis_lite.inputs.sources.in_place_files import OpenedFiles
 
 @dataclasses.dataclass(eq=False)
 class NpyFiles(OpenedFiles):
-    """The rows of .npy files, memory-mapped, or of the arrays of .npz files, read when needed.
+    """The rows of .npy files, which are memory-mapped, or of the arrays in .npz files.
 
     Args:
-      name: the name of the array of a .npy file in an example.
+      name: Key of an example under which the row of a .npy file is returned.
     """
 
     name: str = "x"
@@ -27,13 +27,14 @@ class NpyFiles(OpenedFiles):
 
     def _count(self, path: str) -> int:
         counts = {
-            name: len(item) if item.ndim else 0 for name, item in self.open_file(path).items()
+            name: len(array) if array.ndim else 0 for name, array in self.open_file(path).items()
         }
         if len(set(counts.values())) != 1:
             text = few([f"{name!r}: {count}" for name, count in counts.items()], 10)
             raise ConfigError(
-                f"{path} has arrays of {{{shown(text, 500)}}} rows; expected arrays with the same "
-                "first dimension, whose rows are examples. Write them so."
+                f"{path} has arrays with these numbers of rows: {{{shown(text, 500)}}}; expected "
+                "the same first dimension in all arrays, with an example per row. Save the arrays "
+                "again."
             )
         return next(iter(counts.values()))
 
@@ -45,16 +46,16 @@ class NpyFiles(OpenedFiles):
                     with np.load(file, allow_pickle=False) as arrays:
                         return dict(arrays)
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-            return {self.name: np.asarray(array)}  # No np.memmap, whose slices are slow.
-        except Exception as error:  # NumPy raises errors of many kinds where a file is damaged.
+            return {self.name: np.asarray(array)}  # Slices of an np.memmap are slow.
+        except Exception as error:  # NumPy raises many kinds of errors for damaged files.
             raise ConfigError(
-                f"{path} cannot be read as an array ({shown(str(error), 300)}). Write it with "
-                "np.save or np.savez, of numbers, not objects; or leave it out of files."
+                f"{path} cannot be read as an array ({shown(str(error), 300)}). Save an array of "
+                "numbers with np.save or np.savez, or exclude the file from `files`."
             ) from None
 
     def __getitem__(self, index: int) -> Example:
-        file, row = self.place_of(index)
-        return {name: np.array(item[row]) for name, item in self.opened(file).items()}
+        file, row = self.file_and_row(index)
+        return {name: np.array(array[row]) for name, array in self.opened(file).items()}
 
     def settings(self) -> dict[str, Any]:
         return {"name": self.name}

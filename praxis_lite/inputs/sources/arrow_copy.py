@@ -1,4 +1,4 @@
-"""Copies the rows of files into an Arrow file, with Hugging Face's `datasets` and its cache."""
+"""Copies the rows of files into a cached Arrow file with Hugging Face's `datasets`."""
 
 import contextlib
 import json
@@ -13,22 +13,26 @@ import pyarrow
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
 from praxis_lite.host.whole_files import not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
-from praxis_lite.inputs.sources.base import digest_of_file, unreadable
+from praxis_lite.inputs.sources.base import file_digest, unreadable_file
 from praxis_lite.inputs.sources.copied import ROWS_PER_BATCH, CopiedFiles
 
-_WORTH_A_LINE = 64 << 20  # Bytes of files.
+_MIN_LOGGED_BYTES = 64 << 20  # Smaller files are copied without a log line and a progress bar.
 
 
 def write_copy(source: CopiedFiles, key: str) -> Path:
-    """Copies a source's rows, and returns the folder of the copy. Nothing is read from the network.
+    """Copies a source's rows into an Arrow file, without network access.
 
-    Another process that copies the same rows is waited for.
+    If another process is copying the same rows, waits for it instead.
 
     Args:
-      key: of the copy, for the folder's name.
+      source: Source to copy.
+      key: Name of the copy's folder, which identifies its contents.
+
+    Returns:
+      The folder of the copy.
 
     Raises:
-      ConfigError: a file or the folder cannot be read or written; and what `source.tables` raises.
+      ConfigError: A file cannot be read, the folder cannot be written, or `source.tables` failed.
     """
     require_guarded_main()
     folder = source.cache_folder()
@@ -38,10 +42,10 @@ def write_copy(source: CopiedFiles, key: str) -> Path:
             source, cache_dir=folder, dataset_name=source.name_of_copy, hash=key,
             writer_batch_size=ROWS_PER_BATCH,
         )
-        is_large = size > _WORTH_A_LINE
+        is_large = size > _MIN_LOGGED_BYTES
         if is_large:
             _log.info(
-                "copying %s in %d files into %s, where any row is found by its number",
+                "copying %s in %d files into %s for random access",
                 format_bytes(size), len(source.paths), builder.cache_dir,
             )
         with _progress_bar(is_large):
@@ -53,19 +57,19 @@ def write_copy(source: CopiedFiles, key: str) -> Path:
         if isinstance(cause, pyarrow.ArrowException) or type(cause) is ValueError:
             raise ConfigError(
                 f"{source.location} cannot be copied into an Arrow file: {shown(str(cause), 300)}. "
-                "Leave the column out (columns), or write it as another type."
+                "Exclude the column (columns), or convert it to another type."
             ) from cause
         raise cause from None
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written ({error.strerror or error}); a copy of {source.location} "
-            "is stored there. Set the source's cache_dir to a folder that can be written."
+            f"The copy of {source.location} in {folder} cannot be written "
+            f"({error.strerror or error}). Set the source's cache_dir to a writable folder."
         ) from None
     return Path(builder.cache_dir)
 
 
 class _Copy(datasets.ArrowBasedBuilder):
-    """Builds a dataset of one split with the rows of all files in order."""
+    """Builds a dataset with a single split: the rows of all files in order."""
 
     def __init__(self, source: CopiedFiles, **settings: Any):
         self._source = source
@@ -88,19 +92,19 @@ class _Copy(datasets.ArrowBasedBuilder):
                     first = first or (path, table.schema)
                     count += len(table)
                     yield file, _with_schema(table, path, *first)
-                digests.append(digest_of_file(path))
+                digests.append(file_digest(path))
             except OSError as error:
-                raise unreadable(path, error) from None
+                raise unreadable_file(path, error) from None
             source.require_unchanged(file)
             counts.append(count)
-        # `datasets` writes it next to the rows.
+        # `datasets` writes this into dataset_info.json, from which `CopiedFiles.copy` reads it.
         self.info.description = json.dumps({"counts": counts, "digests": digests})
 
 
 def _with_schema(
     table: pyarrow.Table, path: str, first: str, schema: pyarrow.Schema
 ) -> pyarrow.Table:
-    """Returns a table with the columns and types of the first file."""
+    """Reorders and casts the columns of a table to the schema of the first file."""
     if table.schema.equals(schema):
         return table
     try:
@@ -109,24 +113,25 @@ def _with_schema(
     except pyarrow.ArrowInvalid:
         pass
     columns, expected = (
-        ", ".join(f"{field.name}: {field.type}" for field in one) for one in (table.schema, schema)
+        ", ".join(f"{field.name}: {field.type}" for field in fields)
+        for fields in (table.schema, schema)
     )
     raise ConfigError(
-        f"{path} has the columns {shown(columns, 300)}; {first} has {shown(expected, 300)}. Write "
-        "all files with the same columns, or name those that are read (columns)."
+        f"{path} has the columns {shown(columns, 300)}; expected those of {first}: "
+        f"{shown(expected, 300)}. Give all files the same columns, or select common ones (columns)."
     )
 
 
 @contextlib.contextmanager
-def _progress_bar(is_shown: bool) -> Iterator[None]:
-    """Shows `datasets`' progress bar only for large work."""
-    was_shown = not datasets.are_progress_bars_disabled()
-    if was_shown and not is_shown:
+def _progress_bar(is_visible: bool) -> Iterator[None]:
+    """Hides the progress bar of `datasets` unless `is_visible`."""
+    was_visible = not datasets.are_progress_bars_disabled()
+    if was_visible and not is_visible:
         datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if was_shown:
+        if was_visible:
             datasets.enable_progress_bars()
 
 

@@ -1,4 +1,4 @@
-"""The interface of sources: examples by their number, and the files they are read from."""
+"""Base classes of sources: random access to examples by index, and the files they are read from."""
 
 import abc
 import contextlib
@@ -21,15 +21,22 @@ from praxis_lite.inputs.sources.faults import FAULTS, BadExample
 from praxis_lite.inputs.sources.files.paths import Make, make_files, matching_files
 
 Example = Mapping[str, Any]
-# Examples that one process reads at a time when all are read.
 _EXAMPLES_PER_PART = 8_192
-# Up to so many files have parts of their own; of more files, small ones share parts.
-_FEW_FILES, _SMALL_FILE, _LARGEST_GROUP = 100, 1 << 20, 16 << 20  # The last two in bytes.
-_BLOCK, _MOST_BLOCKS = 1 << 16, 64  # Of a file that is read in place, so many blocks are hashed.
+# Up to this many files, each file has separate parts. Beyond, files smaller than _SMALL_FILE bytes
+# are grouped into parts of at most _MAX_GROUP_SIZE bytes.
+_MAX_SEPARATE_FILES, _SMALL_FILE, _MAX_GROUP_SIZE = 100, 1 << 20, 16 << 20
+# The digest of a file that is read in place covers this many blocks of this many bytes.
+_BLOCK, _MAX_BLOCKS = 1 << 16, 64
 
 
 class Part(NamedTuple):
-    """Consecutive examples, under a name that changes whenever their files do."""
+    """A contiguous range of examples, which one process reads when all examples are read.
+
+    Attributes:
+      start: Index of the first example.
+      stop: Index after the last example.
+      name: Identifies the contents: the name changes when the files change.
+    """
 
     start: int
     stop: int
@@ -37,53 +44,57 @@ class Part(NamedTuple):
 
 
 def ranges_of_parts(num_examples: int) -> Iterator[tuple[int, int]]:
-    """Yields the (start, stop) of each part of `num_examples` examples."""
+    """Yields (start, stop) of consecutive parts that cover `num_examples` examples."""
     for start in range(0, num_examples, _EXAMPLES_PER_PART):
         yield start, min(start + _EXAMPLES_PER_PART, num_examples)
 
 
-def settings_alone(one: Any, *others: str) -> dict[str, Any]:
-    """Returns the state of a dataclass for a worker process, which opens files itself.
+def picklable_state(instance: Any, *cached: str) -> dict[str, Any]:
+    """Returns the attributes of a dataclass to pickle for a worker process.
+
+    Open files and other cached properties are left out; the worker opens the files again.
 
     Args:
-      others: attributes that are sent in addition to the fields, if they are set.
+      instance: The dataclass instance.
+      cached: Names of cached properties to include if they have been computed.
     """
-    names = {*(field.name for field in dataclasses.fields(one)), *others}
-    return {name: value for name, value in vars(one).items() if name in names}
+    names = {*(field.name for field in dataclasses.fields(instance)), *cached}
+    return {name: value for name, value in vars(instance).items() if name in names}
 
 
 class Source(NeedsPackage, abc.ABC):
-    """Examples, each a dict by name, found by their number.
+    """A random-access sequence of examples, each a dict.
 
-    `grain.MapDataset.source` takes one: it is what Grain calls a random access data source. A
-    constructor only stores its settings; files are read by `check` or later.
+    A source is a Grain random access data source, so `grain.MapDataset.source` accepts it.
+    Constructors only store their settings; files are read by `check` and later methods.
 
     Attributes:
-      skip: names of FAULTS: examples with such a fault are left out and counted, not refused.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted;
+        other faults raise an error.
     """
 
     skip: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Returns the number of examples, including those that `skip` leaves out."""
+        """Returns the number of examples, including those with faults in `skip`."""
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> Example:
-        """Returns an example. Raises BadExample, which names its place."""
+        """Returns an example. Raises BadExample, with its location, if it has a fault."""
 
     @property
     @abc.abstractmethod
     def location(self) -> str:
-        """Where the examples are, for messages: the globs of its files, or a folder."""
+        """The location of all examples, for messages: the globs of the files, or a folder."""
 
     @abc.abstractmethod
     def where(self, index: int) -> str:
-        """Returns the place of an example, for messages: "file, row 7"."""
+        """Returns the location of an example, for messages: "file, row 7"."""
 
     @abc.abstractmethod
     def parts(self) -> list[Part]:
-        """Returns the parts in which all examples are read once."""
+        """Returns consecutive parts that cover all examples."""
 
     @abc.abstractmethod
     def cache_folder(self) -> str:
@@ -91,10 +102,10 @@ class Source(NeedsPackage, abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns JSON that identifies the examples, without paths of this machine."""
+        """Returns JSON that identifies the examples, without machine-specific paths."""
 
     def has(self, where: str) -> bool:
-        """Returns whether `where`, a place as given in messages, is in this source."""
+        """Returns whether an example's location, in the format of `where`, is in this source."""
         return where.startswith(self.location)
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
@@ -102,22 +113,27 @@ class Source(NeedsPackage, abc.ABC):
         return {}
 
     def check(self) -> None:
-        """Opens the files. Raises ConfigError if there are no examples, or files are damaged."""
+        """Opens the files. Raises ConfigError if they are damaged or have no examples."""
         super().check()
-        for item in self.skip:
-            require_choice(f"{type(self).__name__}.skip", item, FAULTS)
+        for fault in self.skip:
+            require_choice(f"{type(self).__name__}.skip", fault, FAULTS)
 
     def made_of(
         self, part: Part, make: Callable[[Example, int], Any], left_out: Counter[str]
     ) -> Iterator[tuple[int, Any]]:
-        """Yields (number, `make(example, number)`) for the examples of a part.
+        """Applies a function to the examples of a part, except those with faults in `skip`.
 
-        Examples with a fault to `skip`, and those for which `make` returns a str, are counted in
-        `left_out` instead.
+        Args:
+          part: Range of examples.
+          make: Maps (example, index) to a value, or to a str: the reason to leave it out.
+          left_out: Counter of the examples that are left out, by fault or reason; updated in place.
+
+        Yields:
+          (index, value) of each example that is not left out.
         """
-        for number in range(part.start, part.stop):
+        for index in range(part.start, part.stop):
             try:
-                value = make(self[number], number)
+                value = make(self[index], index)
             except BadExample as error:
                 if error.fault not in self.skip:
                     raise
@@ -125,42 +141,43 @@ class Source(NeedsPackage, abc.ABC):
             if isinstance(value, str):
                 left_out[value] += 1
             else:
-                yield number, value
+                yield index, value
 
 
 class FileState(NamedTuple):
-    """Size in bytes and time of change of a file, which tell whether it changed."""
+    """The size in bytes and modification time of a file, to detect changes."""
 
     size: int
     mtime_ns: int
 
 
-def state_of(path: str) -> FileState:
-    """Returns the state of a file. Raises ConfigError if it is gone."""
+def file_state(path: str) -> FileState:
+    """Returns the state of a file. Raises ConfigError if the file does not exist."""
     try:
-        result = os.stat(path)
+        stat = os.stat(path)
     except OSError as error:
-        raise unreadable(path, error) from None
-    return FileState(result.st_size, result.st_mtime_ns)
+        raise unreadable_file(path, error) from None
+    return FileState(stat.st_size, stat.st_mtime_ns)
 
 
-def unreadable(path: str, error: OSError) -> ConfigError:
-    """Returns the error for a file that is gone, or may not be read."""
+def unreadable_file(path: str, error: OSError) -> ConfigError:
+    """Returns the error for a file that is missing or unreadable."""
     return ConfigError(
-        f"The file {path} cannot be read: {error.strerror or error}. Put it back, or leave it out "
-        "of files."
+        f"The file {path} cannot be read: {error.strerror or error}. Restore it, or exclude it "
+        "from `files`."
     )
 
 
 @dataclasses.dataclass(eq=False)
 class GlobSource(Source):
-    """Source over the files that globs name.
+    """Base class of sources over the files that match globs.
 
     Args:
-      files: globs, separated by commas; `**` and `~` work.
-      skip: names of FAULTS: examples with one are left out and counted. Without: an error.
-      cache_dir: the folder of what is derived from the files. None: the folder `.praxis_lite` next
-        to the first file.
+      files: Comma-separated globs; `**` and `~` are expanded.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted;
+        other faults raise an error.
+      cache_dir: Folder for data derived from the files. None uses `.praxis_lite` next to the first
+        file.
     """
 
     files: str
@@ -174,7 +191,7 @@ class GlobSource(Source):
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The files, sorted by name. Raises ConfigError if there are none."""
+        """The matching files, sorted by name. Raises ConfigError if there are none."""
         return [
             path for path in matching_files(self.files, type(self).__name__)
             if ".praxis_lite" not in path.split(os.sep)
@@ -183,16 +200,16 @@ class GlobSource(Source):
     @functools.cached_property
     def states(self) -> list[FileState]:
         """The state of each file when the source was first used."""
-        return [state_of(path) for path in self.paths]
+        return [file_state(path) for path in self.paths]
 
     def require_unchanged(self, file: int) -> None:
-        """Raises ConfigError, with its name, if a file is gone or has changed since first use."""
-        path, expected, actual = self.paths[file], self.states[file], state_of(self.paths[file])
+        """Raises ConfigError if file number `file` is missing or changed since first use."""
+        path, expected, actual = self.paths[file], self.states[file], file_state(self.paths[file])
         if actual != expected:
             raise ConfigError(
-                f"{path} has changed while it was in use: it had {expected.size:,} bytes, and has "
-                f"{actual.size:,} now, or another time of change. Put the file back; or launch "
-                "again, which compares the data with the checkpoint's."
+                f"{path} has changed while it was in use: it had {expected.size:,} bytes and now "
+                f"has {actual.size:,}, or a different modification time. Restore the file, or "
+                "launch again, which compares the data with that of the checkpoint."
             )
 
     def cache_folder(self) -> str:
@@ -204,20 +221,23 @@ class GlobSource(Source):
         return where.startswith(tuple(self.paths))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Worker processes use the files that the parent found.
-        return settings_alone(self, "paths", "states")
+        # Include the paths, so that worker processes use the same files as the parent.
+        return picklable_state(self, "paths", "states")
 
 
 @dataclasses.dataclass(eq=False)
 class RowsOfFiles(GlobSource):
-    """Source over files with rows; an example's number is its place in the files, sorted by name.
+    """Base class of sources over files with several rows, which are numbered across all files.
 
     Args:
-      files, skip, cache_dir: as of all sources of files.
-      make: a function that is called if there are no files, with a folder: it writes them there, or
-        returns the examples of the one file that `files` names. When they are complete, they are
-        moved into the folder of the first glob; existing files are not overwritten. None: no files
-        are an error.
+      files: Comma-separated globs; `**` and `~` are expanded.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
+      cache_dir: Folder for data derived from the files. None uses `.praxis_lite` next to the first
+        file.
+      make: Function that creates the files if none match. It is called with a temporary folder and
+        either writes files there, or returns the examples of the single file that `files` names.
+        The complete files are then moved into the folder of the first glob, where they never
+        overwrite other files. None raises an error if no files match.
     """
 
     _: dataclasses.KW_ONLY
@@ -230,12 +250,12 @@ class RowsOfFiles(GlobSource):
 
     @functools.cached_property
     def digests(self) -> list[str]:
-        """XXH3 of each file, in hex: of its size, and of all or 64 evenly spread blocks."""
-        return [digest_of_file(path, _MOST_BLOCKS) for path in self.paths]
+        """The hex XXH3 of each file's size and of up to 64 evenly spaced blocks."""
+        return [file_digest(path, _MAX_BLOCKS) for path in self.paths]
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The files, sorted by name; `make` creates them first if there are none."""
+        """The matching files, sorted by name; `make` creates them first if there are none."""
         try:
             return matching_files(self.files, type(self).__name__)
         except ConfigError:
@@ -243,45 +263,45 @@ class RowsOfFiles(GlobSource):
                 raise
         folder = os.path.dirname(os.path.expanduser(self.files.split(",")[0].strip())) or "."
         with locked(os.path.join(folder, ".praxis_lite")):
-            with contextlib.suppress(ConfigError):  # Another process may have made them by now.
+            # Look again: another process may have created the files before we had the lock.
+            with contextlib.suppress(ConfigError):
                 return matching_files(self.files, type(self).__name__)
-            _log.info("making %s", self.files)
+            _log.info("creating %s", self.files)
             make_files(self.files, folder, self.make)
         return matching_files(self.files, type(self).__name__)
 
     @functools.cached_property
     def first_numbers(self) -> np.ndarray:
-        """int64[files + 1]: the number of the first example of each file, and that of all."""
-        _ = self.states  # From before the files are read.
+        """int64[files + 1]: the index of each file's first example, then the number of examples."""
+        _ = self.states  # Record the states before the files are read, to detect later changes.
         return np.cumsum([0, *self.counts], dtype=np.int64)
 
     def check(self) -> None:
         super().check()
         if not len(self):
             raise ConfigError(
-                f"{type(self).__name__}: {self.files!r} has no examples "
-                f"({len(self.paths)} files without any). Give files that have some, or leave the "
-                "source out."
+                f"{type(self).__name__}: {self.files!r} has no examples ({len(self.paths)} files, "
+                "all empty). Change `files`, or remove the source."
             )
 
     def __len__(self) -> int:
         return int(self.first_numbers[-1])
 
-    def place_of(self, index: int) -> tuple[int, int]:
-        """Returns the number of an example's file and its row there, both counted from 0."""
+    def file_and_row(self, index: int) -> tuple[int, int]:
+        """Returns the index of an example's file and the example's row in it, both from 0."""
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         file = int(np.searchsorted(self.first_numbers, index, side="right")) - 1
         return file, int(index - self.first_numbers[file])
 
     def where(self, index: int) -> str:
-        file, row = self.place_of(index)
+        file, row = self.file_and_row(index)
         return f"{self.paths[file]}, row {row}"
 
     def parts(self) -> list[Part]:
-        result, first = [], 0
-        for files in self._groups():
-            # With the time of change, for the digest of a large file covers blocks of it only.
+        parts, first = [], 0
+        for files in self._file_groups():
+            # Include the modification time: the digest of a large file covers only some blocks.
             names = [
                 f"{os.path.basename(self.paths[file])[:60]}.{self.digests[file][:12]}."
                 f"{self.states[file].mtime_ns:x}"
@@ -291,24 +311,24 @@ class RowsOfFiles(GlobSource):
             if len(files) > 1:
                 name = f"files.{xxhash.xxh3_64_hexdigest(repr(names).encode())}"
             for start, stop in ranges_of_parts(count):
-                result.append(Part(first + start, first + stop, f"{name}.{start}"))
+                parts.append(Part(first + start, first + stop, f"{name}.{start}"))
             first += count
-        return result
+        return parts
 
-    def _groups(self) -> list[list[int]]:
-        """Returns the files whose parts are made together: thousands of small ones share some."""
+    def _file_groups(self) -> list[list[int]]:
+        """Groups small files, so that thousands of them do not have thousands of parts."""
         files = range(len(self.paths))
-        if len(files) <= _FEW_FILES:
+        if len(files) <= _MAX_SEPARATE_FILES:
             return [[file] for file in files]
-        groups, size = [], math.inf  # Of the last group; infinite if nothing may be added to it.
+        groups, group_size = [], math.inf  # An infinite size closes the last group.
         for file in files:
-            own = self.states[file].size
-            if own < _SMALL_FILE and size + own <= _LARGEST_GROUP:
+            size = self.states[file].size
+            if size < _SMALL_FILE and group_size + size <= _MAX_GROUP_SIZE:
                 groups[-1].append(file)
-                size += own
+                group_size += size
             else:
                 groups.append([file])
-                size = own if own < _SMALL_FILE else math.inf
+                group_size = size if size < _SMALL_FILE else math.inf
         return groups
 
     def fingerprint(self) -> dict[str, Any]:
@@ -323,29 +343,30 @@ class RowsOfFiles(GlobSource):
         }
 
     def settings(self) -> dict[str, Any]:
-        """Returns further settings for the fingerprint; {} unless overridden."""
+        """Returns additional settings for the fingerprint; {} by default."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return settings_alone(self, "paths", "states", "counts", "digests")
+        return picklable_state(self, "paths", "states", "counts", "digests")
 
 
-def digest_of_file(path: str, most_blocks: int | None = None) -> str:
-    """Returns XXH3, in hex, of a file's size and bytes.
+def file_digest(path: str, max_blocks: int | None = None) -> str:
+    """Returns the hex XXH3 of a file's size and bytes.
 
     Args:
-      most_blocks: number of evenly spread blocks of 64 KiB that are read of a larger file; None:
-        all of it.
+      path: Path of the file.
+      max_blocks: Number of evenly spaced 64 KiB blocks to read from a larger file; None reads the
+        complete file.
     """
     size = os.path.getsize(path)
     digest = xxhash.xxh3_128(str(size).encode())
     with open(path, "rb") as file:
-        if most_blocks is None or size <= most_blocks * _BLOCK:
+        if max_blocks is None or size <= max_blocks * _BLOCK:
             while block := file.read(1 << 20):
                 digest.update(block)
             return digest.hexdigest()
-        for block in range(most_blocks):
-            file.seek((size - _BLOCK) * block // (most_blocks - 1))
+        for block in range(max_blocks):
+            file.seek((size - _BLOCK) * block // (max_blocks - 1))
             digest.update(file.read(_BLOCK))
     return digest.hexdigest()
 

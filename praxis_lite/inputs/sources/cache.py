@@ -1,4 +1,4 @@
-"""A cache on disk for arrays and values that are computed from data."""
+"""A disk cache of arrays and JSON values that are computed from data."""
 
 import contextlib
 import json
@@ -18,17 +18,19 @@ from praxis_lite.host.whole_files import not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 
 _VALUES = "values.json"
-_SMALL = 1 << 20  # Bytes. Larger arrays are mapped; a process may map 65,530 files, so not all are.
-Made = tuple[dict[str, Any], dict[str, np.ndarray]]
+# Arrays of more bytes are memory-mapped. Smaller ones are read, because Linux limits a process to
+# 65,530 mappings.
+_MAX_BYTES_READ = 1 << 20
+Contents = tuple[dict[str, Any], dict[str, np.ndarray]]  # (JSON values, arrays) of an entry.
 
 
 class Entry(NamedTuple):
-    """What is stored under a name.
+    """A cache entry.
 
     Attributes:
-      values: JSON.
-      arrays: by name; large ones are memory-mapped.
-      digests: XXH3 of the bytes of each array when it was written, in hex.
+      values: JSON values.
+      arrays: Arrays by name; large ones are memory-mapped.
+      digests: Hex XXH3 of the bytes of each array when it was written.
     """
 
     values: dict[str, Any]
@@ -39,49 +41,52 @@ class Entry(NamedTuple):
 def entries(
     folder: str, names: Sequence[str], make: Callable[[list[int]], None]
 ) -> list[Entry]:
-    """Returns the entry of each name, read from a folder, or made now.
+    """Reads the named entries from a folder, after computing those that are missing.
 
     Args:
-      make: calls `write` for the entries of these numbers; no other process does so meanwhile.
+      folder: Cache folder.
+      names: Names of the entries.
+      make: Computes and writes the entries at the given indices of `names`. The folder is locked
+        during the call.
 
     Raises:
-      ConfigError: the folder cannot be written, or an entry cannot be read.
+      ConfigError: The folder cannot be written, or an entry cannot be read.
     """
-    result = [read(folder, name) for name in names]
-    if None in result:
+    found = [read(folder, name) for name in names]
+    if None in found:
         with locked(folder):
-            # Another process may have made some by now.
-            result = [
-                entry or read(folder, name) for entry, name in zip(result, names, strict=True)
-            ]
-            missing = [number for number, entry in enumerate(result) if entry is None]
+            # Look again: another process may have written entries before we had the lock.
+            found = [entry or read(folder, name) for entry, name in zip(found, names, strict=True)]
+            missing = [index for index, entry in enumerate(found) if entry is None]
             if missing:
                 make(missing)
-            for number in missing:
-                result[number] = read(folder, names[number])
-    return result
+            for index in missing:
+                found[index] = read(folder, names[index])
+    return found
 
 
 def read(folder: str, name: str) -> Entry | None:
-    """Returns an entry, or None if there is none. Raises ConfigError if it is damaged."""
-    place = os.path.join(folder, name)
-    if not os.path.exists(place):
+    """Returns an entry, or None if it does not exist. Raises ConfigError if it is damaged."""
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
         return None
     try:
-        with open(os.path.join(place, _VALUES)) as file:
+        with open(os.path.join(path, _VALUES)) as file:
             content = json.load(file)
-        arrays = {key: _array(os.path.join(place, f"{key}.npy")) for key in content["digests"]}
+        arrays = {
+            key: _read_array(os.path.join(path, f"{key}.npy")) for key in content["digests"]
+        }
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{place}, which is derived from data, cannot be read ({error}). Delete it and launch "
-            "again; it is then recomputed."
+            f"The cached data in {path} cannot be read ({error}). Delete it and launch again, "
+            "which recomputes it."
         ) from None
     return Entry(content["values"], arrays, content["digests"])
 
 
-def _array(path: str) -> np.ndarray:
-    is_large = os.path.getsize(path) > _SMALL
-    # No np.memmap: that class makes every slice slow.
+def _read_array(path: str) -> np.ndarray:
+    is_large = os.path.getsize(path) > _MAX_BYTES_READ
+    # Convert the np.memmap to a plain array on the same memory, whose slices are faster.
     return np.asarray(np.load(path, mmap_mode="r" if is_large else None, allow_pickle=False))
 
 
@@ -89,7 +94,7 @@ def write(
     folder: str, name: str, values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
     """Writes an entry atomically. Raises ConfigError if it cannot be written."""
-    place = os.path.join(folder, name)
+    path = os.path.join(folder, name)
     partial = os.path.join(folder, f".{secrets.token_hex(8)}.partial")
     digests = {
         key: xxhash.xxh3_128_hexdigest(np.ascontiguousarray(x)) for key, x in arrays.items()
@@ -100,19 +105,19 @@ def write(
             np.save(os.path.join(partial, f"{key}.npy"), array, allow_pickle=False)
         with open(os.path.join(partial, _VALUES), "w") as file:
             json.dump({"values": values, "digests": digests}, file)
-        os.rename(partial, place)
+        os.rename(partial, path)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise not_written(place, error) from None
+        raise not_written(path, error) from None
 
 
 @contextlib.contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """Creates a folder and locks it against writes of other processes; logs if it has to wait.
+    """Creates a folder and holds its lock; logs a message if another process holds it.
 
     Raises:
-      ConfigError: the folder cannot be made or written; or this process imports a script that
-        should not do anything then.
+      ConfigError: The folder cannot be created or written, or the user's script lacks an
+        `if __name__ == "__main__"` guard.
     """
     require_guarded_main()
     try:
@@ -121,12 +126,12 @@ def locked(folder: str) -> Iterator[None]:
         try:
             lock.acquire(blocking=False)
         except filelock.Timeout:
-            _log.info("waiting for another process, which prepares data in %s", folder)
+            _log.info("waiting for another process to prepare data in %s", folder)
             lock.acquire()
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written ({error.strerror or error}); what is derived from data is "
-            "stored there. Set the source's cache_dir to a folder that can be written."
+            f"The cache folder {folder} cannot be written ({error.strerror or error}). Set the "
+            "source's cache_dir to a writable folder."
         ) from None
     try:
         yield

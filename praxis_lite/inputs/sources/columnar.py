@@ -1,4 +1,4 @@
-"""Files of columns: Parquet, and Arrow's own format."""
+"""Sources over Parquet and Arrow IPC files."""
 
 import contextlib
 import dataclasses
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class ArrowFiles(CopiedFiles):
-    """The rows of Arrow IPC files, of the file or the stream format, compressed or not.
+    """A source over the rows of Arrow IPC files, in the file or the stream format.
 
     Args:
-      columns: that an example has; (): all.
+      columns: Names of the columns to read; () reads all.
     """
 
     columns: tuple[str, ...] = ()
@@ -29,27 +29,27 @@ class ArrowFiles(CopiedFiles):
     def check(self) -> None:
         require(
             not isinstance(self.columns, str), f"{type(self).__name__}.columns", self.columns,
-            "a list of names",
+            "a list of column names",
         )
         super().check()
 
     def batches(self, path: str) -> "tuple[pyarrow.Schema, Iterable[pyarrow.RecordBatch]]":
-        """Returns the schema and the record batches of a file, valid in all their values."""
+        """Returns the schema and the validated record batches of a file."""
         pyarrow, ipc = optional_module("pyarrow", path), optional_module("pyarrow.ipc", path)
         source = pyarrow.memory_map(path)
         try:
             file = ipc.open_file(source)
-            found = (file.get_batch(k) for k in range(file.num_record_batches))
+            batches = (file.get_batch(k) for k in range(file.num_record_batches))
         except pyarrow.ArrowInvalid:
             source.seek(0)
-            file = found = ipc.open_stream(source)
+            file = batches = ipc.open_stream(source)
 
-        def valid() -> "Iterator[pyarrow.RecordBatch]":
-            for batch in found:
-                batch.validate(full=True)  # Reading a damaged batch could end the process.
+        def validated() -> "Iterator[pyarrow.RecordBatch]":
+            for batch in batches:
+                batch.validate(full=True)  # Reading a damaged batch could crash the process.
                 yield batch
 
-        return file.schema, valid()
+        return file.schema, validated()
 
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
         pyarrow = optional_module("pyarrow", path)
@@ -62,10 +62,10 @@ class ArrowFiles(CopiedFiles):
                         f"columns.{did_you_mean(name, schema.names)}"
                     )
             names = list(self.columns) or schema.names
-            # An empty table first, for files without rows have columns, too.
-            yield _plain(schema.empty_table().select(names))
+            # Yield an empty table first, so that the columns of an empty file are checked, too.
+            yield _without_encodings(schema.empty_table().select(names))
             for batch in batches:
-                yield _plain(pyarrow.Table.from_batches([batch]).select(names))
+                yield _without_encodings(pyarrow.Table.from_batches([batch]).select(names))
 
     @functools.cached_property
     def _columns(self) -> "list[tuple[str, pyarrow.ChunkedArray]]":
@@ -77,12 +77,12 @@ class ArrowFiles(CopiedFiles):
             return {name: value_of(column[index]) for name, column in self._columns}
         except UnicodeDecodeError as error:
             raise BadExample(
-                "not_utf8", f"{where},", f"is not UTF-8: {error}", "Write its texts in UTF-8."
+                "not_utf8", f"{where},", f"is not UTF-8: {error}", "Convert the text to UTF-8."
             ) from None
         except (ValueError, TypeError, ArithmeticError) as error:
-            raise BadExample(  # A date of the year 100,000, say.
+            raise BadExample(  # For example, a date in the year 100,000.
                 "damaged", f"{where},", f"cannot be read: {shown(str(error), 300)}",
-                "Correct the row, or leave its column out (columns).",
+                "Correct the row, or exclude the column (columns).",
             ) from None
 
     def settings(self) -> dict[str, Any]:
@@ -91,10 +91,10 @@ class ArrowFiles(CopiedFiles):
 
 @dataclasses.dataclass(eq=False)
 class Parquet(ArrowFiles):
-    """The rows of Parquet files.
+    """A source over the rows of Parquet files.
 
     Args:
-      columns: that an example has; (): all.
+      columns: Names of the columns to read; () reads all.
     """
 
     def batches(self, path: str) -> "tuple[pyarrow.Schema, Iterable[pyarrow.RecordBatch]]":
@@ -106,8 +106,8 @@ class Parquet(ArrowFiles):
         return file.schema_arrow, file.iter_batches(num_rows, columns=list(self.columns) or None)
 
 
-def _plain(table: "pyarrow.Table") -> "pyarrow.Table":
-    """Returns a table without metadata and dictionaries, which differ from file to file."""
+def _without_encodings(table: "pyarrow.Table") -> "pyarrow.Table":
+    """Removes metadata and dictionary encodings, which may differ between files."""
     types = optional_module("pyarrow.types", "Arrow")
     for number, field in enumerate(table.schema):
         if types.is_dictionary(field.type):
@@ -118,36 +118,36 @@ def _plain(table: "pyarrow.Table") -> "pyarrow.Table":
 
 @contextlib.contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Names the file in Arrow's errors, which are of many kinds where a file is damaged."""
+    """Adds the file's path to errors of Arrow, which raises many kinds for damaged files."""
     try:
         yield
     except Error:
         raise
     except Exception as error:
         raise ConfigError(
-            f"{path} cannot be read: {shown(str(error).rstrip('.'), 300)}. Make or copy it again, "
-            "or leave it out of files."
+            f"{path} cannot be read: {shown(str(error).rstrip('.'), 300)}. Write or copy it again, "
+            "or exclude it from `files`."
         ) from None
 
 
 def value_of(scalar: Any) -> Any:
-    """Returns a cell: a list of numbers as an array, all else as Python has it; None for null."""
+    """Converts an Arrow scalar: lists of numbers to NumPy arrays, all else to Python objects."""
     types, kind = optional_module("pyarrow.types", "Arrow"), scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not scalar.is_valid or not types.is_primitive(kind.value_type):
         return without_nulls(scalar.as_py()) if types.is_nested(kind) else scalar.as_py()
     if scalar.values.null_count and not types.is_floating(kind.value_type):
-        return scalar.as_py()  # NumPy would make floats of integers, for the missing to be NaN.
+        return scalar.as_py()  # NumPy would convert integers to floats, with NaN for nulls.
     return scalar.values.to_numpy(zero_copy_only=False)
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a nested value of Arrow without the names that are null.
+    """Removes null fields from the structs of a nested Arrow value.
 
-    In a column of structs every row has all names, with null where JSON would have none.
+    All structs of an Arrow column have the same fields; those that JSON would omit are null.
     """
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [without_nulls(child) for child in value]
     if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+        return {name: without_nulls(child) for name, child in value.items() if child is not None}
     return value

@@ -1,4 +1,4 @@
-"""Files whose rows are copied once into an Arrow file, in which any row is found by its number."""
+"""Base classes of sources whose rows are first copied into an Arrow file, for random access."""
 
 import abc
 import dataclasses
@@ -15,41 +15,42 @@ import xxhash
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.inputs.sources.base import Example, RowsOfFiles, settings_alone
-from praxis_lite.inputs.sources.derived import code_of
+from praxis_lite.inputs.sources.base import Example, RowsOfFiles, picklable_state
+from praxis_lite.inputs.sources.derived import function_recipe
 from praxis_lite.inputs.sources.faults import BadExample
 
 if TYPE_CHECKING:
     import pyarrow
 
-# Of a batch in the copy. Fewer make more batches to search, more take more memory to write.
+# Maximum size of a record batch in the copy: smaller batches slow down the lookup of a row, larger
+# ones take more memory to write.
 ROWS_PER_BATCH, BYTES_PER_BATCH = 4096, 8 << 20
 
 
 def import_datasets(needed_by: str) -> ModuleType:
-    """Returns Hugging Face's `datasets`, imported without its lines on the frameworks it finds."""
-    logging.getLogger("datasets").setLevel(logging.WARNING)  # As it does once it is imported.
+    """Imports Hugging Face's `datasets` without its log lines about installed frameworks."""
+    logging.getLogger("datasets").setLevel(logging.WARNING)  # Its own default, set before import.
     return optional_module("datasets", needed_by)
 
 
 @dataclasses.dataclass(eq=False)
 class CopiedFiles(RowsOfFiles):
-    """Source over files whose rows are copied into an Arrow file below `cache_dir`.
+    """Base class of sources whose rows are copied into an Arrow file in the cache folder.
 
-    Hugging Face's `datasets` writes and locks the copy; it is memory-mapped, so all processes of a
-    host share its pages. It is made again if a file has another size or time of change.
+    Hugging Face's `datasets` writes and locks the copy. The copy is memory-mapped, so all processes
+    on a host share its pages. It is rebuilt when the size or modification time of a file changes.
     """
 
     @abc.abstractmethod
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
-        """Yields the rows of a file; all files have the same columns."""
+        """Yields the rows of a file as tables; all files must have the same columns."""
 
     @functools.cached_property
     def copy(self) -> dict[str, Any]:
         """The `paths` of the copy's Arrow files, and the `counts` and `digests` of the files."""
         key = self._key()
-        # Where `datasets` writes it. It takes a second to import, and locks the folder, so it is
-        # left out if the copy is there.
+        # This is the folder that `datasets` would use. Look for it before importing `datasets`,
+        # which takes a second and locks the folder.
         folder = Path(self.cache_folder(), self.name_of_copy, "default", "0.0.0", key)
         if not (folder / "dataset_info.json").exists():
             import_datasets(type(self).__name__)
@@ -65,25 +66,25 @@ class CopiedFiles(RowsOfFiles):
 
     @property
     def name_of_copy(self) -> str:
-        """The name of the folder of copies of such files."""
+        """The folder name for copies of this class of sources."""
         return type(self).__name__.lower()
 
     def _key(self) -> str:
-        """Returns a hash of what determines the copy: the files, and how they are read."""
+        """Returns a hash of all that determines the copy: the files, settings and reading code."""
         folder = self.cache_folder()
-        # Relative paths, for a folder may be moved together with its cache.
+        # Use relative paths, so that a folder can be moved together with its cache.
         files = [
             (os.path.relpath(path, folder), *state)
             for path, state in zip(self.paths, self.states, strict=True)
         ]
-        code = [code_of(getattr(type(self), name, None)) for name in ("tables", "records")]
+        code = [function_recipe(getattr(type(self), name, None)) for name in ("tables", "records")]
         text = json.dumps([self.settings(), code, files], default=repr)
         return xxhash.xxh3_128_hexdigest(text.encode())
 
     def _damaged(self, error: Exception) -> ConfigError:
         return ConfigError(
             f"The copy of {self.files} in {self.cache_folder()} cannot be read ({error}). Delete "
-            "that folder, and launch again, which makes the copy again."
+            "that folder and launch again, which rebuilds the copy."
         )
 
     @property
@@ -92,7 +93,7 @@ class CopiedFiles(RowsOfFiles):
 
     @property
     def digests(self) -> list[str]:
-        """XXH3 of the bytes of each file, in hex."""
+        """The hex XXH3 of the bytes of each file."""
         return self.copy["digests"]
 
     @functools.cached_property
@@ -104,7 +105,7 @@ class CopiedFiles(RowsOfFiles):
                 ipc.open_stream(pyarrow.memory_map(path)).read_all() for path in self.copy["paths"]
             ])
             if table.num_rows != len(self):
-                raise OSError(f"it has {table.num_rows:,} rows of {len(self):,}")
+                raise OSError(f"it has {table.num_rows:,} rows, expected {len(self):,}")
         except (OSError, pyarrow.ArrowInvalid) as error:
             raise self._damaged(error) from None
         return table
@@ -114,25 +115,25 @@ class CopiedFiles(RowsOfFiles):
         _ = self.table
 
     def __getstate__(self) -> dict[str, Any]:
-        return settings_alone(self, "paths", "states", "copy")
+        return picklable_state(self, "paths", "states", "copy")
 
 
 @dataclasses.dataclass(eq=False)
 class FileSource(CopiedFiles):
-    """Source over files of records. A format is how a file is cut, and how a record is decoded."""
+    """Base class of sources over files of records: subclasses split files and decode records."""
 
     @abc.abstractmethod
     def records(self, path: str) -> Iterator[tuple[int, bytes]]:
-        """Yields (number for messages, bytes) of each record of a file.
+        """Yields (row or line number for messages, bytes) of each record in a file.
 
         Raises:
-          BadExample: the rest of the file cannot be read. It stands for that rest: an error, or
-            counted if its fault is in `skip`.
+          BadExample: The rest of the file cannot be read. The rest counts as a single example: if
+            its fault is in `skip`, it is left out and counted, otherwise the error is raised.
         """
 
     @abc.abstractmethod
     def example(self, record: bytes, where: str) -> Example:
-        """Returns the example of a record. Raises BadExample, which names the place `where`."""
+        """Decodes a record at location `where`. Raises BadExample if it has a fault."""
 
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
         pyarrow = optional_module("pyarrow", path)
@@ -157,7 +158,7 @@ class FileSource(CopiedFiles):
         except BadExample as error:
             rows.append(row + 1)
             records.append(None)
-            faults.append(json.dumps(error.given))
+            faults.append(json.dumps(error.arguments))
         yield table()
 
     @functools.cached_property
@@ -178,5 +179,5 @@ class FileSource(CopiedFiles):
         return self.example(record, where)
 
     def where(self, index: int) -> str:
-        file, _ = self.place_of(index)
+        file, _ = self.file_and_row(index)
         return f"{self.paths[file]}, row {self._columns['row'][index].as_py()}"

@@ -1,7 +1,7 @@
-"""Results of a function over all examples of a source: computed once, in parts, and cached.
+"""Applies a function to all examples of a source, in parts, and caches the results on disk.
 
-A run that ends early has the parts that are done, and where a file changes only its parts are made
-again. Which cores made them, and how many, changes nothing.
+Parts that were computed before a run was interrupted are reused. If a file changes, only its parts
+are recomputed. The results do not depend on the number of cores.
 """
 
 import collections
@@ -17,15 +17,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from praxis_lite.inputs.base import described
-from praxis_lite.inputs.processes.all_cores import on_all_cores
+from praxis_lite.inputs.base import fingerprint_json
+from praxis_lite.inputs.processes.all_cores import run_on_all_cores
 from praxis_lite.inputs.sources import cache
 from praxis_lite.inputs.sources.base import Part, Source
-from praxis_lite.inputs.sources.cache import Made
+from praxis_lite.inputs.sources.cache import Contents
 
 
 class DerivedPart(NamedTuple):
-    """What was made of a part of a source."""
+    """The result that was computed from one part of a source.
+
+    Attributes:
+      part: The part of the source.
+      values: JSON values of the result.
+      arrays: Arrays of the result, by name.
+      digests: Digest of each array.
+    """
 
     part: Part
     values: dict[str, Any]
@@ -33,20 +40,22 @@ class DerivedPart(NamedTuple):
     digests: dict[str, str]
 
 
-def derived(
-    source: Source, kind: str, recipe: Mapping[str, Any], make: Callable[[Part], Made], what: str
+def derive_parts(
+    source: Source, kind: str, recipe: Mapping[str, Any], make: Callable[[Part], Contents],
+    activity: str,
 ) -> list[DerivedPart]:
-    """Returns the result of `make` for each part of a source, from the cache or computed now.
+    """Returns `make(part)` for each part of a source, read from the cache or computed now.
 
     Args:
-      kind: of the result, for the folder's name: "tokens".
-      recipe: what determines it in addition to the examples, as JSON; another recipe has another
-        folder.
-      make: picklable, for processes on all cores.
-      what: for the line of progress: "tokenising".
+      source: Source of the examples.
+      kind: Kind of the results, which begins the name of the cache folder: "tokens".
+      recipe: JSON with all that determines the results except the examples. Each recipe has its own
+        cache folder.
+      make: Computes the result of a part; must be picklable, since it runs on all cores.
+      activity: Word for the progress log: "tokenising".
 
     Raises:
-      ConfigError: as `make` does, or the disk does not take it.
+      ConfigError: `make` failed, or the cache folder cannot be written.
     """
     recipe = {**recipe, "skip": sorted(source.skip)}
     text = json.dumps(recipe, sort_keys=True)
@@ -55,44 +64,46 @@ def derived(
     parts = source.parts()
 
     def make_missing(numbers: list[int]) -> None:
-        # For people who wonder what a folder is.
+        # Nothing reads this file; it documents the folder.
         Path(folder, "recipe.json").write_text(json.dumps(recipe, indent=1))
         missing = [parts[number] for number in numbers]
         sizes = [part.stop - part.start for part in missing]
-        on_all_cores(_Make(folder, make), missing, sizes, f"{what} into {folder}")
+        run_on_all_cores(_MakePart(folder, make), missing, sizes, f"{activity} into {folder}")
 
-    result = cache.entries(folder, [part.name for part in parts], make_missing)
+    entries = cache.entries(folder, [part.name for part in parts], make_missing)
     return [
         DerivedPart(part, entry.values, entry.arrays, entry.digests)
-        for part, entry in zip(parts, result, strict=True)
+        for part, entry in zip(parts, entries, strict=True)
     ]
 
 
-def left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
-    """Returns how many examples are left out, by fault, or "filtered"; says so if there are any."""
-    counts = collections.Counter()
+def num_left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
+    """Returns and logs the number of skipped examples per fault, and of "filtered" ones."""
+    counter = collections.Counter()
     for part in parts:
-        counts.update(part.values["left_out"])
-    result = dict(sorted(counts.items()))
-    if result:
-        message = ", ".join(f"{count:,} ({name})" for name, count in result.items())
+        counter.update(part.values["left_out"])
+    counts = dict(sorted(counter.items()))
+    if counts:
+        message = ", ".join(f"{count:,} ({name})" for name, count in counts.items())
         _log.info("%s: examples left out: %s", source.location, message)
-    return result
+    return counts
 
 
-class _Make(NamedTuple):
+class _MakePart(NamedTuple):
+    """A picklable function that computes a part and writes it into the cache."""
+
     folder: str
-    make: Callable[[Part], Made]
+    make: Callable[[Part], Contents]
 
     def __call__(self, part: Part) -> None:
         values, arrays = self.make(part)
         cache.write(self.folder, part.name, values, arrays)
 
 
-def code_of(function: Callable[..., Any] | None) -> Any:
-    """Returns a user's function as a recipe has it: its name, arguments and a hash of its text.
+def function_recipe(function: Callable[..., Any] | None) -> Any:
+    """Returns the name, bound arguments and source hash of a function, for a recipe.
 
-    Another text makes another recipe. What the function calls does not count.
+    Editing the function thus invalidates the cache; editing the functions that it calls does not.
     """
     if function is None:
         return None
@@ -103,7 +114,7 @@ def code_of(function: Callable[..., Any] | None) -> Any:
         text = inspect.getsource(inner if inspect.isroutine(inner) else type(inner))
     except (OSError, TypeError):
         text = ""
-    return [described(function), hashlib.sha256(text.encode()).hexdigest()[:16]]
+    return [fingerprint_json(function), hashlib.sha256(text.encode()).hexdigest()[:16]]
 
 
 _log = logging.getLogger(__name__)

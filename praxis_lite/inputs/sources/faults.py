@@ -1,4 +1,4 @@
-"""What may be wrong with an example, and the error that names its place."""
+"""Faults of examples, and the error that reports one with its location."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -8,67 +8,72 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 
 __all__ = ("BadExample", "none_skipped")
 
-# By the names that a source's `skip` takes.
+# Names that a source's `skip` accepts, with their meaning.
 FAULTS = {
     "truncated": "the end of a file is missing",
-    "damaged": "a record is not what its checksum says, or an image cannot be read",
-    "not_utf8": "text is not UTF-8, or has half of a character",
-    "not_json": "a line is no JSON object",
-    "missing_key": "an example lacks the key that is asked for",
-    "id_beyond_vocabulary": "an id is negative, or not below the vocabulary's size",
-    "no_answer": "a conversation has nothing to learn",
+    "damaged": "a record does not match its checksum, or an image cannot be decoded",
+    "not_utf8": "text is not valid UTF-8, or has an unpaired surrogate",
+    "not_json": "a line is not a JSON object",
+    "missing_key": "an example lacks a key that the pipeline reads",
+    "id_beyond_vocabulary": "a token id is negative, or not below the vocabulary size",
+    "no_answer": "a conversation has no message to learn",
     "unknown_key": "a row of a conversation has a key that is not read",
-    "equal_answers": "the answers of a pair are the same",
+    "equal_answers": "the two answers of a preference pair are equal",
 }
 
 
 class BadExample(ConfigError):
-    """An example that cannot be used: where it stands, what was found, how to mend it.
+    """An example that cannot be used, with its location.
 
     Attributes:
-      fault: the name of what is wrong, of FAULTS.
-      where: the example's place, as the message has it.
-      given: the arguments, to make the same error in another process.
-      without_skip: the message, for what has no `skip`.
+      fault: Name of the fault, a key of FAULTS.
+      where: Location of the example, as in the message.
+      arguments: Arguments of the constructor, to build the same error in another process.
+      without_skip: Message that does not suggest `skip`, for callers without this setting.
     """
 
     def __init__(self, fault: str, where: str, found: str, fix: str):
-        self.fault, self.where, self.given = fault, where, (fault, where, found, fix)
+        self.fault, self.where, self.arguments = fault, where, (fault, where, found, fix)
         self.without_skip = f"{where} {found}. {fix}"
         super().__init__(
-            f"{self.without_skip} Or leave out what is like it, and have it counted: "
-            f"skip=[{fault!r}] of the source."
+            f"{self.without_skip} To skip and count such examples, add skip=[{fault!r}] to the "
+            "source."
         )
 
-    def of_setting(self, path: str) -> ConfigError:
-        """Returns the error with the whole path of the source's setting, for --set."""
+    def with_skip_path(self, path: str) -> ConfigError:
+        """Returns the error with the `--set` path of the source's `skip` in its message."""
         return ConfigError(
-            f"{self.without_skip} Or leave out what is like it, and have it counted: "
+            f"{self.without_skip} To skip and count such examples, add "
             f"--set {path}=\"['{self.fault}']\""
         )
 
     def __reduce__(self) -> tuple:
-        # Worker processes send it as what it was made of.
-        return BadExample, self.given
+        # The default would pickle the message instead of the constructor's arguments.
+        return BadExample, self.arguments
 
 
 @contextlib.contextmanager
 def none_skipped() -> Iterator[None]:
-    """Makes BadExample a plain ConfigError, where there is no `skip`."""
+    """Converts BadExample to a ConfigError without the advice to skip such examples."""
     try:
         yield
     except BadExample as error:
         raise ConfigError(error.without_skip) from None
 
 
-def applied(
+def apply_to_example(
     function: Callable[[Mapping[str, Any]], Any], example: Mapping[str, Any], where: str
 ) -> Any:
-    """Calls a user's function on an example.
+    """Calls a user's function on an example, and adds the example's location to errors.
+
+    Args:
+      function: The user's function.
+      example: Its argument.
+      where: Location of the example.
 
     Raises:
-      BadExample: the function asks for a key that the example lacks; names `where` it stands.
-      Whatever else the function raises, with a note of where.
+      BadExample: The function reads a key that the example lacks.
+      Exception: Any other exception of the function, with a note on the location.
     """
     try:
         return function(example)
@@ -84,13 +89,13 @@ def applied(
 
 
 def missing_key(key: str, example: Mapping[str, Any], where: str) -> BadExample:
-    """Returns the error for an example without a key, or with null there."""
+    """Returns the error for an example in which a key is missing or null."""
     names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
     if key in example:
         return BadExample(
-            "missing_key", where, f"has null as {key!r}", "Write it, or leave the example out."
+            "missing_key", where, f"has null for {key!r}", "Add a value, or remove the example."
         )
     return BadExample(
         "missing_key", where, f"has no {key!r}; it has {names}",
-        f"Name the key that holds it, or mend the data.{did_you_mean(key, names)}",
+        f"Change the setting that names the key, or fix the data.{did_you_mean(key, names)}",
     )

@@ -1,4 +1,4 @@
-"""Folders of files that are an example each: texts, images."""
+"""Sources over folders with a text or an image per file."""
 
 import abc
 import dataclasses
@@ -18,23 +18,23 @@ from praxis_lite.inputs.sources.base import (
     GlobSource,
     Part,
     ranges_of_parts,
-    unreadable,
+    unreadable_file,
 )
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.files.texts import decoded
+from praxis_lite.inputs.sources.files.texts import decode_utf8
 
 
 @dataclasses.dataclass(eq=False)
 class _FilePerExample(GlobSource):
-    """Source over files, sorted by name: each file is an example.
+    """Base class of sources with an example per file, in the order of the file names.
 
-    They are listed, not read, when the source is first used; a file that has another size or time
-    of change when it is read is refused by name. The fingerprint has names and sizes.
+    On first use, the files are listed but not read. Reading a file whose size or modification time
+    has changed since then raises an error. The fingerprint covers only names and sizes.
     """
 
     @abc.abstractmethod
-    def decoded(self, data: bytes, path: str) -> Example:
-        """Returns the example of a file's bytes."""
+    def decode(self, data: bytes, path: str) -> Example:
+        """Returns the example in a file with the bytes `data`."""
 
     @functools.cached_property
     def _root(self) -> str:
@@ -54,27 +54,27 @@ class _FilePerExample(GlobSource):
             with open(path, "rb") as file:
                 data = file.read()
         except OSError as error:
-            raise unreadable(path, error) from None
-        return self.decoded(data, path)
+            raise unreadable_file(path, error) from None
+        return self.decode(data, path)
 
     def where(self, index: int) -> str:
         return self.paths[index]
 
     def name_of(self, path: str) -> str:
-        """Returns a file's name, below the folder that all have in common."""
+        """Returns a file's path relative to the common folder of all files."""
         return os.path.relpath(os.path.abspath(path), self._root)
 
     def parts(self) -> list[Part]:
-        result = []
+        parts = []
         for start, stop in ranges_of_parts(len(self)):
-            # With times, for a text may be corrected without another size.
+            # Include modification times: a corrected text may have the same size.
             text = repr([
                 (self.name_of(path), *state)
                 for path, state in zip(self.paths[start:stop], self.states[start:stop], strict=True)
             ])
             name = f"files.{xxhash.xxh3_64_hexdigest(text.encode())}.{start}"
-            result.append(Part(start, stop, name))
-        return result
+            parts.append(Part(start, stop, name))
+        return parts
 
     def cache_folder(self) -> str:
         return os.path.expanduser(self.cache_dir or os.path.join(self._root, ".praxis_lite"))
@@ -91,30 +91,37 @@ class _FilePerExample(GlobSource):
 
 
 class TextFiles(_FilePerExample):
-    """A text per file: {"name": ..., "text": ...}; UTF-8.
+    """A source with a UTF-8 text per file: {"name": ..., "text": ...}.
 
     Args:
-      files, skip, cache_dir: as of all sources of files.
+      files: Comma-separated globs; `**` and `~` are expanded.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
+      cache_dir: Folder for data derived from the files. None uses `.praxis_lite` in the common
+        folder of all files.
     """
 
-    def decoded(self, data: bytes, path: str) -> Example:
-        return {"name": self.name_of(path), "text": decoded(data, path, is_file=True)}
+    def decode(self, data: bytes, path: str) -> Example:
+        return {"name": self.name_of(path), "text": decode_utf8(data, path, is_file=True)}
 
 
 @dataclasses.dataclass(eq=False)
 class ImageFiles(_FilePerExample):
-    """An image per file: {"name", "image": uint8 [height, width, 3], "label": int32}.
+    """A source with an image per file, labeled by its folder.
 
-    The label is the number of the file's folder among the classes. They are those of training: a
-    split that lacks some of them is given the same names, or its labels would be others. Images
-    that are to share a batch are brought to one size by a transform.
+    Examples are {"name": str, "image": uint8[height, width, 3], "label": int32}. The label is the
+    index of the file's folder in `classes`. Pass the classes of the training split to all other
+    splits: a split without images of some class would otherwise number its classes differently.
+    Use a transform to resize images to the same shape before batching.
 
-    All formats of Pillow are read, turned upright as EXIF says.
+    All image formats of Pillow are read, and rotated upright according to their EXIF orientation.
 
     Args:
-      files, skip, cache_dir: as of all sources of files.
-      classes: the names of the folders, in the order of their labels; or the ImageFiles of
-        training, whose classes are taken. None: the folders that hold images, sorted.
+      files: Comma-separated globs; `**` and `~` are expanded.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
+      cache_dir: Folder for data derived from the files. None uses `.praxis_lite` in the common
+        folder of all files.
+      classes: Folder names in the order of their labels, or the ImageFiles of the training split,
+        to use its classes. None uses the folders of all files, sorted.
     """
 
     needed_package = "PIL"
@@ -129,76 +136,79 @@ class ImageFiles(_FilePerExample):
                 and all(isinstance(cls_name, str) for cls_name in self.classes)
                 and len(set(self.classes)) == len(self.classes) > 0,
                 f"{type(self).__name__}.classes", self.classes,
-                "a list of the names of folders, each once",
+                "a list of distinct folder names",
             )
         if self.classes is not None:
-            for path in self._one_of_each_folder:
+            for path in self._one_path_per_folder:
                 self._label(path)
 
     @functools.cached_property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes, by their labels."""
+        """The class names in the order of their labels."""
         if isinstance(self.classes, ImageFiles):
             return self.classes.class_names
         if self.classes is not None:
             return tuple(self.classes)
-        return tuple(sorted(set(map(_folder_of, self._one_of_each_folder))))
+        return tuple(sorted(set(map(_folder_name, self._one_path_per_folder))))
 
     @property
-    def _one_of_each_folder(self) -> list[str]:
+    def _one_path_per_folder(self) -> list[str]:
         return list({os.path.dirname(path): path for path in self.paths}.values())
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
         return {"label": self.class_names}
 
     @functools.cached_property
-    def _label_of(self) -> dict[str, int]:
+    def _labels_by_class(self) -> dict[str, int]:
         return {name: label for label, name in enumerate(self.class_names)}
 
     def _label(self, path: str) -> int:
-        name = _folder_of(path)
-        if name not in self._label_of:
+        name = _folder_name(path)
+        if name not in self._labels_by_class:
             raise ConfigError(
-                f"{path} is in the folder {shown(repr(name))}, which is none of the classes: "
+                f"{path} is in the folder {shown(repr(name))}, which is not one of the classes "
                 f"{few(self.class_names, 10)}.{did_you_mean(name, self.class_names)} Add it to "
-                f"{type(self).__name__}.classes, of training as well, or leave it out of files."
+                f"{type(self).__name__}.classes of all splits, or exclude it from `files`."
             )
-        return self._label_of[name]
+        return self._labels_by_class[name]
 
-    def decoded(self, data: bytes, path: str) -> Example:
+    def decode(self, data: bytes, path: str) -> Example:
         return {
             "name": self.name_of(path), "image": _rgb_pixels(data, path),
             "label": np.int32(self._label(path)),
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        named = {} if self.classes is None else {"classes": list(self.class_names)}
-        return super().fingerprint() | named
+        classes = {} if self.classes is None else {"classes": list(self.class_names)}
+        return super().fingerprint() | classes
 
 
-def _folder_of(path: str) -> str:
+def _folder_name(path: str) -> str:
     return os.path.basename(os.path.dirname(os.path.abspath(path)))
 
 
 def _rgb_pixels(data: bytes, path: str) -> np.ndarray:
-    """Returns uint8[height, width, 3] of an image, upright.
+    """Decodes an image to uint8[height, width, 3], rotated upright.
 
-    Transparency is left out, of 16 bits the upper 8 are taken, and Pillow converts the other modes.
-    Raises BadExample for a damaged image, and for one of 32 bits, where white has no one number.
+    Transparency is dropped, 16-bit pixels keep their upper 8 bits, and Pillow converts other modes.
+
+    Raises:
+      BadExample: The image is damaged, or has 32 bits per pixel, a mode without a standard value
+        for white.
     """
     pillow, operations = optional_module("PIL.Image", path), optional_module("PIL.ImageOps", path)
     try:
         image = operations.exif_transpose(pillow.open(io.BytesIO(data)))
-        if image.mode.startswith("I;16"):  # Pillow would make white of all above 255.
+        if image.mode.startswith("I;16"):  # Pillow's conversion would clip all values above 255.
             return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=-1)
         if image.mode in ("I", "F"):
-            raise ValueError(f"its pixels, of mode {image.mode}, have neither 8 nor 16 bits")
+            raise ValueError(f"pixels of mode {image.mode} have neither 8 nor 16 bits")
         if image.mode != "RGB":
-            image.info.pop("transparency", None)  # Pillow would warn of a palette's.
+            image.info.pop("transparency", None)  # Avoids a warning about transparent palettes.
         return np.asarray(image.convert("RGB"))
-    except Exception as error:  # Pillow raises errors of many kinds where an image is damaged.
+    except Exception as error:  # Pillow raises many kinds of errors for damaged images.
         raise BadExample(
             "damaged", path,
             f"cannot be read as an image: {shown(str(error) or type(error).__name__, 300)}",
-            "Make or copy it again.",
+            "Write or copy it again.",
         ) from None

@@ -1,4 +1,4 @@
-"""Batches of a Grain dataset that a function of the user's makes."""
+"""Reads batches from a Grain dataset that a user's function returns."""
 
 import functools
 import itertools
@@ -14,27 +14,27 @@ from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.base import (
     IndexedPipeline,
     InputPipeline,
-    ReplayedPipeline,
-    described,
-    digest_of,
+    SequentialPipeline,
+    batches_sha256,
+    fingerprint_json,
     spec_of_rows,
     zero_rows,
 )
-from praxis_lite.inputs.batch_arrays import stacked
+from praxis_lite.inputs.batch_arrays import stack_examples
 
 if TYPE_CHECKING:
     import jax
 
-_NUM_HASHED = 2  # Batches, in the fingerprint.
+_NUM_HASHED_BATCHES = 2  # The fingerprint contains a hash of this many batches.
 
 
-class _OfGrain(InputPipeline):
-    """The shared part of both pipelines: the function's dataset, and batches of its elements."""
+class _GrainPipeline(InputPipeline):
+    """Base class of pipelines over a Grain dataset of class grain._DATASET_CLASS."""
 
     make_dataset: Callable[[], Any]
     batch_size: int
-    _KIND = ""
-    _INSTEAD = ""
+    _DATASET_CLASS = ""
+    _ALTERNATIVES = ""  # Which pipelines to use for other datasets, for the error message.
 
     def check(self) -> None:
         super().check()
@@ -42,14 +42,15 @@ class _OfGrain(InputPipeline):
 
     @functools.cached_property
     def dataset(self) -> Any:
-        """The function's dataset. Raises ConfigError if it is no dataset of the right kind."""
-        made = self.make_dataset()
-        if not isinstance(made, getattr(optional_module("grain", type(self).__name__), self._KIND)):
+        """The user's dataset. Raises ConfigError if it does not have the expected class."""
+        dataset = self.make_dataset()
+        grain = optional_module("grain", type(self).__name__)
+        if not isinstance(dataset, getattr(grain, self._DATASET_CLASS)):
             raise ConfigError(
-                f"{type(self).__name__}: {self._name} returns a {type(made).__name__}; a "
-                f"grain.{self._KIND} was wanted. {self._INSTEAD}"
+                f"{type(self).__name__}: {self._name} returns a {type(dataset).__name__}; expected "
+                f"a grain.{self._DATASET_CLASS}. {self._ALTERNATIVES}"
             )
-        return made
+        return dataset
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         return spec_of_rows(self._first_batch, self.batch_size)
@@ -59,12 +60,13 @@ class _OfGrain(InputPipeline):
         raise NotImplementedError
 
     def _batch(self, elements: list[Any], num_rows: int) -> dict[str, np.ndarray]:
-        return stacked(type(self).__name__, self._name, elements, num_rows)
+        return stack_examples(type(self).__name__, self._name, elements, num_rows)
 
     def fingerprint(self) -> dict[str, Any]:
-        first = itertools.islice(self.batches(), _NUM_HASHED)
+        first_batches = itertools.islice(self.batches(), _NUM_HASHED_BATCHES)
         return self.settings_fingerprint("batch_size", "num_batches") | {
-            "make_dataset": described(self.make_dataset), "first_batches_sha256": digest_of(first),
+            "make_dataset": fingerprint_json(self.make_dataset),
+            "first_batches_sha256": batches_sha256(first_batches),
         }
 
     @property
@@ -72,32 +74,34 @@ class _OfGrain(InputPipeline):
         return function_name(self.make_dataset)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process makes the dataset anew.
-        result = ("dataset", "_first_batch")
-        return {name: value for name, value in vars(self).items() if name not in result}
+        # A worker process builds the dataset again.
+        recomputed = ("dataset", "_first_batch")
+        return {name: value for name, value in vars(self).items() if name not in recomputed}
 
 
-class FromGrain(_OfGrain, IndexedPipeline):
-    """Batches of a grain.MapDataset that a function of yours makes, from dicts of arrays.
+class FromGrain(_GrainPipeline, IndexedPipeline):
+    """Batches of a grain.MapDataset of dicts of arrays, which your function returns.
 
-    Any element is found by its index, so a job resumes at its batch at once, each host makes its
-    own rows alone, and `WithWorkers` and `Mixture` take it. Shuffle and repeat in the function:
-    `.seed(0).shuffle().repeat()` has no end, for training; without repeat it is one pass. Elements
-    are examples, not batches. A filter leaves holes among the indices: filter the source, or see
+    A MapDataset has random access, so a job resumes without replaying data, each host computes only
+    its own rows, and `WithWorkers` and `Mixture` accept this pipeline. Shuffle and repeat the
+    dataset in your function: `.seed(0).shuffle().repeat()` makes it endless, for training; without
+    `.repeat()` it is one pass. Elements are examples, not batches. Filtered datasets are not
+    supported, because a filter leaves gaps among the indices: filter the source instead, or use
     `FromGrainIter`.
 
-    `weights` of ones are added if there are none, a weight per label or else per row; numbers of
-    64 bits become 32; a last batch that is not full ends in zero rows. The fingerprint has the
-    function's full name, its arguments, the settings, and a hash of the first two batches.
+    If there are no `weights`, ones are added: one per label, or one per row without labels. 64-bit
+    numbers are converted to 32 bits. An incomplete last batch is padded with zero rows. The
+    fingerprint contains the function's qualified name, its arguments, the settings, and a hash of
+    the first two batches.
 
     Args:
-        make_dataset: importable; returns the dataset. Configure it as
+        make_dataset: Importable function that returns the dataset. Configure it as
             `fdl.Partial(make_dataset, split="train")`.
-        batch_size: rows of the global batch.
+        batch_size: Number of rows in the global batch.
     """
 
-    _KIND = "MapDataset"
-    _INSTEAD = "FromGrainIter takes an IterDataset; FromDataset takes a tf.data.Dataset."
+    _DATASET_CLASS = "MapDataset"
+    _ALTERNATIVES = "Use FromGrainIter for an IterDataset, or FromDataset for a tf.data.Dataset."
 
     def __init__(self, make_dataset: "Callable[[], Any]", batch_size: int):
         self.make_dataset, self.batch_size = make_dataset, batch_size
@@ -105,14 +109,14 @@ class FromGrain(_OfGrain, IndexedPipeline):
     def check(self) -> None:
         if len(self.dataset) == 0:
             raise ConfigError(
-                f"FromGrain: {self._name} has 0 elements; expected at least one. Make it of more "
-                "data, or filter less."
+                f"FromGrain: {self._name} has 0 elements; expected at least one. Add data, or "
+                "relax its filters."
             )
         super().check()
 
     @property
     def num_batches(self) -> int | None:
-        # Grain gives a dataset that repeats for ever the largest length that Python has.
+        # Grain reports sys.maxsize as the length of an endless dataset.
         length = len(self.dataset)
         return None if length == sys.maxsize else -(-length // self.batch_size)
 
@@ -124,37 +128,39 @@ class FromGrain(_OfGrain, IndexedPipeline):
         element = self.dataset[index]
         if element is None:
             raise ConfigError(
-                f"FromGrain: element {index} of {self._name} is filtered out, so which element "
-                "comes next is not known without reading on. Filter the source instead, or end "
-                "the function with .to_iter_dataset() and use FromGrainIter."
+                f"FromGrain: element {index} of {self._name} is filtered out, but FromGrain does "
+                "not support filters. Filter the source instead, or end the function with "
+                ".to_iter_dataset() and use FromGrainIter."
             )
         return element
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first = index * self.batch_size + rows.start
         stop = min(index * self.batch_size + rows.stop, len(self.dataset))
-        elements = [self._element(place) for place in range(first, stop)]
+        elements = [self._element(element) for element in range(first, stop)]
         if elements:
             return self._batch(elements, rows.stop - rows.start)
         return zero_rows(self._first_batch, rows.stop - rows.start)
 
 
-class FromGrainIter(_OfGrain, ReplayedPipeline):
-    """Batches of a grain.IterDataset that a function of yours makes, from dicts of arrays.
+class FromGrainIter(_GrainPipeline, SequentialPipeline):
+    """Batches of a grain.IterDataset of dicts of arrays, which your function returns.
 
-    An IterDataset gives its elements only in order: batch k is found by reading on from the first.
-    A job that resumes at step k first makes k batches (a line says so), and every process makes the
-    whole batch and takes its rows. `FromGrain` needs neither. Otherwise as `FromGrain`.
+    An IterDataset has no random access: a job that resumes at step k first recomputes k batches
+    (and logs this), and every process computes the complete global batch and takes its own rows.
+    Prefer `FromGrain`, which does neither; leaves are converted and padded as in `FromGrain`.
 
     Args:
-        make_dataset: importable; returns the dataset, of examples.
-        batch_size: rows of the global batch.
-        num_batches: of one pass, of which the last may lack rows. None: without end, for training.
+        make_dataset: Importable function that returns the dataset. Configure it as
+            `fdl.Partial(make_dataset, split="train")`. Elements are examples, not batches.
+        batch_size: Number of rows in the global batch.
+        num_batches: Number of batches in one pass; the last may be incomplete. None if the dataset
+            is endless, for training.
     """
 
     num_batches: int | None = None
-    _KIND = "IterDataset"
-    _INSTEAD = "FromGrain takes a MapDataset; FromDataset takes a tf.data.Dataset."
+    _DATASET_CLASS = "IterDataset"
+    _ALTERNATIVES = "Use FromGrain for a MapDataset, or FromDataset for a tf.data.Dataset."
 
     def __init__(
         self, make_dataset: "Callable[[], Any]", batch_size: int, num_batches: int | None = None
@@ -172,23 +178,22 @@ class FromGrainIter(_OfGrain, ReplayedPipeline):
         first = list(itertools.islice(iter(self.dataset), 1))
         if not first:
             raise ConfigError(
-                f"FromGrainIter: {self._name} has 0 elements; expected at least one. Make it of "
-                "more data, or filter less."
+                f"FromGrainIter: {self._name} has 0 elements; expected at least one. Add data, or "
+                "relax its filters."
             )
         return self._batch(first, 1)
 
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
         elements = itertools.islice(iter(self.dataset), start * self.batch_size, None)
         end = self.num_batches
-        expected = itertools.count(start) if end is None else range(start, end)
-        for index in expected:
-            actual = list(itertools.islice(elements, self.batch_size))
+        indices = itertools.count(start) if end is None else range(start, end)
+        for index in indices:
+            examples = list(itertools.islice(elements, self.batch_size))
             is_last = end is not None and index + 1 == end
-            if not actual or (len(actual) < self.batch_size and not is_last):
-                has = f"has {end} batches, as num_batches says"
-                wants = "repeats without end" if end is None else has
+            if not examples or (len(examples) < self.batch_size and not is_last):
+                expected = "an endless dataset" if end is None else f"{end} batches"
                 raise ConfigError(
-                    f"FromGrainIter: {self._name} ended in batch {index}; expected a dataset that "
-                    f"{wants}. Add .repeat(), or change num_batches."
+                    f"FromGrainIter: {self._name} ended in batch {index}; expected {expected}. Add "
+                    ".repeat(), or change num_batches."
                 )
-            yield {name: x[rows] for name, x in self._batch(actual, self.batch_size).items()}
+            yield {name: x[rows] for name, x in self._batch(examples, self.batch_size).items()}

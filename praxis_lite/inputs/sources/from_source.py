@@ -1,4 +1,4 @@
-"""Batches of a source's examples: images, arrays, anything with rows of equal shapes."""
+"""A pipeline that batches a source's examples, such as images or arrays of equal shapes."""
 
 import collections
 import dataclasses
@@ -11,34 +11,37 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.inputs.base import NumberedPipeline, described, spec_of_rows, zero_rows
-from praxis_lite.inputs.batch_arrays import stacked
-from praxis_lite.inputs.sources.base import Example, Part, Source, settings_alone
-from praxis_lite.inputs.sources.cache import Made
-from praxis_lite.inputs.sources.derived import code_of, derived, left_out
-from praxis_lite.inputs.sources.faults import applied
+from praxis_lite.inputs.base import ExamplePipeline, fingerprint_json, spec_of_rows, zero_rows
+from praxis_lite.inputs.batch_arrays import stack_examples
+from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state
+from praxis_lite.inputs.sources.cache import Contents
+from praxis_lite.inputs.sources.derived import derive_parts, function_recipe, num_left_out
+from praxis_lite.inputs.sources.faults import apply_to_example
 
 if TYPE_CHECKING:
     import jax
 
 
 @dataclasses.dataclass(eq=False)
-class FromSource(NumberedPipeline):
+class FromSource(ExamplePipeline):
     """Batches of a source's examples, each a dict of arrays or numbers of the same shapes.
 
-    Any example is found by its number, so a job resumes at its batch at once, and each host reads
-    its own rows alone. With `keep`, or a source that skips faults, all examples are read once, by
-    all cores, and which are wanted is kept beside the files.
+    Sources have random access, so a job resumes without replaying data, and each host reads only
+    its own rows. With `keep`, or a source with `skip`, all examples are read once on all cores to
+    find those to use, and the result is cached in the source's cache folder.
 
-    `weights` of ones are added if there are none, a weight per label or else per row; numbers of
-    64 bits become 32; a last batch that is not full ends in zero rows.
+    If there are no `weights`, ones are added: one per label, or one per row without labels. 64-bit
+    numbers are converted to 32 bits. An incomplete last batch is padded with zero rows.
 
     Args:
-      source: of the examples.
-      transform: an importable function from an example to what stands in the batch: it decodes,
-        scales, cuts, leaves out names. None: as the source has it.
-      keep: an importable function that says of an example, before `transform`, if it is wanted.
-      shuffle: True for endless batches in another order every epoch; False for one pass.
+      source: Source of the examples.
+      batch_size: Number of rows in the global batch.
+      transform: Importable function from an example to the leaves of its row, for example to
+        decode, scale, crop or drop values. None uses the examples unchanged.
+      keep: Importable predicate of examples, called before `transform`; examples for which it
+        returns False are left out. None keeps all examples.
+      seed: Seed of the shuffled order.
+      shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
     """
 
     source: Source
@@ -58,89 +61,94 @@ class FromSource(NumberedPipeline):
         self.source.check()
         if not self.num_examples:
             raise ConfigError(
-                f"FromSource: of {len(self.source):,} examples none is left: {self.left_out}. "
-                "Change keep, or mend the data."
+                f"FromSource: all {len(self.source):,} examples were left out: {self.left_out}. "
+                "Relax `keep`, or fix the data."
             )
-        _ = self._first
+        _ = self._first_row
 
     @functools.cached_property
-    def _wanted(self) -> tuple[np.ndarray | None, dict[str, int]]:
-        """Numbers of the wanted examples (None: all), and counts of the others by reason."""
+    def _selection(self) -> tuple[np.ndarray | None, dict[str, int]]:
+        """Source indices of the used examples (None: all), and counts of the others by reason."""
         if self.keep is None and not self.source.skip:
             return None, {}
-        parts = derived(
-            self.source, "kept", {"keep": code_of(self.keep), "transform": code_of(self.transform)},
-            self._made, "filtering",
+        parts = derive_parts(
+            self.source, "kept",
+            {"keep": function_recipe(self.keep), "transform": function_recipe(self.transform)},
+            self._select, "filtering",
         )
-        numbers = [part.part.start + part.arrays["rows"].astype(np.int64) for part in parts]
-        return np.concatenate([np.empty(0, np.int64), *numbers]), left_out(self.source, parts)
+        indices = [part.part.start + part.arrays["rows"].astype(np.int64) for part in parts]
+        return np.concatenate([np.empty(0, np.int64), *indices]), num_left_out(self.source, parts)
 
     @property
     def left_out(self) -> dict[str, int]:
-        """How many examples are not wanted: by fault, or "filtered" by `keep`."""
-        return self._wanted[1]
+        """The number of examples that are not used, by fault, or "filtered" for `keep`."""
+        return self._selection[1]
 
-    def _made(self, part: Part) -> Made:
-        missing = collections.Counter()
-        rows = [n - part.start for n, _ in self.source.made_of(part, self._why_not, missing)]
-        return {"left_out": dict(missing)}, {"rows": np.array(rows, np.int32)}
+    def _select(self, part: Part) -> Contents:
+        counts = collections.Counter()
+        reasons = self.source.made_of(part, self._reason_to_leave_out, counts)
+        rows = [index - part.start for index, _ in reasons]
+        return {"left_out": dict(counts)}, {"rows": np.array(rows, np.int32)}
 
-    def _why_not(self, example: Example, number: int) -> str | None:
-        """Returns "filtered" for an example that `keep` does not want, else None."""
-        where = self.source.where(number)
-        if self.keep is not None and not applied(self.keep, example, where):
+    def _reason_to_leave_out(self, example: Example, index: int) -> str | None:
+        """Returns "filtered" if `keep` returns False, else None; raises for other faults."""
+        where = self.source.where(index)
+        if self.keep is not None and not apply_to_example(self.keep, example, where):
             return "filtered"
         if self.source.skip:
-            self._transformed(example, number)  # Its faults are found now.
+            self._transform_example(example, index)  # Raises BadExample if it finds a fault.
         return None
 
-    def _transformed(self, example: Example, number: int) -> Mapping[str, Any]:
+    def _transform_example(self, example: Example, index: int) -> Mapping[str, Any]:
         if self.transform is None:
             return example
-        return applied(self.transform, example, self.source.where(number))
+        return apply_to_example(self.transform, example, self.source.where(index))
 
     @property
     def num_examples(self) -> int:
-        """The examples that are wanted."""
-        numbers, _ = self._wanted
-        return len(self.source) if numbers is None else len(numbers)
+        """The number of examples that are not left out."""
+        indices, _ = self._selection
+        return len(self.source) if indices is None else len(indices)
 
-    def where(self, number: int) -> str:
-        numbers, _ = self._wanted
-        return self.source.where(int(number if numbers is None else numbers[number]))
+    def _source_index(self, example: int) -> int:
+        indices, _ = self._selection
+        return int(example if indices is None else indices[example])
 
-    def _example(self, place: int) -> Mapping[str, Any]:
-        numbers, _ = self._wanted
-        number = int(place if numbers is None else numbers[place])
-        return self._transformed(self.source[number], number)
+    def where(self, example: int) -> str:
+        return self.source.where(self._source_index(example))
+
+    def _example(self, example: int) -> Mapping[str, Any]:
+        index = self._source_index(example)
+        return self._transform_example(self.source[index], index)
 
     @functools.cached_property
-    def _first(self) -> dict[str, np.ndarray]:
-        return stacked("FromSource", self.source.where(0), [self._example(0)], 1)
+    def _first_row(self) -> dict[str, np.ndarray]:
+        return stack_examples("FromSource", self.source.where(0), [self._example(0)], 1)
 
     def classes(self) -> dict[str, tuple[str, ...]]:
-        result = self.source.classes_of_labels()
-        # A transform may leave labels out, and calls them by another name at times.
-        has_labels = self.transform is None or self._first.keys() & {"label", "labels", *result}
-        return result if has_labels else {}
+        classes = self.source.classes_of_labels()
+        # A transform may drop the labels, or rename them to one of the usual names.
+        labels = {"label", "labels", *classes}
+        has_labels = self.transform is None or self._first_row.keys() & labels
+        return classes if has_labels else {}
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
-        return spec_of_rows(self._first, self.batch_size)
+        return spec_of_rows(self._first_row, self.batch_size)
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
-        count = rows.stop - rows.start
-        elements = [self._example(place) for place in self.numbers(index, rows).tolist()]
-        if not elements:
-            return zero_rows(self._first, count)
-        return stacked("FromSource", type(self.source).__name__, elements, count)
+        num_rows = rows.stop - rows.start
+        examples = [self._example(i) for i in self.example_indices(index, rows).tolist()]
+        if not examples:
+            return zero_rows(self._first_row, num_rows)
+        return stack_examples("FromSource", type(self.source).__name__, examples, num_rows)
 
     def fingerprint(self) -> dict[str, Any]:
-        expected, missing = self._wanted
-        digest = None if expected is None else hashlib.sha256(expected.tobytes()).hexdigest()
+        indices, num_left_out_by_reason = self._selection
+        digest = None if indices is None else hashlib.sha256(indices.tobytes()).hexdigest()
         return self.settings_fingerprint("batch_size", "seed", "shuffle", "source") | {
-            "transform": json.loads(json.dumps(described(self.transform))),
-            "left_out": missing, "kept_sha256": digest,
+            "transform": json.loads(json.dumps(fingerprint_json(self.transform))),
+            "left_out": num_left_out_by_reason, "kept_sha256": digest,
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return settings_alone(self)
+        return picklable_state(self)

@@ -1,4 +1,4 @@
-"""Datasets that another library has prepared on disk: TFDS, Hugging Face."""
+"""Sources over datasets on disk that Hugging Face's `datasets` or TFDS prepared."""
 
 import abc
 import dataclasses
@@ -13,7 +13,7 @@ import xxhash
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.inputs.mixing.same_classes import class_clashes
-from praxis_lite.inputs.sources.base import Example, Part, Source, ranges_of_parts, settings_alone
+from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state, ranges_of_parts
 from praxis_lite.inputs.sources.columnar import without_nulls
 from praxis_lite.inputs.sources.copied import import_datasets
 from praxis_lite.inputs.sources.faults import BadExample
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False)
-class _Prepared(Source):
-    """A split of a dataset in a folder, in which its library finds any example."""
+class _PreparedDataset(Source):
+    """Base class of sources over a dataset folder that its library reads with random access."""
 
     path: str
     split: str | None = None
@@ -35,7 +35,7 @@ class _Prepared(Source):
     @property
     @abc.abstractmethod
     def version(self) -> str:
-        """Identifies the examples: another version has other examples."""
+        """A string that changes when the examples change."""
 
     @property
     @abc.abstractmethod
@@ -49,7 +49,7 @@ class _Prepared(Source):
     def check(self) -> None:
         super().check()
         if not len(self):
-            raise ConfigError(f"{self.location} has no examples. Leave the source out.")
+            raise ConfigError(f"{self.location} has no examples. Remove the source.")
 
     @property
     def location(self) -> str:
@@ -68,7 +68,7 @@ class _Prepared(Source):
             raise IndexError(f"example {index} of {len(self)}")
         try:
             return self.example(self.rows[int(index)])
-        except Exception as error:  # The libraries raise errors of many kinds for a damaged row.
+        except Exception as error:  # The libraries raise many kinds of errors for a damaged row.
             raise BadExample(
                 "damaged", f"{self.where(index)},",
                 f"cannot be read: {shown(str(error) or type(error).__name__, 300)}",
@@ -94,39 +94,40 @@ class _Prepared(Source):
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return settings_alone(self)
+        return picklable_state(self)
 
 
-class HuggingFaceDataset(_Prepared):
-    """The rows of a dataset that `datasets` wrote with `save_to_disk`; lists become arrays.
+class HuggingFaceDataset(_PreparedDataset):
+    """A source over a Hugging Face dataset that was written with `save_to_disk`.
 
-    Images are decoded with Pillow; sounds and films are the bytes and the path that their row has.
+    Lists of numbers become arrays. Images are decoded with Pillow; audio and video are not decoded,
+    but returned as a dict with their bytes and path.
 
     Args:
-      path: the folder.
-      split: of a DatasetDict; None: the folder holds one dataset.
-      skip: names of FAULTS: examples with one are left out and counted.
-      cache_dir: where what is derived is stored. None: `.praxis_lite` in the folder.
+      path: Folder of the dataset.
+      split: Name of the split if the folder contains a DatasetDict, else None.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
+      cache_dir: Folder for data derived from the dataset. None uses `.praxis_lite` in its folder.
     """
 
     @functools.cached_property
     def saved(self) -> "datasets.Dataset":
-        """The split as it was saved."""
+        """The split in its saved format."""
         library = import_datasets("HuggingFaceDataset")
         try:
-            result = library.load_from_disk(str(self.folder))
+            loaded = library.load_from_disk(str(self.folder))
         except FileNotFoundError as error:
             raise ConfigError(
-                f"{self.folder} holds no dataset of Hugging Face's, which has a state.json, or it "
-                f"lacks a file ({shown(str(error), 300)}). Write one with "
-                "dataset.save_to_disk(path); one from their hub is loaded by load_dataset first."
+                f"{self.folder} is not a complete Hugging Face dataset "
+                f"({shown(str(error), 300)}). Write it with dataset.save_to_disk(path), after "
+                "load_dataset for a dataset from the Hub."
             ) from None
-        except Exception as error:  # Whatever Arrow and JSON raise for damaged files.
+        except Exception as error:  # Arrow and JSON raise many kinds of errors for damaged files.
             raise ConfigError(
                 f"{self.folder} cannot be read: {shown(str(error), 300)}. Copy or save the dataset "
                 "again."
             ) from None
-        splits = result if isinstance(result, Mapping) else {None: result}
+        splits = loaded if isinstance(loaded, Mapping) else {None: loaded}
         if self.split not in splits:
             known = "a dataset without splits" if None in splits else sorted(splits)
             raise ConfigError(
@@ -138,14 +139,14 @@ class HuggingFaceDataset(_Prepared):
 
     @functools.cached_property
     def rows(self) -> "datasets.Dataset":
-        library, result = import_datasets("HuggingFaceDataset"), self.saved
-        result = result.with_format(None, columns=result.format["columns"])
-        for name, feature in result.features.items():
+        library, dataset = import_datasets("HuggingFaceDataset"), self.saved
+        dataset = dataset.with_format(None, columns=dataset.format["columns"])
+        for name, feature in dataset.features.items():
             if isinstance(feature, library.Audio | library.Video):
-                result = result.cast_column(name, type(feature)(decode=False))
-        if "Image(" in repr(result.features):
+                dataset = dataset.cast_column(name, type(feature)(decode=False))
+        if "Image(" in repr(dataset.features):
             require_package("PIL", f"{self.folder}, for its images,")
-        return result
+        return dataset
 
     def example(self, row: Mapping[str, Any]) -> Example:
         return {name: _value(self.rows.features[name], value) for name, value in row.items()}
@@ -159,7 +160,7 @@ class HuggingFaceDataset(_Prepared):
 
 
 def _value(feature: Any, value: Any) -> Any:
-    """Returns a cell: a list of numbers as an array of their type, and no keys that are null."""
+    """Converts a list of numbers to an array, and removes null fields from structs."""
     numbers = getattr(getattr(feature, "feature", None), "pa_type", None)
     types = optional_module("pyarrow.types", "Arrow")
     is_numbers = isinstance(value, list) and numbers is not None and types.is_primitive(numbers)
@@ -178,22 +179,22 @@ def _classes(dataset: "datasets.Dataset") -> dict[str, tuple[str, ...]]:
 
 def _require_same_classes(folder: Path, splits: "Mapping[Any, datasets.Dataset]") -> None:
     classes = {name: _classes(split) for name, split in splits.items()}
-    for label, name, (item, number), (other, expected) in class_clashes(classes):
+    for label, name, (split, index), (other_split, other_index) in class_clashes(classes):
         raise ConfigError(
-            f"{folder}: {shown(repr(label))} counts the class {shown(repr(name))} as {number} in "
-            f"the split {item!r}, and as {expected} in {other!r}. Save both with the same "
-            "ClassLabel (dataset.cast_column)."
+            f"{folder}: the class {shown(repr(name))} of {shown(repr(label))} has the index "
+            f"{index} in the split {split!r}, but {other_index} in {other_split!r}. Save both with "
+            "the same ClassLabel (dataset.cast_column)."
         )
 
 
-class Tfds(_Prepared):
-    """The examples of a dataset of TFDS, prepared in the format array_record.
+class Tfds(_PreparedDataset):
+    """A source over a TFDS dataset that was prepared in the array_record format.
 
     Args:
-      path: the folder of a version of the dataset, such as ~/tensorflow_datasets/mnist/3.0.1.
-      split: as TFDS writes it: "train", "train[:90%]".
-      skip: names of FAULTS: examples with one are left out and counted.
-      cache_dir: where what is derived is stored. None: `.praxis_lite` in the folder.
+      path: Folder of one version of the dataset, such as ~/tensorflow_datasets/mnist/3.0.1.
+      split: Split in the syntax of TFDS: "train", "train[:90%]".
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
+      cache_dir: Folder for data derived from the dataset. None uses `.praxis_lite` in its folder.
     """
 
     needed_package = "tensorflow_datasets"
@@ -203,10 +204,10 @@ class Tfds(_Prepared):
         tfds = optional_module("tensorflow_datasets", "Tfds")
         try:
             return tfds.builder_from_directory(str(self.folder))
-        except Exception as error:  # TFDS raises errors of many kinds for damaged files.
+        except Exception as error:  # TFDS raises many kinds of errors for damaged files.
             raise ConfigError(
-                f"{self.folder} holds no dataset of TFDS: {shown(str(error), 300)}. Name the "
-                "folder of a version, with its dataset_info.json."
+                f"{self.folder} is not a TFDS dataset: {shown(str(error), 300)}. Set `path` to the "
+                "folder of a version, which contains dataset_info.json."
             ) from None
 
     @functools.cached_property
@@ -220,21 +221,21 @@ class Tfds(_Prepared):
             )
         if info.file_format.value != "array_record":
             raise ConfigError(
-                f"{self.path} is in the format {info.file_format.value}, in which no example is "
-                "found by its number. Prepare it as array_record (tfds build "
-                "--file_format=array_record, or tfds convert_format), or give it to FromDataset."
+                f"{self.path} has the format {info.file_format.value}, which has no random access; "
+                "expected array_record. Convert it (tfds build --file_format=array_record, or tfds "
+                "convert_format), or use FromDataset."
             )
         self._require_complete_files()
         try:
             return self._builder.as_data_source(self.split)
         except Exception as error:
             raise ConfigError(
-                f"Tfds.split is {self.split!r}: {shown(str(error).split(chr(10))[0], 300)} Write "
-                f"{known[0]!r} or {f'{known[0]}[:90%]'!r}, say."
+                f"Tfds.split is {self.split!r}: {shown(str(error).split(chr(10))[0], 300)} Use a "
+                f"split such as {known[0]!r} or {f'{known[0]}[:90%]'!r}."
             ) from None
 
     def _require_complete_files(self) -> None:
-        """Raises ConfigError for files that are lost or cut off, which TFDS opens only later."""
+        """Raises ConfigError if a file is missing or truncated; TFDS would open it only later."""
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
         split = self._builder.info.splits[self.split.partition("[")[0]]
@@ -245,8 +246,8 @@ class Tfds(_Prepared):
                 actual = f"cannot be read ({error})"
             if actual != f"has {expected:,} records":
                 raise ConfigError(
-                    f"{path} {actual}; expected {expected:,} records, as its dataset_info.json "
-                    "says. Copy or prepare the dataset again."
+                    f"{path} {actual}; expected {expected:,} records according to "
+                    "dataset_info.json. Copy or prepare the dataset again."
                 )
 
     def example(self, row: Example) -> Example:

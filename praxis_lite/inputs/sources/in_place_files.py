@@ -1,4 +1,4 @@
-"""Files that are read in place: opened when a row is asked for, and refused if they changed."""
+"""Base class of sources that read files in place, opened on first use."""
 
 import abc
 import collections
@@ -9,28 +9,28 @@ from typing import Any
 
 from praxis_lite.inputs.sources.base import RowsOfFiles
 
-# Of the open files that the system lets a process have, other parts of it need some.
-_MOST_OPEN = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-_MOST_OPEN = 16_384 if _MOST_OPEN == resource.RLIM_INFINITY else max(16, _MOST_OPEN // 4)
+# Use at most a quarter of the file descriptors that the process may open.
+_MAX_OPEN = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+_MAX_OPEN = 16_384 if _MAX_OPEN == resource.RLIM_INFINITY else max(16, _MAX_OPEN // 4)
 
 
 @dataclasses.dataclass(eq=False)
 class OpenedFiles(RowsOfFiles):
-    """Source over files in which any row is found."""
+    """Base class of sources over files whose format allows random access to rows."""
 
     @abc.abstractmethod
     def open_file(self, path: str) -> Any:
-        """Opens a file; it is closed with the last reference to the result."""
+        """Opens a file and returns its rows; the file is closed when they are garbage-collected."""
 
     def opened(self, file: int) -> Any:
-        """Returns the result of `open_file` for a file; those of the last files are cached."""
-        result = self._open.get(file)
-        if result is None:
+        """Returns the rows of file number `file`, and keeps recently opened files open."""
+        rows = self._open.get(file)
+        if rows is None:
             self.require_unchanged(file)
-            result = self._open[file] = self.open_file(self.paths[file])
-            while len(self._open) > _MOST_OPEN:
+            rows = self._open[file] = self.open_file(self.paths[file])
+            while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-        return result
+        return rows
 
     @functools.cached_property
     def _open(self) -> collections.OrderedDict[int, Any]:

@@ -1,4 +1,4 @@
-"""Files of JSON lines, plain or compressed."""
+"""A source over JSON lines files, optionally compressed."""
 
 import dataclasses
 import gzip
@@ -14,21 +14,22 @@ from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
 from praxis_lite.inputs.sources.copied import FileSource
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.files.texts import decoded
+from praxis_lite.inputs.sources.files.texts import decode_utf8
 
-# How compressed files end and begin.
+# Extensions of compressed files, and the bytes with which such files begin.
 COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
-# What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
+# Exceptions from reading a truncated or damaged compressed file; zstd raises OSError.
 _DAMAGED = (EOFError, OSError, zlib.error)
-_LONGEST = 1 << 26  # Bytes of a line.
+_LONGEST = 1 << 26  # Maximum number of bytes in a line.
 
 
 @dataclasses.dataclass(eq=False)
 class JsonLines(FileSource):
-    """The objects of JSON lines, in plain files, .gz or .zst; blank lines are left out.
+    """A source with an example per JSON line; files may be compressed (.gz, .zst).
 
-    The copy has the lines as they are, and a line is parsed when its example is asked for. So
-    objects may differ in their keys and types, which columns of Arrow could not represent.
+    Blank lines are ignored. The cached copy stores the unparsed lines, and each line is parsed when
+    its example is read. Therefore objects may differ in their keys and types, unlike rows of Arrow
+    tables.
     """
 
     def records(self, path: str) -> Iterator[tuple[int, bytes]]:
@@ -57,16 +58,16 @@ class JsonLines(FileSource):
         return parsed(record, where)
 
     def where(self, index: int) -> str:
-        file, _ = self.place_of(index)
+        file, _ = self.file_and_row(index)
         return f"{self.paths[file]}:{self._columns['row'][index].as_py()}"
 
 
 def _opened(path: str) -> IO[bytes]:
-    """Returns the lines of a file, decompressed if its name ends in .gz or .zst."""
+    """Opens a file for reading lines, and decompresses it if its name ends in .gz or .zst."""
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        # With a small buffer: where the file is damaged, what is in the buffer is lost.
+        # Use a small buffer, since its contents are lost if the file is damaged.
         return io.BufferedReader(
             optional_module("pyarrow", path).input_stream(path, compression="zstd"), 1 << 13
         )
@@ -74,30 +75,35 @@ def _opened(path: str) -> IO[bytes]:
 
 
 def parsed(line: bytes, where: str) -> Example:
-    """Returns the object of a line of JSON.
+    """Parses a JSON line that contains an object.
+
+    Args:
+      line: UTF-8 bytes of the line.
+      where: Location of the line for error messages: "file:line".
 
     Raises:
-      BadExample: it is not UTF-8, not JSON, or not an object; names `where`, "file:line".
+      BadExample: The line is not UTF-8, not JSON, or not an object.
     """
     for end, start in COMPRESSED.items():
         if line.startswith(start):
             raise BadExample(
-                "not_utf8", where, "is not UTF-8: it begins as a compressed file does",
-                f"It is compressed: let its name end in {end}.",
+                "not_utf8", where, "is not UTF-8: it begins like a compressed file",
+                f"If it is compressed, its name must end in {end}.",
             )
-    # A byte order mark before a line RFC 8259 lets a reader ignore.
-    text = decoded(line, where)
+    text = decode_utf8(line, where)  # Removes a byte order mark, as RFC 8259 permits.
     try:
-        result = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BadExample("not_json", where, f"is no JSON: {error}", "Mend the line.") from None
-    if text.count("[") + text.count("{") > MAX_NESTING and is_nested(result, MAX_NESTING):
         raise BadExample(
-            "not_json", where, f"is nested more than {MAX_NESTING} deep", "Mend the line."
+            "not_json", where, f"is not valid JSON: {error}", "Fix the line."
+        ) from None
+    if text.count("[") + text.count("{") > MAX_NESTING and is_nested(value, MAX_NESTING):
+        raise BadExample(
+            "not_json", where, f"is nested more than {MAX_NESTING} levels deep", "Fix the line."
         )
-    if not isinstance(result, dict):
+    if not isinstance(value, dict):
         raise BadExample(
             "not_json", where, f"is {shown(text.strip())}; expected an object",
-            'Write {"text": ...}, say.',
+            'Use objects such as {"text": ...}.',
         )
-    return result
+    return value

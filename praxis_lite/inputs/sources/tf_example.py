@@ -9,13 +9,17 @@ _LISTS = {"bytes_list": "BytesList", "float_list": "FloatList", "int64_list": "I
 
 
 def tf_example(record: bytes) -> dict[str, Any]:
-    """Returns the features of a serialized tf.train.Example, by name.
+    """Parses a serialized tf.train.Example.
 
-    Numbers are arrays of int64 or float32. A single bytes value is bytes; several or none are a
-    list.
+    Args:
+      record: The serialized message.
+
+    Returns:
+      The features by name. Numbers are int64 or float32 arrays. A bytes feature with one value is
+      bytes; with several values or none, a list of bytes.
 
     Raises:
-      google.protobuf.message.DecodeError: the bytes are not a tf.train.Example.
+      google.protobuf.message.DecodeError: The bytes are not a tf.train.Example.
     """
     features = {}
     for name, feature in _example_class().FromString(record).features.feature.items():
@@ -32,7 +36,7 @@ def tf_example(record: bytes) -> dict[str, Any]:
 
 @functools.cache
 def _example_class() -> Any:
-    """Returns the message as tensorflow/core/example/example.proto and feature.proto define it."""
+    """Builds the message class defined by tensorflow's example.proto and feature.proto."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -40,36 +44,38 @@ def _example_class() -> Any:
         name="example.proto", package="tensorflow", syntax="proto3"
     )
 
-    def message(messages: Any, name: str, *fields: tuple[str, int | str, bool]) -> Any:
-        result = messages.add(name=name)
+    def add_message(messages: Any, name: str, *fields: tuple[str, int | str, bool]) -> Any:
+        message = messages.add(name=name)
         for number, (name, kind, is_repeated) in enumerate(fields, 1):
             label = field.LABEL_REPEATED if is_repeated else field.LABEL_OPTIONAL
             if isinstance(kind, str):
-                result.field.add(
+                message.field.add(
                     name=name, number=number, label=label, type=field.TYPE_MESSAGE,
                     type_name=f".tensorflow.{kind}",
                 )
             else:
-                result.field.add(name=name, number=number, label=label, type=kind)
-        return result
+                message.field.add(name=name, number=number, label=label, type=kind)
+        return message
 
-    message(file.message_type, "BytesList", ("value", field.TYPE_BYTES, True))
-    message(file.message_type, "FloatList", ("value", field.TYPE_FLOAT, True))
-    message(file.message_type, "Int64List", ("value", field.TYPE_INT64, True))
-    feature = message(
+    add_message(file.message_type, "BytesList", ("value", field.TYPE_BYTES, True))
+    add_message(file.message_type, "FloatList", ("value", field.TYPE_FLOAT, True))
+    add_message(file.message_type, "Int64List", ("value", field.TYPE_INT64, True))
+    feature = add_message(
         file.message_type, "Feature", *((name, kind, False) for name, kind in _LISTS.items())
     )
     feature.oneof_decl.add(name="kind")
-    for item in feature.field:
-        item.oneof_index = 0
-    features = message(file.message_type, "Features", ("feature", "Features.FeatureEntry", True))
-    entry = message(
+    for list_field in feature.field:
+        list_field.oneof_index = 0
+    features = add_message(
+        file.message_type, "Features", ("feature", "Features.FeatureEntry", True)
+    )
+    entry = add_message(
         features.nested_type, "FeatureEntry", ("key", field.TYPE_STRING, False),
         ("value", "Feature", False),
     )
     entry.options.map_entry = True
-    message(file.message_type, "Example", ("features", "Features", False))
-    # A separate pool: tensorflow, if it is loaded, has the same names in the default pool.
+    add_message(file.message_type, "Example", ("features", "Features", False))
+    # Use a separate pool: an imported tensorflow registers the same names in the default pool.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))

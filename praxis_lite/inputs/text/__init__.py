@@ -1,1 +1,1 @@
-"""Text for language models: documents, their tokens, and the windows, rows and prompts of them."""
+"""Pipelines of text: tokenized documents, and windows, packed rows and prompts made from them."""

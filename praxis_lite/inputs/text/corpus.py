@@ -12,7 +12,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.paths import matching_files
-from praxis_lite.inputs.sources.files.texts import decoded
+from praxis_lite.inputs.sources.files.texts import decode_utf8
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.loading import as_tokenizer
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
@@ -188,7 +188,7 @@ def read_documents(path: str) -> list[tuple[str, bytes]]:
             f"TextCorpus: the text file {path!r} is empty. Fill it, or leave it out of files."
         )
     with none_skipped():
-        decoded(data, f"TextCorpus: {path}", is_file=True)
+        decode_utf8(data, f"TextCorpus: {path}", is_file=True)
     name = os.path.basename(path)
     return [(f"{name}#{k}", block) for k, block in enumerate(_blocks(data))]
 

@@ -1,4 +1,4 @@
-"""Tokenized documents of a source of examples, stored on disk or tokenized at each use."""
+"""Tokenizes the examples of a source into documents, once and cached or on each access."""
 
 import collections
 import dataclasses
@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.inputs.base import NumberedPipeline
-from praxis_lite.inputs.sources.base import Example, Part, Source, settings_alone
-from praxis_lite.inputs.sources.cache import Made
-from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived, left_out
-from praxis_lite.inputs.sources.faults import applied
+from praxis_lite.inputs.base import ExamplePipeline
+from praxis_lite.inputs.sources.base import Example, Part, Source, picklable_state
+from praxis_lite.inputs.sources.cache import Contents
+from praxis_lite.inputs.sources.derived import (
+    DerivedPart,
+    derive_parts,
+    function_recipe,
+    num_left_out,
+)
+from praxis_lite.inputs.sources.faults import apply_to_example
 from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.corpus import SPLITS, require_percent
 from praxis_lite.inputs.text.encoding import KEYS, encoded
@@ -27,28 +32,33 @@ from praxis_lite.inputs.tokenizers.plain import TokenIds
 
 @dataclasses.dataclass(eq=False)
 class Documents:
-    """The documents of a source, tokenized once on all cores and cached next to its files.
+    """The tokenized documents of a source, computed once on all cores and cached on disk.
 
-    The first pass reports faults of any example, drops examples for which `keep` returns False,
-    and measures each document, so that any row of packed documents can be found without reading
-    others. If interrupted it resumes; later it reads only changed files.
+    The first pass over the source reports faulty examples, drops examples for which `keep` returns
+    False, and records the length of each document. With all lengths known, any row of packed
+    documents can be built without reading other rows. An interrupted pass resumes, and later passes
+    read only files that changed.
 
     Args:
-      source: of the examples.
-      holds: the format of examples: "text"; "ids", which are tokenized already; "messages", a
-        conversation, trained on the assistant's messages; "completion", trained on, after a
-        "prompt", which is not; conversations of ShareGPT ("sharegpt": `conversations`) and Alpaca
-        ("alpaca": `instruction`, `input`, `output`); or a "preference": `prompt`, `chosen` and
-        `rejected`, for PreferenceData.
-      key: of the value in an example. None: the name of the format.
-      tokenizer: or its directory; None: bytes, and for ids no tokenizer.
-      transform: an importable function from an example to an example, applied first.
-      keep: an importable predicate of examples.
-      ignored_keys: keys of conversations or preferences that are not read, such as "id"; any other
+      source: Source of the examples.
+      holds: Format of the examples:
+        * "text": a text.
+        * "ids": token ids.
+        * "messages": a conversation; trains on the assistant's messages.
+        * "completion": trains on the completion, but not on the "prompt" before it.
+        * "sharegpt": a conversation in ShareGPT's format, with the key `conversations`.
+        * "alpaca": Alpaca's format, with the keys `instruction`, `input` and `output`.
+        * "preference": `prompt`, `chosen` and `rejected`, for PreferenceData.
+      key: Key of the value in an example. None uses the name of the format.
+      tokenizer: A tokenizer or its directory. None uses bytes, and no tokenizer for "ids".
+      transform: Importable function from an example to an example, applied first.
+      keep: Importable predicate of examples; those for which it returns False are dropped.
+      ignored_keys: Keys of conversations or preferences that are not read, such as "id"; any other
         unknown key is an error.
-      heldout_percent: of the documents, chosen by their content, are in the split "heldout".
-      ahead: True: tokens are stored on disk. False: only lengths are, and a document is read and
-        tokenized at each use.
+      heldout_percent: Percentage of documents in the split "heldout", selected by a hash of their
+        content.
+      ahead: Whether to store tokens on disk. If False, only lengths are stored, and documents are
+        read and tokenized on each access.
     """
 
     source: Source
@@ -68,7 +78,7 @@ class Documents:
         self.tokenizer = as_tokenizer(self.tokenizer)
 
     def check(self) -> None:
-        """Prepares all documents. Raises ConfigError for a fault in any of them."""
+        """Computes or reads the cached documents. Raises ConfigError if an example has a fault."""
         require_choice("Documents.holds", self.holds, KEYS)
         has_names = self.key is None or KEYS[self.holds] is not None
         require(
@@ -88,34 +98,34 @@ class Documents:
 
     @functools.cached_property
     def parts(self) -> list[DerivedPart]:
-        """The cached record of each part of the source."""
+        """The cached tokens, or only lengths, of each part of the source."""
         self.source.check()
         recipe = {
             "version": 3, "holds": self.holds, "key": self.key, "ahead": self.ahead,
             "ignored_keys": sorted(self.ignored_keys),
             "tokenizer": self.tokenizer.fingerprint(),
             "chat": None if self.tokenizer.chat is None else self.tokenizer.chat.sources,
-            "transform": code_of(self.transform), "keep": code_of(self.keep),
+            "transform": function_recipe(self.transform), "keep": function_recipe(self.keep),
         }
         kind = "tokens" if self.ahead else "lengths"
-        return derived(self.source, kind, recipe, self._made, "tokenizing")
+        return derive_parts(self.source, kind, recipe, self._encode_part, "tokenizing")
 
     @functools.cached_property
     def left_out(self) -> dict[str, int]:
-        """The number of left out examples by reason.
+        """The number of examples that are left out, by reason.
 
-        Reasons are a fault; "filtered" by `keep`; "empty"; or "too_short", a single id.
+        A reason is the name of a fault, "filtered" (by `keep`), "empty", or "too_short" (one id).
         """
-        return left_out(self.source, self.parts)
+        return num_left_out(self.source, self.parts)
 
-    def _made(self, part: Part) -> Made:
-        """Returns the cached record of the examples of a part."""
+    def _encode_part(self, part: Part) -> Contents:
+        """Returns the cache entry of a part's documents."""
         documents: list[Tokens] = []
-        chosen_lengths, rows, percentiles, missing = [], [], [], collections.Counter()
+        chosen_lengths, rows, percentiles, left_out = [], [], [], collections.Counter()
         largest, largest_row = -1, -1
 
-        def made(example: Example, number: int) -> tuple[Tokens | Pair, int] | str:
-            """Returns the tokens of an example, and a number from 0 to 99 by its content."""
+        def encode(example: Example, number: int) -> tuple[Tokens | Pair, int] | str:
+            """Returns the tokens and a hash percentile (0 to 99) of an example."""
             tokens = self._encode(example, number)
             if isinstance(tokens, str):
                 return tokens
@@ -125,15 +135,15 @@ class Documents:
             digest = hashlib.sha256(tokens.ids.tobytes() + tokens.is_answer.tobytes())
             return tokens, int.from_bytes(digest.digest()[:8], "little") % 100
 
-        for number, (tokens, percentile) in self.source.made_of(part, made, missing):
+        for number, (tokens, percentile) in self.source.made_of(part, encode, left_out):
             if isinstance(tokens, Pair):
                 chosen_lengths.append(len(tokens.chosen.ids))
                 tokens = Tokens(*map(np.concatenate, zip(*tokens, strict=True)))
             documents.append(tokens)
             rows.append(number - part.start)
             percentiles.append(percentile)
-            if (most := int(tokens.ids.max())) > largest:
-                largest, largest_row = most, number - part.start
+            if (largest_here := int(tokens.ids.max())) > largest:
+                largest, largest_row = largest_here, number - part.start
         arrays = {
             "lengths": np.array([len(document.ids) for document in documents], np.int32),
             "rows": np.array(rows, np.int32),
@@ -148,82 +158,82 @@ class Documents:
                 arrays["answers"] = np.concatenate(
                     [np.empty(0, bool), *(document.is_answer for document in documents)]
                 )
-        values = {"left_out": dict(missing), "largest": largest, "largest_row": largest_row}
+        values = {"left_out": dict(left_out), "largest": largest, "largest_row": largest_row}
         return values, arrays
 
     def _encode(self, example: Mapping[str, Any], number: int) -> Tokens | Pair | str:
-        """Returns the tokens of an example, or the reason why it is left out."""
+        """Returns the tokens of an example, or the reason to leave it out."""
         where = self.source.where(number)
         if self.transform is not None:
-            example = applied(self.transform, example, where)
-        if self.keep is not None and not applied(self.keep, example, where):
+            example = apply_to_example(self.transform, example, where)
+        if self.keep is not None and not apply_to_example(self.keep, example, where):
             return "filtered"
         tokens = encoded(
             self.holds, self.key, example, self.tokenizer, where, self.ignored_keys
         )
         if tokens is None:
             return "empty"
-        # A single token has no label.
+        # Training needs at least two tokens: an input and its label.
         return "too_short" if isinstance(tokens, Tokens) and len(tokens.ids) < 2 else tokens
 
     @property
     def has_answers(self) -> bool:
-        """Whether only parts of documents are trained on."""
+        """Whether training uses only some labels of a document, such as the answers."""
         return self.holds not in ("text", "ids")
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """int32[documents]: number of ids of each document."""
-        return self._joined("lengths", np.int32)
+        """int32[documents]: the number of token ids in each document."""
+        return self._concatenated("lengths", np.int32)
 
-    def _joined(self, name: str, dtype: type) -> np.ndarray:
-        """Returns the concatenation of an array of all parts."""
+    def _concatenated(self, name: str, dtype: type) -> np.ndarray:
+        """Concatenates the arrays `name` of all parts."""
         return np.concatenate([np.empty(0, dtype), *(p.arrays[name] for p in self.parts)])
 
     @functools.cached_property
     def first_of_part(self) -> np.ndarray:
-        """int64[parts + 1]: the number of the first document of each part."""
+        """int64[parts + 1]: the index of each part's first document, then the total."""
         return np.cumsum([0, *(len(p.arrays["lengths"]) for p in self.parts)], dtype=np.int64)
 
     @functools.cached_property
     def _starts(self) -> list[np.ndarray]:
-        """int64[documents + 1] of each part: the offset of each document's ids."""
+        """For each part, int64[documents + 1]: the offsets of its documents in the array of ids."""
         return [
             np.concatenate([[0], np.cumsum(p.arrays["lengths"], dtype=np.int64)])
             for p in self.parts
         ]
 
     def of_split(self, split: str) -> np.ndarray:
-        """Returns int64[n]: the numbers of the documents of 'train' or 'heldout'."""
+        """Returns the indices of the documents in a split, 'train' or 'heldout', as int64[n]."""
         require_choice("split", split, SPLITS)
-        is_held_out = self._joined("places", np.uint8) < self.heldout_percent
+        is_held_out = self._concatenated("places", np.uint8) < self.heldout_percent
         return np.flatnonzero(is_held_out == (split == "heldout"))
 
     def __getitem__(self, number: int) -> Tokens:
-        """Returns the tokens of a document; its ids are a view of the file on disk."""
-        part, within = self._part_of(number)
+        """Returns the tokens of a document, as views of memory-mapped files if they are cached."""
+        part, offset = self._part_and_offset(number)
         arrays = self.parts[part].arrays
         if not self.ahead:
-            row = self._row_of(number)
-            tokens = self._encode(self.source[row], row)
-            if isinstance(tokens, str) or len(tokens.ids) != arrays["lengths"][within]:
+            index = self._source_index(number)
+            tokens = self._encode(self.source[index], index)
+            if isinstance(tokens, str) or len(tokens.ids) != arrays["lengths"][offset]:
                 raise ConfigError(
-                    f"{self.source.where(row)} gives another document than when its length was "
-                    "measured. Let transform and keep depend on the example alone."
+                    f"{self.source.where(index)} has different tokens than in the first pass. "
+                    "Make `transform` and `keep` depend only on the example."
                 )
             return tokens
-        start, stop = self._starts[part][within : within + 2]
+        start, stop = self._starts[part][offset : offset + 2]
         ids = arrays["ids"][start:stop]
         answers = arrays.get("answers")
         return Tokens(ids, None if answers is None else answers[start:stop])
 
     @functools.cached_property
     def chosen_lengths(self) -> np.ndarray:
-        """int32[documents]: of preferences, the number of ids of the chosen side."""
-        return self._joined("chosen_lengths", np.int32)
+        """int32[documents]: the number of ids in the chosen side of each preference pair."""
+        return self._concatenated("chosen_lengths", np.int32)
 
     def pair(self, number: int) -> Pair:
-        """Returns the tokens of a preference."""
+        """Returns the tokens of a preference pair."""
         tokens, size = self[number], self.chosen_lengths[number]
         return Pair(*(
             Tokens(tokens.ids[side], tokens.is_answer[side])
@@ -232,31 +242,31 @@ class Documents:
 
     def where(self, number: int) -> str:
         """Returns the location of a document in the source: "file:line"."""
-        return self.source.where(self._row_of(number))
+        return self.source.where(self._source_index(number))
 
-    def _part_of(self, number: int) -> tuple[int, int]:
-        """Returns the part that has a document, and the document's number there."""
+    def _part_and_offset(self, number: int) -> tuple[int, int]:
+        """Returns the index of a document's part, and the document's index in it."""
         part = int(np.searchsorted(self.first_of_part, number, side="right")) - 1
         return part, number - int(self.first_of_part[part])
 
-    def _row_of(self, number: int) -> int:
-        """Returns the number of a document's example in the source."""
-        part, within = self._part_of(number)
-        return self.parts[part].part.start + int(self.parts[part].arrays["rows"][within])
+    def _source_index(self, number: int) -> int:
+        """Returns the index of a document's example in the source."""
+        part, offset = self._part_and_offset(number)
+        return self.parts[part].part.start + int(self.parts[part].arrays["rows"][offset])
 
     def largest_id(self) -> tuple[int, str]:
-        """Returns the largest id of all documents, and its first location: "file:line"."""
-        most = max(self.parts, key=lambda item: item.values["largest"])
-        if most.values["largest"] < 0:
+        """Returns the largest token id of all documents and its first location, "file:line"."""
+        part = max(self.parts, key=lambda part: part.values["largest"])
+        if part.values["largest"] < 0:
             return 0, ""
-        where = self.source.where(most.part.start + most.values["largest_row"])
-        return most.values["largest"], where
+        where = self.source.where(part.part.start + part.values["largest_row"])
+        return part.values["largest"], where
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that decide the documents, with digests of files and lengths."""
-        # Independent of `ahead`.
-        of_parts = [[p.digests[name] for name in ("lengths", "rows", "places")] for p in self.parts]
-        digest = hashlib.sha256(json.dumps(of_parts).encode())
+        """Returns the settings that determine the documents, with digests of files and lengths."""
+        # The digests do not cover ids, so that the fingerprint does not depend on `ahead`.
+        digests = [[p.digests[name] for name in ("lengths", "rows", "places")] for p in self.parts]
+        digest = hashlib.sha256(json.dumps(digests).encode())
         return {
             "source": self.source.fingerprint(), "holds": self.holds,
             **self.tokenizer.fingerprint(), "heldout_percent": self.heldout_percent,
@@ -265,18 +275,16 @@ class Documents:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        return settings_alone(self)
+        return picklable_state(self)
 
 
-class DocumentPipeline(NumberedPipeline):
-    """A pipeline of the ids of `documents`."""
+class DocumentPipeline(ExamplePipeline):
+    """Base class of pipelines over tokenized documents."""
 
     documents: Documents
 
     def largest_id(self) -> int:
-        """Returns the largest id of all documents."""
         return self.documents.largest_id()[0]
 
     def place_of_largest_id(self) -> str:
-        """Returns the first location of the largest id: "file:line"."""
         return self.documents.largest_id()[1]

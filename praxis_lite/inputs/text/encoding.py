@@ -7,7 +7,7 @@ import numpy as np
 
 from praxis_lite.core.errors import shown
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
-from praxis_lite.inputs.sources.files.texts import checked, decoded
+from praxis_lite.inputs.sources.files.texts import decode_utf8, require_valid_unicode
 from praxis_lite.inputs.text.conversations import Tokens, tokens_of
 from praxis_lite.inputs.text.messages import (
     CONTEXT_KEYS,
@@ -104,9 +104,9 @@ def _value(example: Mapping[str, Any], key: str, where: str) -> Any:
 
 def _text(value: Any, key: str, where: str) -> str:
     if isinstance(value, bytes):
-        return decoded(value, where)
+        return decode_utf8(value, where)
     if isinstance(value, str):
-        return checked(value, where, repr(key))
+        return require_valid_unicode(value, where, repr(key))
     raise BadExample(
         "missing_key", where, f"has {shown(repr(value))} as {key!r}; expected a text",
         "Correct it, or set key to another.",

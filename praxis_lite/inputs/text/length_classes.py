@@ -1,4 +1,4 @@
-"""Buckets of row lengths, so that few batch shapes are compiled."""
+"""Pads rows to a few bucket lengths, to limit the number of compiled shapes."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,12 +9,12 @@ SHORTEST = 32
 
 
 def length_class(length: int, longest: int) -> int:
-    """Returns the length to pad a row to: a power of two, between `SHORTEST` and `longest`."""
+    """Returns the padded length of a row: a power of two between `SHORTEST` and `longest`."""
     return min(max(SHORTEST, 1 << (length - 1).bit_length()), longest)
 
 
 def all_length_classes(longest: int) -> tuple[int, ...]:
-    """Returns all values of `length_class` up to `longest`."""
+    """Returns all values that `length_class` returns for rows up to `longest`."""
     lengths, length = [], SHORTEST
     while length < longest:
         lengths.append(length)
@@ -23,12 +23,12 @@ def all_length_classes(longest: int) -> tuple[int, ...]:
 
 
 def length_of_prompts(longest: int, num_new: int, num_positions: int | None) -> int:
-    """Returns the length to pad a batch of prompts to: a `length_class` with room for new tokens.
+    """Returns the padded length of a batch of prompts, which leaves room for new tokens.
 
     Args:
-      longest: the length of the longest prompt.
-      num_new: the number of new tokens.
-      num_positions: of the model; None: unlimited.
+      longest: Length of the longest prompt.
+      num_new: Number of new tokens.
+      num_positions: Number of positions of the model; None if unlimited.
     """
     room = sys.maxsize if num_positions is None else num_positions - num_new
     return length_class(longest, max(longest, room))
@@ -37,14 +37,17 @@ def length_of_prompts(longest: int, num_new: int, num_positions: int | None) -> 
 def batches_by_length(
     lengths: Sequence[int], num_rows: int, longest: int
 ) -> Iterator[tuple[list[int], int]]:
-    """Yields the indices of the rows of each batch, longest rows first, and their padded length.
+    """Groups rows of similar lengths into batches, longest first.
 
-    So the first batch needs the most memory, and rows of a batch have similar lengths.
+    The first batch thus needs the most memory, so a lack of memory shows at once.
 
     Args:
-      lengths: of all rows.
-      num_rows: per batch, except the last.
-      longest: the maximal length of a row.
+      lengths: Length of each row.
+      num_rows: Number of rows per batch; the last batch may have fewer.
+      longest: Maximum length of a row.
+
+    Yields:
+      (indices of the batch's rows, padded length).
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     for first in range(0, len(order), num_rows):

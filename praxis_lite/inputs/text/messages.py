@@ -12,7 +12,7 @@ from typing import Any
 
 from praxis_lite.core.errors import did_you_mean, shown
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
-from praxis_lite.inputs.sources.files.texts import plain
+from praxis_lite.inputs.sources.files.texts import to_json_value
 from praxis_lite.inputs.tokenizers.chat_messages import (
     ASSISTANT,
     USER,
@@ -67,7 +67,7 @@ def row_without_nulls(
     row: Mapping[str, Any], where: str, ignored_keys: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Returns a row as plain JSON values, without keys that are null or ignored."""
-    return plain({
+    return to_json_value({
         name: item for name, item in row.items() if item is not None and name not in ignored_keys
     }, where)
 
@@ -133,7 +133,7 @@ def conversation(value: Any, where: str) -> list[Message]:
     Raises:
       BadExample: it is not a list of messages, or a text has half of a character.
     """
-    value = plain(value, where)
+    value = to_json_value(value, where)
     with errors_at(where):
         if isinstance(value, list):
             value = [_of_sharegpt(item) for item in value]

@@ -1,4 +1,4 @@
-"""Rows of packed documents for a language model, which do not attend to each other."""
+"""A pipeline of rows packed with documents that do not attend to each other."""
 
 import dataclasses
 import functools
@@ -32,28 +32,31 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class PackedText(DocumentPipeline):
-    """Rows for a language model: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos`: [B, T].
+    """Packed rows: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, each [B, T].
 
-    `segment_ids` number the documents of a row from 1, and are 0 for padding; attention stays
-    within a segment. `segment_pos` counts from 0 in each. `weights` are 1 for labels that are
-    trained on: in a conversation, the assistant's messages.
+    `segment_ids` number the documents of a row from 1 and are 0 for padding; attention is limited
+    to tokens of the same segment. `segment_pos` counts the tokens of each segment from 0. `weights`
+    are 1 for the labels to train on: in a conversation, the assistant's messages.
 
-    All documents are assigned to rows once, in an order drawn from the seed; the order of rows is
-    redrawn every epoch. So any row follows from its number, and a job resumes at its batch without
-    delay, on any number of hosts.
+    Documents are assigned to rows once, in an order drawn from the seed, and rows are reshuffled
+    every epoch. Any row can be built from its index alone, so a job resumes without replaying data,
+    on any number of hosts.
 
     Args:
-      documents: to be packed.
-      split: 'train' or 'heldout' of the documents.
-      seq_len: T, the labels of a row.
-      seed: of the order of documents and rows.
-      shuffle: True for endless batches; False for one pass, documents in their files' order.
-      packing: False: a row for each document, or for each piece of a long one.
-      split_documents: True: every row is filled, and a document that does not fit continues in the
-        next row. False: a document is split only if it is longer than a row.
-      too_long: for more than seq_len + 1 ids, if split_documents is False: "split" into pieces,
-        "refuse", "drop" the document, or "cut" it.
-      window: how many rows are open for a document that fits, if split_documents is False.
+      documents: Documents to pack.
+      split: Split of the documents, 'train' or 'heldout'.
+      batch_size: Number of rows in the global batch.
+      seq_len: Number of labels per row, T.
+      seed: Seed of the order of documents and rows.
+      shuffle: True for endless batches; False for one pass over the documents in file order.
+      packing: Whether a row may contain several documents. If False, each document, or each piece
+        of a document that is longer than a row, has a separate row.
+      split_documents: True fills every row, and continues a document that does not fit in the next
+        row. False splits only documents that are longer than a row.
+      too_long: What to do with documents of more than seq_len + 1 ids if split_documents is False:
+        "split" them into pieces, "refuse" them with an error, "drop" them, or "cut" them.
+      window: Maximum number of incomplete rows in which to place a document if split_documents is
+        False.
     """
 
     documents: Documents
@@ -79,7 +82,7 @@ class PackedText(DocumentPipeline):
         )
         holds = self.documents.holds
         require(
-            holds != "preference", "Documents.holds", holds, "a format with one document each",
+            holds != "preference", "Documents.holds", holds, "a format with a document per example",
             "Use PreferenceData for pairs.",
         )
         self.documents.check()
@@ -89,26 +92,26 @@ class PackedText(DocumentPipeline):
                 f"PackedText: the {self.split!r} split is empty: {len(self.documents.lengths):,} "
                 "documents in all, "
                 f"heldout_percent {self.documents.heldout_percent}, left out {left_out or 'none'}. "
-                "Give more documents, or change heldout_percent, keep or too_long."
+                "Add documents, or change heldout_percent, keep or too_long."
             )
 
     @functools.cached_property
     def table(self) -> Packing:
-        """The pieces of documents of each row, cached next to the tokens and memory-mapped."""
+        """The assignment of documents to rows, cached next to the tokens and memory-mapped."""
         settings = {**self.fingerprint(), "batch_size": None}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder, name = self.documents.source.cache_folder(), f"rows-{digest[:16]}"
 
-        def made(_: list[int]) -> None:
-            message, table = self._packed()
+        def write_table(_: list[int]) -> None:
+            message, table = self._pack()
             cache.write(folder, name, {"said": message}, table._asdict())
 
-        (entry,) = cache.entries(folder, [name], made)
+        (entry,) = cache.entries(folder, [name], write_table)
         _log.info("%s, %s", self.documents.source.location, entry.values["said"])
         return Packing(**entry.arrays)
 
-    def _packed(self) -> tuple[str, Packing]:
-        """Returns a log message on the rows, and the rows."""
+    def _pack(self) -> tuple[str, Packing]:
+        """Returns a log message and the assignment of documents to rows."""
         chosen = self.documents.of_split(self.split)
         num_documents, num_cut = len(chosen), 0
         if self.shuffle:
@@ -162,33 +165,32 @@ class PackedText(DocumentPipeline):
         batch = {name: np.zeros((count, self.seq_len), np.int32) for name in names}
         batch["weights"] = np.zeros((count, self.seq_len), np.float32)
         positions = np.arange(self.seq_len, dtype=np.int32)
-        for row, number in enumerate(self.numbers(index, rows)):
-            begin, stop = self.table.starts[number : number + 2].tolist()
+        for row, number in enumerate(self.example_indices(index, rows)):
+            first_piece, stop_piece = self.table.starts[number : number + 2].tolist()
             ids, labels, segment_ids, segment_pos, weights = (
                 batch[name][row] for name in (*names, "weights")
             )
-            at = 0
-            for segment, piece in enumerate(range(begin, stop), 1):
+            start = 0
+            for segment, piece in enumerate(range(first_piece, stop_piece), 1):
                 label, size = int(self.table.firsts[piece]), int(self.table.counts[piece])
                 tokens, is_answer = self.documents[self.table.documents[piece]]
-                end = at + size
-                ids[at:end] = tokens[label : label + size]
-                labels[at:end] = tokens[label + 1 : label + size + 1]
-                segment_ids[at:end] = segment
-                segment_pos[at:end] = positions[:size]
-                weights[at:end] = (
+                end = start + size
+                ids[start:end] = tokens[label : label + size]
+                labels[start:end] = tokens[label + 1 : label + size + 1]
+                segment_ids[start:end] = segment
+                segment_pos[start:end] = positions[:size]
+                weights[start:end] = (
                     1 if is_answer is None else is_answer[label + 1 : label + size + 1]
                 )
-                at = end
+                start = end
         return batch
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the documents."""
         return self.documents.tokenizer
 
     def tokens_per_row(self) -> float:
-        """Returns the mean number of labels with a weight above 0 in a row."""
+        """Returns the mean number of labels with nonzero weight per row."""
         rows = self.table
         if not self.documents.has_answers:
             return int(rows.counts.sum(dtype=np.int64)) / rows.num_rows

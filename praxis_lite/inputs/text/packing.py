@@ -1,6 +1,7 @@
-"""Assigns documents to rows: index arithmetic, without text.
+"""Assigns documents to rows; index arithmetic without text.
 
-A document of n ids has n - 1 labels, in one row or, as pieces, in several.
+A document of n ids has n - 1 labels. They are placed in a single row, or split into pieces, which
+are placed in several rows.
 """
 
 from collections.abc import Sequence
@@ -9,16 +10,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 TooLong = Literal["split", "refuse", "drop", "cut"]
-WINDOW = 64  # Open rows.
+WINDOW = 64  # Default of PackedText.window: the maximum number of incomplete rows.
 
 
 class Packing(NamedTuple):
-    """The pieces of documents, row after row.
+    """The pieces of documents in each row, sorted by row.
 
     Attributes:
-      starts: int64[rows + 1]: the number of the first piece of each row.
-      documents: int64[pieces]: the document of each piece.
-      firsts, counts: int32[pieces]: the first label in the document, and the number of labels.
+      starts: int64[rows + 1], the index of each row's first piece, then the number of pieces.
+      documents: int64[pieces], the index of each piece's document.
+      firsts: int32[pieces], the index of each piece's first label in its document.
+      counts: int32[pieces], the number of labels in each piece.
     """
 
     starts: np.ndarray
@@ -32,25 +34,27 @@ class Packing(NamedTuple):
 
 
 def unpacked(counts: Sequence[int], row_length: int) -> Packing:
-    """Returns a row for each document, or for each of its pieces of at most row_length labels."""
+    """Places each document, or each of its pieces of at most row_length labels, in its own row."""
     documents, firsts, sizes = _pieces(np.asarray(counts, np.int64), row_length)
     return Packing(np.arange(len(documents) + 1), documents, firsts, sizes)
 
 
 def first_fit(counts: Sequence[int], row_length: int, window: int) -> Packing:
-    """Packs documents in their order, each into the first open row with room.
+    """Packs documents in order, each into the first open row with enough room.
 
-    First fit with a bounded number of open rows (Johnson 1974; Csirik and Johnson 2001): if
-    `window` rows are open and none has room, the oldest is closed. A document longer than a row is
-    split into pieces of a row each, and a rest.
+    This is first fit with a bounded number of open rows (Johnson 1974; Csirik and Johnson 2001): if
+    `window` rows are open and none has room, the oldest is closed. A document that is longer than a
+    row is first split into pieces that fill a row each, and a remainder.
 
     Args:
-      counts: labels of each document.
+      counts: Number of labels in each document.
+      row_length: Number of labels in a row.
+      window: Maximum number of open rows.
     """
     documents, firsts, sizes = _pieces(np.asarray(counts, np.int64), row_length)
     row_of = np.empty(len(sizes), np.int64)
-    rows: list[int] = []  # Open rows, oldest first,
-    room: list[int] = []  # and the free labels of each.
+    rows: list[int] = []  # Indices of the open rows, oldest first.
+    room: list[int] = []  # Number of free labels in each open row.
     num_rows = 0
     for number, size in enumerate(sizes.tolist()):
         k = next((k for k, free in enumerate(room) if free >= size), None)
@@ -71,15 +75,15 @@ def first_fit(counts: Sequence[int], row_length: int, window: int) -> Packing:
 
 
 def without_gaps(counts: Sequence[int], row_length: int) -> Packing:
-    """Packs documents in sequence, split where a row ends; only the last row has room left.
+    """Concatenates documents and splits them at the ends of rows; only the last row may be short.
 
-    The first label of a row is still predicted from the token before it, which is a label of the
-    row before.
+    When a document continues in the next row, that row's first label is still predicted from the
+    token before it.
     """
     ends = np.cumsum(np.asarray(counts, np.int64))
     total = int(ends[-1]) if len(ends) else 0
     row_ends = np.arange(row_length, total + row_length, row_length).clip(max=total)
-    # A piece begins where a document or a row begins.
+    # A piece ends where a document or a row ends.
     stops = np.union1d(ends, row_ends)
     begins = np.concatenate([[0], stops[:-1]]).astype(np.int64)
     documents = np.searchsorted(ends, begins, side="right")
@@ -89,7 +93,7 @@ def without_gaps(counts: Sequence[int], row_length: int) -> Packing:
 
 
 def _pieces(counts: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the document, the first label and the count of pieces of at most row_length."""
+    """Splits documents, and returns the document, first label and size of each piece."""
     num_pieces = -(-counts // row_length)
     documents = np.repeat(np.arange(len(counts)), num_pieces)
     before = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)

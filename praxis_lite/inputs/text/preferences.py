@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected answer, for direct preference optimization."""
+"""A pipeline of preferred and rejected answers, for direct preference optimization (DPO)."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import spec_of
-from praxis_lite.inputs.sources.base import Source, settings_alone
+from praxis_lite.inputs.sources.base import Source, picklable_state
 from praxis_lite.inputs.sources.json_lines import JsonLines
 from praxis_lite.inputs.text.corpus import SPLITS, language_reference
 from praxis_lite.inputs.text.documents import DocumentPipeline, Documents
@@ -26,26 +26,29 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class PreferenceData(DocumentPipeline):
-    """Pairs for `DpoTask`: `ids`, `labels`, `answers` [B, 2, T], `weights` [B]; chosen first.
+    """Batches for `DpoTask`: `ids`, `labels` and `answers` [B, 2, T], and `weights` [B].
 
-    Examples are pairs in TRL's formats: {"prompt", "chosen", "rejected"}, each a text or a list of
-    messages; or "chosen" and "rejected" with a common start, with or without the prompt's text next
-    to them. A pair with an empty answer is left out and counted. `answers` is 1 for the labels of
-    an answer, including the end of its turn or text.
+    Index 0 of the second dimension is the chosen side, index 1 the rejected one. `answers` is 1 for
+    the labels of an answer, including the token that ends its turn or text.
+
+    Examples have TRL's formats: {"prompt", "chosen", "rejected"}, each a text or a list of
+    messages; or "chosen" and "rejected" with a common prefix, with or without the text of the
+    prompt. Pairs with an empty answer are left out and counted.
 
     Args:
-        files: globs of JSON lines, separated by commas; or a source of examples in any format;
-            None: questions about Python, answered by its language reference.
-        split: 'train' or 'heldout'; heldout_percent of the lines, chosen by their content.
-        tokenizer: with a chat template, if there are messages; or its directory.
-        shuffle: True for endless batches, in another order each epoch; False for one pass.
-        skip: names of faults that are skipped and counted, if `files` are globs; a source has a
-            separate setting.
-        ignored_keys: keys of the examples that are not read, such as "score_chosen".
-
-    Raises:
-        ConfigError: from `check`: an example is not a pair, or is longer than seq_len + 1 tokens;
-            names file and line.
+        files: Comma-separated globs of JSON lines files, or a source of examples in any format.
+            None uses questions about Python with answers from its language reference.
+        split: Name of the split, 'train' or 'heldout'.
+        batch_size: Number of pairs in the global batch.
+        seq_len: Maximum number of labels per side, T.
+        tokenizer: A tokenizer or its directory; needs a chat template if there are messages.
+        seed: Seed of the shuffled order.
+        shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
+        heldout_percent: Percentage of pairs in the split 'heldout', selected by a hash of their
+            content.
+        skip: If `files` are globs, names of faults (keys of FAULTS) of pairs to leave out and
+            count. A source has this setting itself.
+        ignored_keys: Keys of the examples that are not read, such as "score_chosen".
     """
 
     files: str | Source | None
@@ -74,23 +77,22 @@ class PreferenceData(DocumentPipeline):
         )
         require(
             not (self.skip and isinstance(self.files, Source)), "PreferenceData.skip", self.skip,
-            "empty, for files is a source", "Set files.skip.",
+            "empty, because files is a source", "Set files.skip instead.",
         )
         self.documents.check()
         if not len(self._numbers):
             raise ConfigError(
                 f"PreferenceData: the {self.split!r} split of {self.files or 'the reference'} has "
                 f"no pair: {len(self.documents.lengths):,} pairs in all, left out "
-                f"{self.documents.left_out or 'none'}. Change heldout_percent, or give more of "
-                "them."
+                f"{self.documents.left_out or 'none'}. Change heldout_percent, or add pairs."
             )
         chosen = self.documents.chosen_lengths
         longest = np.maximum(chosen, self.documents.lengths - chosen)[self._numbers]
         if longest.max() > self.seq_len + 1:
-            place = int(np.argmax(longest > self.seq_len + 1))
+            first = int(np.argmax(longest > self.seq_len + 1))
             raise ConfigError(
-                f"{self.documents.where(self._numbers[place])} has {longest[place]} tokens, more "
-                f"than seq_len + 1 = {self.seq_len + 1}. Raise seq_len, or leave the line out."
+                f"{self.documents.where(self._numbers[first])} has {longest[first]} tokens, more "
+                f"than seq_len + 1 = {self.seq_len + 1}. Raise seq_len, or remove the pair."
             )
 
     @functools.cached_property
@@ -98,8 +100,8 @@ class PreferenceData(DocumentPipeline):
         """The pairs of both splits."""
         source, ignored_keys = self.files, tuple(self.ignored_keys)
         if source is None:
-            ignored_keys += ("messages",)  # The same questions in another format.
-            # Each Python has a reference of its own.
+            ignored_keys += ("messages",)  # `about_python` also writes this format.
+            # The language reference depends on the version of Python.
             name = f"pairs-{platform.python_version()}.jsonl"
             source = JsonLines(f"~/.cache/praxis_lite/questions/{name}", make=about_python)
         elif isinstance(source, str):
@@ -111,12 +113,12 @@ class PreferenceData(DocumentPipeline):
 
     @functools.cached_property
     def _numbers(self) -> np.ndarray:
-        """The numbers of the split's pairs among the documents."""
+        """Indices of the split's pairs in `documents`."""
         return self.documents.of_split(self.split)
 
     @property
     def pairs(self) -> list[Pair]:
-        """The tokens of the split's pairs, in the files' order."""
+        """The tokens of the split's pairs, in file order."""
         return [self.documents.pair(number) for number in self._numbers]
 
     @property
@@ -137,13 +139,13 @@ class PreferenceData(DocumentPipeline):
             "ids": np.zeros(shape, np.int32), "labels": np.zeros(shape, np.int32),
             "answers": np.zeros(shape, np.float32), "weights": np.zeros(count, np.float32),
         }
-        for row, number in enumerate(self.numbers(index, rows)):
+        for row, number in enumerate(self.example_indices(index, rows)):
             batch["weights"][row] = 1.0
             pair = self.documents.pair(self._numbers[number])
             for side, (ids, is_answer) in enumerate(pair):
-                place = row, side, slice(0, len(ids) - 1)
-                batch["ids"][place], batch["labels"][place] = ids[:-1], ids[1:]
-                batch["answers"][place] = is_answer[1:]
+                target = row, side, slice(0, len(ids) - 1)
+                batch["ids"][target], batch["labels"][target] = ids[:-1], ids[1:]
+                batch["answers"][target] = is_answer[1:]
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
@@ -157,15 +159,15 @@ class PreferenceData(DocumentPipeline):
         return {**settings, "sha256": digest.hexdigest()}
 
     def __getstate__(self) -> dict[str, Any]:
-        return settings_alone(self)
+        return picklable_state(self)
 
 
 def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
-    """Yields questions about Python with an answer of its language reference and a wrong answer.
+    """Yields a question for each topic of Python's language reference, with two answers.
 
-    The wrong answer belongs to the question before.
+    The chosen answer is a paragraph of the topic, the rejected one that of the previous topic.
     """
-    last = None
+    previous_answer = None
     for name, text in language_reference():
         paragraphs = [" ".join(word.split()) for word in text.decode().split("\n\n")]
         answer = next(
@@ -174,11 +176,13 @@ def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
         )
         if answer is None:
             continue
-        if last is not None:
+        if previous_answer is not None:
             question = {"role": USER, "content": f"What does Python's reference say of {name}?"}
-            right, wrong = ({"role": ASSISTANT, "content": text} for text in (answer, last))
+            right, wrong = (
+                {"role": ASSISTANT, "content": text} for text in (answer, previous_answer)
+            )
             yield {
                 "messages": [question, right], "chosen": [question, right],
                 "rejected": [question, wrong],
             }
-        last = answer
+        previous_answer = answer

@@ -1,4 +1,4 @@
-"""Ragged prompts from a corpus, for a model to continue."""
+"""A pipeline of prompts of various lengths, taken from the documents of a corpus."""
 
 import dataclasses
 import functools
@@ -18,12 +18,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class TextPrompts(IndexedPipeline):
-    """A pass of prompts: `ids` padded right with zeros, `prefix_lengths`, `weights`.
+    """One pass over prompts: `ids` [B, T], `prefix_lengths` [B] and `weights` [B].
 
-    A prompt is the start token of documents (EOS for bytes) and the tokens of a document's first
-    bytes: between min_prompt_bytes and max_prompt_bytes, never the complete document. Each prompt
-    is from another document; the seed chooses documents and lengths. Rows beyond num_prompts have
-    prefix length and weight 0.
+    A prompt consists of the start token of documents (EOS for bytes) and the tokens of the first
+    min_prompt_bytes to max_prompt_bytes bytes of a document, never of the complete document. `ids`
+    are padded on the right with zeros. Rows of the last batch without a prompt have prefix length 0
+    and weight 0.
+
+    Args:
+      corpus: Corpus of documents.
+      split: Split of the corpus, 'train' or 'heldout'.
+      batch_size: Number of rows in the global batch.
+      num_prompts: Number of prompts, each from a different document.
+      min_prompt_bytes: Minimum length of a prompt in bytes.
+      max_prompt_bytes: Maximum length of a prompt in bytes.
+      seed: Seed for the choice of documents and lengths.
     """
 
     corpus: TextCorpus
@@ -39,12 +48,12 @@ class TextPrompts(IndexedPipeline):
         self.require_at_least(1, "num_prompts", "min_prompt_bytes")
         self.require_at_least(0, "seed")
         self.require_at_least(self.min_prompt_bytes, "max_prompt_bytes")
-        most = len(self._long_enough)
+        num_documents = len(self._long_documents)
         require(
-            self.num_prompts <= most, "TextPrompts.num_prompts", self.num_prompts,
-            f"at most {most}, the documents of the {self.split!r} split with more than "
-            f"{self.min_prompt_bytes} bytes",
-            "Lower num_prompts or min_prompt_bytes, or give more text.",
+            self.num_prompts <= num_documents, "TextPrompts.num_prompts", self.num_prompts,
+            f"at most {num_documents}, the number of documents in the {self.split!r} split with "
+            f"more than {self.min_prompt_bytes} bytes",
+            "Lower num_prompts or min_prompt_bytes, or add text.",
         )
 
     @property
@@ -77,30 +86,26 @@ class TextPrompts(IndexedPipeline):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the corpus."""
         return self.corpus.tokenizer
 
     @property
     def _width(self) -> int:
-        """Width of the prompt array.
-
-        `max_prompt_bytes + 1` for byte tokenizers, else the longest prompt.
-        """
+        """The padded length of prompts: max_prompt_bytes + 1 for bytes, else the longest prompt."""
         if self.tokenizer.token_unit == "byte":
             return self.max_prompt_bytes + 1
         return max(map(len, self._prompts))
 
     @functools.cached_property
-    def _long_enough(self) -> list[bytes]:
+    def _long_documents(self) -> list[bytes]:
         documents = self.corpus.documents(self.split)
         return [text for _, text in documents if len(text) > self.min_prompt_bytes]
 
     @functools.cached_property
     def _prompts(self) -> list[np.ndarray]:
-        chosen = epoch_order(self.seed, 0, len(self._long_enough))[: self.num_prompts]
+        chosen = epoch_order(self.seed, 0, len(self._long_documents))[: self.num_prompts]
         prompts = []
         for text, bits in zip(
-            [self._long_enough[i] for i in chosen],
+            [self._long_documents[i] for i in chosen],
             random_bits(self.seed, 0, len(chosen), purpose=1).tolist(), strict=True,
         ):
             # At least one byte of the document remains.

@@ -1,4 +1,4 @@
-"""Checks of token ids, positions and counts that a caller passes in Python."""
+"""Validates token ids, positions and counts that users pass to Python functions."""
 
 from typing import Any
 
@@ -8,45 +8,49 @@ from praxis_lite.core.errors import ConfigError, shown
 
 __all__ = ("token_ids", "whole_number")
 
-_MOST = 2**31 - 1
+_MAX = 2**31 - 1
 
 
 def token_ids(
     given: Any, what: str, size: int | None = None, *, ndim: int = 2,
     counts: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns int32 numbers from 0 to `size - 1`.
+    """Validates token ids or positions, and returns them as an int32 array.
 
     Args:
-      given: lists or an array of integers, not empty.
-      what: names the argument in messages, "logits: ids".
-      size: of the vocabulary, or the number of positions; None: any int32.
-      counts: bool, of the same shape; where it is False, a negative number is padding, and becomes
-        0.
+      given: Lists or an array of integers, not empty.
+      what: Name of the argument for error messages, such as "logits: ids".
+      size: Vocabulary size, or number of positions; None accepts any non-negative int32.
+      ndim: Expected rank.
+      counts: Bool array of the same shape. Where it is False, negative numbers are padding, and are
+        replaced by 0.
 
     Raises:
-      ConfigError: a number is out of range, or they are no integers of this rank.
+      ConfigError: A number is out of range, or the array has another rank or dtype.
     """
     x = np.asarray(given)
     if x.ndim != ndim or not x.size or x.dtype.kind not in "iu":
         rank = ", ".join("BTDE"[:ndim] if ndim > 1 else "T")
-        raise ConfigError(f"{what} is {x.dtype}{list(x.shape)}; expected int[{rank}], not empty.")
-    most = _MOST if size is None else size - 1
-    is_wrong = (x < 0) | (x > most)
+        raise ConfigError(
+            f"{what} is {x.dtype}{list(x.shape)}; expected a nonempty int[{rank}]."
+        )
+    largest = _MAX if size is None else size - 1
+    is_wrong = (x < 0) | (x > largest)
     if counts is not None:
-        is_wrong &= counts | (x > most)
+        is_wrong &= counts | (x > largest)
     for index in np.argwhere(is_wrong)[:1]:
         raise ConfigError(
-            f"{what} has {x[tuple(index)]} at {index.tolist()}; expected numbers from 0 to {most}."
+            f"{what} has {x[tuple(index)]} at {index.tolist()}; expected numbers from 0 to "
+            f"{largest}."
         )
     return np.maximum(x, 0).astype(np.int32)
 
 
-def whole_number(given: Any, what: str, least: int, most: int = _MOST) -> int:
-    """Returns a Python int. Raises ConfigError if it is not an integer from `least` to `most`."""
-    is_whole = isinstance(given, int | np.integer) and not isinstance(given, bool)
-    if not is_whole or not least <= given <= most:
+def whole_number(given: Any, what: str, minimum: int, maximum: int = _MAX) -> int:
+    """Returns an int. Raises ConfigError unless it is an integer from `minimum` to `maximum`."""
+    is_integer = isinstance(given, int | np.integer) and not isinstance(given, bool)
+    if not is_integer or not minimum <= given <= maximum:
         raise ConfigError(
-            f"{what} is {shown(repr(given))}; expected an integer from {least} to {most}."
+            f"{what} is {shown(repr(given))}; expected an integer from {minimum} to {maximum}."
         )
     return int(given)

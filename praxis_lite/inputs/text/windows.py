@@ -1,9 +1,10 @@
-"""Positions of windows in a token stream: index arithmetic, without text.
+"""Computes which tokens of a stream each window contains; index arithmetic without text.
 
-A stream is `EOS doc EOS doc ... EOS`: `num_labels + 1` tokens, of which all but the first are
-labels. Both kinds of windows return, for `count` windows from number `first` on,
-    positions int64[count, seq_len + 1]: of the tokens; `padding_position` for padding,
-    weights float32[count, seq_len]: of the labels, which are all tokens but the first.
+A stream is `EOS doc EOS doc ... EOS`. It has `num_labels + 1` tokens; all but the first are labels.
+The method `windows(first, count)` of both classes returns, for windows first to first + count - 1:
+
+* positions int64[count, seq_len + 1]: the index of each token, or `padding_position` for padding;
+* weights float32[count, seq_len]: the weight of each label, that is each token but the first.
 """
 
 import dataclasses
@@ -14,16 +15,17 @@ from praxis_lite.inputs.mixing.shuffle import random_bits, shuffled
 
 
 def padding_position(num_labels: int) -> int:
-    """Returns the position after the stream, where a pipeline appends a zero."""
+    """Returns the position after the last token, where pipelines append a zero for padding."""
     return num_labels + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingWindows:
-    """Endless windows that repeat no label within an epoch; grid and order change every epoch.
+    """Endless windows in a random order; within an epoch, no label occurs twice.
 
-    The stream starts and ends with EOS, so windows wrap around after num_labels tokens: the grid
-    may start anywhere, and each epoch leaves out different labels (fewer than seq_len).
+    Windows of an epoch start at a random offset and wrap around at the end of the stream, which
+    starts and ends with EOS. Each epoch leaves out fewer than seq_len labels, different ones each
+    time.
     """
 
     num_labels: int
@@ -35,10 +37,10 @@ class TrainingWindows:
         return self.num_labels // self.seq_len
 
     def windows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        epochs, places = shuffled(self.seed, self.windows_per_epoch, first, count)
+        epochs, indices = shuffled(self.seed, self.windows_per_epoch, first, count)
         offset_of_epoch = {epoch: self._offset(epoch) for epoch in set(epochs.tolist())}
         offsets = np.array([offset_of_epoch[epoch] for epoch in epochs.tolist()], np.int64)
-        starts = offsets + places * self.seq_len
+        starts = offsets + indices * self.seq_len
         positions = (starts[:, None] + np.arange(self.seq_len + 1)) % self.num_labels
         return positions, np.ones((count, self.seq_len), np.float32)
 
@@ -50,8 +52,8 @@ class TrainingWindows:
 class EvaluationWindows:
     """One pass in order, in which every label has weight 1 in exactly one window.
 
-    Window k starts at token k * stride. All labels of the first window count, and the last `stride`
-    labels of each later one; the labels before are context.
+    Window k starts at token k * stride. All labels of the first window have weight 1; in later
+    windows, only the last `stride` labels do, and the labels before them are context.
     """
 
     num_labels: int
@@ -64,9 +66,9 @@ class EvaluationWindows:
         return 1 + -(-beyond_first // self.stride)
 
     def windows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        numbers = np.arange(first, first + count, dtype=np.int64)[:, None]
-        positions = numbers * self.stride + np.arange(self.seq_len + 1)
-        there = (numbers < self.num_windows) & (positions <= self.num_labels)
-        is_new = (numbers == 0) | (np.arange(self.seq_len) >= self.seq_len - self.stride)
-        weights = (there[:, 1:] & is_new).astype(np.float32)
-        return np.where(there, positions, padding_position(self.num_labels)), weights
+        indices = np.arange(first, first + count, dtype=np.int64)[:, None]
+        positions = indices * self.stride + np.arange(self.seq_len + 1)
+        exists = (indices < self.num_windows) & (positions <= self.num_labels)
+        is_new = (indices == 0) | (np.arange(self.seq_len) >= self.seq_len - self.stride)
+        weights = (exists[:, 1:] & is_new).astype(np.float32)
+        return np.where(exists, positions, padding_position(self.num_labels)), weights

@@ -15,7 +15,7 @@ from praxis_lite.experiment.experiment import Job
 from praxis_lite.host.file_reading import opened
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.sources.faults import none_skipped
-from praxis_lite.inputs.sources.files.texts import checked, decoded
+from praxis_lite.inputs.sources.files.texts import decode_utf8, require_valid_unicode
 from praxis_lite.inputs.sources.json_lines import parsed
 from praxis_lite.inputs.text.length_classes import length_of_prompts
 from praxis_lite.inputs.text.messages import (
@@ -78,7 +78,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             ]
         else:
             # `splitlines` would also split at U+2028 and similar characters of the text.
-            lines = re.split("\r\n|\r|\n", decoded(data, name, is_file=True))
+            lines = re.split("\r\n|\r|\n", decode_utf8(data, name, is_file=True))
             prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise ConfigError(f"{name} has no prompt: every line is blank.")
@@ -92,7 +92,7 @@ def _parse_prompt(line: bytes, where: str) -> Prompt:
     fix = "Remove them from the file."
     if key == "prompt" and isinstance(row[key], str):
         require_known(row, (key,), where, fix)
-        return checked(row[key], where, "prompt")
+        return require_valid_unicode(row[key], where, "prompt")
     if key is not None and _is_conversation(row[key]):
         return conversation_of(row, where, key=key, fix=fix)
     raise ConfigError(
@@ -202,7 +202,7 @@ def prompt_ids(
     """
     with none_skipped():
         if isinstance(prompt, str):
-            return tokenizer.encode_prompt(checked(prompt, what, "prompt"))
+            return tokenizer.encode_prompt(require_valid_unicode(prompt, what, "prompt"))
         if isinstance(prompt, Mapping):
             prompt = conversation_of(prompt, what, fix="Remove them.")
         elif _is_conversation(prompt):

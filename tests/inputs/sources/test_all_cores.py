@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.inputs.processes.all_cores import num_cores, on_all_cores
+from praxis_lite.inputs.processes.all_cores import num_cores, run_on_all_cores
 from praxis_lite.inputs.sources.faults import BadExample
 
 two_cores = pytest.mark.skipif(num_cores() < 2, reason="one core does it in this process")
@@ -35,7 +35,7 @@ def seventh_ends(item):
 @pytest.mark.parametrize("size", [7, pytest.param(10_000, marks=two_cores)])
 def test_each_item_is_done_in_other_processes_if_there_is_much(size, tmp_path):
     paths = [tmp_path / f"{n}" for n in range(13)]
-    on_all_cores(note_process, paths, [size] * 13, "writing")
+    run_on_all_cores(note_process, paths, [size] * 13, "writing")
     processes = {int(path.read_text()) for path in paths}
     assert (os.getpid() in processes) == (size == 7)
 
@@ -43,14 +43,14 @@ def test_each_item_is_done_in_other_processes_if_there_is_much(size, tmp_path):
 @pytest.mark.parametrize("size", [7, pytest.param(10_000, marks=two_cores)])
 def test_a_bad_example_is_one_in_this_process_too(size):
     with pytest.raises(BadExample, match="a.txt.*UTF-8") as caught:
-        on_all_cores(third_is_bad, range(7), [size] * 7, "")
+        run_on_all_cores(third_is_bad, range(7), [size] * 7, "")
     assert caught.value.fault == "not_utf8"
 
 
 @two_cores
 def test_a_process_that_ends_by_itself_is_told():
     with pytest.raises(ConfigError, match=r"\(taskset\)"):
-        on_all_cores(seventh_ends, range(13), [10_000] * 13, "")
+        run_on_all_cores(seventh_ends, range(13), [10_000] * 13, "")
 
 
 @pytest.mark.slow
@@ -67,8 +67,8 @@ def test_a_script_without_a_guard_is_told_and_does_not_wait_for_itself(tmp_path)
     """))
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert "imports the script that was started" in ended.stderr
-    assert "ended by itself" in ended.stderr.splitlines()[-1]
+    assert "a worker process imports it" in ended.stderr
+    assert "ended unexpectedly" in ended.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -78,14 +78,14 @@ def test_a_kill_leaves_no_process_behind(tmp_path):
     script.write_text(textwrap.dedent(f"""\
         import os, sys, time
         sys.path[:0] = {sys.path!r}
-        from praxis_lite.inputs.processes.all_cores import on_all_cores
+        from praxis_lite.inputs.processes.all_cores import run_on_all_cores
 
         def stay(item):
             open({str(tmp_path)!r} + f"/{{item}}.pid", "w").write(str(os.getpid()))
             time.sleep(60)
 
         if __name__ == "__main__":
-            on_all_cores(stay, range(2), [10_000, 10_000], "")
+            run_on_all_cores(stay, range(2), [10_000, 10_000], "")
     """))
     parent = subprocess.Popen([sys.executable, script], stderr=subprocess.DEVNULL)
     pids = [until(lambda n=n: (tmp_path / f"{n}.pid").exists()

@@ -110,7 +110,7 @@ def test_what_is_no_example_is_told_with_its_place_and_the_setting(tmp_path):
     source = TfRecords(f"{tmp_path}/a.tfrecord")
     with pytest.raises(BadExample, match=r"1, .*tf.train.Example.*b'\{") as item:
         source[1]
-    assert item.value.fault == "damaged" and "Set decode to a function" in str(item.value)
+    assert item.value.fault == "damaged" and "`decode`" in str(item.value)
     assert TfRecords(f"{tmp_path}/a.tfrecord", decode=json.loads)[1] == {"n": 7}
 
 

@@ -29,7 +29,7 @@ from praxis_lite.inputs import (
     Parquet,
     TfRecords,
 )
-from praxis_lite.inputs.base import digest_of
+from praxis_lite.inputs.base import batches_sha256
 from praxis_lite.inputs.batches import check_data
 from praxis_lite.inputs.sources import in_place_files
 from praxis_lite.inputs.sources.faults import BadExample
@@ -232,7 +232,7 @@ def test_many_small_files_share_parts_and_are_not_all_open(kind, tmp_path, monke
     _, end, write, _ = KINDS[kind]
     for number in range(103):
         write(tmp_path / f"{number:03}.{end}", 2 * number, 2 * number + 2)
-    monkeypatch.setattr(in_place_files, "_MOST_OPEN", 5)
+    monkeypatch.setattr(in_place_files, "_MAX_OPEN", 5)
     source = source_of(kind, tmp_path)
     assert [plain(source[k]) for k in range(len(source))] == [row(n) for n in range(206)]
     assert [p.stop - p.start for p in source.parts()] == [206]
@@ -249,7 +249,7 @@ def test_a_file_that_is_cut_off_is_named(kind, folder, tmp_path):
         with pytest.raises(BadExample, match="b.jsonl:[0-9]+ .*JSON"):
             cut[len(cut) - 1]
         return
-    with pytest.raises(ConfigError, match=f"b.{end} (is cut off|cannot be read)"):
+    with pytest.raises(ConfigError, match=f"b.{end} (is truncated|cannot be read)"):
         source_of(kind, tmp_path).check()
     if kind in ("jsonl.gz", "jsonl.zst", "tfrecord", "tfrecord.gz"):
         # What is missing counts as an example.
@@ -326,7 +326,7 @@ def test_batches_of_a_source_are_filtered_once_and_the_same_for_any_hosts(tmp_pa
             {n: np.concatenate([x[n] for x in same]) for n in same[0]}
             for same in zip(*parts, strict=True)
         ]
-        assert digest_of(result) == digest_of(actual[start : start + 3])
+        assert batches_sha256(result) == batches_sha256(actual[start : start + 3])
     assert batches().fingerprint() != batches(seed=1).fingerprint()
 
 

@@ -1,1 +1,1 @@
-"""The files that globs name, and the text in them."""
+"""Finds files by globs, and decodes and validates their text."""

@@ -1,4 +1,4 @@
-"""The files that a user's globs name, and those that a function makes where there are none."""
+"""Finds files by globs, and creates missing ones with a user's function."""
 
 import glob
 import json
@@ -11,83 +11,85 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.whole_files import not_written
 
-# Writes files into the folder that it is given, or returns the examples of the one file.
+# A user's function: writes files into the given folder, or returns the examples of a single file.
 Make = Callable[[str], Iterable[Mapping[str, Any]] | None]
 
 _ROWS_PER_GROUP = 64
 
 
 def matching_files(patterns: str, what: str = "TextCorpus") -> list[str]:
-    """Returns the files that comma-separated globs (`**`, `~`) name, sorted, each once.
+    """Returns the files that match comma-separated globs, sorted and without duplicates.
 
     Args:
-        what: asks for them, for messages.
+        patterns: Comma-separated globs; `**` and `~` are expanded.
+        what: Name of the class with the setting `files`, for error messages.
 
     Raises:
-        ConfigError: a pattern names no file.
+        ConfigError: A glob matches no file.
     """
-    require(isinstance(patterns, str), f"{what}.files", patterns, "a text: globs between commas")
-    expected = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
-    if not expected:
-        raise ConfigError(
-            f"{what}: files is {patterns!r}, which names no file. Give a path or a glob."
-        )
-    return sorted({path for pattern in expected for path in _files_of(pattern, what)})
+    require(isinstance(patterns, str), f"{what}.files", patterns, "a str of comma-separated globs")
+    globs = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    if not globs:
+        raise ConfigError(f"{what}: files is {patterns!r}; expected a path or a glob.")
+    return sorted({path for pattern in globs for path in _matches(pattern, what)})
 
 
-def _files_of(pattern: str, what: str) -> list[str]:
+def _matches(pattern: str, what: str) -> list[str]:
     expanded = os.path.expanduser(pattern)
-    if os.path.isfile(expanded):  # A literal path may hold the characters of a glob.
+    if os.path.isfile(expanded):  # A file's name may contain the special characters of globs.
         return [expanded]
-    result = glob.glob(expanded, recursive=True)
-    files = [path for path in result if os.path.isfile(path)]
+    matches = glob.glob(expanded, recursive=True)
+    files = [path for path in matches if os.path.isfile(path)]
     if files:
         return files
-    if result:
-        matched = f"only {'a directory' if len(result) == 1 else 'directories'}"
-        change = f"Name the files in it, for instance {os.path.join(pattern, '**', '*.txt')!r}."
+    if matches:
+        found = f"only {'a directory' if len(matches) == 1 else 'directories'}"
+        fix = f"Match the files in it, for example with {os.path.join(pattern, '**', '*.txt')!r}."
     else:
-        matched, change = "nothing", "Correct the path or the glob."
+        found, fix = "nothing", "Correct the path or the glob."
     raise ConfigError(
-        f"{what}: files names {pattern!r}, which matches {matched} (seen from {os.getcwd()}); "
-        f"a file was wanted. {change}"
+        f"{what}: {pattern!r} in files matches {found} (relative to {os.getcwd()}); expected at "
+        f"least one file. {fix}"
     )
 
 
 def make_files(files: str, folder: str, make: Make) -> None:
-    """Calls `make`, and moves the files that it has made into a folder.
+    """Calls `make` in a temporary folder, and moves the files that it creates into `folder`.
 
     Args:
-      files: of the source; where `make` returns examples, the path of one file.
+      files: The source's setting `files`; if `make` returns examples, the path of a single file.
+      folder: Destination of the files.
+      make: Function that writes files or returns examples.
 
     Raises:
-      ConfigError: the disk does not take the files; one is there already; or the examples are for a
-        file whose format is not written.
+      ConfigError: The files cannot be written, a file of this name exists, or the examples cannot
+        be written in the format of `files`.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as result:
-            examples = make(result)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary_folder:
+            examples = make(temporary_folder)
             if examples is not None:
-                _write(os.path.join(result, os.path.basename(files)), files, examples)
-            for name in sorted(os.listdir(result)):
+                path = os.path.join(temporary_folder, os.path.basename(files))
+                _write_examples(path, files, examples)
+            for name in sorted(os.listdir(temporary_folder)):
                 path = os.path.join(folder, name)
                 if os.path.lexists(path):
                     raise ConfigError(
-                        f"{path} is there, yet is none of the files {files!r} of the source, and "
-                        "its function `make` would write over it. Name other files, or move it."
+                        f"{path} exists, but does not match the source's files {files!r}, and its "
+                        "function `make` would overwrite it. Change `files`, or move the file."
                     )
-                os.replace(os.path.join(result, name), path)
+                os.replace(os.path.join(temporary_folder, name), path)
     except OSError as error:
         raise not_written(folder, error) from error
 
 
-def _write(path: str, files: str, examples: Iterable[Mapping[str, Any]]) -> None:
+def _write_examples(path: str, files: str, examples: Iterable[Mapping[str, Any]]) -> None:
     if files.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         _write_json_lines(path, examples)
         return
     require(
         files.endswith(".parquet"), "The file of a source whose function `make` returns examples",
-        files, "one whose name ends with .jsonl, .jsonl.gz, .jsonl.zst or .parquet",
+        files, "a file name that ends with .jsonl, .jsonl.gz, .jsonl.zst or .parquet",
     )
     pyarrow, parquet = optional_module("pyarrow", files), optional_module("pyarrow.parquet", files)
     table = pyarrow.Table.from_pylist([dict(example) for example in examples])
@@ -98,7 +100,7 @@ def _write_json_lines(path: str, examples: Iterable[Mapping[str, Any]]) -> None:
     lines = (json.dumps(example).encode() for example in examples)
     if path.endswith(".jsonl"):
         with open(path, "wb") as file:
-            # No end of a last line: jobs keep the digest of a file that was made so.
+            # Without a final newline: existing jobs have recorded the digest of such a file.
             file.write(b"\n".join(lines))
         return
     with optional_module("pyarrow", path).output_stream(path, compression="detect") as file:

@@ -1,4 +1,4 @@
-"""What counts as text: the bytes and strings of others are checked here, and nowhere else."""
+"""Decodes and validates untrusted text."""
 
 import codecs
 from collections.abc import Mapping
@@ -8,94 +8,103 @@ import numpy as np
 
 from praxis_lite.inputs.sources.faults import BadExample
 
-# Byte order marks of what is not UTF-8; those of UTF-32 begin as those of UTF-16 do.
-_OTHER_MARKS = {
+# Byte order marks of other encodings. UTF-32 is first, since its marks begin with those of UTF-16.
+_FOREIGN_BOMS = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
 }
 
 
-def decoded(data: bytes, where: str, *, is_file: bool = False) -> str:
-    """Returns the text of bytes in UTF-8, without a byte order mark before it.
+def decode_utf8(data: bytes, where: str, *, is_file: bool = False) -> str:
+    """Decodes UTF-8 and removes a leading byte order mark.
 
     Args:
-      where: for messages: "file:line", or of a whole file its name.
-      is_file: True: the line is added.
+      data: The bytes to decode.
+      where: Location of the bytes for error messages: "file:line", or the name of the file.
+      is_file: Whether `data` is a complete file; the error then adds the line to `where`.
 
     Raises:
-      BadExample: `not_utf8`: the bytes are in another encoding, or have a NUL, as text in UTF-16
-        and files with holes do.
+      BadExample: `not_utf8`: the bytes have another encoding, or contain NUL bytes (which also
+        occur in UTF-16 and in sparse files).
     """
-    kind = next((kind for mark, kind in _OTHER_MARKS.items() if data.startswith(mark)), None)
-    place = data.find(b"\0")
-    if kind is not None:
-        result, place = f"is not UTF-8: it begins as {kind} does", 0
-        fix = f"Write it in UTF-8: iconv -f {kind} -t UTF-8."
-    elif place >= 0:
-        result = f"is not UTF-8 text: it has a NUL at byte {place}"
-        fix = (
-            "Write it in UTF-8 (iconv -f UTF-16LE -t UTF-8, if it is UTF-16), or remove what is "
-            "no text."
-        )
+    encoding = next((name for bom, name in _FOREIGN_BOMS.items() if data.startswith(bom)), None)
+    offset = data.find(b"\0")
+    if encoding is not None:
+        found, offset = f"is not UTF-8: it has the byte order mark of {encoding}", 0
+        fix = f"Convert it with iconv -f {encoding} -t UTF-8."
+    elif offset >= 0:
+        found = f"is not UTF-8 text: it has a NUL at byte {offset}"
+        fix = "Remove binary data, or convert UTF-16 with iconv -f UTF-16LE -t UTF-8."
     else:
         try:
             return data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            result, place = f"is not UTF-8: {error}", error.start
-            fix = "Write it in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1)."
-    line = f":{data.count(10, 0, place) + 1}" if is_file else ""
-    raise BadExample("not_utf8", f"{where}{line}", result, fix)
+            found, offset = f"is not UTF-8: {error}", error.start
+            fix = "Convert it to UTF-8, for example with iconv -f LATIN1 -t UTF-8."
+    line = f":{data.count(10, 0, offset) + 1}" if is_file else ""
+    raise BadExample("not_utf8", f"{where}{line}", found, fix)
 
 
-def checked(text: str, where: str, what: str = "text") -> str:
-    """Returns a text of whole characters.
+def require_valid_unicode(text: str, where: str, what: str = "text") -> str:
+    """Returns `text`, or raises an error if it has surrogates, which UTF-8 cannot encode.
 
     Args:
-      what: the text is, for messages.
+      text: The text to check.
+      where: Location of the text for error messages.
+      what: Name of the text for error messages.
 
     Raises:
-      BadExample: `not_utf8`: it has half of a character, as JSON may.
+      BadExample: `not_utf8`: the text has an unpaired surrogate, as JSON escapes can.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        # Python keeps so what a command line or a terminal gave.
+        # Python represents undecodable bytes of the command line or the terminal as surrogates.
         is_byte = 0xDC80 <= code <= 0xDCFF
-        half = f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"half of a character, \\u{code:x}"
+        found = (
+            f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"half of a character, \\u{code:x}"
+        )
         raise BadExample(
-            "not_utf8", where, f"has a {what} that is not UTF-8: it has {half}",
-            "Write whole characters in UTF-8.",
+            "not_utf8", where, f"has a {what} that is not UTF-8: it has {found}",
+            "Write complete characters in UTF-8.",
         ) from None
     return text
 
 
-def plain(value: Any, where: str) -> Any:
-    """Returns a value of any format as JSON has it, with whole characters in all its texts.
+def to_json_value(value: Any, where: str) -> Any:
+    """Converts a value of any file format to JSON types, and validates its text.
 
-    Bytes become text, and arrays and tuples lists.
+    Bytes are decoded to text; arrays and tuples become lists.
+
+    Args:
+      value: The value to convert.
+      where: Location of the value for error messages.
 
     Raises:
-      BadExample: `not_utf8`, as `decoded` and `checked`; `not_json`: it is nested too deeply.
+      BadExample: `not_utf8`: a text is not valid UTF-8. `not_json`: the value is nested too deeply.
     """
     try:
-        return _plain(value, where)
+        return _to_json_value(value, where)
     except RecursionError:
         raise BadExample(
-            "not_json", where, "is nested too deeply", "Write lists in fewer lists."
+            "not_json", where, "is nested too deeply", "Reduce the nesting of its lists."
         ) from None
 
 
-def _plain(value: Any, where: str) -> Any:
+def _to_json_value(value: Any, where: str) -> Any:
     if isinstance(value, str):
-        return checked(value, where)
+        return require_valid_unicode(value, where)
     if isinstance(value, bytes):
-        return decoded(value, where)
+        return decode_utf8(value, where)
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
-        return _plain(value, where) if isinstance(value, list | bytes) else value
+        return _to_json_value(value, where) if isinstance(value, list | bytes) else value
     if isinstance(value, list | tuple):
-        return [_plain(item, where) for item in value]
+        return [_to_json_value(child, where) for child in value]
     if isinstance(value, Mapping):
-        return {_plain(name, where): _plain(element, where) for name, element in value.items()}
+        return {
+            _to_json_value(name, where): _to_json_value(child, where)
+            for name, child in value.items()
+        }
     return value
