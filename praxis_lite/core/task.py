@@ -197,7 +197,8 @@ class Task(abc.ABC):
         name = f"{type(self).__name__}.{callable_name(method).rpartition('.')[2]}"
         check_takes(name, method, "model", "inputs", "key")
         with collect_shared_outputs() as shared:
-            scalars, examples = method(model, inputs, key), {}
+            scalars = method(model, inputs, key)
+        examples: Mapping[str, jax.Array] = {}
         if isinstance(scalars, tuple) and [isinstance(x, Mapping) for x in scalars] == [True, True]:
             scalars, examples = scalars
         num_rows = num_rows_of(inputs)

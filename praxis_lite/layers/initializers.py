@@ -111,7 +111,7 @@ class WeightInit:
     fan_in_axes: tuple[int, ...] | None = None
     fan_out_axes: tuple[int, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_choice("WeightInit.method", self.method, _METHODS)
         fans((1, 1), self.fan_in_axes and (0,), self.fan_out_axes and (1,))
 

@@ -68,7 +68,7 @@ class Gating:
     num_expert_groups_per_token: int = 1
     gates_scale: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         layer = "TransformerFeedForwardMoe"
         require_choice(f"{layer}.gating_func", self.gating_func, GATING_FUNCS)
         policy = self.second_expert_policy

@@ -91,7 +91,7 @@ class QuantizationRule:
     scales: str = "channel"
     but_logits: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, qtypes in (("qtype", (*QTYPES, *WEIGHT_QTYPES)), ("bwd_qtype", QTYPES)):
             value = getattr(self, name)
             if value is not None:
