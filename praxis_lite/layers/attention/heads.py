@@ -21,7 +21,7 @@ from praxis_lite.layers.attention.projections import (
 )
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
-from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
+from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, SplitSetting, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
@@ -34,6 +34,10 @@ class AttentionHeads(BaseLayer):
     """
 
     splits = OF_HEADS | splits(kv=(), output=RESIDUAL)
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
+    kv_split_dims_mapping: SplitDims
+    output_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -62,6 +66,10 @@ class AttentionHeads(BaseLayer):
         ln_before_rotary: bool = False,
         ln_over_heads: bool = False,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
+        kv_split_dims_mapping: SplitSetting = None,
+        output_split_dims_mapping: SplitSetting = None,
     ):
         sizes = head_sizes(self, input_dim, hidden_dim, num_heads, dim_per_head, num_kv_heads)
         D, N, K = self.dims(sizes.input_dims["query"], sizes.N, sizes.K)

@@ -21,7 +21,7 @@ from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Product
-from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
+from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, SplitSetting, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
@@ -72,6 +72,9 @@ class MultiHeadLatentAttention(BaseLayer):
     cache_skips_padding = True
 
     splits = OF_HEADS | splits(output=RESIDUAL)
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
+    output_split_dims_mapping: SplitDims
     preset_settings = {"context_parallel": "attention_context"}
 
     def __init__(
@@ -95,6 +98,9 @@ class MultiHeadLatentAttention(BaseLayer):
         atten_chunk_size: int = 512,
         context_parallel: str | None = None,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
+        output_split_dims_mapping: SplitSetting = None,
     ):
         del dim_per_head
         L, K, R, V = kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim

@@ -46,7 +46,8 @@ class BaseLayer(nnx.Module):
 
     __signature__ = ConstructorSignature()
     # Split settings of the layer, as returned by `splits`. They become keyword arguments of the
-    # constructor, which need not declare them, and attributes before it runs.
+    # constructor, and attributes before it runs. Constructors and classes declare them only for
+    # type checkers.
     splits: Mapping[str, tuple[str | None, ...]] = {}
     # Settings that a sharding preset sets, with the name of the preset's value.
     preset_settings: Mapping[str, str] = {}

@@ -94,20 +94,19 @@ def with_settings(
 
     Args:
       init: The constructor.
-      names: Names of the keyword arguments. Those that the constructor declares itself are passed
-        to it as usual.
-      take: Called before the constructor with the layer and the other given arguments.
+      names: Names of the keyword arguments. Those that the constructor declares itself, so that
+        type checkers know them, are also passed to it.
+      take: Called before the constructor with the layer and the given arguments.
     """
-    local = inspect.signature(inspect.unwrap(init)).parameters
-    taken = [name for name in names if name not in local]
-    if not taken:
+    if not names:
         return init
+    local = inspect.signature(inspect.unwrap(init)).parameters
     parameters = inspect.signature(init).parameters
     added = {
         name: inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=SplitSetting
         )
-        for name in taken if name not in parameters
+        for name in names if name not in parameters
     }
     at_end = [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
     signature = inspect.Signature(
@@ -116,7 +115,10 @@ def with_settings(
 
     @functools.wraps(init)
     def taking(self: Any, *args: Any, **kwargs: Any) -> None:
-        take(self, {name: kwargs.pop(name) for name in taken if name in kwargs})
+        take(self, {name: kwargs[name] for name in names if name in kwargs})
+        for name in names:
+            if name not in local:
+                kwargs.pop(name, None)
         init(self, *args, **kwargs)
 
     taking.__signature__ = signature

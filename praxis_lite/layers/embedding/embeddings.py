@@ -18,7 +18,7 @@ from praxis_lite.core.sharding.split_dims import (
 )
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
 from praxis_lite.layers.base.calls import require_floating, require_positive
-from praxis_lite.layers.base.dims import NONE, RESIDUAL, split_of, splits
+from praxis_lite.layers.base.dims import NONE, RESIDUAL, SplitSetting, split_of, splits
 from praxis_lite.layers.base.result_types import einsum, rows_at
 
 # B batch, T time, D model dims, V classes.
@@ -40,6 +40,8 @@ class Embedding(BaseLayer):
     """
 
     splits = splits(weight=("vocab", "embed"), activation=RESIDUAL)
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -51,6 +53,8 @@ class Embedding(BaseLayer):
         fprop_dtype: jnp.dtype = jnp.float32,
         weight_init: Initializer = xavier,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
         require_floating(self, fprop_dtype=fprop_dtype)

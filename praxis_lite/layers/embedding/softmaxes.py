@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn, soft_cap
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
 from praxis_lite.layers.base.calls import inherit_params, require_floating, require_positive
-from praxis_lite.layers.base.dims import RESIDUAL, split_of, splits
+from praxis_lite.layers.base.dims import RESIDUAL, SplitSetting, split_of, splits
 from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.base.variables import AuxLoss
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
@@ -51,6 +51,8 @@ class FullSoftmax(BaseLayer):
     """
 
     splits = splits(weight=("embed", "vocab"), activation=("batch", "length", "activation_vocab"))
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -68,6 +70,8 @@ class FullSoftmax(BaseLayer):
         weight_init: Initializer = xavier,
         feed_forward_tpl: Callable[..., Any] = FeedForward,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
         if chunk_size is not None:
@@ -218,6 +222,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
     """
 
     splits = FullSoftmax.splits | splits(lookup=RESIDUAL)
+    lookup_split_dims_mapping: SplitDims
 
     @inherit_params(FullSoftmax)
     def __init__(

@@ -10,7 +10,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.models.tallies import Tally
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import BaseLayer, zeros
 from praxis_lite.layers.base.calls import inherit_params, require_positive
@@ -122,6 +122,11 @@ class TransformerFeedForwardMoe(ResidualBranch):
         weight=("expert", "embed", "mlp"), gate=("embed", None), activation=RESIDUAL, dispatch=(),
         hidden=(),
     )
+    weight_split_dims_mapping: SplitDims
+    gate_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
+    dispatch_split_dims_mapping: SplitDims
+    hidden_split_dims_mapping: SplitDims
     couples_rows = "experts' balance"
 
     @property

@@ -11,10 +11,10 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.stacked_weights import unstacked_layers
 from praxis_lite.core.models.tallies import Tally
-from praxis_lite.core.sharding.split_dims import DimSplit, constrain
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
-from praxis_lite.layers.base.dims import RESIDUAL, splits
+from praxis_lite.layers.base.dims import RESIDUAL, SplitSetting, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, one_of_stack, stacked
 from praxis_lite.layers.stacking.pipelining.microbatches import (
     arrays_of,
@@ -96,6 +96,7 @@ class Pipeline(BaseLayer):
     cache_skips_padding = True
 
     splits = splits(activation=RESIDUAL)
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Pipeline(BaseLayer):
         split_backward: bool = False,
         checkpoint_policy: CheckpointPolicy = "save_iteration_input",
         rngs: nnx.Rngs,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(
             self, num_layers=num_layers, num_stages=num_stages, circular_repeat=circular_repeat

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import Initializer, zeros
 from praxis_lite.layers.base.calls import require_positive
-from praxis_lite.layers.base.dims import NONE, split_of, splits
+from praxis_lite.layers.base.dims import NONE, SplitSetting, split_of, splits
 from praxis_lite.layers.normalizations import Norm, check_epsilon
 
 # B batch, T time, C channels, G groups.
@@ -27,6 +27,8 @@ class _PaddedNorm(Norm):
     """
 
     splits = splits(weight=(None,), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __call__(
         self,
@@ -118,6 +120,8 @@ class BatchNorm(_PaddedNorm):
         force_eval_mode: bool = False,
         gamma_init: Initializer = zeros,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, dim=dim)
         check_epsilon(self, epsilon)
@@ -197,6 +201,8 @@ class GroupNorm(_PaddedNorm):
         use_scale: bool = True,
         use_bias: bool = True,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, dim=dim, num_groups=num_groups, min_group_size=min_group_size)
         check_epsilon(self, epsilon)
