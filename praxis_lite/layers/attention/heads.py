@@ -109,8 +109,9 @@ class AttentionHeads(BaseLayer):
             )
             self.query_scale = float(dims**-0.5)
         self.rotary_position_emb = rotary_position_emb_tpl(K) if use_rotary_position_emb else None
-        has_bias = relative_bias_tpl is not None
-        self.relative_bias = relative_bias_tpl(sizes.N, rngs=rngs) if has_bias else None
+        self.relative_bias = (
+            None if relative_bias_tpl is None else relative_bias_tpl(sizes.N, rngs=rngs)
+        )
         q_dims, k_dims = (N * K, G * K) if ln_over_heads else (sizes.K, sizes.K)
         self.layer_norm_q = None if ln_tpl is None else ln_tpl(q_dims, rngs=rngs)
         self.layer_norm_k = None if ln_tpl is None else ln_tpl(k_dims, rngs=rngs)

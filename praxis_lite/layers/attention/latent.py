@@ -120,14 +120,14 @@ class MultiHeadLatentAttention(BaseLayer):
                 sized(D, dims), N, sized(of_head, per_head), use_bias=False, rngs=rngs
             )
 
-        has_latent = q_lora_rank is not None
-        self.query_latent = latent_projection(q_lora_rank) if has_latent else None
-        self.query_latent_norm = ln_tpl(q_lora_rank, rngs=rngs) if has_latent else None
-        self.query = None if has_latent else head_projection(D, K + R)
-        self.query_up = head_projection(q_lora_rank, K + R) if has_latent else None
+        Q = q_lora_rank
+        self.query_latent = None if Q is None else latent_projection(Q)
+        self.query_latent_norm = None if Q is None else ln_tpl(Q, rngs=rngs)
+        self.query = head_projection(D, K + R) if Q is None else None
+        self.query_up = None if Q is None else head_projection(Q, K + R)
         self.key_value_latent = latent_projection(L + R)
         self.key_value_latent_norm = ln_tpl(L, rngs=rngs)
-        self.query_latent_bias = Bias(q_lora_rank, rngs=rngs) if use_bias and has_latent else None
+        self.query_latent_bias = None if Q is None or not use_bias else Bias(Q, rngs=rngs)
         self.key_value_latent_bias = Bias(L + R, rngs=rngs) if use_bias else None
         self.key_value = head_projection(L, K + V)
         self.post = AttentionProjection(

@@ -276,7 +276,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         if self.gate_bias is not None:
             logits_GSE += self.gate_bias[...].astype(jnp.float32)[None, None, :]
         weights = {name: getattr(self, name) for name in _OF_EXPERTS}
-        shared = {
+        shared: dict[str, Any] = {
             "weights": {n: w[...].astype(x_BTD.dtype) for n, w in weights.items() if w is not None},
             "activation": glu(
                 activation_fn(self.activation, self), self.swiglu_limit, self.swiglu_alpha

@@ -3,6 +3,7 @@
 When compiled for a mesh, sums are over the global batch.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -29,6 +30,10 @@ class _PaddedNorm(Norm):
     splits = splits(weight=(None,), activation=())
     weight_split_dims_mapping: SplitDims
     activation_split_dims_mapping: SplitDims
+
+    set_padded_output_to_zero: bool
+    gamma: nnx.Param | None
+    beta: nnx.Param | None
 
     def __call__(
         self,
@@ -214,9 +219,9 @@ class GroupNorm(_PaddedNorm):
         require(divides, "GroupNorm.num_groups", num_groups, divisor)
         self.group_size = max(dim // num_groups, min_group_size)
         dims = (*(1,) * (input_rank - 1), *self.dims(dim))
-        settings = {"init": zeros, "matrix": NONE, "rngs": rngs}
-        self.beta = self.weight(dims, **settings) if use_bias else None
-        self.gamma = self.weight(dims, **settings) if use_scale else None
+        weight = functools.partial(self.weight, dims, init=zeros, matrix=NONE, rngs=rngs)
+        self.beta = weight() if use_bias else None
+        self.gamma = weight() if use_scale else None
         self.input_rank, self.epsilon, self.cumulative = input_rank, epsilon, cumulative
         self.set_padded_output_to_zero = set_padded_output_to_zero
 

@@ -148,7 +148,8 @@ def quantized(
     layer = model(*args, rngs=rngs, **kwargs)
     nodes = {"/".join(map(str, path)): node for path, node in nnx.compat.iter_graph(layer)}
     dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if is_dense(node)}
-    used, names = set(), {}
+    used = set()
+    names: dict[str | None, list[str]] = {}
     for path, node in dense.items():
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):

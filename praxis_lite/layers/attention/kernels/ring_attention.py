@@ -82,6 +82,7 @@ def merge_by_logsumexp(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, 
     """Merges partial attention outputs by their logsumexp."""
     log_sums = functools.reduce(jnp.logaddexp, (each for _, each in parts))
     encoded = sum(to_output_layout(jnp.exp(each - log_sums)) * x for x, each in parts)
+    assert not isinstance(encoded, int), "There is at least one part."
     return encoded, log_sums
 
 
@@ -173,6 +174,7 @@ def _pieces(
         }
         # Indices are relative to the piece's first key, so that chunks that no query sees are
         # skipped.
+        assert query_mask.q_index_BT is not None
         index_BT = query_mask.q_index_BT - start
         piece_mask = dataclasses.replace(query_mask, q_index_BT=index_BT, **key_arrays)
         pieces.append((piece_mask, [x[:, first : first + length] for x in kv]))

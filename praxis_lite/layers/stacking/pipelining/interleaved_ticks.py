@@ -69,9 +69,9 @@ class InterleavedTicks:
         The gradients are sums over microbatches, each multiplied by the microbatch's weight.
         """
         carry = self.start()
-        for ticks, *parts in self.schedule.phases:
+        for ticks, does_forward, does_inputs, does_weights in self.schedule.phases:
             carry, _ = jax.lax.scan(
-                functools.partial(self.tick, *parts), carry,
+                functools.partial(self.tick, does_forward, does_inputs, does_weights), carry,
                 jnp.arange(ticks.start, ticks.stop),
             )
         grad_floats = [
