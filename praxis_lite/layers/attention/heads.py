@@ -149,6 +149,7 @@ class AttentionHeads(BaseLayer):
         if self.combined_qkv is not None:
             q_BTNK, k_BSGK, v_BSGK = named(self.combined_qkv(inputs), "combined_qkv_proj")
         else:
+            assert self.query is not None
             q_BTNK = self.query(inputs)
         # Also constrain the outputs of the projections: if time is split before them, it is then
         # gathered before the projections. Otherwise XLA may gather their weights.
@@ -160,7 +161,9 @@ class AttentionHeads(BaseLayer):
         if encoded is None:
             return q_BTNK, None
         if self.combined_qkv is None:
+            assert self.key is not None and self.value is not None
             k_BSGK, v_BSGK = self.key(encoded), self.value(encoded)
+        assert kv_positions is not None, "The positions of `encoded`."
         kv = self._constrain_kv({"key": k_BSGK, "value": v_BSGK})
         k_BSGK = rotate(named(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
         v_BSGK = named(kv["value"], "value_proj")

@@ -203,6 +203,8 @@ class MultiHeadLatentAttention(BaseLayer):
         if self.query is not None:
             q = self.query(inputs)
         else:
+            assert self.query_latent is not None
+            assert self.query_latent_norm is not None and self.query_up is not None
             latent = _plus(self.query_latent(inputs), self.query_latent_bias)
             q = self.query_up(self.query_latent_norm(latent))
         _, K, *_ = self.sizes
@@ -243,7 +245,7 @@ class MultiHeadLatentAttention(BaseLayer):
         q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
         if self.split_of_time() is not None:
             # Each device has some of the keys, which all heads attend to.
-            q = constrain(q, self.activation_split_dims_mapping[:2])
+            q = constrain(q, (self.activation_split_dims_mapping or ())[:2])
         # Positional keys are also values; `value_dims` slices off their outputs.
         kv = cache["key"].astype(q.dtype)[:, :, None]
         seen_BTNL = self._attend(q, kv, kv, L, mask, key, has_cache=True)

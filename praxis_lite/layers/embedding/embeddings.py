@@ -115,14 +115,15 @@ def _columns_split(
     than gathering the table and scattering its gradient. Returns None if a device has more tokens,
     or if columns are not split.
     """
-    mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split
+    mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split or (None, None)
     num_parts = num_shards_of(dim_split)
     # In an exported program, the number of rows may be symbolic.
     if num_parts == 1 or export.is_symbolic_dim(ids.size):
         return None
     spec = to_partition_spec(activation_split or (), mesh.axis_names, rank=ids.ndim + 1)
     axes = [
-        axis for entry in to_partition_spec(table_split, mesh.axis_names) for axis in axes_of(entry)
+        axis for entry in to_partition_spec(table_split or (), mesh.axis_names)
+        for axis in axes_of(entry)
     ]
     split = without_axes(spec, axes)[:-1]
     num_rows = table_VD.shape[0] / num_shards_of(class_split)

@@ -109,6 +109,7 @@ def apply_experts(
     if dispatch_split is None:
         dispatch_split = _groups_and_experts_split(tokens_split, split_E)
     if hidden_split is None:
+        assert dispatch_split is not None
         hidden_split = (*tuple(dispatch_split)[:2], None, split_F)
     # Two successive constraints: XLA implements the change, and its reverse, by an all-to-all each.
     x_GECD = constrain(constrain(x_GECD, first_dim(tokens_split)), dispatch_split)

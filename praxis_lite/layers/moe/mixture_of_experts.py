@@ -130,7 +130,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
     couples_rows = "experts' balance"
 
     @property
-    def couples_tokens(self) -> str | None:
+    def couples_tokens(self) -> str | None:  # type: ignore[override]  # Depends on the settings.
         return None if self.gating.has_slots_for_all else "experts with a capacity"
 
     @inherit_params(Gating, ResidualBranch, but=("output_dims",))

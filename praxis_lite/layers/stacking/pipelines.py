@@ -202,7 +202,7 @@ class Pipeline(BaseLayer):
         """Returns x_M after all blocks, the cache, and the new values of assigned variables."""
         blocks, cache = self.on_stages((self.blocks, cache))
         num_layers = self.num_layers // self.circular_repeat
-        settings = dict(
+        settings: dict[str, Any] = dict(
             schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
             num_layers=num_layers, stream_io=self.stream_io and cache is None, layout=self.layout,
         )
@@ -240,13 +240,13 @@ class Pipeline(BaseLayer):
                 return x[None], (cache, values)
             # A map, because vmap does not support some operations (ragged_dot).
             x_M, _, values_M = jax.lax.map(
-                lambda given: apply(*given, None), (x_M, jnp.arange(num_microbatches))
+                lambda given: apply(given[0], given[1], None), (x_M, jnp.arange(num_microbatches))
             )
             return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
 
-        if (layers := self._unstacked_layers()) is not None:
+        if (unstacked := self._unstacked_layers()) is not None:
             caches = [None] * self.num_layers if cache is None else list(cache)
-            for i, block in enumerate(layers):
+            for i, block in enumerate(unstacked):
                 with scope_of(self, block):
                     x_M, (caches[i], _) = step(x_M, (block, i, caches[i]))
             return x_M, None if cache is None else caches, {}

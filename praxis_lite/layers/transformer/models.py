@@ -106,7 +106,9 @@ class TransformerLm(BaseLayer):
         self.position_emb = position_embedding(
             position_emb_tpl, max_seq_length, model_dims, rngs=rngs
         )
-        settings = {"dim_per_head": dim_per_head, "fold_padding_with_segment_mask": True}
+        settings: dict[str, Any] = {
+            "dim_per_head": dim_per_head, "fold_padding_with_segment_mask": True,
+        }
         if model_type != "causal":
             settings["mask_self_attention"] = False
         if residual_dropout_prob:

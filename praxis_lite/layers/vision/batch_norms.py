@@ -156,7 +156,8 @@ class BatchNorm(_PaddedNorm):
             for average, value in zip(averages, moved, strict=True):
                 average.set_value(value)
             moments = moved if self.use_moving_avg_in_training else of_batch
-        return _standardized(x, *moments, self.epsilon)
+        mean, variance = moments
+        return _standardized(x, mean, variance, self.epsilon)
 
     def _scale_and_bias(self) -> tuple[nnx.Param | None, nnx.Param | None]:
         return (None, None) if self.use_moving_avg_in_training else (self.gamma, self.beta)

@@ -154,7 +154,7 @@ class GlobalPooling(BaseLayer):
             if is_true is not None:
                 inputs = jnp.where(is_true, inputs, _lowest(inputs.dtype))
             outputs = self._max(inputs)
-        elif is_true is None:
+        elif is_true is None or compatible_paddings is None:
             outputs = jnp.mean(inputs, **dims).astype(inputs.dtype)
         else:
             total = jnp.sum(jnp.where(is_true, inputs, 0), **dims)

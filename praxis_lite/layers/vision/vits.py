@@ -148,6 +148,7 @@ class VitEntryLayers(BaseLayer):
 
     def _positions(self, inputs: jax.Array, num_patches: int) -> jax.Array:
         """Returns embeddings [1, N, D], interpolated if the image has another grid."""
+        assert self.pos_emb is not None
         embs = self.pos_emb(seq_length=math.prod(self.pos_emb_shapes))
         if inputs.ndim == 4 and len(self.pos_emb_shapes) == 2:
             grid = tuple(size // self.patch_size for size in inputs.shape[1:3])

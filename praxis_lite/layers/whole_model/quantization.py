@@ -124,9 +124,8 @@ class QuantizationRule:
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
-        return product.over(
-            RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split)
-        )
+        assert self.qtype is not None, "Layers that stay exact are left out."
+        return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split))
 
 
 def quantized(

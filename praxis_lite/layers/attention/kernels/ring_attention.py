@@ -167,7 +167,7 @@ def _pieces(
     group = (ring.group_index() - step) % ring.num_groups
     pieces, first = [], 0
     for start, length in ring.starts(group, kv[0].shape[1]):
-        key_arrays = {
+        key_arrays: dict[str, Any] = {
             name: jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
             for name in ("kv_segments_BS", "kv_visible_BS")
             if (x := getattr(mask, name)) is not None

@@ -257,7 +257,9 @@ class InterleavedTicks:
         assigned = self.work.assigned(self.arrays)
         return self.work.split(self.arrays, self.floats, key, x_S, assigned)
 
-    def picked(self, arrays: list, stage: Any, microbatch: Any, repeat: Any) -> tuple:
+    def picked(
+        self, arrays: list, stage: Any, microbatch: Any, repeat: Any
+    ) -> tuple[list[jax.Array], Any, Any, Any, Any]:
         """Returns the arguments of a stage's work except x."""
         key = None if self.keys_M is None else pick(self.keys_M, microbatch)
         # The key is already the microbatch's, so the index that `work` folds in is 0.
