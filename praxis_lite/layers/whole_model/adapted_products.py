@@ -92,7 +92,7 @@ class AdaptedProduct(Product):
 
     base: Product
     scale: float
-    weights: tuple[str, ...] = ("lora_a", "lora_b")
+    weights: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
 
     def over(self, base: Product) -> Product:
         return dataclasses.replace(self, base=self.base.over(base))

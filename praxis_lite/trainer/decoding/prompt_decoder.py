@@ -165,6 +165,7 @@ class PromptDecoder:
             outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
             outputs["decode_lengths"][hyp] += len(new.ids)
         if on_tokens is None:
+            assert batching.latest is not None
             print(batching.latest.summary(f"rows of {name}"))
         for inputs, outputs in batches:
             yield inputs, decoder.outputs_of(outputs)

@@ -84,7 +84,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
     compiled = partitioner.train_step.lower(job.datasets[TRAIN].element_spec()).compile()
     stats, mesh = compiled.memory_analysis(), partitioner.mesh
     write_whole(folder / MEMORY_PROF, jax.profiler.device_memory_profile())
-    write_whole(folder / HLO_TXT, compiled.as_text().encode())
+    write_whole(folder / HLO_TXT, (compiled.as_text() or "").encode())
     write_whole(folder / HLO_PROTO, _hlo_proto(compiled, stats))
     facts = ProfileFacts(
         first_step=steps[0], last_step=steps[-1], seconds=seconds, axis_sizes=dict(mesh.shape),
