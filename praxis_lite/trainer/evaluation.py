@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from praxis_lite.checkpoints.steps.verified_steps import Step
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.batch_sharding import check_ids, global_batch
@@ -135,7 +136,7 @@ def _add(
         records += records_of(*row_outputs)
 
 
-def evaluate(job: JobOnMesh, step: int | str | None) -> None:
+def evaluate(job: JobOnMesh, step: Step) -> None:
     """Evaluates a checkpoint on every dataset but `train`; prints and records the results.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.init.nnx_checkpoint import NnxCheckpoint
 from praxis_lite.checkpoints.init.sources import SETTING, located, opened

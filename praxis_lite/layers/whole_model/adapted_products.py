@@ -2,6 +2,7 @@
 
 import dataclasses
 import string
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +158,7 @@ class DecomposedProduct(AdaptedProduct):
     of w, a and b.
     """
 
-    weights = ("lora_a", "lora_b", "lora_m")
+    weights: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b", "lora_m")
 
     def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
         *low_rank, _ = adapters

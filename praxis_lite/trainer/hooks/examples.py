@@ -36,6 +36,10 @@ class Examples(Hook):
     """
 
     every, waits = None, False
+    # What was fed since the last line.
+    _sum: int
+    _steps: list[int]
+    _batches: list[int]
 
     def __init__(self, job: JobOnMesh):
         self._job = job
@@ -96,8 +100,7 @@ class Examples(Hook):
 
     def _reset(self) -> None:
         self._sum = 0
-        self._steps: list[int] = []
-        self._batches: list[int] = []
+        self._steps, self._batches = [], []
 
     def _write(self, step: int, text: str) -> None:
         """Adds a line and flushes it to disk, so that it survives a crash of the host."""

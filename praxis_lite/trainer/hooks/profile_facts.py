@@ -128,7 +128,9 @@ def _facts_of(device: jax.Device) -> DeviceFacts:
 
 def _hlo_proto(compiled: jax.stages.Compiled, stats: Any) -> bytes:
     """Serializes an HloProto: field 1 is the module, field 3 the buffer assignment."""
-    module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    executable = compiled.runtime_executable()
+    assert executable is not None, "It was compiled here."
+    module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
     buffers = getattr(stats, "serialized_buffer_assignment_proto", b"")
     return b"".join(
         bytes([number << 3 | 2]) + _varint(len(part)) + part
