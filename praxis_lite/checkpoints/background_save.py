@@ -106,13 +106,16 @@ class BackgroundSave:
         files that they write later are removed by the next launch.
         """
         if not self.is_done():
+            assert self._writing is not None, "`begin` has been called."
             self._writing.cancel()
         self.join()
         return isinstance(self.error, CancelledWrite)
 
     def _run(self) -> None:
+        writing = self._writing
+        assert writing is not None, "`begin` has set it."
         try:
-            self._writing.wait()
+            writing.wait()
             if processes.is_first():
                 # Check that all arrays were written, because Orbax may omit some without an error.
                 stored_arrays(self._folder, self._manifest)
@@ -125,7 +128,7 @@ class BackgroundSave:
         else:
             self._published(self.step)
         finally:
-            self._writing.close()
+            writing.close()
             self._ended.set()
 
     def _fail(self, error: Exception) -> None:

@@ -98,13 +98,16 @@ class Checkpoints:
     ):
         self.directory, self._saving, self._note = local_directory(directory), saving, note
         self._saved = saved
-        self._best = saving and saving.best
+        self._best = None if saving is None else saving.best
         self._steps = VerifiedSteps(
             self.directory, owned=saving is not None, note=note, evaluated=evaluated
         )
         self._config_digest = digest_of_config(config_json) if config_json else ""
         self._name = f"checkpoints {next(_numbers)}"
-        self._queue = saving and SaveQueue(self._steps, saving, note, saved, self._name)
+        self._queue = (
+            None if saving is None
+            else SaveQueue(self._steps, saving, note, saved, self._name)
+        )
 
     def __enter__(self) -> "Checkpoints":
         if self._saving is not None:
@@ -142,6 +145,7 @@ class Checkpoints:
         Always False with several processes, because their clocks differ; there the next regular
         save follows.
         """
+        assert self._queue is not None, "Only a job that saves retries."
         return self._queue.retry_is_due()
 
     def wait(self) -> None:
@@ -211,7 +215,7 @@ class Checkpoints:
             finite, or two leaves have the same name. Nothing is saved then.
           FailedSave: Too many earlier saves failed; or this one failed, if `is_last`.
         """
-        if self._queue is None:
+        if self._queue is None or self._saving is None:
             raise ConfigError(
                 f"Checkpoints({str(self.directory)!r}) can only read. To save, pass "
                 "saving=SaveSettings()."
@@ -220,7 +224,7 @@ class Checkpoints:
         check_names(layout)
         if not self._saving.save_non_finite:
             check_finite(step, state, self._steps.describe_newest())
-        best = self._best and dataclasses.asdict(self._best)
+        best = None if self._best is None else dataclasses.asdict(self._best)
         metrics = {name: float(value) for name, value in (metrics or {}).items()}
         manifest = new_manifest(step, layout, data or {}, metrics, best, self._config_digest)
         self._queue.begin(state, manifest)
@@ -233,6 +237,7 @@ class Checkpoints:
         Otherwise the next launch would resume from the newest of them. They are renamed to
         N.abandoned, and deleted after the next save is complete.
         """
+        assert self._queue is not None, "Only a job that saves is rolled back."
         self._queue.settle()
         from_first(self._name, lambda: self._steps.abandon_after(step))
         self._saved(max((other for other in self.all_steps() if other <= step), default=None))

@@ -43,9 +43,9 @@ def mdl_vars_from_nnx(
     saved = NnxCheckpoint(Path(directory))
     arrays = saved.arrays(step)
     errors, unused, actual = [], set(arrays.values()), {}
-    for path, leaf in leaves_of(model.abstract_module()):
+    for keys, leaf in leaves_of(model.abstract_module()):
         if collection(leaf) is None:
-            unused.discard(arrays.get(path_text(path)))
+            unused.discard(arrays.get(path_text(keys)))
     for path, spec in spec_leaves(model.weight_specs()):
         name = path.split("/", 1)[1]
         array = arrays.get(name)

@@ -96,8 +96,9 @@ def non_finite_leaves(state: TrainState) -> list[str]:
 @functools.cache
 def _checker(sharding: jax.sharding.Sharding) -> Any:
     # Replicate the result, so that every process can read it.
-    is_named = isinstance(sharding, NamedSharding)
-    out = NamedSharding(sharding.mesh, PartitionSpec()) if is_named else None
+    out = None
+    if isinstance(sharding, NamedSharding):
+        out = NamedSharding(sharding.mesh, PartitionSpec())
     return jax.jit(_are_bad, static_argnums=1, out_shardings=out)
 
 

@@ -47,7 +47,7 @@ def read_state(
       ConfigError: The stored leaves, unpadded shapes or dtypes differ from the layout, or an array
         cannot be read.
     """
-    prefixes = ("mdl_vars/", "opt_states/")
+    prefixes: tuple[str, ...] = ("mdl_vars/", "opt_states/")
     if opt_states_keys is not None:
         prefixes = ("mdl_vars/", *(f"opt_states/{key}/" for key in opt_states_keys))
     saved = {path: leaf for path, leaf in saved.items() if f"{path}/".startswith(prefixes)}
@@ -78,7 +78,7 @@ def read_arrays(
     Raises:
       ConfigError: An array cannot be decoded, or does not fit into host memory.
     """
-    by_path = {}
+    by_path: dict[str, jax.Array] = {}
     sizes = {
         path: prod(leaf.padded_shape) * leaf.dtype.itemsize for path, leaf in leaves.items()
     }
@@ -91,7 +91,8 @@ def read_arrays(
 
 def in_groups(sizes: Mapping[str, int], max_size: int) -> Iterator[list[str]]:
     """Yields the names in order, in groups of at most `max_size`, or of one larger entry."""
-    group, total = [], 0
+    group: list[str] = []
+    total = 0
     for name, size in sizes.items():
         if group and total + size > max_size:
             yield group
@@ -105,7 +106,8 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
     """Reads an array into its shards on a mesh."""
     blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # Read replicated shards once.
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         bounds = tuple(
             dim_slice.indices(size)[:2]
             for dim_slice, size in zip(index, leaf.padded_shape, strict=True)

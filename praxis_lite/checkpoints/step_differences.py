@@ -42,6 +42,7 @@ def step_differences(first: Path, second: Path) -> Iterator[str]:
         array, other = first_arrays.get(path), second_arrays.get(path)
         if array is None or other is None:
             side, only = ("second", other) if array is None else ("first", array)
+            assert only is not None, "Each path is that of an array."
             yield f"{path}: only in the {side}, {only.dtype.name}{list(only.shape)}"
             continue
         if array.shape != other.shape:

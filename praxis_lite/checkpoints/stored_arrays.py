@@ -91,7 +91,9 @@ class StoredArray:
         if not shape:
             yield slice(0, 1)
             return
-        chunk_rows = self.array.chunk_layout.read_chunk.shape[0]
+        chunk = self.array.chunk_layout.read_chunk.shape
+        assert chunk is not None and chunk[0] is not None, "Only scalars have no chunk shape."
+        chunk_rows = chunk[0]
         row_bytes = max(1, math.prod(self.padded_shape[1:]) * self.dtype.itemsize)
         num_rows = max(1, _BLOCK_BYTES // (row_bytes * chunk_rows)) * chunk_rows
         for start in range(0, shape[0], num_rows):
@@ -158,7 +160,7 @@ def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
 
 def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
     """Opens the padded arrays in a folder, by their names in Orbax."""
-    kvstore = {"driver": "file", "path": f"{folder}/"}
+    kvstore: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
     if (folder / DATABASE).is_file():
         kvstore = {
             "driver": "ocdbt", "base": kvstore, "path": "", "cache_pool": "cache_pool#tree"
@@ -167,7 +169,8 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
         "cache_pool": {"total_bytes_limit": 0},  # Do not cache decoded chunks.
         "cache_pool#tree": {"total_bytes_limit": _MAX_TREE_BYTES},
     })
-    drivers, num_chunks = {}, collections.Counter()
+    drivers = {}
+    num_chunks: collections.Counter[str] = collections.Counter()
     try:
         keys = ts.KvStore.open(kvstore, context=context).result().list().result()
     except ValueError as error:
@@ -197,8 +200,10 @@ def _opened(folder: Path, prefix: str = "") -> dict[str, ts.TensorStore]:
             array = arrays[name] = future.result()
         except ValueError as error:
             raise _unreadable(folder, name, error) from None
-        chunk = array.chunk_layout.write_chunk.shape or ()  # The shape is None for a scalar.
-        expected = math.prod(-(-dim // part) for dim, part in zip(array.shape, chunk, strict=True))
+        # The shape is None for a scalar.
+        chunk = [part for part in array.chunk_layout.write_chunk.shape or () if part is not None]
+        counts = [-(-dim // part) for dim, part in zip(array.shape, chunk, strict=True)]
+        expected = math.prod(counts)
         if num_chunks[name] != expected:
             raise ConfigError(
                 f"The checkpoint {folder}: {name} has {num_chunks[name]} chunks instead of "

@@ -25,7 +25,8 @@ EXTRA_ROUNDS = "further_turns_of_experts"
 
 def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
     """Returns the open jaxpr of a ClosedJaxpr; from jax 0.11 on the two are the same object."""
-    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    opened: core.Jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+    return opened
 
 
 def expand_high_level(eqn: core.JaxprEqn) -> core.JaxprEqn:
@@ -40,7 +41,8 @@ def expand_high_level(eqn: core.JaxprEqn) -> core.JaxprEqn:
         return eqn
     expanded = jax.jit(lambda *args: eqn.primitive.to_lojax(*args, **eqn.params))
     (call,) = jax.make_jaxpr(expanded)(*(var.aval for var in eqn.invars)).eqns
-    return eqn.replace(primitive=call.primitive, params=call.params)
+    new: core.JaxprEqn = eqn.replace(primitive=call.primitive, params=call.params)
+    return new
 
 
 def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
@@ -66,14 +68,15 @@ def rewrite_jaxpr(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.Jaxp
             return value if _are_same(new, value) else new
         if not isinstance(value, core.Jaxpr | core.ClosedJaxpr):
             return value
-        if open_jaxpr(value) is not value:
-            inner = rewrite_param(value.jaxpr)
-            return value if inner is value.jaxpr else value.replace(jaxpr=inner)
-        if id(value) not in done:
-            eqns = [new for eqn in value.eqns for new in apply_rule(eqn)]
-            is_same = _are_same(eqns, value.eqns)
-            done[id(value)] = value, value if is_same else value.replace(eqns=eqns)
-        return done[id(value)][1]
+        opened = open_jaxpr(value)
+        if isinstance(value, core.ClosedJaxpr) and opened is not value:
+            inner = rewrite_param(opened)
+            return value if inner is opened else value.replace(jaxpr=inner)
+        if id(opened) not in done:
+            eqns = [new for eqn in opened.eqns for new in apply_rule(eqn)]
+            is_same = _are_same(eqns, opened.eqns)
+            done[id(opened)] = opened, opened if is_same else opened.replace(eqns=eqns)
+        return done[id(opened)][1]
 
     def apply_rule(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
         expanded = expand_high_level(eqn)
@@ -127,7 +130,7 @@ def evaluate_jaxpr(
 
 def split_loop_operands(
     eqn: core.JaxprEqn, operands: Sequence[Any]
-) -> tuple[Sequence, Sequence, Sequence]:
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """Splits the operands of a loop by their role.
 
     Returns:
@@ -144,10 +147,16 @@ def split_loop_operands(
     return operands[:first], operands[first : first + second], operands[first + second :]
 
 
+def array_type(var: core.Var | core.Literal) -> jax.core.ShapedArray:
+    """Returns the shape and dtype of a variable that is an array."""
+    assert isinstance(var.aval, jax.core.ShapedArray)
+    return var.aval
+
+
 def is_widening_cast(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation casts floats to another type that represents them exactly."""
     if eqn.primitive.name != "convert_element_type":
         return False
-    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    old, new = array_type(eqn.invars[0]).dtype, eqn.params["new_dtype"]
     are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
-    return are_floats and old != new and jnp.promote_types(old, new) == new
+    return bool(are_floats and old != new and jnp.promote_types(old, new) == new)

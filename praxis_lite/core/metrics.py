@@ -38,9 +38,10 @@ def share_outputs(outputs: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def collect_shared_outputs() -> Iterator[dict[str, Any]]:
     """Yields a dict that collects what the body passes to `share_outputs`."""
-    token = _shared.set({})
+    shared: dict[str, Any] = {}
+    token = _shared.set(shared)
     try:
-        yield _shared.get()
+        yield shared
     finally:
         _shared.reset(token)
 
@@ -90,18 +91,19 @@ def compute_metrics(
             _Named(f"{where} reads outputs", f"{task} shares (share_outputs)", outputs),
             _Named(f"{where} reads inputs", "a batch has", inputs),
         )
-        pairs[name] = weighted_mean(actual, weights_of(inputs))
-        if pairs[name] is None:
+        pair = weighted_mean(actual, weights_of(inputs))
+        if pair is None:
             raise ConfigError(
                 f"{where} returns {kind_of(actual)}; expected values of the shape of the batch's "
                 f"weights, {list(weights_of(inputs).shape)}, or a pair (values, weights) of two "
                 "scalars or of two arrays with a row per example. A mean would include the padding "
                 "rows: return the values that are averaged."
             )
+        pairs[name] = pair
     return pairs
 
 
-class _Named(dict):
+class _Named(dict[str, Any]):
     """A dict that names the metric in the error for a missing key."""
 
     def __init__(self, reader: str, provider: str, values: Mapping[str, Any]):
@@ -118,7 +120,8 @@ class _Named(dict):
 def weights_of(inputs: Mapping[str, Any]) -> jax.Array:
     """Returns a batch's weights in float32, [B, ...]; ones, [B], if the batch has no weights."""
     if "weights" in inputs:
-        return inputs["weights"].astype(jnp.float32)
+        weights: jax.Array = inputs["weights"].astype(jnp.float32)
+        return weights
     rows = [jnp.shape(x)[:1] for x in jax.tree.leaves(dict(inputs)) if jnp.ndim(x)]
     return jnp.ones(rows[0] if rows else (), jnp.float32)
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
 PerExampleOut = Mapping[str, jax.Array]
 # Metrics including "loss", alone or with per-example outputs, which --mode=eval writes.
 LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
+# Names of a batch's arrays, or their numbers among the arguments of a model's call.
+_Name = TypeVar("_Name", str, int)
 
 
 class Task(abc.ABC):
@@ -132,7 +134,7 @@ class Task(abc.ABC):
             )
         return module
 
-    def cast_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def cast_inputs(self, inputs: Mapping[_Name, Any]) -> dict[_Name, Any]:
         """Returns a batch with float32 arrays cast to `fprop_dtype`, except `weights`."""
         if self.fprop_dtype is None:
             return dict(inputs)
@@ -200,7 +202,8 @@ class Task(abc.ABC):
         name = f"{type(self).__name__}.{callable_name(method).rpartition('.')[2]}"
         check_takes(name, method, "model", "inputs", "key")
         with collect_shared_outputs() as shared:
-            scalars, examples = method(model, inputs, key), {}
+            scalars = method(model, inputs, key)
+        examples: Mapping[str, jax.Array] = {}
         if isinstance(scalars, tuple) and [isinstance(x, Mapping) for x in scalars] == [True, True]:
             scalars, examples = scalars
         num_rows = num_rows_of(inputs)

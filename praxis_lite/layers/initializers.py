@@ -81,10 +81,9 @@ def fans(
     if len(shape) < 2:
         return math.prod(shape), math.prod(shape)
     if fan_in_axes is not None:
-        fan_in, fan_out = (
-            math.prod(shape[axis] for axis in axes) for axes in (fan_in_axes, fan_out_axes)
-        )
-        return fan_in, fan_out
+        assert fan_out_axes is not None, "Both are given, or neither is."
+        fan_in = math.prod(shape[axis] for axis in fan_in_axes)
+        return fan_in, math.prod(shape[axis] for axis in fan_out_axes)
     window = math.prod(shape[:-2])
     return window * shape[-2], window * shape[-1]
 
@@ -111,7 +110,7 @@ class WeightInit:
     fan_in_axes: tuple[int, ...] | None = None
     fan_out_axes: tuple[int, ...] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_choice("WeightInit.method", self.method, _METHODS)
         fans((1, 1), self.fan_in_axes and (0,), self.fan_out_axes and (1,))
 

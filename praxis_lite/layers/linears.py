@@ -8,13 +8,13 @@ import jax
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Dense
-from praxis_lite.layers.base.dims import Dim, matrix_of, splits
+from praxis_lite.layers.base.dims import Dim, SplitSetting, matrix_of, splits
 from praxis_lite.layers.initializers import WeightInit
 
 # D input dims, F output dims.
@@ -24,6 +24,8 @@ class Linear(Dense):
     """Computes `inputs @ w`: [..., input_dims] -> [..., output_dims]."""
 
     splits = splits(weight=(None, None), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
     equation = "...d,df->...f"
 
     def __init__(
@@ -33,6 +35,8 @@ class Linear(Dense):
         *,
         weight_init: Initializer = xavier,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, input_dims=input_dims, output_dims=output_dims)
         self.make(*self.dims(input_dims, output_dims), init=weight_init, rngs=rngs)
@@ -63,8 +67,18 @@ class Bias(BaseLayer):
     """
 
     splits = splits(weight=(None,), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
-    def __init__(self, dims: int, *, bias_init: float = 0.0, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        dims: int,
+        *,
+        bias_init: float = 0.0,
+        rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
+    ):
         require_positive(self, dims=dims)
         init = jax.nn.initializers.constant(bias_init)
         self.b = self.weight(self.dims(dims), init=init, rngs=rngs)
@@ -94,6 +108,8 @@ class FeedForward(BaseLayer):
     """
 
     splits = splits(weight=(None, None), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -108,6 +124,8 @@ class FeedForward(BaseLayer):
         linear_tpl: Callable[..., Any] = Linear,
         bias_tpl: Callable[..., Any] = Bias,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, input_dims=input_dims, output_dims=output_dims)
         activation_fn(activation, self)
@@ -141,6 +159,8 @@ class Mlp(BaseLayer):
     """
 
     splits = splits(weight=(None, None), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -150,6 +170,8 @@ class Mlp(BaseLayer):
         *,
         activation: str | ActivationFn = "relu",
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, input_dims=input_dims, output_dims=output_dims)
         for i, width in enumerate(hidden_dims):
@@ -200,6 +222,8 @@ class Einsum(Dense):
     """
 
     splits = splits(weight=(), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -210,6 +234,8 @@ class Einsum(Dense):
         weight_init: Initializer | None = None,
         bias_init: Initializer = zeros,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         weight = _weight_letters(equation)
         require_positive(self, **{f"weight_shape[{i}]": n for i, n in enumerate(weight_shape)})

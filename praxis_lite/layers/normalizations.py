@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import is_number, require
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, ones, zeros
 from praxis_lite.layers.base.calls import require_positive
-from praxis_lite.layers.base.dims import splits
+from praxis_lite.layers.base.dims import SplitSetting, splits
 from praxis_lite.layers.base.result_types import beside, elementwise
 
 
@@ -48,6 +48,8 @@ class _LastDimNorm(Norm):
     """Normalizes inputs [..., dim] over the last dim, and returns them in their dtype."""
 
     splits = splits(weight=(None,), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __call__(
         self,
@@ -88,6 +90,8 @@ class LayerNorm(_LastDimNorm):
         use_scale: bool = True,
         use_bias: bool = True,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, dim=dim)
         check_epsilon(self, epsilon)
@@ -127,6 +131,8 @@ class RmsNorm(_LastDimNorm):
         epsilon: float = 1e-6,
         direct_scale: bool = True,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, dim=dim)
         check_epsilon(self, epsilon)
@@ -156,6 +162,7 @@ class RmsNormNoScale(_LastDimNorm):
         *,
         epsilon: float = 1e-6,
         rngs: nnx.Rngs | None = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         check_epsilon(self, epsilon)
         self.epsilon = epsilon
@@ -187,8 +194,15 @@ class WeightNormL2(BaseLayer):
     """
 
     splits = splits(weight=(None,))
+    weight_split_dims_mapping: SplitDims
 
-    def __init__(self, dim: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        dim: int,
+        *,
+        rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+    ):
         require_positive(self, dim=dim)
         self.g = self.weight(self.dims(dim), init=zeros, rngs=rngs)
 

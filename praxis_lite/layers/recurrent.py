@@ -8,12 +8,12 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.devices.axis_types import typed_as
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.attention.kv_cache import Cache
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
 from praxis_lite.layers.base.calls import require_positive
-from praxis_lite.layers.base.dims import NONE, OF_HEADS, RESIDUAL, Matrix, splits
+from praxis_lite.layers.base.dims import NONE, OF_HEADS, RESIDUAL, Matrix, SplitSetting, splits
 
 # B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.
 
@@ -47,6 +47,7 @@ class RgLru(BaseLayer):
     """
 
     splits = splits(weight=(None, None, None))
+    weight_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class RgLru(BaseLayer):
         dim_per_head: int,
         *,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, num_heads=num_heads, dim_per_head=dim_per_head)
         # The inputs' dim has no name or split: two dims of a weight cannot have the same split.
@@ -118,6 +120,7 @@ class CausalConv(BaseLayer):
     """Computes sum over j of w_j x_{t-j}, plus a bias, per channel; [B, T, N, K] in and out."""
 
     splits = splits(weight=(None, None, None))
+    weight_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -126,6 +129,7 @@ class CausalConv(BaseLayer):
         dim_per_head: int,
         *,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
     ):
         J, N, K = self.dims(num_taps, num_heads, dim_per_head)
         init = jax.nn.initializers.normal(num_taps**-0.5)
@@ -182,6 +186,9 @@ class RgLruBlock(BaseLayer):
     cache_skips_padding = True
 
     splits = OF_HEADS | splits(output=RESIDUAL)
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
+    output_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -192,6 +199,9 @@ class RgLruBlock(BaseLayer):
         conv_width: int = 4,
         use_bias: bool = True,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
+        output_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, conv_width=conv_width)
         if dim_per_head is None:

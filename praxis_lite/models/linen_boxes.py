@@ -10,6 +10,7 @@ from flax.core import meta
 
 from praxis_lite.core.models.model import named_dims
 from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
+from praxis_lite.core.sharding.logical_axes import MeshAxes
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any
@@ -32,13 +33,13 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
         num_stacked = value.ndim - len(own_shape)
     if not isinstance(leaf, meta.Partitioned):
         return dataclasses.replace(spec, stack_split_dims_mapping=(None,) * num_stacked)
-    names = tuple(leaf.names)
+    names: tuple[MeshAxes, ...] = tuple(leaf.names)
     is_logical = isinstance(leaf, nn.LogicallyPartitioned)
     function = "nn.with_logical_partitioning" if is_logical else "nn.with_partitioning"
     by = f"{function} {names}"
     names = named_dims(path, by, names, spec.shape)
     stacked, local = names[:num_stacked], names[num_stacked:]
-    if not is_logical:
+    if not isinstance(leaf, nn.LogicallyPartitioned):
         return dataclasses.replace(
             spec, split_dims_mapping=local, stack_split_dims_mapping=stacked, declared_by=by
         )

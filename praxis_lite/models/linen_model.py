@@ -127,7 +127,7 @@ class LinenModel(Model):
         if all(_is_nested_dict(tree) for tree in before.values()):
             return named
 
-        def call_again(variables: dict[str, Any]) -> dict[str, Any]:
+        def call_again(variables: dict[str, Any]) -> Mapping[str, Any]:
             args, kwargs = jax.tree.map(example_array, self._arguments())
             return self.linen_module.apply(
                 variables, *args, method=self.init_method, rngs={"params": jax.random.key(0)},
@@ -136,9 +136,11 @@ class LinenModel(Model):
 
         with nn.intercept_methods(initialize_off_mesh()):
             after = jax.eval_shape(call_again, before)
+        # JAX annotates the structures with the name of a module that it lacks.
         grown = {
-            name for name, tree in before.items()
-            if name in after and jax.tree.structure(tree) != jax.tree.structure(after[name])
+            name for name, tree in before.items() if name in after
+            and jax.tree.structure(tree)
+            != jax.tree.structure(after[name])  # type: ignore[operator]
         }
         return named | grown
 
@@ -200,7 +202,7 @@ class BoundLinen:
         is_training = self.key is not None
         function = resolve_method(self.linen_module, method)
         kwargs |= training_flags(function, args, kwargs, is_training=is_training)
-        if rngs is None and is_training:
+        if rngs is None and self.key is not None:
             key, num_before = self.key, self._num_calls
             key = jax.random.fold_in(key, num_before) if num_before else key
             # Flax uses "params" for streams that are missing.
@@ -213,7 +215,7 @@ class BoundLinen:
             nn.intercept_methods(initialize_off_mesh()),
         ):
             outputs, changed = self.linen_module.apply(
-                self.variables, *args, method=function, rngs=rngs or {},
+                self.variables, *args, method=function, rngs=dict(rngs or {}),
                 mutable=nn.DenyList(tuple(fixed)), **kwargs,
             )
         for name, tree in changed.items():

@@ -9,6 +9,7 @@ import fiddle as fdl
 import jax
 import numpy as np
 
+from praxis_lite.checkpoints.steps.verified_steps import Step
 from praxis_lite.config.build import build, naming_settings
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -73,7 +74,7 @@ class TrainedModel:
         job: Job,
         config: fdl.Config,
         job_dir: JobDir,
-        step: int | str | None,
+        step: Step,
         *,
         experiment: str = "",
         stopped_by: str | None = None,

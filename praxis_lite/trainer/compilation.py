@@ -25,7 +25,8 @@ _compiled: "weakref.WeakKeyDictionary[Step, dict[Any, jax.stages.Compiled]]" = (
 
 def use_compilation_cache() -> None:
     """Enables JAX's persistent compilation cache, unless the user has set a directory for it."""
-    if jax.config.jax_compilation_cache_dir is None:
+    # JAX adds its settings to the class at run time.
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
 
 

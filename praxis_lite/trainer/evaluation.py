@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from praxis_lite.checkpoints.steps.verified_steps import Step
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.batch_sharding import check_ids, global_batch
@@ -75,7 +76,9 @@ class Evaluator:
         run = partitioner.eval_step if examples is None else partitioner.eval_examples
         for name, pipeline in self.pipelines.items():
             num_ids = num_ids_of(partitioner.task, pipeline.element_spec())
-            mean, pending, records = WeightedMean(), None, []
+            mean = WeightedMean()
+            pending: tuple[Packed, list[Any]] | None = None
+            records: list[dict[str, Any]] = []
             num_rows = pipeline.batch_size
             rows = partitioner.process_rows(num_rows)
             for index, inputs in checked_batches(pipeline, f"datasets.{name}", rows=rows):
@@ -133,7 +136,7 @@ def _add(
         records += records_of(*row_outputs)
 
 
-def evaluate(job: JobOnMesh, step: int | str | None) -> None:
+def evaluate(job: JobOnMesh, step: Step) -> None:
     """Evaluates a checkpoint on every dataset but `train`; prints and records the results.
 
     Args:
@@ -157,6 +160,7 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
     evaluator = Evaluator(partitioner, job.eval_sets, run.evaluation.max_batches, seed=run.seed)
     examples: dict[str, list[dict[str, Any]]] = {}
     results = evaluator.run(step, mdl_vars, examples=examples)
+    assert results is not None, "Nothing stops this evaluation."
     append_lines(
         job.files.eval_metrics_jsonl,
         [{"step": step, "dataset": name, **metrics} for name, metrics in results.items()],

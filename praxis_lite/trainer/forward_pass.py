@@ -45,11 +45,11 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
                 "array. Pass NumPy arrays as the model's call takes them, rows first: "
                 "predict(np.asarray(...))."
             )
-        arrays = [
+        rows = [
             narrow("predict", f"of argument {index}", np.asarray(x)) for index, x in arrays.items()
         ]
-        inputs = mdl_vars, partitioner.global_batch(arrays), static
-        shapes = *static, tuple((x.shape, x.dtype) for x in arrays)
+        inputs = mdl_vars, partitioner.global_batch(rows), static
+        shapes = *static, tuple((x.shape, x.dtype) for x in rows)
         return jax.device_get(runs.run(compiled, *inputs, key=shapes))
 
     return call
@@ -119,9 +119,10 @@ def check_call(task: Task, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     paddings = leaves.get("paddings")
     for name, size in sizes.items():
         x = leaves.get(name)
-        if not _is_array(x):
+        if x is None or not _is_array(x):
             continue
-        counts = np.asarray(paddings) < 0.5 if np.shape(paddings) == np.shape(x) else None
+        is_padded = paddings is not None and np.shape(paddings) == np.shape(x)
+        counts = np.asarray(paddings) < 0.5 if is_padded else None
         token_ids(x, f"predict: {name}", size, ndim=np.ndim(x), counts=counts)
 
 

@@ -201,7 +201,8 @@ def _losses_at(job: JobDir, step: int, eval_sets: Collection[str]) -> dict[str, 
     losses: dict[str, float] = {}
     for line in newest_lines(job.eval_metrics_jsonl):
         dataset, loss = str(line.get("dataset")), line.get("loss")
-        if line["step"] == step and dataset in eval_sets and is_number(loss):
+        is_asked_for = line["step"] == step and dataset in eval_sets
+        if is_asked_for and loss is not None and is_number(loss):
             losses.setdefault(dataset, loss)
             if len(losses) == len(eval_sets):
                 break

@@ -135,6 +135,7 @@ def _report_nothing_to_do(job: JobOnMesh, start: StartingPoint, reason: str) -> 
     if not job.files.loss_curve_png.exists():
         draw_loss_curve(job.files, start.step, print)
     ended_early = why_stopped_early(job.run, job.files, start.step)
+    assert start.state is not None, "Nothing has taken it."
     num_skipped = num_skipped_in_a_row(start.state)
     return TrainingResult(start.step, num_skipped, ended_early=ended_early)
 

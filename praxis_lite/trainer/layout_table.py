@@ -52,7 +52,7 @@ class LayoutArray:
         """Describes a leaf of a layout."""
         return cls(
             leaf.path, shape_text(leaf.shape), shape_text(leaf.padded_shape), str(leaf.dtype),
-            split_text(leaf.spec) + _ON_HOST * leaf.is_on_host, leaf.bytes_per_device,
+            split_text(tuple(leaf.spec)) + _ON_HOST * leaf.is_on_host, leaf.bytes_per_device,
         )
 
 
@@ -95,7 +95,8 @@ def leaf_table(leaves: Iterable[LeafLayout]) -> str:
     entries are numbered in the table and written below it.
     """
     header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
-    rows, numbers = [header], {}
+    rows = [header]
+    numbers: dict[str, int] = {}
     for leaf in leaves:
         array, has_padding = LayoutArray.of(leaf), leaf.padded_shape != leaf.shape
         decided_by = " ".join(leaf.declared_by.split())

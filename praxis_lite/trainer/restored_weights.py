@@ -3,6 +3,7 @@
 from typing import Any
 
 from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.steps.verified_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.job_history import metrics_by_step
@@ -11,7 +12,7 @@ __all__ = ("restored_weights",)
 
 
 def restored_weights(
-    partitioner: Partitioner, job_dir: JobDir, step: int | str | None, use_ema: bool
+    partitioner: Partitioner, job_dir: JobDir, step: Step, use_ema: bool
 ) -> tuple[int, Any]:
     """Restores the weights of a checkpoint, without optimizer slots.
 

@@ -46,6 +46,7 @@ class StartingPoint:
     def take_state(self) -> TrainState:
         """Returns the state and drops this reference to it, because the first step donates it."""
         state, self.state = self.state, None
+        assert state is not None, "It is taken once."
         return state
 
 

@@ -1,12 +1,13 @@
 """Dims of weights: what a layer says of them, what a parent gives, and what a setting decides."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
 from flax import nnx
 
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, layers
 from praxis_lite.layers import (
     BaseLayer,
     DotProductAttention,
@@ -60,6 +61,47 @@ def test_a_layers_own_mapping_is_before_its_parents_and_a_parents_name_before_it
     layer = TransformerFeedForward(*dims, rngs=nnx.Rngs(0))
     assert layer.ffn_layer1.linear.w.get_metadata()["dim_names"] == ("embed", "own")
     assert not splits_of(FeedForward(5, 7, rngs=nnx.Rngs(0)))
+
+
+class _Undeclared(BaseLayer):
+    splits = splits(weight=("embed",), activation=())
+
+    def __init__(self, size, *, rngs):
+        self.given = None
+        self.w = self.weight(self.dims(size), rngs=rngs)
+
+
+class _Declared(_Undeclared):
+    def __init__(self, size, *, rngs, weight_split_dims_mapping=None):
+        super().__init__(size, rngs=rngs)
+        self.given = weight_split_dims_mapping
+
+
+@pytest.mark.parametrize("layer_class", [_Undeclared, _Declared])
+def test_a_constructor_may_declare_its_split_settings_for_type_checkers(layer_class):
+    layer = layer_class(
+        5, weight_split_dims_mapping={"embed": "mdl"}, activation_split_dims_mapping=("data",),
+        rngs=nnx.Rngs(0),
+    )
+    assert layer.weight_split_dims_mapping == ("mdl",) and splits_of(layer) == {"w": ("mdl",)}
+    assert layer.activation_split_dims_mapping == ("data",)
+    assert layer.given == ({"embed": "mdl"} if layer_class is _Declared else None)
+    assert layer_class(5, rngs=nnx.Rngs(0)).weight_split_dims_mapping is None
+
+
+def test_the_librarys_constructors_declare_their_split_settings_for_type_checkers():
+    for name in layers.__all__:
+        layer_class = getattr(layers, name)
+        if not (isinstance(layer_class, type) and issubclass(layer_class, BaseLayer)):
+            continue
+        declared = inspect.signature(inspect.unwrap(layer_class.__init__)).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in declared.values())
+        assert takes_any or not layer_class.splits.keys() - declared.keys(), name
+        assert all(split in _annotated(layer_class) for split in layer_class.splits), name
+
+
+def _annotated(layer_class):
+    return {key for base in layer_class.__mro__ for key in vars(base).get("__annotations__", ())}
 
 
 def test_heads_of_keys_split_as_heads_and_one_head_stays_whole():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.checkpoints.init.nnx_checkpoint import NnxCheckpoint
 from praxis_lite.checkpoints.init.sources import SETTING, located, opened
@@ -121,6 +122,7 @@ def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) 
         planner.partial_opt_states()
         planner.check()
         if rule.load_step and step is None:
+            assert planner.step is not None, "`check` requires it."
             step = planner.step, planner.directory
     return InitPlan(layout, sources, step, _left_out(sources))
 
@@ -155,8 +157,10 @@ class _Planner:
         self.directory, step = located(key, rules)
         with opened(self.directory) as saved:
             self.saved = saved.leaves(step)
-            named = saved.best_step() if step == "best" else step
-            self.step = saved.latest_step() if named is None else named
+            if step == "best":
+                assert isinstance(saved, Checkpoints), "`located` has checked it."
+                step = saved.best_step()
+            self.step = saved.latest_step() if step is None else step
 
     def mdl_vars(self) -> None:
         """Adds the variables that a load rule matches."""
@@ -167,8 +171,9 @@ class _Planner:
             if rule is not None and f"mdl_vars/{name}" not in self.sources:
                 pattern, template = rule
                 used.add(pattern)
-                groups = re.match(pattern, name).groups("")
-                source = template.format(*groups).replace(".", "/")
+                match = re.match(pattern, name)
+                assert match is not None, "`_rule_of` returns rules that match."
+                source = template.format(*match.groups("")).replace(".", "/")
                 self._add(
                     f"mdl_vars/{name}", self._stored_path(source), f"{pattern!r}: {template!r}"
                 )

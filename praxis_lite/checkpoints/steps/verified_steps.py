@@ -43,10 +43,10 @@ class VerifiedSteps:
         """Cleans up after killed saves and deletions; completes a save that lacks only a rename."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
-            step = path.name.removesuffix(".saving")
-            if step.isdecimal() and step_dirs.is_committed(path) and not step_files.verify(path):
-                step_dirs.publish(path, self.directory / step)
-                self._note(f"completed the save of step {step}, which only lacked its last rename")
+            name = path.name.removesuffix(".saving")
+            if name.isdecimal() and step_dirs.is_committed(path) and not step_files.verify(path):
+                step_dirs.publish(path, self.directory / name)
+                self._note(f"completed the save of step {name}, which only lacked its last rename")
         for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             action = "deletion" if ".deleting" in path.name else "save"
             if self._remove_leftover(path):

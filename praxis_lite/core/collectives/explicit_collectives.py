@@ -114,7 +114,8 @@ class _OnMesh:
         )
 
     def _mapped_weight(
-        self, path: tuple, shape: jax.ShapeDtypeStruct, spec: PartitionSpec, weight_spec: WeightSpec
+        self, path: tuple[Any, ...], shape: jax.ShapeDtypeStruct, spec: PartitionSpec,
+        weight_spec: WeightSpec,
     ) -> MappedWeight:
         sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
         return mapped_weight(path_of(path), shape.shape, num_layers, spec, self.data_axes, sizes)
@@ -133,7 +134,7 @@ class _OnMesh:
     def value_and_grad(
         self,
         loss_fn: accumulation.LossFn,
-        fixed: Mapping[str, Any],
+        fixed: dict[str, Any],
         trainable: PyTree,
         non_trainable: PyTree,
         inputs: Mapping[str, jax.Array],
@@ -186,8 +187,10 @@ class _OnMesh:
                     lambda g, weight: constrain(g, tuple(weight.spec)), grads, self._trained
                 ),
             )
-            del metrics["loss"]
-            metrics = {name.removeprefix("mean/"): pair for name, pair in metrics.items()}
+            metrics = {
+                name.removeprefix("mean/"): pair for name, pair in metrics.items()
+                if name != "loss"
+            }
             with jax.named_scope("sum_over_devices"):
                 grads = jax.tree.map(
                     lambda g, weight: summed(g, weight, self.data_axes), grads, self._trained
@@ -218,7 +221,9 @@ class _OnMesh:
     def evaluate(
         self, task: Task, mdl_vars: PyTree, inputs: PyTree, key: jax.Array | None
     ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
-        def on_a_device(inputs: PyTree, blocks: PyTree, non_trainable: PyTree, key: Any) -> tuple:
+        def on_a_device(
+            inputs: PyTree, blocks: PyTree, non_trainable: PyTree, key: Any
+        ) -> tuple[WeightedScalars, dict[str, jax.Array]]:
             inputs, has_weight = with_nonzero_weights(inputs)
             blocks, non_trainable = varying_over((blocks, non_trainable), self.data_axes)
             params = sharded(blocks, self._weights)
@@ -252,7 +257,8 @@ def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     unknown = [axis for axis in axes if axis not in mesh.axis_names]
     require(
-        not unknown and axes and len(set(axes)) == len(axes), "ExplicitCollectives.data_axes", axes,
+        not unknown and bool(axes) and len(set(axes)) == len(axes),
+        "ExplicitCollectives.data_axes", axes,
         f"one or more axes of the mesh's {mesh.axis_names}, each once",
         did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
     )
@@ -354,12 +360,15 @@ def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence
     def mean(old: jax.Array, new: jax.Array) -> jax.Array:
         if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
             bits = jax.lax.pmax(jax.random.key_data(new), data_axes)
-            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(new))
+            new = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(new))
+            return new
         if not jnp.issubdtype(new.dtype, jnp.inexact):
-            return jax.lax.pmax(new, data_axes)
+            new = jax.lax.pmax(new, data_axes)
+            return new
         # Unchanged values must keep their bits, also infinities.
         change = jnp.where(new == old, 0.0, new - old) * weight
         change, total = jax.lax.psum((change, weight), data_axes)
-        return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
+        new_mean: jax.Array = (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
+        return new_mean
 
     return jax.tree.map(mean, old, new)

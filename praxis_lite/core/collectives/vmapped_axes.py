@@ -7,9 +7,11 @@ of the mapped dim. Otherwise all devices gather the complete dim, and each compu
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+_T = TypeVar("_T")
 
 _MAPPED: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "mapped", default=frozenset()
@@ -66,7 +68,7 @@ def is_before_vmap() -> bool:
 
 
 @contextlib.contextmanager
-def _set_to(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+def _set_to(variable: contextvars.ContextVar[_T], value: _T) -> Iterator[None]:
     token = variable.set(value)
     try:
         yield

@@ -20,5 +20,7 @@ def moving_average(average: PyTree, params: PyTree, decay: float, num_updates: j
       decay: Decay in [0, 1).
       num_updates: Number of updates before this one.
     """
-    decay = jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
-    return jax.tree.map(lambda a, p: (a - (1.0 - decay) * (a - p)).astype(a.dtype), average, params)
+    limited = jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
+    return jax.tree.map(
+        lambda a, p: (a - (1.0 - limited) * (a - p)).astype(a.dtype), average, params
+    )

@@ -34,7 +34,7 @@ class GradientLimits:
     skip_step_gradient_norm_value: float = 0.0
     owner: str = "Learner"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         limits = dataclasses.asdict(self)
         del limits["owner"]
         for name, limit in limits.items():

@@ -121,15 +121,15 @@ class Learner:
         )
         self.apply_separate_scaling = apply_separate_scaling
         self.vectorize_on_repeat_prefix = vectorize_on_repeat_prefix
-        choices = {
-            "auxiliary": self.auxiliary_optimizers,
-            "exclusion": _patterns(bprop_variable_exclusion),
-            "inclusion": _patterns(bprop_variable_inclusion),
-        }
-        check_choices(**choices)
+        exclusion = _patterns(bprop_variable_exclusion)
+        inclusion = _patterns(bprop_variable_inclusion)
+        check_choices(self.auxiliary_optimizers, exclusion, inclusion)
         self.host_slots = _patterns(host_slots)
         compiled_patterns("Learner.host_slots", self.host_slots)
-        self._optimizer_names = functools.partial(optimizer_names, **choices)
+        self._optimizer_names = functools.partial(
+            optimizer_names, auxiliary=self.auxiliary_optimizers, exclusion=exclusion,
+            inclusion=inclusion,
+        )
         require(0 <= ema_decay < 1, "Learner.ema_decay", ema_decay, "a number of [0, 1), 0 for off")
         steps, axes = gradient_accumulation_steps, slot_mesh_axes
         setting = "Learner.gradient_accumulation_steps"
@@ -194,8 +194,8 @@ class Learner:
         declares_slots = any(spec.slot_axes is not None for spec in declared.values())
         if (self.slot_mesh_axes or declares_slots) and axis_sizes is not None:
             specs = extended_specs(weight_specs, self.slot_mesh_axes, axis_sizes)
-        on_host = matched_paths(list(items), self.host_slots, "Learner.host_slots", whole=True)
-        on_host = frozenset(on_host & names.keys())
+        matched = matched_paths(list(items), self.host_slots, "Learner.host_slots", whole=True)
+        on_host = frozenset(matched & names.keys())
         return BoundLearner(self, WeightGroups(weight_specs, by_name, specs), on_host)
 
     def eval_opt_states(self, opt_states: dict[str, PyTree], use_ema: bool) -> dict[str, PyTree]:

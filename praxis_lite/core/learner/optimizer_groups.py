@@ -42,9 +42,10 @@ class AuxiliaryOptimizer:
     clip_gradient_norm_to_value: float = 0.0
     clip_gradient_single_norm_to_value: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require(
-            isinstance(self.name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", self.name),
+            isinstance(self.name, str)
+            and re.fullmatch(r"[A-Za-z0-9_-]+", self.name) is not None,
             "AuxiliaryOptimizer.name", self.name, "letters, digits, '_' and '-'",
         )
         compiled_patterns(f"AuxiliaryOptimizer.regex of '{self.name}'", (self.regex,))

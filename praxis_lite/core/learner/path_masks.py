@@ -39,22 +39,22 @@ def path_mask(
       ConfigError: A pattern is not a regular expression.
     """
     setting = "A mask of weights"
-    include, exclude = compiled_patterns(setting, include), compiled_patterns(setting, exclude)
+    included, excluded = compiled_patterns(setting, include), compiled_patterns(setting, exclude)
 
-    def is_masked_in(path: tuple, weight: Any) -> bool:
+    def is_masked_in(path: tuple[Any, ...], weight: Any) -> bool:
         # Only dict keys: the layers of a stack share the stack's path.
         keys = tuple(key for key in path if isinstance(key, jax.tree_util.DictKey))
         name = path_of(keys)
-        if include and not any(pattern.match(name) for pattern in include):
+        if included and not any(pattern.match(name) for pattern in included):
             return False
         if skip_1d_vectors and weight.ndim <= 1:
             return False
-        return not any(pattern.match(name) for pattern in exclude)
+        return not any(pattern.match(name) for pattern in excluded)
 
     def mask(weights: PyTree) -> PyTree:
         collected = _collected.get()
         if collected is not None:
-            collected.update(pattern.pattern for pattern in (*include, *exclude))
+            collected.update(pattern.pattern for pattern in (*included, *excluded))
         return jax.tree.map_with_path(is_masked_in, weights)
 
     return mask
@@ -69,19 +69,21 @@ def collected_patterns() -> Iterator[set[str]]:
         with collected_patterns() as patterns:
             jax.eval_shape(optimizer.init, weights)
     """
-    token = _collected.set(patterns := set())
+    patterns: set[str] = set()
+    token = _collected.set(patterns)
     try:
         yield patterns
     finally:
         _collected.reset(token)
 
 
-def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern, ...]:
+def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
     """Compiles the pattern or patterns of a setting.
 
     Raises:
       ConfigError: A pattern is not a regular expression. The message names the setting.
     """
     is_single = isinstance(patterns, str) or not isinstance(patterns, Sequence)
-    patterns = (patterns,) if is_single else tuple(patterns)
-    return tuple(path_pattern(setting, pattern) for pattern in patterns)
+    return tuple(
+        path_pattern(setting, pattern) for pattern in ((patterns,) if is_single else patterns)
+    )

@@ -58,7 +58,7 @@ def extended_specs(
         [tuple(slot_mesh_axes)], tuple(axis_sizes), path="Learner.slot_mesh_axes"
     )
 
-    def extended(path: tuple, weight: WeightSpec) -> PartitionSpec:
+    def extended(path: tuple[Any, ...], weight: WeightSpec) -> PartitionSpec:
         name = path_of(path)
         if weight.slot_axes is None:
             spec = weight.partition_spec(tuple(axis_sizes), name)
@@ -116,13 +116,14 @@ def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> d
     """
     paths = {tuple(path.split("/")) for path in on_host}
 
-    def kind(keys: tuple, slot: jax.ShapeDtypeStruct) -> str:
+    def kind(keys: tuple[Any, ...], slot: jax.ShapeDtypeStruct) -> str:
         path = _names(keys)
         is_listed = any(path[start:] in paths for start in range(len(path)))
         return HOST if is_listed else DEVICE
 
     trees = {name: opt_shapes[name] for name in ("slots", "ema") if name in opt_shapes}
-    return jax.tree.map_with_path(kind, trees)
+    kinds: dict[str, PyTree] = jax.tree.map_with_path(kind, trees)
+    return kinds
 
 
 def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
@@ -205,7 +206,7 @@ def _leaves(tree: PyTree) -> list[tuple[Path, Any]]:
     return [(_names(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]
 
 
-def _names(keys: tuple) -> Path:
+def _names(keys: tuple[Any, ...]) -> Path:
     return tuple(str(part.key) for part in keys if isinstance(part, jax.tree_util.DictKey))
 
 

@@ -57,13 +57,14 @@ class Group:
 
     def per_weight(self, fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
         """Applies `fn` to each weight of a tree separately, one layer at a time."""
-        if self.stack_ranks is None:
+        stack_ranks = self.stack_ranks
+        if stack_ranks is None:
             return self.per_layer(fn)(tree)
 
         def apply(node: Any, path: Path) -> Any:
             if isinstance(node, Mapping):
                 return {name: apply(child, (*path, name)) for name, child in node.items()}
-            return _vmapped(fn, self.stack_ranks[path])(node)
+            return _vmapped(fn, stack_ranks[path])(node)
 
         return apply(self.select(tree), ())
 

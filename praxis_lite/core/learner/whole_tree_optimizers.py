@@ -78,9 +78,9 @@ def updates_of(
     loss: jax.Array,
 ) -> tuple[PyTree, PyTree]:
     """Returns an optimizer's updates and new slots; the loss is passed if its update accepts it."""
-    if takes_loss(optimizer):
-        return optimizer.update(grads, slots, weights, value=loss)
-    return optimizer.update(grads, slots, weights)
+    extra = {"value": loss} if takes_loss(optimizer) else {}
+    updates, new_slots = optimizer.update(grads, slots, weights, **extra)
+    return updates, new_slots
 
 
 def takes_loss(optimizer: optax.GradientTransformation) -> bool:
@@ -218,7 +218,7 @@ class _DependencyTracker:
       draws: Whether random numbers are drawn with a key that is not a constant.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.draws = False
 
     def trace(self, jaxpr: Any, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:

@@ -26,7 +26,7 @@ def prefix_layer_path() -> Iterator[None]:
         if not path or hasattr(error, "layer_path"):
             raise
         prefixed = type(error)(f"{path}: {error}")
-        prefixed.layer_path = path
+        prefixed.layer_path = path  # type: ignore[attr-defined]  # Only marks the error.
         raise prefixed from error
 
 

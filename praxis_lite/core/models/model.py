@@ -9,6 +9,7 @@ import jax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_lite.core.sharding.logical_axes import MeshAxes
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 __all__ = ("MdlVars", "Model", "spec_leaves")
@@ -91,10 +92,11 @@ def abstract_mdl_vars(weight_specs: MdlVars) -> MdlVars:
     Args:
       weight_specs: Result of `Model.weight_specs`.
     """
-    return jax.tree.map(
+    shapes: MdlVars = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), weight_specs,
         is_leaf=lambda x: isinstance(x, WeightSpec),
     )
+    return shapes
 
 
 def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
@@ -110,7 +112,9 @@ def whole(mdl_vars: Any) -> Any:
     )
 
 
-def named_dims(path: str, declared_by: str, names: tuple, shape: tuple[int, ...]) -> tuple:
+def named_dims(
+    path: str, declared_by: str, names: tuple[MeshAxes, ...], shape: tuple[int, ...]
+) -> tuple[MeshAxes, ...]:
     """Returns `names` extended with None to the rank of `shape`.
 
     Args:

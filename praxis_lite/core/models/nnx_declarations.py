@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.models.model import named_dims
 from praxis_lite.core.models.nnx_variables import Leaf, value_of
+from praxis_lite.core.sharding.logical_axes import MeshAxes
 from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
@@ -47,7 +48,7 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         logical_axis_rules=_rules(path, metadata.get("sharding_rules")),
     )
 
-    def axes(key: str) -> tuple:
+    def axes(key: str) -> tuple[MeshAxes, ...]:
         names = _names(path, key, metadata[key])
         local = named_dims(path, f"{key} {names}", names, shape[len(stack) :])
         return (*(None,) * len(stack), *local)
@@ -63,7 +64,7 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     )
 
 
-def _names(path: str, key: str, out_sharding: Any) -> tuple:
+def _names(path: str, key: str, out_sharding: Any) -> tuple[MeshAxes, ...]:
     """Returns the entries of a tuple, a PartitionSpec, or the spec of a NamedSharding."""
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_sequence = isinstance(spec, PartitionSpec | Sequence) and not isinstance(spec, str)

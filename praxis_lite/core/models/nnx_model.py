@@ -38,8 +38,8 @@ class _Split:
     """The graphdefs of a module in training and evaluation mode, and its abstract leaves by path.
     """
 
-    training: nnx.GraphDef
-    evaluation: nnx.GraphDef
+    training: nnx.GraphDef[nnx.Module]
+    evaluation: nnx.GraphDef[nnx.Module]
     leaves: list[tuple[Path, Leaf]]
 
 
@@ -75,9 +75,9 @@ class NnxModel(Model):
 
     @functools.cached_property
     def _split(self) -> _Split:
-        graphdefs = []
+        graphdefs: list[nnx.GraphDef[nnx.Module]] = []
 
-        def state() -> nnx.State:
+        def state() -> nnx.State[Any, Any]:
             module = self._built(0)
             for is_training in (True, False):
                 graphdef, state = nnx.compat.split(_set_training(module, is_training))
@@ -87,7 +87,8 @@ class NnxModel(Model):
         # Not `nnx.eval_shape`: if a mesh is set, it takes every logical name for a mesh axis.
         with prefix_layer_path():
             abstract_state = jax.eval_shape(state)
-        return _Split(*graphdefs, list(nnx.to_flat_state(abstract_state)))
+        training, evaluation = graphdefs
+        return _Split(training, evaluation, list(nnx.to_flat_state(abstract_state)))
 
     def init(self, key: jax.Array) -> MdlVars:
         return mdl_vars_of(self._built(key))
@@ -113,7 +114,8 @@ class NnxModel(Model):
 
         flat = [(path, _with_value(leaf, value(path, leaf))) for path, leaf in split.leaves]
         graphdef = split.evaluation if key is None else split.training
-        return nnx.merge(graphdef, nnx.from_flat_state(flat))
+        module: nnx.Module = nnx.merge(graphdef, nnx.from_flat_state(flat))
+        return module
 
     def non_trainable(self, module: nnx.Module) -> dict[str, Any]:
         """Returns the "non_trainable" variables after the forward pass through `module`.
@@ -130,7 +132,8 @@ class NnxModel(Model):
                 )
         stored = [item for item in before.items() if collection(item[1]) == "non_trainable"]
         new = nested(stored, lambda path, leaf: _with_old_dtype(path, leaf, after[path]))
-        return new["non_trainable"]
+        non_trainable: dict[str, Any] = new["non_trainable"]
+        return non_trainable
 
     def tallies(self, module: nnx.Module) -> dict[str, jax.Array]:
         return {
@@ -146,11 +149,14 @@ class NnxModel(Model):
             if isinstance(leaf, Tally):
                 weight = tuple(path_text((part,)) for part in (*path[:-1], leaf.moves))
                 flat[weight] = leaf.rule(flat[weight], sums[path_text(path)])
-        return traverse_util.unflatten_dict(flat)
+        new: dict[str, Any] = traverse_util.unflatten_dict(flat)
+        return new
 
     def abstract_module(self) -> nnx.Module:
         """Returns the module with shapes in place of arrays."""
-        return nnx.merge(self._split.training, nnx.from_flat_state(self._split.leaves))
+        leaves = nnx.from_flat_state(self._split.leaves)
+        module: nnx.Module = nnx.merge(self._split.training, leaves)
+        return module
 
     def _built(self, key: jax.Array | int) -> nnx.Module:
         # With eager sharding, Flax would immediately place weights that declare a split. That needs
@@ -198,13 +204,15 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     Raises:
       ConfigError: A keyword of a partial is not a parameter, or a required argument is missing.
     """
-    function, settings, num_positional = build, set(), 0
+    function: Callable[..., object] = build
+    settings, num_positional = set[str](), 0
     while isinstance(function, functools.partial):
         num_positional += len(function.args)
-        function, settings = function.func, settings | set(function.keywords)
+        settings |= set(function.keywords)
+        function = function.func
     name = getattr(function, "__name__", "the model")
     if isinstance(function, type):  # The signature of a module's class is *args, **kwargs.
-        function = function.__init__
+        function = function.__init__  # type: ignore[misc]  # Of a class, not of an instance.
     if function is object.__init__:
         return False
     parameters = inspect.signature(function).parameters
@@ -254,11 +262,11 @@ def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
     return module
 
 
-class _GatheredWhenRead(nnx.Param):
+class _GatheredWhenRead(nnx.Param[Any]):
     """Sharded parameter that is all-gathered on each read."""
 
     def get_value(self, *, index: Any = ...) -> jax.Array:
-        value = self.get_metadata("gather")(super().get_value())
+        value: jax.Array = self.get_metadata("gather")(super().get_value())
         return value if index is ... else value[index]
 
     def __getattr__(self, name: str) -> Any:
@@ -267,8 +275,9 @@ class _GatheredWhenRead(nnx.Param):
 
 
 @functools.cache
-def _gathered_when_read(kind: type[nnx.Param]) -> type[nnx.Param]:
-    return type(kind)(f"Gathered{kind.__name__}", (_GatheredWhenRead, kind), {})
+def _gathered_when_read(kind: type[nnx.Param[Any]]) -> type[nnx.Param[Any]]:
+    metaclass: Callable[..., type[nnx.Param[Any]]] = type(kind)
+    return metaclass(f"Gathered{kind.__name__}", (_GatheredWhenRead, kind), {})
 
 
 def _with_value(leaf: Leaf, value: Any) -> Leaf:

@@ -15,7 +15,7 @@ from praxis_lite.core.models.model import MdlVars
 from praxis_lite.core.sharding.padding import is_traced
 
 # A variable, or an array that is a plain attribute of a module.
-Leaf = nnx.Variable | jax.Array | jax.ShapeDtypeStruct
+Leaf = nnx.Variable[Any] | jax.Array | jax.ShapeDtypeStruct
 Path = tuple[Any, ...]
 
 
@@ -29,7 +29,7 @@ def _without_sharding_checks(set_value: Callable[..., None]) -> Callable[..., No
     """
 
     @functools.wraps(set_value)
-    def set_whole_value(variable: nnx.Variable, value: Any, *, index: Any = MISSING) -> None:
+    def set_whole_value(variable: nnx.Variable[Any], value: Any, *, index: Any = MISSING) -> None:
         old = variable.get_raw_value()
         are_traced = index is ... and is_traced(old) and is_traced(value)
         if are_traced and (old.shape, old.dtype) == (value.shape, value.dtype):
@@ -40,7 +40,10 @@ def _without_sharding_checks(set_value: Callable[..., None]) -> Callable[..., No
 
 
 if jax.__version_info__ < (0, 12):
-    nnx.Variable.set_value = _without_sharding_checks(nnx.Variable.set_value)
+    # Replaces a method of Flax.
+    nnx.Variable.set_value = _without_sharding_checks(  # type: ignore[method-assign]
+        nnx.Variable.set_value
+    )
 
 
 def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
@@ -92,12 +95,15 @@ def nested(leaves: Iterable[tuple[Path, Leaf]], value: Callable[[Path, Leaf], An
         for path, leaf in leaves
         if collection(leaf) is not None
     }
-    return {"params": {}, "non_trainable": {}} | traverse_util.unflatten_dict(flat)
+    empty: MdlVars = {"params": {}, "non_trainable": {}}
+    return {**empty, **traverse_util.unflatten_dict(flat)}
 
 
 def stored_at(path: Path, leaf: Leaf) -> tuple[str, ...]:
-    """Returns the keys of a leaf in the nested dicts of `MdlVars`."""
-    return (collection(leaf), *map(_part_name, path))
+    """Returns the keys in the nested dicts of `MdlVars` of a leaf that the state contains."""
+    name = collection(leaf)
+    assert name is not None
+    return (name, *map(_part_name, path))
 
 
 def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:

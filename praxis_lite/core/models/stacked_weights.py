@@ -31,7 +31,9 @@ def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list
       num_layers: Number of layers.
       num_stacked: Number of leading dims that stack layers, for arrays that are still stacks.
     """
-    is_unstacked = lambda x: isinstance(x, UnstackedLayers)  # noqa: E731
+    def is_unstacked(x: Any) -> bool:
+        return isinstance(x, UnstackedLayers)
+
     if not any(map(is_unstacked, jax.tree.leaves(blocks, is_leaf=is_unstacked))):
         return None
 
@@ -67,10 +69,14 @@ class HostWeight:
         """Returns the unpadded weight in device memory."""
         num_indexed = len(self.shape) - self.stored.ndim  # Stacked dims that a scan has indexed.
         shape = jax.ShapeDtypeStruct(self.shape[num_indexed:], self.stored.dtype)
-        return unpad_tree(to_device(self.stored), shape, PartitionSpec(*self.spec[num_indexed:]))
+        spec = PartitionSpec(*self.spec[num_indexed:])
+        unpadded: jax.Array = unpad_tree(to_device(self.stored), shape, spec)
+        return unpadded
 
 
 def weights_to_device(block: Any) -> Any:
     """Returns a module with its `HostWeight`s replaced by arrays in device memory."""
-    is_weight = lambda x: isinstance(x, HostWeight)  # noqa: E731
+    def is_weight(x: Any) -> bool:
+        return isinstance(x, HostWeight)
+
     return jax.tree.map(lambda x: x.to_device() if is_weight(x) else x, block, is_leaf=is_weight)

@@ -11,7 +11,7 @@ from flax import nnx
 TALLY = "tally/"
 
 
-class Tally(nnx.Intermediate):
+class Tally(nnx.Intermediate[jax.Array]):
     """Counts of a forward pass, such as the number of tokens routed to each expert; float32.
 
     A train step sums them over its batch, each row once: over devices, micro-batches and the

@@ -33,6 +33,8 @@ LossFn = Callable[
 ]
 # The type of `value_and_grad` below, and of its replacements.
 ValueAndGrad = Callable[..., tuple[WeightedScalars, PyTree, PyTree]]
+# ((sums of gradients, non_trainable), metrics) after one more micro-batch.
+_Added = tuple[tuple[PyTree, PyTree], WeightedScalars]
 
 
 def value_and_grad(
@@ -89,7 +91,7 @@ def value_and_grad(
             reason = str(error).strip().splitlines()[0]
             note_untyped("gradients' sum over devices, once for all micro-batches", reason)
 
-    def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> tuple:
+    def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> _Added:
         grad_sums, non_trainable = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
@@ -113,7 +115,9 @@ def value_and_grad(
     return _means(metrics, non_trainable, grad_sums)
 
 
-def _means(metrics: PyTree, non_trainable: PyTree, grad_sums: PyTree) -> tuple:
+def _means(
+    metrics: PyTree, non_trainable: PyTree, grad_sums: PyTree
+) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Returns the results of `value_and_grad` from stacked metrics [N] and sums of gradients."""
     metrics = {name: weighted_mean(*pairs) for name, pairs in metrics.items()}
     total = metrics["loss"][1]
@@ -133,14 +137,16 @@ def _value_and_grad_reduced_once(
     loss_fn: LossFn, fixed: PyTree, params: PyTree, non_trainable: PyTree, inputs: Batch,
     key: jax.Array, axes: tuple[str, ...], *, num_micro_batches: int,
     inputs_split_mapping: InputsSplitMapping,
-) -> tuple:
+) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `value_and_grad` over Explicit axes.
 
     Each device accumulates its own partial sums; they are reduced over `axes` once, after the loop.
     """
     params = jax.tree.map(lambda w: with_unreduced_gradient(to_device(w), axes), params)
 
-    def weighted(fixed: PyTree, params: PyTree, *args: Any) -> tuple[jax.Array, tuple]:
+    def weighted(
+        fixed: PyTree, params: PyTree, *args: Any
+    ) -> tuple[jax.Array, tuple[WeightedScalars, PyTree]]:
         loss, (metrics, new) = loss_fn(fixed, params, *args)
         # Weight the loss, not the gradients: JAX has no type for a product of unreduced arrays.
         weight = jax.lax.stop_gradient(metrics["loss"][1])
@@ -148,7 +154,7 @@ def _value_and_grad_reduced_once(
 
     grad_fn = jax.value_and_grad(weighted, argnums=1, has_aux=True)
 
-    def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> tuple:
+    def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> _Added:
         grad_sums, old = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
@@ -211,7 +217,8 @@ def cut(inputs: Batch, num_micro_batches: int) -> Batch:
             return jnp.broadcast_to(x, (num_micro_batches,))
         return jnp.swapaxes(x.reshape(shape + x.shape[1:]), 0, 1)
 
-    return jax.tree.map(divide, inputs)
+    micro_batches: Batch = jax.tree.map(divide, inputs)
+    return micro_batches
 
 
 def constrain_rows(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
@@ -228,4 +235,5 @@ def constrain_rows(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping)
         split = mapping.get(f"map_{x.ndim}d")
         return constrain(x, (axis_names,) if split is None else split)
 
-    return jax.tree.map(constrain_leaf, micro_batch)
+    micro_batch = jax.tree.map(constrain_leaf, micro_batch)
+    return micro_batch

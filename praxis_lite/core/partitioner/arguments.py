@@ -217,5 +217,4 @@ def _described(value: Any) -> str:
 def _is_deleted(tree: Any) -> bool:
     """Returns whether the first leaf, or the step of a TrainState, is a deleted array."""
     leaf = tree.step if hasattr(tree, "step") else next(iter(jax.tree.leaves(tree)), None)
-    is_array = isinstance(leaf, jax.Array) and not is_traced(leaf)
-    return is_array and leaf.is_deleted()
+    return isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()

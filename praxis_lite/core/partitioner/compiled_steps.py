@@ -1,7 +1,7 @@
 """Step: a compiled step of a task on a mesh, to be called, traced or lowered."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ class Step:
     ):
         self.name, self.title, self.required_inputs = name, title, required_inputs
         self.where, self.layout, self._check_rows = where, layout, check_rows
-        self.untyped = {}
+        self.untyped: dict[str, str] = {}
         self._pure = where.typed(pure, layout.specs, self.untyped) if is_typed else pure
 
     @property
@@ -83,7 +83,8 @@ class Step:
 
     def lower(self, *given: Any) -> jax.stages.Lowered:
         """Traces and lowers the step; for `given`, see `trace`."""
-        return self.trace(*given).lower()
+        lowered: jax.stages.Lowered = self.trace(*given).lower()
+        return lowered
 
     @property
     def program(self) -> Callable[..., Any]:
@@ -92,7 +93,8 @@ class Step:
 
     def num_compiled(self) -> int:
         """Returns the number of programs that calls have compiled."""
-        return self._compiled._cache_size()
+        num: int = self._compiled._cache_size()  # type: ignore[attr-defined]  # Not in jax.stages.
+        return num
 
     def check(self, arrays: PyTree, batch: Any, key: Any) -> None:
         """Raises a ConfigError that names the invalid argument of a call, if any."""
@@ -120,7 +122,7 @@ class Step:
         return self.layout.abstract(self.where.mesh), batch, key
 
     def _compile(
-        self, function: Callable[..., Any], compiler_options: Mapping[str, Any] | None,
+        self, function: Callable[..., Any], compiler_options: dict[str, Any] | None,
         also: Callable[[Any], Any] = lambda jaxpr: jaxpr, **settings: Any,
     ) -> None:
         function.__name__ = f"_{self.name}"
@@ -148,10 +150,12 @@ class TrainStep(Step):
 
     trains, _arrays = True, "state"
 
-    def __init__(self, *args: Any, compiler_options: Mapping[str, Any] | None, **named: Any):
+    def __init__(self, *args: Any, compiler_options: dict[str, Any] | None, **named: Any):
         super().__init__("train_step", "A training step", *args, **named)
 
-        def on_the_mesh(state: TrainState, batch: GlobalBatch, key: jax.Array) -> tuple:
+        def on_the_mesh(
+            state: TrainState, batch: GlobalBatch, key: jax.Array
+        ) -> tuple[TrainState, dict[str, Any]]:
             self.check(state, batch, key)
             with self.where.tracing():
                 state, outputs = self._computed(state, batch, key)
@@ -162,7 +166,8 @@ class TrainStep(Step):
     def __call__(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        return self._checked(state, batch, key)
+        new: tuple[TrainState, dict[str, Any]] = self._checked(state, batch, key)
+        return new
 
 
 class StepOfWeights(Step):
@@ -176,7 +181,7 @@ class StepOfWeights(Step):
     trains, _arrays = False, "mdl_vars"
 
     def __init__(
-        self, *args: Any, compiler_options: Mapping[str, Any] | None, may_lack_key: bool,
+        self, *args: Any, compiler_options: dict[str, Any] | None, may_lack_key: bool,
         in_form: Callable[[PyTree], PyTree] = lambda mdl_vars: mdl_vars, **named: Any,
     ):
         super().__init__(*args, **named)

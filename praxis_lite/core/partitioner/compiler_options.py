@@ -48,7 +48,8 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     device = mesh.devices.flat[0]
     platform, kind = device.platform, TPUS.get(device.device_kind.lower(), "")
     generic_platform = _PLATFORM_OF.get(platform, platform)
-    chosen, may_lack = {}, set()
+    chosen: dict[str, Any] = {}
+    may_lack: set[str] = set()
     for name, value in (
         *options.get(generic_platform, {}).items(), *options.get(kind, {}).items()
     ):

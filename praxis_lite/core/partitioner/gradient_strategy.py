@@ -14,6 +14,16 @@ from praxis_lite.core.task import Task
 PyTree = Any
 
 
+class RowsCheck(Protocol):
+    """Raises ConfigError if the rows of a batch cannot be divided into micro-batches."""
+
+    def __call__(self, element_spec: PyTree, /, num_micro_batches: int) -> object: ...
+
+
+def _accept_rows(element_spec: PyTree, /, num_micro_batches: int) -> None:
+    pass
+
+
 @dataclasses.dataclass(frozen=True)
 class Gradients:
     """The functions that compute a step's gradients and metrics; by default XLA partitions them.
@@ -34,7 +44,7 @@ class Gradients:
 
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad
     evaluate: Callable[..., Any] = steps.eval_step
-    check_rows: Callable[[PyTree, int], None] = lambda element_spec, num_micro_batches: None
+    check_rows: RowsCheck = _accept_rows
     num_parts: int | None = None
     num_micro_batches: Callable[[PyTree, int], int] | None = None
     sums_in_a_loop: bool = False

@@ -269,7 +269,7 @@ class Partitioner:
         Raises:
           ConfigError: mdl_vars are not weights of this Partitioner.
         """
-        lay_out = (lambda tree: tree) if has_splits else evenly
+        lay_out: Callable[[PyTree], PyTree] = (lambda tree: tree) if has_splits else evenly
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             layout = self._mdl_layout
@@ -289,7 +289,8 @@ class Partitioner:
         arguments.check_key(key, "init: key")
         with self.where.tracing():
             state = steps.init_state(self.task, key, self.learner)
-            return self.layout.pad(state)
+            padded: TrainState = self.layout.pad(state)
+            return padded
 
     def _eval_params_of_state(self, params: PyTree, opt_states: PyTree, *, use_ema: bool) -> PyTree:
         with self.where.tracing():

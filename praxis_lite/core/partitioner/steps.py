@@ -62,17 +62,17 @@ def train_step(
     """
     key = jax.random.fold_in(key, state.step)
     bound = learner or _bound_learner(task)
-    learner, groups = bound.learner, bound.groups
+    settings, groups = bound.learner, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     trainable, frozen = groups.split(params)
-    if learner.variational_noise is not None:  # Only for weights that are differentiated.
-        trainable = learner.variational_noise.apply(trainable, key, state.step)
-    is_scaled = learner.loss_scale is not None
+    if settings.variational_noise is not None:  # Only for weights that are differentiated.
+        trainable = settings.variational_noise.apply(trainable, key, state.step)
+    is_scaled = settings.loss_scale is not None
     scale = state.opt_states["loss_scale"]["scale"] if is_scaled else jnp.ones(())
 
     def loss_fn(
         fixed: dict[str, Any], trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
-    ) -> tuple[jax.Array, tuple[dict, Any]]:
+    ) -> tuple[jax.Array, tuple[dict[str, Any], Any]]:
         params = merged(trainable, fixed["frozen"])
         mdl_vars = wrap_host_weights({"params": params, "non_trainable": non_trainable})
         module = task.module(mdl_vars, key)
@@ -84,7 +84,7 @@ def train_step(
 
     metrics, new_non_trainable, grads = value_and_grad(
         loss_fn, {"frozen": frozen, "loss_scale": scale}, trainable, non_trainable, inputs, key,
-        num_micro_batches=learner.gradient_accumulation_steps,
+        num_micro_batches=settings.gradient_accumulation_steps,
         inputs_split_mapping=task.inputs_split_mapping,
         lay_out=groups.lay_out,
     )

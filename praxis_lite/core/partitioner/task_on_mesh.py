@@ -91,7 +91,7 @@ class TaskOnMesh:
                 return batch_spec(x.ndim, axis_names)
             return to_partition_spec(split, axis_names, rank=x.ndim)
 
-        def type_of(path: tuple, x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+        def type_of(path: tuple[Any, ...], x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
             check_divides(x.shape, spec, f"{path_of(path)}", self.mesh, self.explicit_axes)
             return only_axes(spec, self.explicit_axes)
 

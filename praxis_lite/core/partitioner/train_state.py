@@ -65,7 +65,8 @@ class LeafLayout:
     @property
     def bytes_per_device(self) -> int:
         """Size of a device's shard in bytes, in device or host memory."""
-        return math.prod(self.padded_shape) * self.dtype.itemsize // self.num_shards
+        itemsize: int = self.dtype.itemsize
+        return math.prod(self.padded_shape) * itemsize // self.num_shards
 
     @property
     def padding_share(self) -> float:
@@ -102,9 +103,10 @@ class StateLayout:
 
     @property
     def _kinds(self) -> list[str]:
-        num_leaves = jax.tree.structure(self.shapes).num_leaves
         kinds = self.memory_kinds
-        return [DEVICE] * num_leaves if kinds is None else jax.tree.leaves(kinds)
+        if kinds is None:
+            return [DEVICE] * len(jax.tree.leaves(self.shapes))
+        return jax.tree.leaves(kinds)
 
     @property
     def padded_shapes(self) -> PyTree:
@@ -166,7 +168,10 @@ class StateLayout:
         """Returns whether a tree has this structure and leaves of these dtypes."""
         leaves, structure = jax.tree.flatten(tree)
         expected, expected_structure = jax.tree.flatten(self.shapes)
-        return structure == expected_structure and all(
+        # JAX annotates the structures with the name of a module that it lacks.
+        if structure != expected_structure:  # type: ignore[operator]
+            return False
+        return all(
             getattr(x, "dtype", None) == y.dtype for x, y in zip(leaves, expected, strict=True)
         )
 

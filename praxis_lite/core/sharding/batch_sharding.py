@@ -122,7 +122,7 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
     first = process_rows(num_rows, mesh).start
 
     def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        def block(index: tuple) -> np.ndarray:
+        def block(index: tuple[slice, ...] | None) -> np.ndarray:
             if not index:
                 return x
             start, stop, _ = index[0].indices(padded_rows)
@@ -139,11 +139,14 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
 def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
     """Returns a key replicated over the mesh; every process must pass the same key."""
     replicated = NamedSharding(mesh, PartitionSpec())
+    placed: jax.Array
     if jax.process_count() == 1:
-        return jax.device_put(key, replicated)
-    # `device_put` to devices of other processes accepts only NumPy arrays.
-    data = jax.device_put(np.asarray(jax.random.key_data(key)), replicated)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+        placed = jax.device_put(key, replicated)
+    else:
+        # `device_put` to devices of other processes accepts only NumPy arrays.
+        data = jax.device_put(np.asarray(jax.random.key_data(key)), replicated)
+        placed = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+    return placed
 
 
 def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
@@ -207,9 +210,10 @@ def check_inputs_split_mapping(
                 f"needs it, and the mapping has {sorted(inputs_split_mapping)}. Add "
                 f"{key!r}: {example}, or None to leave the array as it comes."
             )
-        if inputs_split_mapping[key] is not None:
+        split = inputs_split_mapping[key]
+        if split is not None:
             setting = f"inputs_split_mapping['{key}']"
-            to_partition_spec(inputs_split_mapping[key], axis_names, rank=x.ndim, path=setting)
+            to_partition_spec(split, axis_names, rank=x.ndim, path=setting)
 
 
 def check_ids(

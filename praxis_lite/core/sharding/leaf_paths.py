@@ -17,7 +17,7 @@ class BadPattern(ConfigError, re.error):
     __init__ = Exception.__init__  # The constructor of re.error requires other arguments.
 
 
-def path_of(keys: tuple) -> str:
+def path_of(keys: tuple[Any, ...]) -> str:
     """Returns the path of a leaf from its JAX keys, joined by "/"."""
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
@@ -29,7 +29,7 @@ def leaves_with_path(
     return [(path_of(keys), x) for keys, x in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)]
 
 
-def path_pattern(setting: str, pattern: Any) -> re.Pattern:
+def path_pattern(setting: str, pattern: Any) -> re.Pattern[str]:
     """Compiles the pattern of a setting.
 
     Raises:

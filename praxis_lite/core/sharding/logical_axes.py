@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 
@@ -103,12 +104,13 @@ def logical_to_mesh_axes(
     )
 
 
-def checked_rules(rules: Iterable, setting: str) -> tuple[tuple[str, MeshAxes], ...]:
+def checked_rules(rules: Iterable[Any], setting: str) -> tuple[tuple[str, MeshAxes], ...]:
     """Returns logical axis rules as tuples; raises ConfigError for an entry that is not a pair."""
-    checked = []
+    checked: list[tuple[str, MeshAxes]] = []
     for rule in rules:
         is_pair = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
-        name, axes = rule if is_pair else (None, None)
+        pair: Sequence[Any] = rule if is_pair else (None, None)
+        name, axes = pair
         is_list = isinstance(axes, Sequence) and all(isinstance(axis, str) for axis in axes)
         require(
             isinstance(name, str) and (axes is None or is_list), f"{setting}: a rule", rule,

@@ -18,7 +18,7 @@ DEVICE, HOST = "device", "pinned_host"
 
 def is_on_host(x: Any) -> bool:
     """Returns whether an array or tracer is in host memory."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+    return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
 
 
 def to_device(tree: PyTree) -> PyTree:

@@ -45,7 +45,7 @@ class MeshConfig:
     compiler_options: CompilerOptions | None = dataclasses.field(default=None, hash=False)
     axis_types: str | Sequence[str] = "auto"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         names = tuple(self.axis_names)
         if len(set(names)) != len(names):
             raise ConfigError(f"mesh.axis_names {names} has a name twice. Make them distinct.")
@@ -108,7 +108,7 @@ def merged_options(first: CompilerOptions | None, more: CompilerOptions | None) 
     """
     first, more = first or {}, more or {}
     merged = {}
-    for name in more | first:
+    for name in {**more, **first}:
         preferred = dict(first.get(name, {}))
         of_all_tpus = first.get("tpu", {}) if name in TPUS.values() else {}
         present = {key.removesuffix("?") for key in (*preferred, *of_all_tpus)}

@@ -76,7 +76,7 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
     """
 
     def unpad(
-        path: tuple, x: jax.Array, shape: jax.ShapeDtypeStruct, spec: PartitionSpec
+        path: tuple[Any, ...], x: jax.Array, shape: jax.ShapeDtypeStruct, spec: PartitionSpec
     ) -> jax.Array:
         if x.shape == shape.shape:
             return x

@@ -123,7 +123,7 @@ def rule_text(rule: Rule) -> str:
             settings.append(repr(value))
         elif value != field.default:
             settings.append(f"{field.name}={value!r}")
-    known = {factory: name for name, factory in REGISTERED.items()}
+    known: dict[object, str] = {factory: name for name, factory in REGISTERED.items()}
     name = known.get(type(rule), type(rule).__name__)
     return f"{name}({', '.join(settings)})" if settings else name
 
@@ -182,7 +182,7 @@ def _build_rule(node: ast.expr, text: str) -> Rule:
     try:
         args = [ast.literal_eval(arg) for arg in call.args]
         keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return REGISTERED[name](*args, **keywords)
+        return REGISTERED[name](*args, **keywords)  # type: ignore[arg-type]  # None for `**x`.
     except ConfigError:
         raise
     except (TypeError, ValueError) as error:

@@ -58,7 +58,7 @@ class Fsdp:
     min_size_to_shard_mb: float = 4
     min_weight_size: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_axes(self.axis, self)
         for size in (self.min_size_to_shard_mb, self.min_weight_size or 0):
             require(is_number(size), f"{rule_text(self)}: the size", size, "a number")
@@ -73,7 +73,8 @@ class Fsdp:
                     f"{names}.{did_you_mean(axis, names)} Fix the rule or mesh.axis_names."
                 )
         num_shards = math.prod(job_mesh.axis_sizes[axis] for axis in axes)
-        size, max_size = math.prod(leaf.shape), self.min_weight_size
+        size = math.prod(leaf.shape)
+        max_size: float | None = self.min_weight_size
         if max_size is None:
             size *= np.dtype(leaf.dtype).itemsize
             max_size = self.min_size_to_shard_mb * 2**20
@@ -111,7 +112,7 @@ class ShardDim:
     dim: int
     ignore_ndim_error: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_axes(self.axis, self)
         is_integer = isinstance(self.dim, int) and not isinstance(self.dim, bool)
         require(is_integer, f"{rule_text(self)}: the dim", self.dim, "an integer")

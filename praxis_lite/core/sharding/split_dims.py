@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.sharding.devices.axis_types import constrain_to_spec
-from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
+from praxis_lite.core.sharding.logical_axes import MeshAxes, axes_of, entry_of
 
 __all__ = ("SplitDims", "constrain", "num_shards_of", "to_partition_spec")
 
@@ -117,7 +117,9 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
     return constrain_to_spec(x, without_axes(spec, mesh.manual_axes))
 
 
-def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+def without_axes(
+    spec: PartitionSpec | Sequence[MeshAxes], axes: Sequence[str]
+) -> PartitionSpec:
     """Returns a spec of the same rank with `axes` removed."""
     left = (tuple(axis for axis in axes_of(entry) if axis not in axes) for entry in spec)
     return PartitionSpec(*map(entry_of, left))

@@ -65,8 +65,8 @@ def infer_sharding(
     rules = checked_rules(logical_axis_rules, "infer_sharding: logical_axis_rules")
     splits = rule_shardings(leaves, strategy, JobMesh(dict(mesh.shape), rules))
     specs = [
-        (None,) * len(leaf.shape) if splits[leaf.path] is None else splits[leaf.path].spec
-        for leaf in leaves
+        (None,) * len(leaf.shape) if split is None else split.spec
+        for leaf in leaves for split in [splits[leaf.path]]
     ]
     return jax.tree.unflatten(
         structure, [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]

@@ -49,7 +49,7 @@ class WeightSharding:
     unmapped_logical_axes: Literal["error", "replicate"] = "error"
     stack_axis_names: Sequence[str] = ("layers",)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         unmapped, names = self.unmapped_logical_axes, self.stack_axis_names
         require(
             unmapped in ("error", "replicate"), "WeightSharding.unmapped_logical_axes", unmapped,

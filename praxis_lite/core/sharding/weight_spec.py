@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.sharding.logical_axes import MeshAxes
 from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
@@ -42,9 +43,9 @@ class WeightSpec:
     dtype: Any
     split_dims_mapping: SplitDims = None
     stack_split_dims_mapping: tuple[DimSplit, ...] = ()
-    logical_axes: tuple[str | None, ...] | None = None
-    logical_axis_rules: tuple[tuple[str, DimSplit], ...] = ()
-    slot_axes: tuple[DimSplit, ...] | None = None
+    logical_axes: tuple[MeshAxes, ...] | None = None
+    logical_axis_rules: tuple[tuple[str, MeshAxes], ...] = ()
+    slot_axes: tuple[MeshAxes, ...] | None = None
     declared_by: str = ""
     num_dims_apart: int = 0
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -80,7 +81,9 @@ def spec_items(
             yield from spec_items(child, (*prefix, name))
 
 
-_declared = contextvars.ContextVar("declared weights")
+_declared: contextvars.ContextVar[Mapping[str, WeightSpec]] = contextvars.ContextVar(
+    "declared weights"
+)
 
 
 def declared_weight(path: str) -> WeightSpec | None:
@@ -88,7 +91,9 @@ def declared_weight(path: str) -> WeightSpec | None:
     return _declared.get({}).get(path)
 
 
-def with_declared_weights(function: Callable, declared: Mapping[str, WeightSpec]) -> Callable:
+def with_declared_weights(
+    function: Callable[..., Any], declared: Mapping[str, WeightSpec]
+) -> Callable[..., Any]:
     """Wraps an optimizer's function so that `declared_weight` returns the given specs in it."""
 
     @functools.wraps(function)

@@ -98,7 +98,8 @@ class MendedFunction:
 
 def _patch_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
     """Patches a program in place; returns whether it had affected matmuls. See `mended`."""
-    if not jax.config.jax_use_shardy_partitioner:
+    # JAX adds its settings to the class at run time.
+    if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         say(f"{_NOT_SEARCHED}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")
         return False
     sentences: dict[int, str] = {}
@@ -164,8 +165,9 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
 
 def _in_one_order(product: Product) -> tuple[Spec, list[str]]:
     """Returns a spec of the results in the operand's order, and the axes removed for that."""
-    spec, dropped = product.result.spec, []
+    spec, dropped = product.result.spec, list[str]()
     conflict = product.conflict(spec)
+    assert conflict is not None, "The product is at risk."
     moved = [tuple(sorted(entry, key=[*conflict.summed, *conflict.before].index)) for entry in spec]
     if product.conflict(moved) is None:
         return moved, dropped
@@ -184,7 +186,8 @@ def _closed(product: Product, split: Split, spec: Spec | None = None) -> Any:
       spec: Mesh axes per dim to use instead; they must be a permutation or subset of the split's.
     """
     if split.sharding is None:
-        dims, unreduced = [[]] * len(split.spec), []
+        dims: list[list[Any]] = [[]] * len(split.spec)
+        unreduced = []
     else:
         dims = [sdy.DimensionShardingAttr(x).axes for x in split.sharding.dimension_shardings]
         unreduced = split.sharding.unreduced_axes

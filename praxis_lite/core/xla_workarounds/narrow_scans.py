@@ -12,7 +12,13 @@ from typing import Any
 from jax.extend import core
 from jax.extend.core import primitives
 
-from praxis_lite.core.jaxprs import expand_high_level, is_widening_cast, open_jaxpr, rewrite_jaxpr
+from praxis_lite.core.jaxprs import (
+    array_type,
+    expand_high_level,
+    is_widening_cast,
+    open_jaxpr,
+    rewrite_jaxpr,
+)
 
 __all__ = ("narrow_scans",)
 
@@ -27,11 +33,13 @@ def _narrow_scan(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
         return [eqn]
     pairs = zip(open_jaxpr(eqn.params["jaxpr"]).outvars, eqn.outvars, strict=True)
     # Stacked outputs have one dim more than in the body; carried values do not.
-    stacked = [i for i, (a, b) in enumerate(pairs) if b.aval.ndim > a.aval.ndim]
+    stacked = [i for i, (a, b) in enumerate(pairs) if array_type(b).ndim > array_type(a).ndim]
     return _with_narrow_outputs(eqn, stacked) or [eqn]
 
 
-def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list | None:
+def _with_narrow_outputs(
+    eqn: core.JaxprEqn, indices: Collection[int]
+) -> list[core.JaxprEqn] | None:
     """Returns `eqn` with narrow outputs, followed by their casts; None if it casts none of them.
 
     Args:
@@ -45,7 +53,8 @@ def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list |
     outvars, casts = list(eqn.outvars), []
     for index in narrow:
         old = outvars[index]
-        outvars[index] = core.Var(old.aval.update(dtype=body.outvars[index].aval.dtype))
+        dtype = array_type(body.outvars[index]).dtype
+        outvars[index] = core.Var(array_type(old).update(dtype=dtype))
         casts.append(_cast(outvars[index], old, eqn))
     is_closed = isinstance(closed, core.ClosedJaxpr)
     params = eqn.params | {"jaxpr": closed.replace(jaxpr=body) if is_closed else body}
@@ -56,19 +65,18 @@ def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.J
     """Returns the jaxpr without the casts of some outputs, and the indices of these outputs."""
     eqns = list(map(expand_high_level, jaxpr.eqns))
     producers = {var: eqn for eqn in eqns for var in eqn.outvars}
-    outvars, narrow, by_call = list(jaxpr.outvars), [], {}
+    outvars, narrow = list(jaxpr.outvars), list[int]()
+    by_call: dict[int, tuple[core.JaxprEqn, dict[int, int]]] = {}  # With positions by index.
     for index in indices:
         var = outvars[index]
-        eqn = None if isinstance(var, core.Literal) else producers.get(var)
-        if eqn is None:
+        if isinstance(var, core.Literal) or (eqn := producers.get(var)) is None:
             continue
         if is_widening_cast(eqn) and not isinstance(eqn.invars[0], core.Literal):
             outvars[index] = eqn.invars[0]
             narrow.append(index)
         elif eqn.primitive in (primitives.remat_p, primitives.jit_p):
-            by_call.setdefault(id(eqn), (eqn, []))[1].append(index)
-    for eqn, output_indices in by_call.values():
-        positions = {index: eqn.outvars.index(outvars[index]) for index in output_indices}
+            by_call.setdefault(id(eqn), (eqn, {}))[1][index] = eqn.outvars.index(var)
+    for eqn, positions in by_call.values():
         new = _with_narrow_outputs(eqn, sorted(set(positions.values())))
         if new is None:
             continue
@@ -83,7 +91,7 @@ def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.J
 
 
 def _cast(narrow: core.Var, wide: core.Var, like: core.JaxprEqn) -> core.JaxprEqn:
-    params = {"new_dtype": wide.aval.dtype, "weak_type": False, "sharding": None}
+    params = {"new_dtype": array_type(wide).dtype, "weak_type": False, "sharding": None}
     return core.new_jaxpr_eqn(
         [narrow], [wide], primitives.convert_element_type_p, params, set(), like.source_info,
         like.ctx,

@@ -188,7 +188,8 @@ def _manual_axes(op: Any, calls: Mapping[str, Any]) -> set[str]:
         if op.name == "func.func":
             op = calls.get(ir.StringAttr(op.attributes["sym_name"]).value, op)
         if op.name == "sdy.manual_computation":
-            axes.update(sdy.ManualAxesAttr(op.attributes["manual_axes"]))
+            # The stub lacks `__iter__`.
+            axes.update(sdy.ManualAxesAttr(op.attributes["manual_axes"]))  # type: ignore[arg-type]
     return axes
 
 

@@ -83,7 +83,8 @@ def _scatter(
             size = jax.lax.optimization_barrier(jnp.int32(updates.shape[dim]))
             is_real &= jax.lax.broadcasted_iota(jnp.int32, updates.shape, dim) < size
     updates = jnp.where(is_real, updates, _neutral(primitive, updates.dtype))
-    return primitive.bind(operand, indices, updates, **params)
+    result: jax.Array = primitive.bind(operand, indices, updates, **params)
+    return result
 
 
 def _neutral(primitive: core.Primitive, dtype: Any) -> jax.Array:
@@ -98,9 +99,10 @@ def _neutral(primitive: core.Primitive, dtype: Any) -> jax.Array:
     return jnp.asarray(jnp.iinfo(dtype).max if is_min else jnp.iinfo(dtype).min, dtype)
 
 
-def _windowed(primitive: core.Primitive, *operands: jax.Array, **params: Any) -> Any:
+def _windowed(primitive: core.Primitive, *operands: jax.Array, **params: Any) -> jax.Array:
     # The result of a barrier is a separate array, whose padding XLA does not reuse.
-    return primitive.bind(*jax.lax.optimization_barrier(operands), **params)
+    result: jax.Array = primitive.bind(*jax.lax.optimization_barrier(operands), **params)
+    return result
 
 
 def _replicate_dims(x: jax.Array, dims: Collection[int]) -> jax.Array:
@@ -109,7 +111,8 @@ def _replicate_dims(x: jax.Array, dims: Collection[int]) -> jax.Array:
         return x
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
     spec = (None if dim in dims else free for dim in range(x.ndim))
-    return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*spec))
+    x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*spec))
+    return x
 
 
 def _gradient_of_maxima(
@@ -117,7 +120,8 @@ def _gradient_of_maxima(
 ) -> jax.Array:
     if is_typed():  # The bug exists over Auto axes and Explicit ones.
         compute = functools.partial(_gradient_of_maxima, primitive, **params)
-        return untyped(compute, source, operand, out=type_spec(operand))
+        gradient: jax.Array = untyped(compute, source, operand, out=type_spec(operand))
+        return gradient
     if not jax.sharding.get_abstract_mesh().empty:
         dims = [dim for dim, size in enumerate(params["window_dimensions"]) if size > 1]
         source, operand = _replicate_dims(source, dims), _replicate_dims(operand, dims)
@@ -132,7 +136,8 @@ def _convolution(
         out_sharding = params["out_sharding"]
         compute = functools.partial(_convolution, primitive, **params | {"out_sharding": None})
         out = out_sharding.spec if out_sharding else type_spec(lhs)
-        return untyped(compute, lhs, rhs, out=out)
+        result: jax.Array = untyped(compute, lhs, rhs, out=out)
+        return result
     mesh = jax.sharding.get_abstract_mesh()
     is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
     sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]

@@ -272,6 +272,7 @@ class DotProductAttention(AttentionHeads):
         # Created here they are constants, so that XLA folds the rotary sines and cosines. As inputs
         # of a scan, they would be recomputed for each head of each layer.
         positions = _positions(positions, inputs)
+        assert positions is not None
         is_cross = self.is_cross_attention or encoded is not None
         if is_cross:
             kv_positions = _positions(rows.get("encoded_positions"), encoded)
@@ -299,7 +300,8 @@ class DotProductAttention(AttentionHeads):
             # The cache may have a wider dtype, and must not be converted for each token.
             q_BTNK = q_BTNK.astype(jnp.promote_types(q_BTNK.dtype, kv["key"].dtype))
             if self.split_of_time() is not None:  # Each device has some of the keys of all heads.
-                q_BTNK = constrain(q_BTNK, self.activation_split_dims_mapping[:2])
+                q_BTNK = constrain(q_BTNK, (self.activation_split_dims_mapping or ())[:2])
+        assert kv is not None, "Without a cache, there is an `encoded`."
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))
         encoded_BTNK = attend(
@@ -322,5 +324,6 @@ class DotProductAttention(AttentionHeads):
 
 def _positions(given: jax.Array | None, x: jax.Array | None) -> jax.Array | None:
     """Returns the positions of x [B, T, ...], by default 0 to T - 1; None if there is no x."""
-    is_given = given is not None or x is None
-    return given if is_given else jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]
+    if given is not None or x is None:
+        return given
+    return jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]

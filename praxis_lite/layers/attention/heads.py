@@ -21,7 +21,7 @@ from praxis_lite.layers.attention.projections import (
 )
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
-from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
+from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, SplitSetting, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
@@ -34,6 +34,10 @@ class AttentionHeads(BaseLayer):
     """
 
     splits = OF_HEADS | splits(kv=(), output=RESIDUAL)
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
+    kv_split_dims_mapping: SplitDims
+    output_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -62,6 +66,10 @@ class AttentionHeads(BaseLayer):
         ln_before_rotary: bool = False,
         ln_over_heads: bool = False,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
+        kv_split_dims_mapping: SplitSetting = None,
+        output_split_dims_mapping: SplitSetting = None,
     ):
         sizes = head_sizes(self, input_dim, hidden_dim, num_heads, dim_per_head, num_kv_heads)
         D, N, K = self.dims(sizes.input_dims["query"], sizes.N, sizes.K)
@@ -101,8 +109,9 @@ class AttentionHeads(BaseLayer):
             )
             self.query_scale = float(dims**-0.5)
         self.rotary_position_emb = rotary_position_emb_tpl(K) if use_rotary_position_emb else None
-        has_bias = relative_bias_tpl is not None
-        self.relative_bias = relative_bias_tpl(sizes.N, rngs=rngs) if has_bias else None
+        self.relative_bias = (
+            None if relative_bias_tpl is None else relative_bias_tpl(sizes.N, rngs=rngs)
+        )
         q_dims, k_dims = (N * K, G * K) if ln_over_heads else (sizes.K, sizes.K)
         self.layer_norm_q = None if ln_tpl is None else ln_tpl(q_dims, rngs=rngs)
         self.layer_norm_k = None if ln_tpl is None else ln_tpl(k_dims, rngs=rngs)
@@ -140,6 +149,7 @@ class AttentionHeads(BaseLayer):
         if self.combined_qkv is not None:
             q_BTNK, k_BSGK, v_BSGK = named(self.combined_qkv(inputs), "combined_qkv_proj")
         else:
+            assert self.query is not None
             q_BTNK = self.query(inputs)
         # Also constrain the outputs of the projections: if time is split before them, it is then
         # gathered before the projections. Otherwise XLA may gather their weights.
@@ -151,7 +161,9 @@ class AttentionHeads(BaseLayer):
         if encoded is None:
             return q_BTNK, None
         if self.combined_qkv is None:
+            assert self.key is not None and self.value is not None
             k_BSGK, v_BSGK = self.key(encoded), self.value(encoded)
+        assert kv_positions is not None, "The positions of `encoded`."
         kv = self._constrain_kv({"key": k_BSGK, "value": v_BSGK})
         k_BSGK = rotate(named(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
         v_BSGK = named(kv["value"], "value_proj")

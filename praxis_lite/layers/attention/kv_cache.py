@@ -239,13 +239,15 @@ def update_cache(
     if is_cross:
         cache = cache if new is None else keep_encoded(cache, new, mask.kv_visible_BS)
         mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
-    elif window is not None and length >= window + SPARE_PLACES:
+        cache = laid_out(cache, split)
+        return CacheUpdate(cache, by_heads(cache), jnp.arange(length, dtype=jnp.int32)[None], mask)
+    assert new is not None, "Only cross-attention has calls without keys."
+    if window is not None and length >= window + SPARE_PLACES:
         is_short = positions.shape[1] <= SPARE_PLACES + 1
         update = _update_ring if is_short else _update_ring_by_block
         return update(cache, new, positions, mask, split)
-    else:
-        cache = append(cache, new, positions, split)
-        mask = AttentionMask(window, 0, q_index_BT=positions)
+    cache = append(cache, new, positions, split)
+    mask = AttentionMask(window, 0, q_index_BT=positions)
     cache = laid_out(cache, split)
     return CacheUpdate(cache, by_heads(cache), jnp.arange(length, dtype=jnp.int32)[None], mask)
 

@@ -21,7 +21,7 @@ from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Product
-from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
+from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, SplitSetting, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
@@ -72,6 +72,9 @@ class MultiHeadLatentAttention(BaseLayer):
     cache_skips_padding = True
 
     splits = OF_HEADS | splits(output=RESIDUAL)
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
+    output_split_dims_mapping: SplitDims
     preset_settings = {"context_parallel": "attention_context"}
 
     def __init__(
@@ -95,6 +98,9 @@ class MultiHeadLatentAttention(BaseLayer):
         atten_chunk_size: int = 512,
         context_parallel: str | None = None,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
+        output_split_dims_mapping: SplitSetting = None,
     ):
         del dim_per_head
         L, K, R, V = kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim
@@ -114,14 +120,14 @@ class MultiHeadLatentAttention(BaseLayer):
                 sized(D, dims), N, sized(of_head, per_head), use_bias=False, rngs=rngs
             )
 
-        has_latent = q_lora_rank is not None
-        self.query_latent = latent_projection(q_lora_rank) if has_latent else None
-        self.query_latent_norm = ln_tpl(q_lora_rank, rngs=rngs) if has_latent else None
-        self.query = None if has_latent else head_projection(D, K + R)
-        self.query_up = head_projection(q_lora_rank, K + R) if has_latent else None
+        Q = q_lora_rank
+        self.query_latent = None if Q is None else latent_projection(Q)
+        self.query_latent_norm = None if Q is None else ln_tpl(Q, rngs=rngs)
+        self.query = head_projection(D, K + R) if Q is None else None
+        self.query_up = None if Q is None else head_projection(Q, K + R)
         self.key_value_latent = latent_projection(L + R)
         self.key_value_latent_norm = ln_tpl(L, rngs=rngs)
-        self.query_latent_bias = Bias(q_lora_rank, rngs=rngs) if use_bias and has_latent else None
+        self.query_latent_bias = None if Q is None or not use_bias else Bias(Q, rngs=rngs)
         self.key_value_latent_bias = Bias(L + R, rngs=rngs) if use_bias else None
         self.key_value = head_projection(L, K + V)
         self.post = AttentionProjection(
@@ -197,6 +203,8 @@ class MultiHeadLatentAttention(BaseLayer):
         if self.query is not None:
             q = self.query(inputs)
         else:
+            assert self.query_latent is not None
+            assert self.query_latent_norm is not None and self.query_up is not None
             latent = _plus(self.query_latent(inputs), self.query_latent_bias)
             q = self.query_up(self.query_latent_norm(latent))
         _, K, *_ = self.sizes
@@ -237,7 +245,7 @@ class MultiHeadLatentAttention(BaseLayer):
         q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
         if self.split_of_time() is not None:
             # Each device has some of the keys, which all heads attend to.
-            q = constrain(q, self.activation_split_dims_mapping[:2])
+            q = constrain(q, (self.activation_split_dims_mapping or ())[:2])
         # Positional keys are also values; `value_dims` slices off their outputs.
         kv = cache["key"].astype(q.dtype)[:, :, None]
         seen_BTNL = self._attend(q, kv, kv, L, mask, key, has_cache=True)

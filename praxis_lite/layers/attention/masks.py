@@ -76,6 +76,7 @@ class AttentionMask:
         if self.right_context is not None:
             conditions.append(distance_BTS >= -self.right_context)
         if self.q_segments_BT is not None:
+            assert self.kv_segments_BS is not None
             conditions.append(self.q_segments_BT[:, :, None] == self.kv_segments_BS[:, None, :])
         if self.kv_visible_BS is not None:
             conditions.append(self.kv_visible_BS[:, None, :])

@@ -5,10 +5,11 @@ import numpy as np
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Dense
-from praxis_lite.layers.base.dims import splits
+from praxis_lite.layers.base.dims import SplitSetting, splits
 from praxis_lite.layers.initializers import EinsumXavier
 
 # D model dims, N heads, K dims per head.
@@ -34,6 +35,8 @@ class AttentionProjection(Dense):
     """
 
     splits = splits(weight=(None, None, None), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -48,6 +51,8 @@ class AttentionProjection(Dense):
         explicit_fan_in_fan_out_axes: bool = False,
         params_init: Initializer | None = None,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
         if attention_combine_dims and use_bias:
@@ -78,6 +83,8 @@ class OneHeadedAttentionProjection(Dense):
     """
 
     splits = splits(weight=(None, None), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
     equation = "...d,dk->...k"
 
     def __init__(
@@ -88,6 +95,8 @@ class OneHeadedAttentionProjection(Dense):
         use_bias: bool = True,
         params_init: Initializer = xavier,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, input_dim=input_dim, output_dim=output_dim)
         self.make(
@@ -114,6 +123,7 @@ class CombinedQKVProjectionLayer(Dense):
     """
 
     splits = splits(weight=(None, None, None))
+    weight_split_dims_mapping: SplitDims
     equation = "...d,cdnk->c...nk"
 
     def __init__(
@@ -126,6 +136,7 @@ class CombinedQKVProjectionLayer(Dense):
         attention_combine_dims: bool = False,
         explicit_fan_in_fan_out_axes: bool = False,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
         self.make(

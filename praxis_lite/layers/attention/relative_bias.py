@@ -5,9 +5,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import BaseLayer, xavier
 from praxis_lite.layers.base.calls import require_positive
-from praxis_lite.layers.base.dims import NONE, splits
+from praxis_lite.layers.base.dims import NONE, SplitSetting, splits
 
 # B batch, T queries, S keys, N heads, X buckets.
 
@@ -30,6 +31,7 @@ class RelativeBias(BaseLayer):
     """
 
     splits = splits(weight=(None, None))
+    weight_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class RelativeBias(BaseLayer):
         bidirectional: bool = False,
         use_xavier_init: bool = False,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(
             self,

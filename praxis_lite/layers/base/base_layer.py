@@ -46,7 +46,8 @@ class BaseLayer(nnx.Module):
 
     __signature__ = ConstructorSignature()
     # Split settings of the layer, as returned by `splits`. They become keyword arguments of the
-    # constructor, which need not declare them, and attributes before it runs.
+    # constructor, and attributes before it runs. Constructors and classes declare them only for
+    # type checkers.
     splits: Mapping[str, tuple[str | None, ...]] = {}
     # Settings that a sharding preset sets, with the name of the preset's value.
     preset_settings: Mapping[str, str] = {}
@@ -70,7 +71,10 @@ class BaseLayer(nnx.Module):
                 setattr(cls, name, checked_and_named(member))
         changes_init = {"__init__", "splits"} & vars(cls).keys()
         if changes_init and isinstance(cls.__init__, FunctionType):
-            cls.__init__ = with_settings(cls.__init__, cls.splits, _take)
+            # Replaces a method of a class that is being created.
+            cls.__init__ = with_settings(  # type: ignore[method-assign]
+                cls.__init__, cls.splits, _take
+            )
 
     def dims(self, *sizes: int, of: str = "weight") -> tuple[Dim, ...]:
         """Returns sizes as `Dim`s with the names and the split of a setting.

@@ -42,8 +42,13 @@ class ConstructorSignature:
     def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
         if layer is not None:
             raise AttributeError("__signature__")  # The signature of an instance is `__call__`'s.
-        signature = inspect.signature(layer_class.__init__)
-        return signature.replace(parameters=list(signature.parameters.values())[1:])
+        return inspect.Signature(list(parameters_of(layer_class).values())[1:])
+
+
+def parameters_of(layer_class: type) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a class's constructor, including `self`."""
+    init = layer_class.__init__  # type: ignore[misc]  # Of a class, not of an instance.
+    return inspect.signature(init).parameters
 
 
 def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
@@ -65,7 +70,7 @@ def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], 
         shared = {
             name: parameter.replace(kind=parameter.KEYWORD_ONLY)
             for base in bases
-            for name, parameter in inspect.signature(base.__init__).parameters.items()
+            for name, parameter in parameters_of(base).items()
             if name not in local and name not in but
         }
         signature = inspect.Signature([*local.values(), *shared.values()])
@@ -78,10 +83,10 @@ def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], 
                 raise TypeError(f"{type(self).__name__}: {error}") from None
             init(self, *args, **kwargs)
 
-        checked.__signature__ = signature
+        checked.__signature__ = signature  # type: ignore[attr-defined]  # For `inspect`.
         # --set reads the types from here.
         init.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
-        return checked
+        return checked  # type: ignore[return-value]  # Of the same parameters.
 
     return decorated
 
@@ -94,20 +99,19 @@ def with_settings(
 
     Args:
       init: The constructor.
-      names: Names of the keyword arguments. Those that the constructor declares itself are passed
-        to it as usual.
-      take: Called before the constructor with the layer and the other given arguments.
+      names: Names of the keyword arguments. Those that the constructor declares itself, so that
+        type checkers know them, are also passed to it.
+      take: Called before the constructor with the layer and the given arguments.
     """
-    local = inspect.signature(inspect.unwrap(init)).parameters
-    taken = [name for name in names if name not in local]
-    if not taken:
+    if not names:
         return init
+    local = inspect.signature(inspect.unwrap(init)).parameters
     parameters = inspect.signature(init).parameters
     added = {
         name: inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=SplitSetting
         )
-        for name in taken if name not in parameters
+        for name in names if name not in parameters
     }
     at_end = [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
     signature = inspect.Signature(
@@ -116,10 +120,13 @@ def with_settings(
 
     @functools.wraps(init)
     def taking(self: Any, *args: Any, **kwargs: Any) -> None:
-        take(self, {name: kwargs.pop(name) for name in taken if name in kwargs})
+        take(self, {name: kwargs[name] for name in names if name in kwargs})
+        for name in names:
+            if name not in local:
+                kwargs.pop(name, None)
         init(self, *args, **kwargs)
 
-    taking.__signature__ = signature
+    taking.__signature__ = signature  # type: ignore[attr-defined]  # For `inspect`.
     # --set reads the types from here.
     inspect.unwrap(init).__annotations__ |= {name: SplitSetting for name in added}
     return taking

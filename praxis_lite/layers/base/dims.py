@@ -145,7 +145,7 @@ def checked_mapping(setting: str, mapping: Any, names: Sequence[str | None]) -> 
             require_choice(f"a dim of {setting}", name, known)
         return tuple(_entry(mapping.get(name)) for name in names)
     if isinstance(mapping, str | Mapping) or not isinstance(mapping, Sequence):
-        to_partition_spec(mapping, (), path=setting)  # Raises ConfigError.
+        to_partition_spec(mapping, (), path=setting)  # type: ignore[arg-type]  # Raises ConfigError.
     return tuple(map(_entry, mapping))
 
 

@@ -5,6 +5,7 @@ Over Auto axes these functions are those of jax.numpy.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,7 +55,8 @@ def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
         axes[letter] = axes.get(letter) or names
     first = [letter for letter in results[:1] if letter not in y_letters or letter in x_letters]
     order = [*first, *(letter for letter in y_letters if letter in results), *results]
-    used, split = set(), {}
+    used: set[str] = set()
+    split: dict[str, tuple[str, ...]] = {}
     for letter in dict.fromkeys(order):
         is_gathered = letter in y_letters and used.intersection(axes[letter])
         split[letter] = () if is_gathered else tuple(a for a in axes[letter] if a not in used)
@@ -73,15 +75,16 @@ def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
       settings: Arguments of `jax.lax.conv_general_dilated`.
     """
     spatial = "HWD"[: x.ndim - 2]
-    convolve = functools.partial(
-        jax.lax.conv_general_dilated,
-        dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"), **settings,
+    settings = {"dimension_numbers": (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"), **settings}
+    convolve: Callable[..., jax.Array] = functools.partial(
+        jax.lax.conv_general_dilated, **settings
     )
     if not is_typed():
         return convolve(x, w)
     shapes = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, w))
     sizes, mesh = jax.eval_shape(convolve, *shapes).shape, jax.sharding.get_abstract_mesh()
-    (batch, *spatial_entries, _), used = type_spec(x), set()
+    used: set[str] = set()
+    batch, *spatial_entries, _ = type_spec(x)
     split = dict.fromkeys(range(x.ndim))
     for dim, entry in ((0, batch), (x.ndim - 1, type_spec(w)[-1]), *enumerate(spatial_entries, 1)):
         axes = axes_of(entry)

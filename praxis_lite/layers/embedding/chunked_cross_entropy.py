@@ -165,6 +165,7 @@ class _ClassChunks:
             jnp.einsum(f"...d,{self.weight_dims}->...nc", x, chunk)
             for x, chunk in zip(inputs, weight_chunks, strict=True)
         )
+        assert not isinstance(logits, int), "There is at least one product."
         if bias_NS is not None:
             bias_NC = self.cut(bias_NS, start, 1).astype(logits.dtype)
             logits += bias_NC.reshape((1,) * (logits.ndim - 2) + bias_NC.shape)

@@ -18,7 +18,7 @@ from praxis_lite.core.sharding.split_dims import (
 )
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
 from praxis_lite.layers.base.calls import require_floating, require_positive
-from praxis_lite.layers.base.dims import NONE, RESIDUAL, split_of, splits
+from praxis_lite.layers.base.dims import NONE, RESIDUAL, SplitSetting, split_of, splits
 from praxis_lite.layers.base.result_types import einsum, rows_at
 
 # B batch, T time, D model dims, V classes.
@@ -40,6 +40,8 @@ class Embedding(BaseLayer):
     """
 
     splits = splits(weight=("vocab", "embed"), activation=RESIDUAL)
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -51,6 +53,8 @@ class Embedding(BaseLayer):
         fprop_dtype: jnp.dtype = jnp.float32,
         weight_init: Initializer = xavier,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
         require_floating(self, fprop_dtype=fprop_dtype)
@@ -111,14 +115,15 @@ def _columns_split(
     than gathering the table and scattering its gradient. Returns None if a device has more tokens,
     or if columns are not split.
     """
-    mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split
+    mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split or (None, None)
     num_parts = num_shards_of(dim_split)
     # In an exported program, the number of rows may be symbolic.
     if num_parts == 1 or export.is_symbolic_dim(ids.size):
         return None
     spec = to_partition_spec(activation_split or (), mesh.axis_names, rank=ids.ndim + 1)
     axes = [
-        axis for entry in to_partition_spec(table_split, mesh.axis_names) for axis in axes_of(entry)
+        axis for entry in to_partition_spec(table_split or (), mesh.axis_names)
+        for axis in axes_of(entry)
     ]
     split = without_axes(spec, axes)[:-1]
     num_rows = table_VD.shape[0] / num_shards_of(class_split)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import inherit_params, require_positive
-from praxis_lite.layers.base.dims import splits
+from praxis_lite.layers.base.dims import SplitSetting, splits
 from praxis_lite.layers.embedding.embeddings import Embedding, lookup
 
 # B batch (or 1), T time, D model dims, N heads, K dims per head.
@@ -42,6 +42,7 @@ class PositionalEmbedding(BaseLayer):
     """
 
     splits = splits(activation=())
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class PositionalEmbedding(BaseLayer):
         min_timescale: float = 1.0,
         max_timescale: float = 10_000.0,
         rngs: nnx.Rngs | None = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         # rngs are unused, but a learned embedding in the same template takes them.
         require_positive(self, embedding_dims=embedding_dims)

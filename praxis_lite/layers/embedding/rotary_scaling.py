@@ -92,8 +92,8 @@ class DynamicRotary(RotaryPositionalEmbedding):
         positions = positions_BT.astype(jnp.float32)
         length = jnp.maximum(jnp.max(positions) + 1.0, self.original_max_positions)
         grown = self.factor * length / self.original_max_positions - (self.factor - 1.0)
-        theta = self.max_timescale / self.min_timescale
-        theta *= grown ** (self.rotary_dims / (self.rotary_dims - 2))
+        ratio = self.max_timescale / self.min_timescale
+        theta = ratio * grown ** (self.rotary_dims / (self.rotary_dims - 2))
         return positions[:, :, None] / self._timescales_to(theta)[None, None, :]
 
 
@@ -233,6 +233,6 @@ class LongRope(RotaryPositionalEmbedding):
 
     def _angles(self, positions_BT: jax.Array) -> jax.Array:
         is_long = jnp.max(positions_BT) >= self.original_max_positions
-        factors = [jnp.asarray(x, jnp.float32) for x in (self.long_factor, self.short_factor)]
-        timescales = self._timescales() * jnp.where(is_long, *factors)
+        long, short = (jnp.asarray(x, jnp.float32) for x in (self.long_factor, self.short_factor))
+        timescales = self._timescales() * jnp.where(is_long, long, short)
         return positions_BT.astype(jnp.float32)[:, :, None] / timescales[None, None, :]

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn, soft_cap
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
 from praxis_lite.layers.base.calls import inherit_params, require_floating, require_positive
-from praxis_lite.layers.base.dims import RESIDUAL, split_of, splits
+from praxis_lite.layers.base.dims import RESIDUAL, SplitSetting, split_of, splits
 from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.base.variables import AuxLoss
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
@@ -51,6 +51,8 @@ class FullSoftmax(BaseLayer):
     """
 
     splits = splits(weight=("embed", "vocab"), activation=("batch", "length", "activation_vocab"))
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -68,6 +70,8 @@ class FullSoftmax(BaseLayer):
         weight_init: Initializer = xavier,
         feed_forward_tpl: Callable[..., Any] = FeedForward,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
         if chunk_size is not None:
@@ -93,13 +97,17 @@ class FullSoftmax(BaseLayer):
             rngs=rngs,
         )
 
-    def _project(self, feed_forward_tpl: Callable[..., Any], **settings: Any) -> None:
-        """Creates the weights; `settings` are has_bias, bias_init, weight_init and rngs."""
+    def _project(
+        self, feed_forward_tpl: Callable[..., Any], *, has_bias: bool, bias_init: float,
+        weight_init: Initializer, rngs: nnx.Rngs,
+    ) -> None:
+        """Creates the weights."""
         dims = self.dims(self.input_dims, self.num_classes)
         self.weight_split_dims_mapping = split_of(dims)
         self.logits_ffn = feed_forward_tpl(
             *dims, activation="identity",
-            activation_split_dims_mapping=self.activation_split_dims_mapping, **settings,
+            activation_split_dims_mapping=self.activation_split_dims_mapping, has_bias=has_bias,
+            bias_init=bias_init, weight_init=weight_init, rngs=rngs,
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
@@ -108,6 +116,7 @@ class FullSoftmax(BaseLayer):
 
     def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
         """Returns the statistics of the logits without storing all logits."""
+        assert self.chunk_size is not None
         bias = self.logits_ffn.bias
         return token_stats(
             self.logits_ffn.linear.factors(inputs),
@@ -177,11 +186,13 @@ class FullSoftmax(BaseLayer):
             stats = stats_of_logits(logits, class_ids)
             outputs |= {"logits": logits, "log_probs": logits - stats.log_z[..., None]}
         else:
+            assert class_ids is not None
             stats = self._token_stats(self._gathered(inputs) * self.scale, class_ids)
         if class_probabilities is not None:
             target = jax.lax.stop_gradient(class_probabilities.astype(jnp.float32))
             xent = -jnp.sum(outputs["log_probs"] * target, axis=-1)
         else:
+            assert class_ids is not None
             is_smooth = key is not None or self.label_smoothing_apply_for_eval
             smoothing = self.label_smoothing_prob if is_smooth else 0.0
             xent = cross_entropy(stats, class_ids, self.num_classes, smoothing)
@@ -218,6 +229,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
     """
 
     splits = FullSoftmax.splits | splits(lookup=RESIDUAL)
+    lookup_split_dims_mapping: SplitDims
 
     @inherit_params(FullSoftmax)
     def __init__(
@@ -243,7 +255,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
         """Returns embeddings [B, T, D] for ids [B, T]."""
-        embs = 0.0
+        embs: float | jax.Array = 0.0
         dim_split, class_split = (*(self.weight_split_dims_mapping or ()), None, None)[:2]
         for table, into_D in self._tables():
             # The rank of a low-rank adapter is not split.
@@ -256,6 +268,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
                 rows = einsum("...d,de->...e", rows, into_D.astype(self.fprop_dtype))
             embs += rows
         table_split = (class_split, dim_split)
+        assert isinstance(embs, jax.Array), "There is at least one table."
         embs = embs * self.emb_scale
         return constrain_embeddings(embs, self.lookup_split_dims_mapping, table_split)
 
@@ -308,6 +321,7 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
         return super()._activated(activation_fn(self.activation, self)(logits))
 
     def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
+        assert self.chunk_size is not None
         return token_stats(
             [(inputs, self.w[...])],
             None if self.bias is None else self.bias.b[...],

@@ -85,7 +85,7 @@ def dropless(
     token_spec = PartitionSpec(roles.rows or None, roles.time or None)
     tokens = [pad(x, "rows", "time") for x in (x_BTD, gates_BTK, experts_BTK)]
     dims = [_DIMS[name] for name in names]
-    arrays = [pad(w, *parts) for w, parts in zip(arrays, dims, strict=True)]
+    arrays = tuple(pad(w, *parts) for w, parts in zip(arrays, dims, strict=True))
     specs = (token_spec, token_spec, *(
         PartitionSpec(*(getattr(roles, part) or None if part else None for part in parts))
         for parts in dims

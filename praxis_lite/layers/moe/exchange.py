@@ -116,7 +116,8 @@ def exchange_in_rounds(
 
         def one_round(index: jax.Array) -> jax.Array:
             slots_nK = slots_of_round(index)
-            y_ND = over.swap(local_experts(*send(x_nD, experts_nK, slots_nK), weights))
+            rows_ND, expert_N1, is_taken_N1 = send(x_nD, experts_nK, slots_nK)
+            y_ND = over.swap(local_experts(rows_ND, expert_N1, is_taken_N1, weights))
             return combine(y_ND[None], slots_nK[None], gates_nK[None])[0]
 
         return sum_rounds(num_rounds, one_round)

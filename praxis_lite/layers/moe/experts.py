@@ -104,10 +104,12 @@ def apply_experts(
         over its remaining axes.
       hidden_split: Split of [G, E, C, F] at the experts; None: as before, and F like the weights.
     """
+    assert weights_split is not None
     split_E, _, split_F = weights_split
     if dispatch_split is None:
         dispatch_split = _groups_and_experts_split(tokens_split, split_E)
     if hidden_split is None:
+        assert dispatch_split is not None
         hidden_split = (*tuple(dispatch_split)[:2], None, split_F)
     # Two successive constraints: XLA implements the change, and its reverse, by an all-to-all each.
     x_GECD = constrain(constrain(x_GECD, first_dim(tokens_split)), dispatch_split)
@@ -135,7 +137,7 @@ def first_axes(split: SplitDims) -> tuple[str, ...]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not split:
         return ()
-    spec = to_partition_spec(first_dim(split), mesh.axis_names)
+    spec = to_partition_spec(tuple(split)[:1], mesh.axis_names)
     return axes_of(without_axes(spec, mesh.manual_axes)[0])
 
 

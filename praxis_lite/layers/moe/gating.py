@@ -68,7 +68,7 @@ class Gating:
     num_expert_groups_per_token: int = 1
     gates_scale: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         layer = "TransformerFeedForwardMoe"
         require_choice(f"{layer}.gating_func", self.gating_func, GATING_FUNCS)
         policy = self.second_expert_policy
@@ -185,6 +185,7 @@ class Gating:
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
         logits_GSE = soft_cap(logits_GSE, self.gating_logit_cap)
         if self.score_func == "sigmoid":
+            assert correction_E is not None
             experts_GSK, gates_GSK = routing.experts_by_group(
                 logits_GSE, correction_E, is_token_GS, self.num_experts_per_token,
                 self.num_expert_groups, self.num_expert_groups_per_token, self.gates_scale,

@@ -141,7 +141,8 @@ def _backward(call: _Call, saved: tuple, grad_RN: jax.Array) -> tuple:
     x_RK, w_LKN, rows_of_expert_L = saved
     grad_x = _rows_by_experts(grad_RN, w_LKN, rows_of_expert_L, call, transposed=True)
     x_RK, grad_RN = (_in_tiles(x) for x in (x_RK, grad_RN))
-    tile = tiling(x_RK.shape[0], *w_LKN.shape[1:], x_RK.dtype)
+    _, K, N = w_LKN.shape
+    tile = tiling(x_RK.shape[0], K, N, x_RK.dtype)
     with share_of_blocks(call.share):
         grad_w = call.kernels().tgmm(
             x_RK.swapaxes(0, 1), grad_RN, rows_of_expert_L, w_LKN.dtype, tile,
@@ -158,7 +159,8 @@ def _rows_by_experts(
     *, transposed: bool,
 ) -> jax.Array:
     tiles_RK = _in_tiles(x_RK)
-    dims = w_LKN.shape[:0:-1] if transposed else w_LKN.shape[1:]
+    _, K, N = w_LKN.shape
+    dims = (N, K) if transposed else (K, N)
     with share_of_blocks(call.share):
         y_RN = call.kernels().gmm(
             tiles_RK, w_LKN, rows_of_expert_L, x_RK.dtype,

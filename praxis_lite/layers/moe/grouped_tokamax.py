@@ -40,10 +40,10 @@ def _called(
 ) -> jax.Array:
     # In partial tiles the kernel copies slices of dynamic size, which the interpreter does not
     # support.
-    tile = (tile[0], *dims) if interpret else tile
+    tiling = (tile[0], *dims) if interpret else tile
     with _tpu_to_interpret() if interpret else contextlib.nullcontext():
         return getattr(grouped_matmul_kernels(), kernel)(
-            left, right, rows_of_expert_L, precision=None, out_dtype=dtype, tiling=tile,
+            left, right, rows_of_expert_L, precision=None, out_dtype=dtype, tiling=tiling,
             interpret=interpret, **settings,
         )
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.models.tallies import Tally
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import BaseLayer, zeros
 from praxis_lite.layers.base.calls import inherit_params, require_positive
@@ -122,10 +122,15 @@ class TransformerFeedForwardMoe(ResidualBranch):
         weight=("expert", "embed", "mlp"), gate=("embed", None), activation=RESIDUAL, dispatch=(),
         hidden=(),
     )
+    weight_split_dims_mapping: SplitDims
+    gate_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
+    dispatch_split_dims_mapping: SplitDims
+    hidden_split_dims_mapping: SplitDims
     couples_rows = "experts' balance"
 
     @property
-    def couples_tokens(self) -> str | None:
+    def couples_tokens(self) -> str | None:  # type: ignore[override]  # Depends on the settings.
         return None if self.gating.has_slots_for_all else "experts with a capacity"
 
     @inherit_params(Gating, ResidualBranch, but=("output_dims",))
@@ -271,7 +276,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         if self.gate_bias is not None:
             logits_GSE += self.gate_bias[...].astype(jnp.float32)[None, None, :]
         weights = {name: getattr(self, name) for name in _OF_EXPERTS}
-        shared = {
+        shared: dict[str, Any] = {
             "weights": {n: w[...].astype(x_BTD.dtype) for n, w in weights.items() if w is not None},
             "activation": glu(
                 activation_fn(self.activation, self), self.swiglu_limit, self.swiglu_alpha

@@ -59,16 +59,19 @@ def ring_matmul(
         directions, to use both directions of the links. None: one direction.
     """
     num, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    size, num_halved = x.shape[dim], None if halved_dim is None else x.shape[halved_dim]
-    directions = (1,) if num_halved is None or num_halved < 2 else (1, -1)
+    size = x.shape[dim]
+    num_halved = 0 if halved_dim is None else x.shape[halved_dim]
+    directions = (1,) if num_halved < 2 else (1, -1)
 
     def halve(shard: jax.Array) -> list[jax.Array]:
-        if len(directions) == 1 or shard.shape[halved_dim] == 1:
+        if halved_dim is None or len(directions) == 1 or shard.shape[halved_dim] == 1:
             return [shard] * len(directions)
         return jnp.split(shard, [num_halved // 2], axis=halved_dim)
 
     def join(halves: Sequence[jax.Array]) -> jax.Array:
-        return halves[0] if len(directions) == 1 else jnp.concatenate(halves, axis=halved_dim)
+        if halved_dim is None or len(directions) == 1:
+            return halves[0]
+        return jnp.concatenate(halves, axis=halved_dim)
 
     def rows_of_step(array: jax.Array, step: int) -> jax.Array:
         """Returns the rows of the shard that this device has in a step of the ring."""

@@ -11,10 +11,10 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.stacked_weights import unstacked_layers
 from praxis_lite.core.models.tallies import Tally
-from praxis_lite.core.sharding.split_dims import DimSplit, constrain
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
-from praxis_lite.layers.base.dims import RESIDUAL, splits
+from praxis_lite.layers.base.dims import RESIDUAL, SplitSetting, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, one_of_stack, stacked
 from praxis_lite.layers.stacking.pipelining.microbatches import (
     arrays_of,
@@ -96,6 +96,7 @@ class Pipeline(BaseLayer):
     cache_skips_padding = True
 
     splits = splits(activation=RESIDUAL)
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Pipeline(BaseLayer):
         split_backward: bool = False,
         checkpoint_policy: CheckpointPolicy = "save_iteration_input",
         rngs: nnx.Rngs,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(
             self, num_layers=num_layers, num_stages=num_stages, circular_repeat=circular_repeat
@@ -200,7 +202,7 @@ class Pipeline(BaseLayer):
         """Returns x_M after all blocks, the cache, and the new values of assigned variables."""
         blocks, cache = self.on_stages((self.blocks, cache))
         num_layers = self.num_layers // self.circular_repeat
-        settings = dict(
+        settings: dict[str, Any] = dict(
             schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
             num_layers=num_layers, stream_io=self.stream_io and cache is None, layout=self.layout,
         )
@@ -238,13 +240,13 @@ class Pipeline(BaseLayer):
                 return x[None], (cache, values)
             # A map, because vmap does not support some operations (ragged_dot).
             x_M, _, values_M = jax.lax.map(
-                lambda given: apply(*given, None), (x_M, jnp.arange(num_microbatches))
+                lambda given: apply(given[0], given[1], None), (x_M, jnp.arange(num_microbatches))
             )
             return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
 
-        if (layers := self._unstacked_layers()) is not None:
+        if (unstacked := self._unstacked_layers()) is not None:
             caches = [None] * self.num_layers if cache is None else list(cache)
-            for i, block in enumerate(layers):
+            for i, block in enumerate(unstacked):
                 with scope_of(self, block):
                     x_M, (caches[i], _) = step(x_M, (block, i, caches[i]))
             return x_M, None if cache is None else caches, {}

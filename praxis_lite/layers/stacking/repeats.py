@@ -88,6 +88,7 @@ class Repeat(BaseLayer):
                 "It would keep all weights on the device for the backward pass.",
             )
         keys = jax.random.split(rngs.params(), num_layers)
+        self.blocks: Any
         if unroll:
             self.blocks = nnx.List(block(rngs=nnx.Rngs(key)) for key in keys)
         else:

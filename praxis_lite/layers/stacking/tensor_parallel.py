@@ -6,7 +6,7 @@ dims. The compiler alone would gather and sum everything at once, without overla
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,13 @@ from praxis_lite.layers.base.dense import Dense
 from praxis_lite.layers.stacking.collective_matmul import gather_and_scatter, ring_matmul
 
 
+class TensorParallelLayer(Protocol):
+    """A layer with the setting "tensor_parallel"."""
+
+    @property
+    def tensor_parallel(self) -> str | None: ...
+
+
 class ShardedLayer(NamedTuple):
     """An attention or feed-forward layer to run with explicit collectives.
 
@@ -41,7 +48,7 @@ class ShardedLayer(NamedTuple):
         the weight, padded with zeros until the devices divide it.
     """
 
-    layer: nnx.Module
+    layer: TensorParallelLayer
     function: Callable[[Any, jax.Array, Mapping[str, jax.Array]], jax.Array]
     split: SplitDims
     reads_sequences: bool
@@ -54,7 +61,9 @@ class ShardedLayer(NamedTuple):
 
     @property
     def how(self) -> str:
-        return self.layer.tensor_parallel
+        how = self.layer.tensor_parallel
+        assert how is not None, "Otherwise the compiler splits the layer."
+        return how
 
     @property
     def num_row_dims(self) -> int:
@@ -247,19 +256,19 @@ def run_tensor_parallel(
     # A device has the rows of all devices along the axis, unless tokens stay on their device.
     rows_spec = (spec if how == "weights" else without_axes(spec, (axis,)))[:half.num_row_dims]
     x = pad_to_split(x, spec)
-    rows = {name: row for name, row in rows.items() if row is not None}
+    given = {name: row for name, row in rows.items() if row is not None}
     specs = {
         name: PartitionSpec(*(
             None if n == 1 else entry for n, entry in zip(row.shape, rows_spec, strict=False)
         ))
-        for name, row in rows.items()
+        for name, row in given.items()
     }
     expected = x.shape[: half.num_row_dims]
-    rows = {
+    padded = {
         name: pad_to_shape(row, [
             n if n == 1 or d >= len(expected) else expected[d] for d, n in enumerate(row.shape)
         ])
-        for name, row in rows.items()
+        for name, row in given.items()
     }
 
     def on_a_device(
@@ -275,6 +284,7 @@ def run_tensor_parallel(
         if how == "gather":
             length = T if half.reads_sequences and dim == 1 else None
             return gather_and_scatter(term, x, rows, axis, dim, length)
+        assert dim is not None
         halved_dim = 0 if half.reads_sequences else 1
         return ring_matmul(term, x, rows, axis, dim, halved_dim if how == "two_way_ring" else None)
 
@@ -290,7 +300,7 @@ def run_tensor_parallel(
         # Required inside a shard_map that checks; elsewhere off, as Pallas kernels lack the types.
         check_vma=is_inside,
     )
-    return rematerialize(mapped)([weight.array for weight in weights], x, rows)[:B, :T]
+    return rematerialize(mapped)([weight.array for weight in weights], x, padded)[:B, :T]
 
 
 def _dim_of_tokens(half: ShardedLayer, axis: str, spec: PartitionSpec) -> int | None:

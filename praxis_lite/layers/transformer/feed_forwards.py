@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from praxis_lite.core.errors import require
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.calls import inherit_params, require_positive
@@ -51,6 +51,9 @@ class TransformerFeedForward(ResidualBranch):
     splits = splits(
         weight=("embed", "mlp"), hidden=("batch", "length", "activation_mlp"), activation=RESIDUAL
     )
+    weight_split_dims_mapping: SplitDims
+    hidden_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     preset_settings = {"tensor_parallel": "mlp_collectives"}
 

@@ -100,12 +100,15 @@ class TransformerLm(BaseLayer):
         is_shared = separate_embedding_tpl is None
         self.softmax = softmax_tpl(*sizes, **(dtype if is_shared else {}), rngs=rngs)
         self.embedding_lookup = (
-            None if is_shared else separate_embedding_tpl(*sizes, **dtype, rngs=rngs)
+            None if separate_embedding_tpl is None
+            else separate_embedding_tpl(*sizes, **dtype, rngs=rngs)
         )
         self.position_emb = position_embedding(
             position_emb_tpl, max_seq_length, model_dims, rngs=rngs
         )
-        settings = {"dim_per_head": dim_per_head, "fold_padding_with_segment_mask": True}
+        settings: dict[str, Any] = {
+            "dim_per_head": dim_per_head, "fold_padding_with_segment_mask": True,
+        }
         if model_type != "causal":
             settings["mask_self_attention"] = False
         if residual_dropout_prob:

@@ -3,6 +3,7 @@
 When compiled for a mesh, sums are over the global batch.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -10,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import Initializer, zeros
 from praxis_lite.layers.base.calls import require_positive
-from praxis_lite.layers.base.dims import NONE, split_of, splits
+from praxis_lite.layers.base.dims import NONE, SplitSetting, split_of, splits
 from praxis_lite.layers.normalizations import Norm, check_epsilon
 
 # B batch, T time, C channels, G groups.
@@ -27,6 +28,12 @@ class _PaddedNorm(Norm):
     """
 
     splits = splits(weight=(None,), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
+
+    set_padded_output_to_zero: bool
+    gamma: nnx.Param | None
+    beta: nnx.Param | None
 
     def __call__(
         self,
@@ -118,6 +125,8 @@ class BatchNorm(_PaddedNorm):
         force_eval_mode: bool = False,
         gamma_init: Initializer = zeros,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, dim=dim)
         check_epsilon(self, epsilon)
@@ -147,7 +156,8 @@ class BatchNorm(_PaddedNorm):
             for average, value in zip(averages, moved, strict=True):
                 average.set_value(value)
             moments = moved if self.use_moving_avg_in_training else of_batch
-        return _standardized(x, *moments, self.epsilon)
+        mean, variance = moments
+        return _standardized(x, mean, variance, self.epsilon)
 
     def _scale_and_bias(self) -> tuple[nnx.Param | None, nnx.Param | None]:
         return (None, None) if self.use_moving_avg_in_training else (self.gamma, self.beta)
@@ -197,6 +207,8 @@ class GroupNorm(_PaddedNorm):
         use_scale: bool = True,
         use_bias: bool = True,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, dim=dim, num_groups=num_groups, min_group_size=min_group_size)
         check_epsilon(self, epsilon)
@@ -208,9 +220,9 @@ class GroupNorm(_PaddedNorm):
         require(divides, "GroupNorm.num_groups", num_groups, divisor)
         self.group_size = max(dim // num_groups, min_group_size)
         dims = (*(1,) * (input_rank - 1), *self.dims(dim))
-        settings = {"init": zeros, "matrix": NONE, "rngs": rngs}
-        self.beta = self.weight(dims, **settings) if use_bias else None
-        self.gamma = self.weight(dims, **settings) if use_scale else None
+        weight = functools.partial(self.weight, dims, init=zeros, matrix=NONE, rngs=rngs)
+        self.beta = weight() if use_bias else None
+        self.gamma = weight() if use_scale else None
         self.input_rank, self.epsilon, self.cumulative = input_rank, epsilon, cumulative
         self.set_padded_output_to_zero = set_padded_output_to_zero
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
 from praxis_lite.layers.base.calls import inherit_params, require_positive
-from praxis_lite.layers.base.dims import NONE, Matrix, splits
+from praxis_lite.layers.base.dims import NONE, Matrix, SplitSetting, splits
 from praxis_lite.layers.base.result_types import convolved, elementwise
 from praxis_lite.layers.normalizations import IdentityNorm
 from praxis_lite.layers.vision.batch_norms import BatchNorm
@@ -67,6 +67,8 @@ class Conv2D(BaseLayer):
     """
 
     splits = splits(weight=(), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class Conv2D(BaseLayer):
         is_causal: bool = False,
         weight_norm_tpl: Callable[..., Any] = IdentityNorm,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         check_sizes(self, 4, filter_shape=filter_shape)
         check_sizes(self, 2, filter_stride=filter_stride, dilations=dilations)
@@ -182,6 +186,8 @@ class DepthwiseConv1D(BaseLayer):
     """
 
     splits = splits(weight=(), activation=())
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -192,6 +198,8 @@ class DepthwiseConv1D(BaseLayer):
         is_causal: bool = False,
         rhs_dilation_rate: int = 1,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         check_sizes(self, 3, filter_shape=filter_shape)
         require_positive(self, rhs_dilation_rate=rhs_dilation_rate)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive
-from praxis_lite.layers.base.dims import splits
+from praxis_lite.layers.base.dims import SplitSetting, splits
 from praxis_lite.layers.vision.convolutions import PADDINGS, check_sizes
 
 # B batch, H height (or time), W width, C channels, T time.
@@ -51,6 +51,7 @@ class Pooling(BaseLayer):
     """
 
     splits = splits(activation=())
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Pooling(BaseLayer):
         pooling_type: str = "MAX",
         padding: str = "SAME",
         rngs: nnx.Rngs | None = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         check_sizes(self, 2, window_shape=window_shape, window_stride=window_stride)
         require_choice("Pooling.pooling_type", pooling_type, POOLING_TYPES)
@@ -112,6 +114,7 @@ class GlobalPooling(BaseLayer):
     """
 
     splits = splits(activation=())
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class GlobalPooling(BaseLayer):
         pooling_type: str = "AVG",
         keepdims: bool = False,
         rngs: nnx.Rngs | None = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_choice("GlobalPooling.pooling_type", pooling_type, POOLING_TYPES)
         is_list = isinstance(pooling_dims, Sequence) and len(pooling_dims) > 0
@@ -150,7 +154,7 @@ class GlobalPooling(BaseLayer):
             if is_true is not None:
                 inputs = jnp.where(is_true, inputs, _lowest(inputs.dtype))
             outputs = self._max(inputs)
-        elif is_true is None:
+        elif is_true is None or compatible_paddings is None:
             outputs = jnp.mean(inputs, **dims).astype(inputs.dtype)
         else:
             total = jnp.sum(jnp.where(is_true, inputs, 0), **dims)
@@ -180,6 +184,7 @@ class Pooling1D(BaseLayer):
     """
 
     splits = splits(activation=())
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -188,6 +193,7 @@ class Pooling1D(BaseLayer):
         *,
         pooling_type: str = "AVG",
         rngs: nnx.Rngs | None = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, stride=stride)
         if window != 0:

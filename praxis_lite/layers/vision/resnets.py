@@ -78,6 +78,7 @@ class ResNetBlock(BaseLayer):
                 "False if conv_params builds no norm with a gamma",
                 "Or set batch_norm_tpl of conv_params.",
             )
+            assert gamma is not None
             gamma.set_value(jnp.full(gamma.shape, -1.0))  # Gamma is stored as scale - 1.
         self.num_convs = len(filters)
         shape, strides = (1, 1, input_dim, output_dim), (stride, stride)

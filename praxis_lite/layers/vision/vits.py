@@ -15,11 +15,11 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.axis_types import typed_as
-from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
 from praxis_lite.layers.base.calls import require_positive
-from praxis_lite.layers.base.dims import NONE, RESIDUAL, splits
+from praxis_lite.layers.base.dims import NONE, RESIDUAL, SplitSetting, splits
 from praxis_lite.layers.base.result_types import reshaped
 from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
 from praxis_lite.layers.linears import FeedForward
@@ -80,6 +80,8 @@ class VitEntryLayers(BaseLayer):
     """
 
     splits = splits(weight=(None, "embed"), activation=RESIDUAL)
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -94,6 +96,8 @@ class VitEntryLayers(BaseLayer):
         pos_emb_tpl: Callable[..., Any] | None = TrainablePositionalEmbedding,
         input_fc_has_bias: bool = True,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         sizes = {"input_dims": input_dims, "output_dims": output_dims}
         require_positive(self, patch_size=patch_size, **sizes)
@@ -144,6 +148,7 @@ class VitEntryLayers(BaseLayer):
 
     def _positions(self, inputs: jax.Array, num_patches: int) -> jax.Array:
         """Returns embeddings [1, N, D], interpolated if the image has another grid."""
+        assert self.pos_emb is not None
         embs = self.pos_emb(seq_length=math.prod(self.pos_emb_shapes))
         if inputs.ndim == 4 and len(self.pos_emb_shapes) == 2:
             grid = tuple(size // self.patch_size for size in inputs.shape[1:3])
@@ -198,6 +203,8 @@ class VitExitLayers(BaseLayer):
 
     # Features may belong to an image or to each token.
     splits = splits(weight=("embed", None), activation=("batch",))
+    weight_split_dims_mapping: SplitDims
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -212,6 +219,8 @@ class VitExitLayers(BaseLayer):
         pooling_tpl: Callable[..., Any] = _token_mean,
         ln_tpl: Callable[..., Any] = LayerNorm,
         rngs: nnx.Rngs,
+        weight_split_dims_mapping: SplitSetting = None,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         output_dim = hidden_dim if output_dim == 0 else output_dim
         require_positive(self, hidden_dim=hidden_dim, output_dim=output_dim)
@@ -253,6 +262,7 @@ class VisionTransformer(BaseLayer):
     """
 
     splits = splits(activation=RESIDUAL)
+    activation_split_dims_mapping: SplitDims
 
     def __init__(
         self,
@@ -261,6 +271,7 @@ class VisionTransformer(BaseLayer):
         exit_layers_tpl: Callable[..., Any] | None,
         *,
         rngs: nnx.Rngs,
+        activation_split_dims_mapping: SplitSetting = None,
     ):
         self.entry_stack = entry_layers_tpl(rngs=rngs) if entry_layers_tpl else None
         self.transformers_stack = transformer_layers_tpl(rngs=rngs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import string
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ class AdaptedProduct(Product):
 
     base: Product
     scale: float
-    weights = ("lora_a", "lora_b")
+    weights: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b")
 
     def over(self, base: Product) -> Product:
         return dataclasses.replace(self, base=self.base.over(base))
@@ -126,18 +127,24 @@ class AdaptedProduct(Product):
     def low_rank_product(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         """Returns the scaled product of the inputs with the two low-rank matrices."""
         form = form_of(layer)
-        a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)
+        a, b = (x.astype(inputs.dtype) for x in self._low_rank(layer))
         x = einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
         outputs = f"{form.leading}...{form.outputs}"
         return einsum(f"...{form.between},{form.b}->{outputs}", x * self.scale, b)
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        x = inputs @ layer.lora_a[...].astype(inputs.dtype) * self.scale
-        return [*self.base.factors(layer, inputs), (x, layer.lora_b[...])]
+        a, b = self._low_rank(layer)
+        x = inputs @ a.astype(inputs.dtype) * self.scale
+        return [*self.base.factors(layer, inputs), (x, b)]
 
     def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
-        scaled_a_RD = layer.lora_a[...].T * self.scale
-        return [*self.base.column_factors(layer), (layer.lora_b[...].T, scaled_a_RD)]
+        a, b = self._low_rank(layer)
+        return [*self.base.column_factors(layer), (b.T, a.T * self.scale)]
+
+    def _low_rank(self, layer: Dense) -> tuple[jax.Array, jax.Array]:
+        """Returns the two matrices of the adapter."""
+        a, b = (getattr(layer, name)[...] for name in self.weights[:2])
+        return a, b
 
     def adds_up(self) -> bool:
         return self.base.adds_up()
@@ -151,7 +158,7 @@ class DecomposedProduct(AdaptedProduct):
     of w, a and b.
     """
 
-    weights = ("lora_a", "lora_b", "lora_m")
+    weights: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b", "lora_m")
 
     def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
         *low_rank, _ = adapters

@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, few, is_whole, require
-from praxis_lite.layers.base.base_layer import zeros
+from praxis_lite.layers.base.base_layer import Initializer, zeros
 from praxis_lite.layers.base.dense import Dense, is_dense
 from praxis_lite.layers.base.dims import NONE
 from praxis_lite.layers.initializers import WeightInit
@@ -152,7 +152,7 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
     split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
     fan_in = math.prod(size_of[letter] for letter in form.summed)
     forms = (form.a, form.b, form.kept)
-    inits = (WeightInit.Gaussian(fan_in**-0.5), zeros, zeros)
+    inits: tuple[Initializer, ...] = (WeightInit.Gaussian(fan_in**-0.5), zeros, zeros)
     for name, letters, init in zip(layer.product.weights, forms, inits, strict=False):
         shape = tuple(size_of[letter] for letter in letters)
         split = None if mapping is None else tuple(split_of.get(letter) for letter in letters)

@@ -92,7 +92,7 @@ class TransposedWeight(StoredWeight):
 
     def astype(self, dtype: Any) -> jax.Array:
         order = _order(self.values.ndim, self.summed_dims)
-        return jnp.transpose(self.values, np.argsort(order)).astype(dtype)
+        return jnp.transpose(self.values, tuple(np.argsort(order))).astype(dtype)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         operands, results = layer.equation.split("->")

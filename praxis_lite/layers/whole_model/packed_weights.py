@@ -72,7 +72,7 @@ class PackedModel(NnxModel):
         self._forms = forms
 
     @functools.cached_property
-    def packed_forms(self) -> Mapping[str, PackedForm]:
+    def packed_forms(self) -> Mapping[str, PackedForm]:  # type: ignore[override]  # Computed late.
         spec_of = dict(spec_leaves(super().weight_specs()))
         forms = self._forms(self.abstract_module())
         return {path: PackedForm(pack, spec_of[path]) for path, pack in forms.items()}

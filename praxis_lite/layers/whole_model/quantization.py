@@ -91,7 +91,7 @@ class QuantizationRule:
     scales: str = "channel"
     but_logits: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, qtypes in (("qtype", (*QTYPES, *WEIGHT_QTYPES)), ("bwd_qtype", QTYPES)):
             value = getattr(self, name)
             if value is not None:
@@ -124,9 +124,8 @@ class QuantizationRule:
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
-        return product.over(
-            RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split)
-        )
+        assert self.qtype is not None, "Layers that stay exact are left out."
+        return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split))
 
 
 def quantized(
@@ -148,7 +147,8 @@ def quantized(
     layer = model(*args, rngs=rngs, **kwargs)
     nodes = {"/".join(map(str, path)): node for path, node in nnx.compat.iter_graph(layer)}
     dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if is_dense(node)}
-    used, names = set(), {}
+    used = set()
+    names: dict[str | None, list[str]] = {}
     for path, node in dense.items():
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):

@@ -124,7 +124,8 @@ def _einsum(
         jax.tree.map(functools.partial(_split_dims, local, parts), factor)
         for local, factor in zip(letters.split(","), rounded, strict=True)
     ]
-    equation = letters.translate(str.maketrans({x: part_letters[x] + x for x in parts}))
+    first_letters = {ord(x): part_letters[x] + x for x in parts}
+    equation = letters.translate(first_letters)
     equation = f"{equation}->{''.join(part_letters.values())}{outputs}"
     spec = None if out is None else _partial_sums_spec(out, equation, *(x.qvalue for x in rounded))
     product = _product(equation, spec, *rounded).astype(dtype)
@@ -192,7 +193,9 @@ def _split_dims(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
 
     Over Explicit axes, the parts are split as the dim was.
     """
-    shape, split, sizes = [], [], jax.sharding.get_abstract_mesh().shape
+    shape: list[int] = []
+    split: list[Any] = []
+    sizes = jax.sharding.get_abstract_mesh().shape
     for letter, size, entry in zip(letters, x.shape, type_spec(x), strict=True):
         if letter not in parts:
             shape, split = [*shape, size], [*split, entry]

@@ -120,13 +120,13 @@ _ASYNC_ALL_TO_ALL = {"tpu": {"xla_tpu_enable_async_all_to_all?": True}}
 # On v6e, matmuls take three quarters of the time if a fusion gets more of the chip's 128 MiB of
 # vector memory than by default; Google's recipes for v6e set the same limit.
 _ALL_PRESETS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib?": 98_304}}
-_OPTIONS_BY_PRESET = {
+_OPTIONS_BY_PRESET: dict[str, CompilerOptions] = {
     "fsdp": _ASYNC_ALL_REDUCE, "fsdp+tensor": _NO_WINDOWED_EINSUM,
     "fsdp+expert": _ASYNC_ALL_TO_ALL,
 }
 # Compiler options that make a preset faster, by platform or kind of TPU.
 COMPILER_OPTIONS: dict[str, CompilerOptions] = {
-    preset: _OPTIONS_BY_PRESET.get(preset, {}) | _ALL_PRESETS for preset in SHARDING_PRESETS
+    preset: {**_OPTIONS_BY_PRESET.get(preset, {}), **_ALL_PRESETS} for preset in SHARDING_PRESETS
 }
 
 # The names of weights' dims in this library's layers: model dims, hidden dims, and so on. If a

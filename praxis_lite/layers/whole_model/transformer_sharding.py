@@ -51,7 +51,8 @@ def set_sharding_params(
     Raises:
       ConfigError: There is no such preset or name, or two dims of an array get the same axis.
     """
-    preset, unsplit = _resolve(preset), {}
+    preset = _resolve(preset)
+    unsplit: dict[str, str] = {}
     _set_splits(model, preset, False, unsplit)
     if not any(axes for name, axes in preset.items() if not name.endswith("batch")):
         return model  # This preset splits no weight.
@@ -209,7 +210,8 @@ def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> N
             if preset.get(dims) is not None or getattr(config, field, None) is not None:
                 setattr(config, field, preset.get(dims))
             continue
-        split = tuple(preset.get(_in_preset(name, dims, preset)) for name in dims)
+        names = [_in_preset(name, dims, preset) for name in dims]
+        split = tuple(None if name is None else preset.get(name) for name in names)
         name_of: dict[Any, str] = {}
         for name, entry in zip(dims, split, strict=True):
             for axis in entry if isinstance(entry, list | tuple) else (entry,):

@@ -215,8 +215,10 @@ def check_watched_metrics(
             )
     if run.evaluation.by_follower:
         return
-    saved_every = run.checkpoints.every_steps
-    if run.checkpoints.best and (saved_every is None or saved_every % run.evaluation.every_steps):
+    saved_every, evaluated_every = run.checkpoints.every_steps, run.evaluation.every_steps
+    if run.checkpoints.best and (
+        saved_every is None or evaluated_every is None or saved_every % evaluated_every
+    ):
         raise ConfigError(
             f"run.checkpoints.best needs an evaluation at each checkpoint, but "
             f"run.checkpoints.every_steps is {saved_every} and run.evaluation.every_steps is "

@@ -6,8 +6,9 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from praxis_lite.checkpoints.steps.verified_steps import Step
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import COMMAND_LINE
@@ -22,7 +23,7 @@ from praxis_lite.trainer.restored_weights import restored_weights
 
 
 def decode(
-    job: JobOnMesh, step: int | str | None, prompts: Sequence[Prompt] | None = None,
+    job: JobOnMesh, step: Step, prompts: Sequence[Prompt] | None = None,
     batchings: Batchings | None = None,
 ) -> None:
     """Decodes every decode dataset with the weights of a checkpoint, and writes records.
@@ -54,13 +55,14 @@ def decode(
             records = decoder.records(name, pipeline)
             write_records(path, records, print)
         else:
+            assert isinstance(pipeline, IndexedPipeline), "`with_prompts` has made it."
             records = _decode_and_print(decoder, pipeline, prompts)
             add_records(path, records)
         count = "1 record" if len(records) == 1 else f"{len(records)} records"
         print(f"decoded {count} of {name} with the weights of step {decoder.step}: {path}")
 
 
-def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
+def chat(job: JobOnMesh, step: Step, lines: Iterable[str]) -> None:
     """Answers the lines of a conversation with the weights of a checkpoint.
 
     Each prompt is the conversation so far, formatted by the tokenizer's chat template.
@@ -100,7 +102,7 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
 
 
 def _restore_decoder(
-    job: JobOnMesh, step: int | str | None, batchings: Batchings | None = None
+    job: JobOnMesh, step: Step, batchings: Batchings | None = None
 ) -> PromptDecoder:
     step, mdl_vars = restored_weights(
         job.partitioner, job.files, step, job.run.decode_use_ema_states
@@ -111,7 +113,7 @@ def _restore_decoder(
 
 
 def _decode_and_print(
-    decoder: PromptDecoder, pipeline: InputPipeline, prompts: Sequence[Prompt]
+    decoder: PromptDecoder, pipeline: IndexedPipeline, prompts: Sequence[Prompt]
 ) -> list[dict[str, Any]]:
     """Decodes prompts, prints their continuations as they are decoded, and returns records."""
     task = decoder.partitioner.task

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -28,6 +28,17 @@ MAX_STREAMED_ROWS = 8
 OnTokens = Callable[[NewTokens], None]
 # Compiled programs by (num_rows, prompt_length).
 Batchings = dict[tuple[int, int], ContinuousBatching]
+
+
+@runtime_checkable
+class DecodesByRow(Protocol):
+    """A task whose prompts can be decoded separately, by continuous batching."""
+
+    def row_keys(self, key: jax.Array, num_rows: int) -> jax.Array:
+        """Returns a key per row of a batch."""
+
+    def per_row_settings(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the decoder's arguments that have a value per row, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +128,7 @@ class PromptDecoder:
             "one process.",
         )
         task, prompt_length = self.partitioner.task, pipeline.element_spec()["ids"].shape[1]
+        assert isinstance(task, DecodesByRow)
         decoder = task.decoder
         max_streamed = min(pipeline.batch_size * decoder.num_hyps, MAX_STREAMED_ROWS)
         num_slots = decoder.num_cache_slots or max_streamed
@@ -165,6 +177,7 @@ class PromptDecoder:
             outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
             outputs["decode_lengths"][hyp] += len(new.ids)
         if on_tokens is None:
+            assert batching.latest is not None
             print(batching.latest.summary(f"rows of {name}"))
         for inputs, outputs in batches:
             yield inputs, decoder.outputs_of(outputs)

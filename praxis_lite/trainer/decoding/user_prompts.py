@@ -131,9 +131,11 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
             "of language models do. Use --mode=decode without prompts, or decode(NAME), to decode "
             "the job's datasets, and predict(ARRAYS) for the model's outputs."
         )
-    is_single = isinstance(prompts, str | Mapping | Conversation)
-    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, bytes)
-    prompt_list = [prompts] if is_single else list(prompts) if is_list else []
+    prompt_list: list[Prompt] = []
+    if isinstance(prompts, str | Mapping | Conversation):
+        prompt_list = [prompts]
+    elif isinstance(prompts, Iterable) and not isinstance(prompts, bytes):
+        prompt_list = list(prompts)
     size = task.num_ids().get("ids")
     rows = [prompt_ids(prompt, tokenizer, what, size) for prompt in prompt_list]
     if not rows or not all(map(len, rows)):

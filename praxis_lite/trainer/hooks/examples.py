@@ -36,9 +36,14 @@ class Examples(Hook):
     """
 
     every, waits = None, False
+    # What was fed since the last line.
+    _sum: int
+    _steps: list[int]
+    _batches: list[int]
 
     def __init__(self, job: JobOnMesh):
-        self._job, self._lines = job, None
+        self._job = job
+        self._lines: RetryingLineWriter | None = None
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         folder, membership = self._job.files.examples, processes.membership()
@@ -54,7 +59,8 @@ class Examples(Hook):
         self._start = Start(
             start=self._number, step=loop.first_step,
             is_new=not loop.is_resumed, time=time.time(), launch=launch,
-            generation=membership and membership.generation, process=processes.index(),
+            generation=None if membership is None else membership.generation,
+            process=processes.index(),
             num_processes=processes.count(), host=socket.gethostname(), mesh=dict(mesh.shape),
             batch_size=train.batch_size, rows=_ranges(is_own), skipped=loop.skipped_batches,
             data=fingerprint_digest(train), versions=versions(),
@@ -93,10 +99,12 @@ class Examples(Hook):
             self._lines = None
 
     def _reset(self) -> None:
-        self._sum, self._steps, self._batches = 0, [], []
+        self._sum = 0
+        self._steps, self._batches = [], []
 
     def _write(self, step: int, text: str) -> None:
         """Adds a line and flushes it to disk, so that it survives a crash of the host."""
+        assert self._lines is not None, "`before_training` was called."
         self._lines.add(step, text)
         with contextlib.suppress(OSError):
             file = os.open(self._path, os.O_RDONLY)

@@ -68,7 +68,8 @@ class Loop:
             stopping.watchdog_seconds, exits=stopping.watchdog_exits,
             is_saving=checkpoints.is_saving, stacks_txt=job.files.stacks_txt,
         )
-        self.stops, self.reason = False, None
+        self.stops = False
+        self.reason: str | None = None
         self.proposed_end: str | None = None
         self.spike: LossSpike | None = None
         self.results: Results | None = None

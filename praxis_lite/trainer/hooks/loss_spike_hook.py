@@ -15,7 +15,8 @@ class LossSpikes(Hook):
     every, waits = None, False
 
     def __init__(self, job: JobOnMesh):
-        self._job, self._median = job, None
+        self._job = job
+        self._median: float | None = None
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop, run = loop, self._job.run

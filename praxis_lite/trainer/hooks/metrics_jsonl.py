@@ -50,7 +50,7 @@ class MetricsFiles(Hook):
             self._eval_writer.write({"step": step, "dataset": name, **values})
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stack.__exit__(*exc_info)
+        self._stack.__exit__(*exc_info)  # type: ignore[arg-type]  # `Hook` takes objects.
 
 
 class Progress(Hook):

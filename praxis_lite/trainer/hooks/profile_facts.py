@@ -84,7 +84,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
     compiled = partitioner.train_step.lower(job.datasets[TRAIN].element_spec()).compile()
     stats, mesh = compiled.memory_analysis(), partitioner.mesh
     write_whole(folder / MEMORY_PROF, jax.profiler.device_memory_profile())
-    write_whole(folder / HLO_TXT, compiled.as_text().encode())
+    write_whole(folder / HLO_TXT, (compiled.as_text() or "").encode())
     write_whole(folder / HLO_PROTO, _hlo_proto(compiled, stats))
     facts = ProfileFacts(
         first_step=steps[0], last_step=steps[-1], seconds=seconds, axis_sizes=dict(mesh.shape),
@@ -128,7 +128,9 @@ def _facts_of(device: jax.Device) -> DeviceFacts:
 
 def _hlo_proto(compiled: jax.stages.Compiled, stats: Any) -> bytes:
     """Serializes an HloProto: field 1 is the module, field 3 the buffer assignment."""
-    module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+    executable = compiled.runtime_executable()
+    assert executable is not None, "It was compiled here."
+    module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
     buffers = getattr(stats, "serialized_buffer_assignment_proto", b"")
     return b"".join(
         bytes([number << 3 | 2]) + _varint(len(part)) + part

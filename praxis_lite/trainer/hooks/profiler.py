@@ -65,6 +65,7 @@ class Profiler:
         Returns:
           The profile's folder; None if this is not the first process or a file was not written.
         """
+        assert self.steps is not None, "`begin` was called."
         steps, self.steps = range(self.steps.start, step + 1), None
         folder, self._folder = self._folder, None
         if folder is None:
@@ -88,6 +89,7 @@ class Profiler:
         """Stops an unfinished trace, if there is one, and removes its files."""
         folder, self._folder, steps, self.steps = self._folder, None, self.steps, None
         if folder is not None:
+            assert steps is not None
             self.note(
                 f"the profile that began with step {steps.start} is discarded, because training "
                 "ends before its last step"

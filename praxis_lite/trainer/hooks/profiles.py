@@ -26,12 +26,14 @@ class ProfileBegins(Hook):
         self._ranges = job.run.profile.ranges()
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
-        self._loop, self._state = loop, state
+        self._loop = loop
+        self._state: TrainState | None = state
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         yield
         state, self._state = self._state, None
+        assert state is not None, "Training compiles once."
         if steps := self._configured_after(self._loop.first_step):
             self._profiler.begin(steps, state)
 
@@ -87,8 +89,10 @@ class ProfileEnds(Hook):
             )
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        is_running = bool(self._profiler.steps) and not self._loop.stops
-        return is_running and (is_last or step == self._profiler.steps[-1])
+        steps = self._profiler.steps
+        if not steps or self._loop.stops:
+            return False
+        return is_last or step == steps[-1]
 
     def after_step(self, made: StepMade) -> None:
         with self._loop.watchdog.during(f"writing the profile that ends with step {made.step}"):

@@ -32,6 +32,10 @@ class MetricsColumns:
         left out.
     """
 
+    _identity: tuple[int, int] | None
+    _offset: int
+    _tail: bytes
+
     def __init__(self, path: Path):
         self._path = path
         self._reset()
@@ -89,7 +93,7 @@ class MetricsColumns:
         return columns
 
     def _reset(self) -> None:
-        self._identity: tuple[int, int] | None = None
+        self._identity = None
         self._offset, self._tail, self.num_unreadable = 0, b"", 0
         self._blocks: list[Columns] = []
 
@@ -180,9 +184,10 @@ def _is_number(value: object) -> bool:
 
 def _number(value: object) -> float:
     """Converts a value of a line to a float; NaN if it is not a number."""
-    if not _is_number(value):
+    number = restore_non_finite(value)
+    if not isinstance(number, int | float):
         return np.nan
     try:
-        return float(restore_non_finite(value))
+        return float(number)
     except OverflowError:  # An int outside the range of float64.
-        return np.inf if value > 0 else -np.inf
+        return np.inf if number > 0 else -np.inf

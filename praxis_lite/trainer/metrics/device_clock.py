@@ -53,7 +53,8 @@ class DeviceClock(contextlib.AbstractContextManager):
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
-        self._now, self._last = now, None
+        self._now = now
+        self._last: DeviceSpan | None = None
         self._running = queue.SimpleQueue[tuple[DeviceSpan, Any] | None]()
         self._thread = threading.Thread(target=self._wait, name="device clock", daemon=True)
 
@@ -64,9 +65,9 @@ class DeviceClock(contextlib.AbstractContextManager):
           dispatch_start: When the step was dispatched.
           outputs: Arrays that the step computes and that are never donated.
         """
-        self._last = DeviceSpan(dispatch_start, self._last, self._now)
-        self._running.put((self._last, outputs))
-        return self._last
+        span = self._last = DeviceSpan(dispatch_start, self._last, self._now)
+        self._running.put((span, outputs))
+        return span
 
     def __enter__(self) -> "DeviceClock":
         self._thread.start()

@@ -83,7 +83,8 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lost_path = lost_path(self.path)
-        self.newest_kept, self.lost_steps = 0, None
+        self.newest_kept = 0
+        self.lost_steps: tuple[int, int] | None = None
         with locked_folder(self.path):
             try:
                 with _open_for_update(self.path) as file:
@@ -95,7 +96,8 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     def _move_lost(self, file: IO[bytes], last: int) -> None:
         """Moves the lines of steps after `last` to the file of lost lines."""
         finish_last_line(file)
-        cut, newest, size = None, 0, os.fstat(file.fileno()).st_size
+        cut: int | None = None
+        newest, size = 0, os.fstat(file.fileno()).st_size
         for offset, line in _newest_first(self.path, file):
             step = line["step"]
             if step > last:
@@ -108,7 +110,8 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         if cut is None:
             return
         file.seek(cut)
-        lost, kept = [], []
+        lost: list[bytes] = []
+        kept: list[bytes] = []
         for text in file:
             (lost if _parse_line(text)["step"] > last else kept).append(text)
         _add_to(self.lost_path, b"".join(lost))

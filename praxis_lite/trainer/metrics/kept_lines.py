@@ -53,6 +53,7 @@ class RetryingLineWriter:
             self._write()
         self._close_file()
         if self._lines:
+            assert self._error is not None, "It is why lines are left."
             message = (
                 f"{self._path} could not be written: {_reason(self._error)}; {self._of_steps()} "
                 "are lost. Free disk space or repair the file system before the next launch."

@@ -112,12 +112,14 @@ class ProgressLine(contextlib.AbstractContextManager):
             if (share := rates.utilization(name)) is not None:
                 parts[name] = f"{name.upper()} {share:.1%}"
         parts["input"] = f"waits for input {100 * rates.input_share:.2g}%"
-        if step < self._num_steps:
-            parts["left"] = f"{_duration(rates.seconds_left())} left"
+        seconds_left = rates.seconds_left()
+        if step < self._num_steps and seconds_left is not None:
+            parts["left"] = f"{_duration(seconds_left)} left"
         return parts
 
     def _text(self, width: float = math.inf) -> str:
         """Formats the newest state as a line of at most `width` columns."""
+        assert self._newest is not None
         parts = self._parts(*self._newest)
         for name in _DROP_ORDER:
             if len("  ".join(parts.values())) <= width:

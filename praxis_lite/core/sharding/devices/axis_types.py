@@ -83,13 +83,16 @@ def constrain_to_spec(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = explicit_axes_of(mesh)
-    if not explicit:
-        return jax.lax.with_sharding_constraint(x, spec)
-    check_divides(x.shape, spec, "An activation", mesh, explicit)
-    with jax.named_scope(RESHARD_SCOPE):
-        x = jax.sharding.reshard(x, _keep_reduced(x, only_axes(spec, explicit)))
-    left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
-    return jax.lax.with_sharding_constraint(x, left) if any(left) else x
+    left = spec
+    if explicit:
+        check_divides(x.shape, spec, "An activation", mesh, explicit)
+        with jax.named_scope(RESHARD_SCOPE):
+            x = jax.sharding.reshard(x, _keep_reduced(x, only_axes(spec, explicit)))
+        left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
+        if not any(left):
+            return x
+    x = jax.lax.with_sharding_constraint(x, left)
+    return x
 
 
 def _keep_reduced(x: jax.Array, spec: PartitionSpec) -> PartitionSpec:

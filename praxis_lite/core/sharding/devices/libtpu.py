@@ -38,7 +38,8 @@ def leave_absent_tpus_alone() -> None:
     check_environment()
     if importlib.util.find_spec("libtpu") is None:
         return
-    platforms = jax.config.jax_platforms
+    # JAX adds its settings to the class at run time.
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     if not platforms and not _has_other_plugins():
         jax.config.update("jax_platforms", "cpu")
         return

@@ -44,10 +44,9 @@ def blocked_attention(
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
     extra = options.extra
+    sinks = None if extra is None else jnp.full((1, 1, 1, 1), extra, jnp.float32)
     if sinks_N is not None:
         sinks = sinks_N.astype(jnp.float32).reshape(1, G, N // G, 1)
-    else:
-        sinks = None if extra is None else jnp.full((1, 1, 1, 1), extra, jnp.float32)
     encoded = _attention(q_BTGRK, k_BSGK, v_BSGK, mask, sinks, options, block_size)
     return encoded.reshape(B, T, N, v_BSGK.shape[-1])
 

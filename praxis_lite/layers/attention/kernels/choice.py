@@ -153,9 +153,10 @@ def _auto(needs: frozenset[str], work: Workload) -> tuple[str, str]:
     fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(work.platform)
     why_not = f"the default on {work.platform}"
     if fused is not None:
-        why_not = _obstacle(fused, needs, work)
-        if why_not is None:
-            return fused, f"the default on {work.platform}"
+        obstacle = _obstacle(fused, needs, work)
+        if obstacle is None:
+            return fused, why_not
+        why_not = obstacle
     if work.num_queries * work.num_keys >= CHUNKED_FROM:
         obstacle = _obstacle("chunked", needs, work)
         if obstacle is None:
@@ -239,18 +240,20 @@ def attend(
         return encoded_BTNK if has_name else named(encoded_BTNK, CONTEXT)
 
     if not has_cache and is_context_parallel(context_parallel, split):
+        assert context_parallel is not None
         if atten_mask is not None:
             raise ConfigError(
                 f"DotProductAttention.context_parallel is {context_parallel!r}, which does not "
                 "support an atten_mask. Pass segment_ids or paddings, or set "
                 "context_parallel=None, so that the compiler splits attention by time."
             )
-        kernel = functools.partial(
+        local_kernel = functools.partial(
             attend, setting, chunk_size=chunk_size, dtype=dtype, is_part=True
         )
         encoded_BTNK = context_parallel_attention(
-            context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options, kernel, atten_kernel=setting,
-            chunk_size=chunk_size, split=split, sinks_N=sinks_N, residual_name=residual_name,
+            context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options, local_kernel,
+            atten_kernel=setting, chunk_size=chunk_size, split=split, sinks_N=sinks_N,
+            residual_name=residual_name,
         )
         return finish(encoded_BTNK, is_named=True)
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
@@ -280,20 +283,22 @@ def attend(
         return finish(encoded_BTNK)
 
     def kernel(*args: Any) -> jax.Array:
-        *arrays, bias, sinks_N = args
+        q, k, v, mask, bias, sinks_N = args
         if name == "blocked":
-            return blocked_attention(*arrays, options, block_size=chunk_size, sinks_N=sinks_N)
+            return blocked_attention(
+                q, k, v, mask, options, block_size=chunk_size, sinks_N=sinks_N
+            )
         if name == "chunked":
             return chunked_attention(
-                *arrays, options, chunk_size=chunk_size, sinks_N=sinks_N,
+                q, k, v, mask, options, chunk_size=chunk_size, sinks_N=sinks_N,
                 residual_name=residual_name,
             )
         if name == "dot_product":
-            return dot_product_attention(*arrays, options, bias=bias)
+            return dot_product_attention(q, k, v, mask, options, bias=bias)
         if name == "cudnn":
-            return cudnn_attention(*arrays, options, split=split)
+            return cudnn_attention(q, k, v, mask, options, split=split)
         return splash_attention(
-            *arrays, options, name=name, split=split, interpret=work.platform != "tpu",
+            q, k, v, mask, options, name=name, split=split, interpret=work.platform != "tpu",
             residual_name=residual_name,
         )
 

@@ -71,7 +71,7 @@ def apply_sinks(
       mean_BGK: Mean of all values, for queries without visible keys; None: zeros.
     """
     B, T, G, R, K = encoded.shape
-    extra = options.extra
+    extra: float | jax.Array | None = options.extra
     if sinks_N is not None:
         extra = sinks_N.astype(jnp.float32).reshape(1, G, R, 1)
     if extra is not None:
@@ -133,7 +133,8 @@ class _Chunks:
 
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
         """Returns the range [first, end) of chunks of keys that queries of chunk i may see."""
-        first, end, index = 0, self.num_kv, self.rows(self.q_index, i)
+        first: int | jax.Array = 0
+        end, index = self.num_kv, self.rows(self.q_index, i)
         if self.mask.kv_index_BS is not None:  # Keys may be in any order.
             return first, end
         if self.mask.right_context is not None:

@@ -93,7 +93,7 @@ def einsum_attention(
     if visible is not None:
         unseen = max(LARGE_NEGATIVE, 0.7 * float(jnp.finfo(dtype).min))
         logits_BNTS = jnp.where(visible, logits_BNTS, jnp.asarray(unseen, dtype))
-    extra = options.extra
+    extra: float | jax.Array | None = options.extra
     if sinks_N is not None:
         extra = sinks_N.astype(dtype)[None, :, None, None]
     probs_BNTS = _softmax(logits_BNTS, extra).astype(v_BSGK.dtype)

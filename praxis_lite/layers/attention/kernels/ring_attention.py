@@ -82,6 +82,7 @@ def merge_by_logsumexp(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, 
     """Merges partial attention outputs by their logsumexp."""
     log_sums = functools.reduce(jnp.logaddexp, (each for _, each in parts))
     encoded = sum(to_output_layout(jnp.exp(each - log_sums)) * x for x, each in parts)
+    assert not isinstance(encoded, int), "There is at least one part."
     return encoded, log_sums
 
 
@@ -166,13 +167,14 @@ def _pieces(
     group = (ring.group_index() - step) % ring.num_groups
     pieces, first = [], 0
     for start, length in ring.starts(group, kv[0].shape[1]):
-        key_arrays = {
+        key_arrays: dict[str, Any] = {
             name: jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
             for name in ("kv_segments_BS", "kv_visible_BS")
             if (x := getattr(mask, name)) is not None
         }
         # Indices are relative to the piece's first key, so that chunks that no query sees are
         # skipped.
+        assert query_mask.q_index_BT is not None
         index_BT = query_mask.q_index_BT - start
         piece_mask = dataclasses.replace(query_mask, q_index_BT=index_BT, **key_arrays)
         pieces.append((piece_mask, [x[:, first : first + length] for x in kv]))

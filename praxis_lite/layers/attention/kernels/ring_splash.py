@@ -145,10 +145,12 @@ def _segments(
     key_group = (group - step) % ring.num_groups
     q_segments, kv_segments = mask.q_segments_BT, mask.kv_segments_BS
     if q_segments is None:
+        assert mask.kv_visible_BS is not None
         kv_segments = jnp.zeros(mask.kv_visible_BS.shape, jnp.int32)
         q_segments = jnp.zeros((kv_segments.shape[0], num_queries), jnp.int32)
     else:
         q_segments = ring.part_of(q_segments, group, num_queries)
+    assert kv_segments is not None, "Queries and keys both have segments, or neither."
     if mask.kv_visible_BS is not None:
         kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
     kv_segments = ring.part_of(kv_segments, key_group, num_keys)

@@ -79,11 +79,12 @@ def splash_attention(
         or mask.kv_visible_BS is not None
         or (lengths[1] != S and mask.right_context is None)
     )
-    segments = ()
+    segments: tuple[jax.Array, ...] = ()
     if needs_segments:
         q_segments, kv_segments = mask.q_segments_BT, mask.kv_segments_BS
         if q_segments is None:
             q_segments, kv_segments = (jnp.zeros((q.shape[0], n), jnp.int32) for n in (T, S))
+        assert kv_segments is not None, "Queries and keys both have segments, or neither."
         if mask.kv_visible_BS is not None:
             kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
         segments = (
@@ -104,7 +105,9 @@ def splash_attention(
     if not mask.may_hide_all:
         return outputs
     # Queries that see no key get the mean of all values; splash uses only the blocks it computes.
-    sees_any_BT = jnp.any(mask.visible(T, S), axis=-1)
+    visible = mask.visible(T, S)
+    assert visible is not None
+    sees_any_BT = jnp.any(visible, axis=-1)
     mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32).astype(outputs.dtype)
     mean_BNK = jnp.repeat(mean_BGK, q.shape[2] // k.shape[2], axis=1)
     return jnp.where(sees_any_BT[:, :, None, None], outputs, mean_BNK[:, None])

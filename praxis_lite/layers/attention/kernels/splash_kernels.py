@@ -3,7 +3,6 @@
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -69,7 +68,7 @@ class RowSplash(abc.ABC):
         """
 
     @abc.abstractmethod
-    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+    def kernel(self, *, save_residuals: bool = False) -> Any:
         """Returns the library's kernel of (q, k, v, segments); no gradient with residuals."""
 
     @abc.abstractmethod
@@ -149,7 +148,7 @@ class JaxSplash(RowSplash):
             )
         return dq, dk, dv
 
-    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+    def kernel(self, *, save_residuals: bool = False) -> Any:
         # Imported here, because importing Pallas is slow and only TPUs need it.
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel as splash,
@@ -207,7 +206,7 @@ class TokamaxSplash(RowSplash):
                 **{name: kernel.kwargs[name] for name in shared},
             )
 
-    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+    def kernel(self, *, save_residuals: bool = False) -> Any:
         splash = splash_kernels()
         block_q, block_kv = self.block_sizes
         # dq is summed in an output that aliases an input, which JAX's plain interpreter does not

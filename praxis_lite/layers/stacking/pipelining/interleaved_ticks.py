@@ -69,9 +69,9 @@ class InterleavedTicks:
         The gradients are sums over microbatches, each multiplied by the microbatch's weight.
         """
         carry = self.start()
-        for ticks, *parts in self.schedule.phases:
+        for ticks, does_forward, does_inputs, does_weights in self.schedule.phases:
             carry, _ = jax.lax.scan(
-                functools.partial(self.tick, *parts), carry,
+                functools.partial(self.tick, does_forward, does_inputs, does_weights), carry,
                 jnp.arange(ticks.start, ticks.stop),
             )
         grad_floats = [
@@ -257,7 +257,9 @@ class InterleavedTicks:
         assigned = self.work.assigned(self.arrays)
         return self.work.split(self.arrays, self.floats, key, x_S, assigned)
 
-    def picked(self, arrays: list, stage: Any, microbatch: Any, repeat: Any) -> tuple:
+    def picked(
+        self, arrays: list, stage: Any, microbatch: Any, repeat: Any
+    ) -> tuple[list[jax.Array], Any, Any, Any, Any]:
         """Returns the arguments of a stage's work except x."""
         key = None if self.keys_M is None else pick(self.keys_M, microbatch)
         # The key is already the microbatch's, so the index that `work` folds in is 0.

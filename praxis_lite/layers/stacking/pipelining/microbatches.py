@@ -21,9 +21,9 @@ def check_microbatches(
             f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
             f"{microbatch_size}; expected exactly one of the two. Set num_microbatches."
         )
-    if microbatch_size is None:
+    if num_microbatches is not None:
         require_positive(layer, num_microbatches=num_microbatches)
-    else:
+    if microbatch_size is not None:
         require_positive(layer, microbatch_size=microbatch_size)
 
 
@@ -46,6 +46,7 @@ def num_microbatches_of(
     by_size = num_microbatches is None
     name = "microbatch_size" if by_size else "num_microbatches"
     actual = microbatch_size if by_size else num_microbatches
+    assert actual is not None
     if must_divide and num_rows % actual:
         raise ConfigError(
             f"Pipeline.{name} is {actual}; expected a divisor of {num_rows}, the rows of the "
@@ -61,7 +62,8 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
     Raises:
       ConfigError: An array has neither `num_rows` rows nor one.
     """
-    arrays, others = {}, {}
+    arrays: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for name, value in inputs.items():
         leaves = jax.tree.leaves(value)
         has_rows = leaves and all(jnp.ndim(leaf) > 0 for leaf in leaves)

@@ -22,7 +22,7 @@ from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import num_rows_of
 from praxis_lite.core.sharding.devices.axis_types import note_untyped, type_spec, untyped
-from praxis_lite.core.task import Task
+from praxis_lite.core.task import Task, WeightedScalars
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelines import Pipeline
 from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
@@ -112,7 +112,7 @@ def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
 def _value_and_grad(
     pipeline: Pipeline, loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree,
     non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, **settings: Any,
-) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
+) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `accumulation.value_and_grad` over all microbatches.
 
     Ticks are computed over Auto axes, because JAX cannot type the work of a stage.
@@ -131,7 +131,7 @@ def _grads_in_ticks(
     non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, *,
     num_micro_batches: int = 1, inputs_split_mapping: Any = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
-) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
+) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `_value_and_grad`, without types."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
     inputs = with_padding_rows(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))

@@ -150,7 +150,9 @@ class SplitModel:
         ends = [self._params[i] for i in self._ends]
         floats = {path: value for path, value in values.items() if floats_of([value])}
 
-        def left(ends: list[jax.Array], x: jax.Array, floats: Values) -> tuple:
+        def left(
+            ends: list[jax.Array], x: jax.Array, floats: Values
+        ) -> tuple[jax.Array, dict[str, Any]]:
             return self._left(self._with(ends), microbatch, x, values | floats)
 
         loss, pull, metrics = jax.vjp(left, ends, x, floats, has_aux=True)

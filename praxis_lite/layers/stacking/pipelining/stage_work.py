@@ -141,15 +141,16 @@ class StageWork:
           x_S: An array [S, rows, ...], or its shape and dtype.
           values: Assigned values, [R, S, P, ...], or their shapes; float ones have gradients.
         """
-        num_again = 5
+        num_again = 5  # Arguments of `work` before x.
 
         def program(*args: Any) -> tuple[jax.Array, list[jax.Array]]:
-            arrays, *places = args[:num_again]
-            x, grad_y, grad_values = args[num_again:]
+            arrays, key, stage, microbatch, repeat, x, grad_y, grad_values = args
 
             def work(values: list, x: jax.Array) -> tuple[jax.Array, Values]:
                 given = dict(enumerate(arrays)) | dict(zip(floats, values, strict=True))
-                y, assigned = self.work(list(given.values()), *places, x)
+                y, assigned = self.work(
+                    list(given.values()), key, stage, microbatch, repeat, x
+                )
                 return y, {path: assigned[path] for path in grad_values}
 
             _, pull = jax.vjp(work, [self.apart(i, arrays[i], 0) for i in floats], x)
@@ -171,6 +172,6 @@ class StageWork:
 
 def added(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
     """Adds `part` to total[index], or to total[0] if that is the only entry."""
-    index = 0 if total.shape[0] == 1 else index
-    part += jax.lax.dynamic_index_in_dim(total, index, axis=0, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(total, part, index, axis=0)
+    at = 0 if total.shape[0] == 1 else index
+    part += jax.lax.dynamic_index_in_dim(total, at, axis=0, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(total, part, at, axis=0)
