@@ -1,5 +1,7 @@
 """Eight simulated devices for every test; rank promotion raises; warnings are errors."""
 
+import contextlib
+import ctypes
 import gc
 import hashlib
 import importlib.metadata
@@ -48,8 +50,10 @@ from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E4
 MAX_RESIDENT_BYTES = 3072 * 2**20
 # They come first, so that no worker is left with one when the others have ended.
 LONGEST_FILES = (
-    "elastic/test_elastic.py", "job/test_multiprocess.py", "job/test_stuck_processes.py",
-    "partitioner/test_experiment_gradients.py", "testing/test_check.py",
+    "elastic/test_elastic.py", "docs/test_pages_that_run.py", "job/test_stuck_processes.py",
+    "job/test_multiprocess.py", "tools/check/test_check.py", "faults/test_faults.py",
+    "sweep/test_sweep_jobs.py", "job/test_interrupted_jobs.py",
+    "layers/test_layers_on_meshes.py", "partitioner/test_experiment_gradients.py",
 )
 
 # A shell that runs pytest in its background has SIGINT ignored; jobs that tests launch would, too.
@@ -92,6 +96,10 @@ def compiled_programs_are_forgotten():
     if resident_bytes() > MAX_RESIDENT_BYTES:
         jax.clear_caches()
         gc.collect()
+        # glibc returns freed memory to the system only on request: without it every further file
+        # would find too much memory in use, and forget its programs.
+        with contextlib.suppress(AttributeError, OSError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
