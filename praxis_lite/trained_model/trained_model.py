@@ -8,7 +8,6 @@ import fiddle as fdl
 import jax
 import numpy as np
 
-from praxis_lite.checkpoints.steps.verified_steps import Step
 from praxis_lite.config.build import naming_settings
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -69,7 +68,7 @@ class TrainedModel:
         job: Job,
         config: fdl.Config,
         job_dir: JobDir,
-        step: Step,
+        step: int | str | None,
         *,
         experiment: str = "",
         stopped_by: str | None = None,
