@@ -1,5 +1,7 @@
 """Projections between model dims and heads, and the learned scale of queries, named as in Pax."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import numpy as np
 from flax import nnx
@@ -146,8 +148,17 @@ class CombinedQKVProjectionLayer(Dense):
             in_parts="n", rngs=rngs,
         )
 
-    def finished(self, outputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    # Other dense layers have one result. The definition of `__call__` is Dense's.
+    def finished(  # type: ignore[override]
+        self, outputs: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         return outputs[0], outputs[1], outputs[2]
+
+    if TYPE_CHECKING:
+
+        def __call__(  # type: ignore[override]
+            self, inputs: jax.Array
+        ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 
 
 class PerDimScale(BaseLayer):

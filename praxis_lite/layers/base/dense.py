@@ -179,7 +179,7 @@ class Dense(BaseLayer):
         w = self.w[...].astype(dtype)
         return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
 
-    def finished(self, outputs: jax.Array) -> Any:
+    def finished(self, outputs: jax.Array) -> jax.Array:
         """Returns the layer's results, given the sum of product and bias."""
         return constrain(outputs, self.activation_split_dims_mapping)
 
@@ -199,7 +199,7 @@ class Dense(BaseLayer):
         shape = [size_of.get(dim, 1) for dim in results.replace("...", " " * num_leading)]
         return x.reshape(shape)
 
-    def __call__(self, inputs: jax.Array) -> Any:
+    def __call__(self, inputs: jax.Array) -> jax.Array:
         return self.finished(self.product(self, inputs))
 
 
