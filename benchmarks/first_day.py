@@ -33,10 +33,10 @@ HEAD = "| task | command | seconds |"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the page: a task and the command for it.
+    """A thing that a person wants.
 
     Attributes:
-      want: The task, in a few words.
+      want: in a few words.
       how: a shell's command, or lines of Python, the first an import.
       needs: a package of an extra.
       status: with which the command ends.
