@@ -35,8 +35,8 @@ from praxis_lite.trackers.tracker import Tracker as Tracker
 from praxis_lite.trackers.weights_and_biases import WeightsAndBiases as WeightsAndBiases
 from praxis_lite.trained_model.loading import load as load
 from praxis_lite.trained_model.trained_model import TrainedModel as TrainedModel
+from praxis_lite.trainer.hooks.hook import DispatchedStep as DispatchedStep
 from praxis_lite.trainer.hooks.hook import Hook as Hook
-from praxis_lite.trainer.hooks.hook import StepMade as StepMade
 from praxis_lite.trainer.hooks.hook import StepMetrics as StepMetrics
 from praxis_tools.api import check as check
 from praxis_tools.api import explain as explain

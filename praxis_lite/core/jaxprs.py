@@ -147,9 +147,8 @@ def split_loop_operands(
     return operands[:first], operands[first : first + second], operands[first + second :]
 
 
-def array_type(var: core.Var | core.Literal) -> jax.core.ShapedArray:
-    """Returns the shape and dtype of a variable that is an array."""
-    assert isinstance(var.aval, jax.core.ShapedArray)
+def array_type(var: core.Var | core.Literal) -> Any:
+    """Returns the shape and dtype (`jax.core.ShapedArray`) of a variable that is an array."""
     return var.aval
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from praxis_lite.job.health_files import HealthBeat
-from praxis_lite.trainer.hooks.hook import Hook, StepMade, StepMetrics
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, StepMetrics
 
 if TYPE_CHECKING:
     from praxis_lite.core.partitioner.train_state import TrainState
@@ -68,7 +68,7 @@ class Grace(Hook):
     def after_metrics(self, metrics: StepMetrics) -> None:
         self._step = max(self._step, metrics.line["step_time"])
 
-    def after_step(self, made: StepMade) -> None:
+    def after_step(self, dispatched: DispatchedStep) -> None:
         loop = self._loop
         if self._measured_save is None:
             self._measured_save = loop.saved_at

@@ -15,7 +15,7 @@ from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job.events import DISPATCH, INPUT_WAIT, STEP, events
 from praxis_lite.job.processes.stop_request import StopRequest
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
-from praxis_lite.trainer.hooks.hook import Hook, StepMade, by_name, overrides
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, by_name, overrides
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.skipped_steps_report import num_skipped_in_a_row
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
@@ -121,9 +121,10 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trainin
                 if hook.is_due(step, loop.is_last(step)):
                     if hook.waits and (spike := late_metrics.read()):
                         return spike
-                    step_made = StepMade(step, state, batch, key, outputs, loop.is_last(step))
+                    is_last = loop.is_last(step)
+                    dispatched = DispatchedStep(step, state, batch, key, outputs, is_last)
                     with events.phase(f"hook {type(hook).__name__}"):
-                        loop.end(hook.after_step(step_made))
+                        loop.end(hook.after_step(dispatched))
                     if hook.waits:
                         late_metrics.last_time = time.perf_counter()
             loop.watchdog.step_ended(step)

@@ -14,7 +14,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job import processes
 from praxis_lite.job.events import COMPILE, events
-from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_on_mesh import JobOnMesh, partitioner_on
 from praxis_lite.trainer.metrics.json_lines import append_lines
@@ -123,36 +123,37 @@ class Certificates(Hook):
             or loop.consensus.save_is_due or loop.checkpoints.retry_is_due()
         )
 
-    def after_step(self, made: StepMade) -> str | None:
+    def after_step(self, dispatched: DispatchedStep) -> str | None:
         reason = None
-        if self._is_certified_or_saved(made.step, made.is_last):
-            reason = self._certify(made)
-        if self._needs_snapshot_after(made.step) and not made.is_last:
-            self._certifier.take_snapshot(made.state, made.step)
+        if self._is_certified_or_saved(dispatched.step, dispatched.is_last):
+            reason = self._certify(dispatched)
+        if self._needs_snapshot_after(dispatched.step) and not dispatched.is_last:
+            self._certifier.take_snapshot(dispatched.state, dispatched.step)
         return reason
 
-    def _certify(self, made: StepMade) -> str | None:
+    def _certify(self, dispatched: DispatchedStep) -> str | None:
         """Compares replicas, and re-runs the step if due. Returns why training ends, or None."""
         began, loop = time.perf_counter(), self._loop
-        with loop.watchdog.during(f"certifying step {made.step}"):
-            self._digests, self._step = self._compute_digests(made.state), made.step
+        with loop.watchdog.during(f"certifying step {dispatched.step}"):
+            self._digests, self._step = self._compute_digests(dispatched.state), dispatched.step
             differences = self._agree_on_first(
                 replica_differences(self._layout, self._mesh, self._digests)
             )
-            if made.step % self.every and not differences:
+            if dispatched.step % self.every and not differences:
                 return None
-            certified = None if differences else self._rerun_step(made)
+            certified = None if differences else self._rerun_step(dispatched)
             if certified is not None and any_process_differs(certified.comparisons):
-                loop.note(f"step {made.step} is not certified; looking for the cause")
+                loop.note(f"step {dispatched.step} is not certified; looking for the cause")
                 difference = CauseSearch(self._certifier, certified).find()
                 differences = self._agree_on_first([difference])
-            self._record(made.step, began + self._compile_wait_seconds, differences, certified)
+            began += self._compile_wait_seconds
+            self._record(dispatched.step, began, differences, certified)
             self._compile_wait_seconds = 0.0
         if not differences:
             return None
-        return self._handle_difference(made.step, differences[0])
+        return self._handle_difference(dispatched.step, differences[0])
 
-    def _rerun_step(self, made: StepMade) -> CertifiedStep | None:
+    def _rerun_step(self, dispatched: DispatchedStep) -> CertifiedStep | None:
         if self._certifier is None:
             return None
         if not self._is_memory_checked:
@@ -166,7 +167,9 @@ class Certificates(Hook):
                 self._certifier = None
                 return None
             self._compile_wait_seconds = time.perf_counter() - began
-        certified = self._certifier.certify(made.state, made.batch, made.key, made.step)
+        certified = self._certifier.certify(
+            dispatched.state, dispatched.batch, dispatched.key, dispatched.step
+        )
         for note in self._certifier.new_notes():
             self._loop.note(f"note: {note}")
         return certified

@@ -7,7 +7,7 @@ from praxis_lite.checkpoints.init.initial_state import Note
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job.events import SAVE, events
 from praxis_lite.job.processes.watchdog import SAVING
-from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.saves import data_to_save
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
@@ -72,8 +72,8 @@ class PeerSaveHook(Hook):
     def is_due(self, step: int, is_last: bool) -> bool:
         return not self._is_end(step) and (step % self.every == 0 or self._loop.stops)
 
-    def after_step(self, made: StepMade) -> None:
-        self._save(made.step, made.state)
+    def after_step(self, dispatched: DispatchedStep) -> None:
+        self._save(dispatched.step, dispatched.state)
 
     def after_training(self, step: int) -> None:
         loop = self._loop

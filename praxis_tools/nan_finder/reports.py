@@ -19,7 +19,7 @@ from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS
 from praxis_lite.host.file_reading import opened_to_append
 from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
-from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
 from praxis_lite.trainer.hooks.loop import Loop as TrainingLoop
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo_layers import GRADIENT_OF, layers_of_name, own_frames
@@ -44,9 +44,12 @@ class NonFinite(Hook):
             self._job.partitioner, self._job.files.non_finite_txt, loop.note
         )
 
-    def after_step(self, made: StepMade) -> None:
-        with self._watchdog.during(f"looking for a NaN in step {made.step}"):
-            self._reports.check(made.step, made.state, made.batch, made.key, made.outputs)
+    def after_step(self, dispatched: DispatchedStep) -> None:
+        with self._watchdog.during(f"looking for a NaN in step {dispatched.step}"):
+            self._reports.check(
+                dispatched.step, dispatched.state, dispatched.batch, dispatched.key,
+                dispatched.outputs,
+            )
 
 
 class NonFiniteReports:

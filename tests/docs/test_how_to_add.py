@@ -20,8 +20,8 @@ from flax import nnx
 
 from praxis_lite import (
     ConfigError,
+    DispatchedStep,
     Hook,
-    StepMade,
     StepMetrics,
     TrackedRun,
     Tracker,
@@ -276,7 +276,7 @@ def test_each_method_of_a_hook_and_a_tracker_is_in_the_pages_table(base):
             _, *parameters = inspect.signature(member).parameters.values()
             assert rows.pop(name) == ", ".join(str(item).partition(":")[0] for item in parameters)
     assert list(rows) == ["__enter__"] * (base is Hook)
-    for named, argument in (("StepMade", StepMade), ("StepMetrics", StepMetrics),
+    for named, argument in (("DispatchedStep", DispatchedStep), ("StepMetrics", StepMetrics),
                             ("TrackedRun", TrackedRun)):
         if named in section:
             fields = re.search(rf"`{named}`: ((?:`\w+`(?:, )?)+)", section)[1]

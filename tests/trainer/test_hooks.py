@@ -368,7 +368,7 @@ def test_a_roll_back_restores_the_hook(tmp_path):
     ("name", "settings", "words"),
     [
         ("WithTypo", (), ("hooks[0]", "after_steps", "Did you mean after_step")),
-        ("WithArguments", (), ("hooks[0], Arguments.after_step,", "(step)")),
+        ("WithArguments", (), ("hooks[0], Arguments.after_step,", "(dispatched)")),
         ("WithNoHook", (), ("hooks[0]", "a Hook")),
         ("WithInstance", (), ("hooks()[0]", "a built Recorder")),
         ("Hooked", ("hooks[0].every=0",), ("hooks[0].every", "0", "a number of steps")),

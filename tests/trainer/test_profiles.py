@@ -96,7 +96,7 @@ def test_sigusr1_asks_for_a_profile_in_training_and_ends_nothing_outside_of_it(m
         assert wait_for(lambda: len(lines) == 2)
     assert lines == [
         "SIGUSR1: a profile begins after the first step",
-        "SIGUSR1: no profile is made, because no training runs",
+        "SIGUSR1: ignored, because only a training job can be profiled",
     ]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job.events import EVALUATION, events
 from praxis_lite.trainer.evaluation import Evaluator, watched_values
-from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_history import evaluates, lacks_evaluation, watched_history
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
@@ -34,8 +34,8 @@ class Evaluations(Hook):
         is_due = evaluates(self._job.run, step)
         return bool(self._job.eval_sets) and is_due and not self._loop.stops
 
-    def after_step(self, made: StepMade) -> None:
-        self._evaluate(made.step, made.state)
+    def after_step(self, dispatched: DispatchedStep) -> None:
+        self._evaluate(dispatched.step, dispatched.state)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         """Evaluates a state and passes the results to the hooks, unless the job is stopping."""

@@ -8,7 +8,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.trainer.evaluation import evaluation_line
-from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.tracking import Trackers
 from praxis_lite.trainer.job_history import evaluations
@@ -43,7 +43,7 @@ class FollowedEvaluations(Hook):
     def is_due(self, step: int, is_last: bool) -> bool:
         return self._job.run.evaluation.by_follower
 
-    def after_step(self, made: StepMade) -> str | None:
+    def after_step(self, dispatched: DispatchedStep) -> str | None:
         if self._loop.is_first:
             self._poll()
         if not self._loop.consensus.end_is_due:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepMade:
+class DispatchedStep:
     """A dispatched training step, whose arrays the devices may still be computing.
 
     Attributes:
@@ -112,11 +112,11 @@ class Hook(contextlib.AbstractContextManager):
         """Returns whether to call `after_step` after this step."""
         return is_last or (self.every is not None and step % self.every == 0)
 
-    def after_step(self, step: StepMade, /) -> str | None:
+    def after_step(self, dispatched: DispatchedStep, /) -> str | None:
         """Called after a step was dispatched to the devices.
 
         Args:
-          step: The dispatched step.
+          dispatched: The dispatched step.
 
         Returns:
           A message that says why training must end with this step, the same in all processes; None

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.profiler import Profiler
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
@@ -41,16 +41,16 @@ class ProfileBegins(Hook):
         num_requested = self._loop.profile_steps
         return bool(num_requested) or (not is_last and self._configured_after(step) is not None)
 
-    def after_step(self, made: StepMade) -> None:
+    def after_step(self, dispatched: DispatchedStep) -> None:
         num_requested, self._loop.profile_steps = self._loop.profile_steps, 0
         if self._profiler.steps:
             self._loop.note("the requested profile is not made: another profile is running")
-        elif made.is_last:
+        elif dispatched.is_last:
             self._loop.note(_TOO_LATE)
         else:
-            end = min(made.step + num_requested, self._run.num_train_steps) + 1
-            steps = self._configured_after(made.step) or range(made.step + 1, end)
-            self._profiler.begin(steps, made.state)
+            end = min(dispatched.step + num_requested, self._run.num_train_steps) + 1
+            steps = self._configured_after(dispatched.step) or range(dispatched.step + 1, end)
+            self._profiler.begin(steps, dispatched.state)
 
     def after_training(self, step: int) -> None:
         if self._loop.has_profile_request:
@@ -94,9 +94,10 @@ class ProfileEnds(Hook):
             return False
         return is_last or step == steps[-1]
 
-    def after_step(self, made: StepMade) -> None:
-        with self._loop.watchdog.during(f"writing the profile that ends with step {made.step}"):
-            folder = self._profiler.end(made.step, made.state)
+    def after_step(self, dispatched: DispatchedStep) -> None:
+        step = dispatched.step
+        with self._loop.watchdog.during(f"writing the profile that ends with step {step}"):
+            folder = self._profiler.end(step, dispatched.state)
             if folder is not None:
                 self._loop.report_profile(folder)
 

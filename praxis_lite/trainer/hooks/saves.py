@@ -10,7 +10,7 @@ from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job.events import SAVE, events
 from praxis_lite.job.processes.watchdog import SAVING
 from praxis_lite.trainer.evaluation import watched_values
-from praxis_lite.trainer.hooks.hook import Hook, StepMade, by_name, overrides
+from praxis_lite.trainer.hooks.hook import DispatchedStep, Hook, by_name, overrides
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
@@ -42,8 +42,8 @@ class Saves(Hook):
             or self._loop.checkpoints.retry_is_due()
         )
 
-    def after_step(self, made: StepMade) -> None:
-        self.save(made.step, made.state, is_last=made.is_last)
+    def after_step(self, dispatched: DispatchedStep) -> None:
+        self.save(dispatched.step, dispatched.state, is_last=dispatched.is_last)
 
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
         """Starts a save of the state, the data position and the values of other hooks."""

@@ -87,7 +87,7 @@ def test_the_token_loop_body_is_the_one_whose_end_is_not_known():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--batch_sizes=1,8"], "add --steps=decode"),
+        (["--batch_sizes=1,8"], "--batch_sizes=1,8 requires --steps=decode"),
         (["--steps=decode", "--batch_sizes=0,8"], "'0,8'"),
         (["--batch_size=8"], "--batch_sizes"),
     ],

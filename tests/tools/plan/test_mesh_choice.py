@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from praxis_lite.config.build import build
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import OutOfMemory
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.experiment import registry
@@ -111,7 +111,7 @@ def test_a_mesh_whose_state_does_not_fit_is_passed_over(monkeypatch):
 def test_if_no_mesh_fits_the_error_says_how_many_devices_hold_the_state(monkeypatch):
     least = min(bytes_on("lm.Synthetic", shape) for shape in [(1, 5, 1), (1, 1, 5)])
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 5 * least / 2.5)
-    with pytest.raises(ConfigError, match="5 devices.*--min_processes") as caught:
+    with pytest.raises(OutOfMemory, match="5 devices.*--min_processes") as caught:
         chosen("lm.Synthetic", 5)
     assert int(re.search(r"At least (\d+) ", str(caught.value))[1]) == 13
 
