@@ -148,7 +148,7 @@ def split_loop_operands(
 
 
 def array_type(var: core.Var | core.Literal) -> Any:
-    """Returns the shape and dtype (`jax.core.ShapedArray`) of a variable that is an array."""
+    """Returns the shape and dtype (a ShapedArray) of a variable that is an array."""
     return var.aval
 
 

@@ -50,7 +50,7 @@ class JsonLines(FileSource):
                     raise
                 raise BadExample(
                     "truncated", path,
-                    f"is cut off or damaged: after line {number:,} it cannot be read ({error})",
+                    f"is truncated or damaged: after line {number:,} it cannot be read ({error})",
                     "Make or copy the file again.",
                 ) from None
 

@@ -249,7 +249,7 @@ def test_a_file_that_is_cut_off_is_named(kind, folder, tmp_path):
         with pytest.raises(BadExample, match="b.jsonl:[0-9]+ .*JSON"):
             cut[len(cut) - 1]
         return
-    with pytest.raises(ConfigError, match=f"b.{end} (is cut off or damaged|cannot be read)"):
+    with pytest.raises(ConfigError, match=f"b.{end} (is truncated or damaged|cannot be read)"):
         source_of(kind, tmp_path).check()
     if kind in ("jsonl.gz", "jsonl.zst", "tfrecord", "tfrecord.gz"):
         # What is missing counts as an example.
