@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from praxis_lite.core.learner.whole_tree_optimizers import updates_of
 from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.weight_spec import spec_items
-
-if TYPE_CHECKING:
-    from praxis_lite.core.learner.learner import Learner
 
 __all__ = ("BoundLearner", "SCOPE")
 
@@ -43,7 +40,7 @@ class BoundLearner:
         arrays are in host memory; set by the partitioner. Otherwise empty.
     """
 
-    learner: "Learner"
+    learner: Any  # A Learner; its module imports this one.
     groups: WeightGroups
     weights_with_host_slots: frozenset[str] = frozenset()
     layouts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
