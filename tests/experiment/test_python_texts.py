@@ -76,7 +76,7 @@ def test_a_damaged_or_changed_file_ends_a_job_with_its_name(folder, tmp_path):
         return done.code, " ".join(done.err.split())
 
     code, text = now(path.read_bytes()[:9000])
-    assert code == 2 and "docs.jsonl.gz is cut off" in text
+    assert code == 2 and "docs.jsonl.gz is truncated" in text
     code, text = now(gzip.compress(b"".join([*lines[:3], json.dumps({"name": "x"}).encode()])))
     assert code == 2 and "docs.jsonl.gz:4 has no 'text'; it has ['name']" in text
     code, text = now(gzip.compress(b"".join(lines[1:])))

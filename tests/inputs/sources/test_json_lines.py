@@ -56,13 +56,13 @@ def test_every_cut_of_a_compressed_file_is_told(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     for cut in (*range(1, 30, 7), *range(30, len(data), 401), len(data) - 8, len(data) - 1):
         path.write_bytes(data[:cut])
-        with pytest.raises(BadExample, match="a.jsonl.gz is cut off"):
+        with pytest.raises(BadExample, match="a.jsonl.gz is truncated"):
             JsonLines(str(path)).check()
         rest = JsonLines(str(path), skip=("truncated",))
         rest.check()
         last = len(rest) - 1
         assert [rest[n]["n"] for n in range(last)] == list(range(last))
-        with pytest.raises(BadExample, match="a.jsonl.gz is cut off"):
+        with pytest.raises(BadExample, match="a.jsonl.gz is truncated"):
             rest[last]
 
 
