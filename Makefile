@@ -11,7 +11,7 @@
 #     make mutants    plants 300 small faults in the library and reports which tests notice; hours
 #     make test-next  runs the quick tests on the newest jax, flax, optax, orbax and grain of PyPI,
 #                     with the settings that these will make the default (Python 3.12 or newer)
-#   make lint    checks the style
+#   make lint    checks the style, and types with mypy and pyright
 #   make clean   removes what the others made, but for the demo's results
 #
 #   make PYTHON=python3.12 ...          another interpreter
@@ -94,6 +94,9 @@ mutants: $(TESTING)
 
 lint: $(TESTING)
 	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m mypy
+	@$(VENV_PYTHON) -m mypy --strict tests/typing/user_program.py
+	@$(VENV)/bin/basedpyright --pythonpath $(VENV_PYTHON)
 
 clean:
 	rm -rf $(VENV) $(VENV_NEXT) build dist *.egg-info .pytest_cache .ruff_cache

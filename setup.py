@@ -165,6 +165,9 @@ setup(
             "coverage>=7.17,<8",
             # `make lint`; pinned to a minor version, for new ones bring new rules.
             "ruff>=0.17.5,<0.18",
+            "mypy>=2.4,<2.5",
+            # pyright in a wheel: the package `pyright` downloads it from npm when it starts.
+            "basedpyright>=1.36,<2",
             # Reads back what the TensorBoard writer wrote; tensorflow no longer brings it.
             "tensorboard>=2.21,<3",
         ],

@@ -1,4 +1,4 @@
-"""A program of a user, which mypy, pyright and ty accept in strict mode: `make lint`."""
+"""A program of a user that mypy and pyright accept in strict mode; part of `make lint`."""
 
 from collections.abc import Mapping
 
@@ -10,14 +10,12 @@ import optax
 from flax import nnx
 
 import praxis_lite as pl
-from praxis_lite.core import Learner, MeshConfig, Partitioner, Task, make_mesh
+from praxis_lite.core import Learner, MeshConfig, Task
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import BaseLayer, Linear
 
 
 class Mlp(BaseLayer):
-    """Two layers."""
-
     def __init__(self, *, rngs: nnx.Rngs):
         self.up = Linear(2, 37, weight_split_dims_mapping=(None, "mdl"), rngs=rngs)
         self.down = Linear(37, 1, weight_split_dims_mapping=("mdl", None), rngs=rngs)
@@ -27,8 +25,6 @@ class Mlp(BaseLayer):
 
 
 class Regression(Task):
-    """Squared error."""
-
     def compute_loss(
         self, model: Mlp, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
@@ -36,25 +32,18 @@ class Regression(Task):
         return {"loss": (jnp.mean(error**2), jnp.float32(error.size))}
 
 
-class Print(pl.Hook):
-    """Prints the number of each step."""
-
-    every = 10
-
-    def after_step(self, step: pl.DispatchedStep) -> str | None:
-        print(step.step)
-        return None
+class PrintLoss(pl.Hook):
+    def after_metrics(self, step_metrics: pl.StepMetrics) -> None:
+        print(step_metrics.step, step_metrics.line["loss"])
 
 
-def load() -> dict[str, np.ndarray]:
+def load_points() -> dict[str, np.ndarray]:
     points = np.random.default_rng(0).uniform(-1, 1, (640, 2)).astype(np.float32)
     return {"points": points, "y": points[:, 0] * points[:, 1]}
 
 
 @pl.register
-class Products(pl.Experiment):
-    """Learns a product."""
-
+class LearnProduct(pl.Experiment):
     def mesh(self) -> fdl.Config[MeshConfig]:
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
 
@@ -63,21 +52,15 @@ class Products(pl.Experiment):
         return fdl.Config(Regression, model=fdl.Partial(Mlp), learner=learner)
 
     def datasets(self) -> dict[str, fdl.Config[InMemory]]:
-        return {"train": fdl.Config(InMemory, load, batch_size=64, shuffle=True)}
+        return {"train": fdl.Config(InMemory, load_points, batch_size=64, shuffle=True)}
 
     def run(self) -> fdl.Config[pl.RunConfig]:
         return fdl.Config(pl.RunConfig, num_train_steps=20)
 
 
 if __name__ == "__main__":
-    run = pl.RunConfig(num_train_steps=20)
-    print(run.seed + 1)
-    task = Regression(Mlp, Learner(optax.adam, learning_rate=1e-2))
-    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))))
     try:
-        trained = pl.train(Products, "/tmp/products", hooks=[Print()])
-    except pl.Error as error:
-        raise SystemExit(str(error)) from error
-    prediction = trained.predict(load()["points"])
-    print(prediction.shape, trained.evaluate("train")["loss"])
-
+        trained = pl.train(LearnProduct, "/tmp/learn_product", hooks=[PrintLoss()])
+    except pl.PeerLost as lost:
+        raise SystemExit(f"start again: {lost}") from lost
+    print(trained.predict(load_points()["points"]).shape)

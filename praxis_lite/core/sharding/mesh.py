@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -106,7 +107,7 @@ def _is_chosen_by_user() -> bool:
     )
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh of `config` over `devices`, by default over all devices.
 
     Simulated CPU devices are used in order. On accelerators, `mesh_utils` orders devices by their
@@ -114,7 +115,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
     Args:
       config: Axes and sizes of the mesh.
-      devices: Devices of the mesh; None: all devices.
+      devices: The `jax.Device`s of the mesh; None: all devices.
 
     Raises:
       ConfigError: There are too few devices, or accelerators would be unused without
