@@ -95,7 +95,9 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
             f"--set {path} is a name of Pax. In praxis_lite it is {PAX_NAMES[path]}: see "
             "docs/coming_from_pax.md."
         )
-    if hint := did_you_mean(path, attributes):
+    root = re.split(r"[.\[]", path)[0]
+    is_field = root in fdl.ordered_arguments(config, include_defaults=True)
+    if not is_field and (hint := did_you_mean(root, attributes)):
         return f"--set {shown(path)}: the experiment has no such attribute or field.{hint}"
     fields = list(iterate_fields(config))
     if below := re.fullmatch(r"(.*(?:weight|activation)_split_dims_mapping)\.\w+", path):

@@ -99,6 +99,8 @@ def test_a_preset_adds_its_compiler_options_to_the_meshs_own():
     [
         ("BATCH_SIZE=many", "BATCH_SIZE.*'many'.*int.*16"),
         ("BATCH_SIZ=7", r"BATCH_SIZ: .*BATCH_SIZE\?"),
+        ("corpuss.path=b", r"corpuss\.path: .*corpus\?"),
+        ("datasets.train.batch_sze=7", r"batch_sze: .*datasets\.train\.batch_size"),
         ("task=7", "task: .*'7'"),
         ("config=7", r"--set config: .*config\.txt"),
     ],

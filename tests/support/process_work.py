@@ -30,18 +30,24 @@ from praxis_lite.trainer.evaluation import Evaluator
 
 
 def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:
-    """Returns whether a batch, fed by rows, is on the devices as one process would put it."""
+    """Returns whether a batch is on the devices as one process would place it.
+
+    The processes pass their own rows first, then all rows.
+    """
     inputs = {
         "ids": np.arange(1, num_rows * 5 + 1, dtype=np.int32).reshape(num_rows, 5),
         "scale": np.float32(0.3),
     }
     local = process_rows(num_rows, mesh)
-    batch = global_batch({**inputs, "ids": inputs["ids"][local]}, mesh, num_rows)
-    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(batch.inputs)
-    ids = np.asarray(whole["ids"])
+    own_rows = global_batch({**inputs, "ids": inputs["ids"][local]}, mesh, num_rows)
+    all_rows = global_batch(inputs, mesh)
+    gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
     expected = np.zeros((-(-num_rows // mesh.size) * mesh.size, 5), np.int32)
     expected[:num_rows] = inputs["ids"]
-    return bool(np.array_equal(ids, expected) and whole["scale"] == inputs["scale"])
+    return all(
+        np.array_equal(gathered["ids"], expected) and gathered["scale"] == inputs["scale"]
+        for gathered in (gather(own_rows.inputs), gather(all_rows.inputs))
+    )
 
 
 def examples_are_those_of_one_process(mesh: Mesh) -> bool:

@@ -219,7 +219,9 @@ class Partitioner:
         return replicated_key(key, self.mesh)
 
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
-        """Returns this process's NumPy rows as global arrays; see `batch_sharding.global_batch`.
+        """Places NumPy arrays on the mesh as global arrays; see `batch_sharding.global_batch`.
+
+        Pass the whole batch in every process, or `num_rows` and the rows of `process_rows`.
 
         Raises:
           ConfigError: A leaf is not an array, or has an id that the model does not have; or the

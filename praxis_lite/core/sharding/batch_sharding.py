@@ -95,17 +95,22 @@ def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) ->
 
 
 def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> GlobalBatch:
-    """Returns this process's rows of a batch as global arrays, padded with rows of zeros.
+    """Places a batch on the mesh as global arrays, padded with rows of zeros.
+
+    In a job of several processes, each process passes either the whole batch or, with `num_rows`,
+    only the rows of its own devices.
 
     Args:
-      inputs: NumPy arrays with the rows `process_rows(num_rows, mesh)`.
+      inputs: NumPy arrays with the rows `process_rows(num_rows, mesh)`, or with all rows of the
+        global batch if `num_rows` is None.
       mesh: All of its axes split the rows.
-      num_rows: Number of rows of the global batch; None: this process has all of them.
+      num_rows: Number of rows of the global batch; None if `inputs` are the global batch.
 
     Raises:
       ConfigError: The leaves disagree on their number of rows.
     """
     num_local_rows = num_rows_of(inputs)
+    is_whole = num_rows is None
     num_rows = num_local_rows if num_rows is None else num_rows
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
     shardings = jax.tree.map(
@@ -119,7 +124,7 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
             return np.concatenate([x, np.zeros((padded_rows - num_rows, *x.shape[1:]), x.dtype)])
 
         return GlobalBatch(jax.device_put(jax.tree.map(pad, inputs), shardings), num_rows)
-    first = process_rows(num_rows, mesh).start
+    first = 0 if is_whole else process_rows(num_rows, mesh).start
 
     def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
