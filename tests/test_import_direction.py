@@ -52,7 +52,7 @@ ORDERS = {
     ),
     "praxis_lite/core/learner": (
         {
-            "ema", "gradients", "optimizer_factories", "path_masks", "schedule_free",
+            "ema", "gradient_limits", "optimizer_factories", "path_masks", "schedule_free",
             "whole_tree_optimizers",
         },
         {"optimizer_groups", "weight_groups"},

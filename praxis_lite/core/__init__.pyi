@@ -4,7 +4,7 @@ from praxis_lite.core.callables import check_takes as check_takes
 from praxis_lite.core.callables import function_name as function_name
 from praxis_lite.core.errors import ConfigError as ConfigError
 from praxis_lite.core.errors import require as require
-from praxis_lite.core.learner.gradients import GradientLimits as GradientLimits
+from praxis_lite.core.learner.gradient_limits import GradientLimits as GradientLimits
 from praxis_lite.core.learner.learner import Learner as Learner
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer as AuxiliaryOptimizer
 from praxis_lite.core.metrics import Metric as Metric

@@ -155,6 +155,7 @@ def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
             index, inputs = next(batches)
         input_time = time.perf_counter() - began
         check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
+        # Not `partitioner.global_batch`, whose check of ids cannot name the dataset and the batch.
         batch = global_batch(inputs, partitioner.mesh, num_rows)
         loop.consensus.add_host_seconds(time.perf_counter() - began)
         yield index, inputs, batch, rows.start, input_time

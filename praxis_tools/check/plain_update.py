@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.learner.gradients import GradientLimits
+from praxis_lite.core.learner.gradient_limits import GradientLimits
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import Group
 from praxis_lite.core.learner.whole_tree_optimizers import updates_of

@@ -8,7 +8,7 @@ import jax
 
 from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, is_whole, require
-from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimizer
+from praxis_lite.core.learner.gradient_limits import GradientLimits, limits_by_optimizer
 from praxis_lite.core.learner.optimizer_factories import (
     OptimizerFactory,
     Schedule,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.core.learner.ema import moving_average
-from praxis_lite.core.learner.gradients import global_norm
+from praxis_lite.core.learner.gradient_limits import global_norm
 from praxis_lite.core.learner.optimizer_factories import rate_at
 from praxis_lite.core.learner.optimizer_groups import matched_paths
 from praxis_lite.core.learner.path_masks import collected_patterns
@@ -104,6 +104,7 @@ class BoundLearner:
 
         grads_for_norms = grads_on_device()
         grad_norm = global_norm(grads_for_norms)
+        # A single NaN or infinity, also in one micro-batch only, makes the norm non-finite.
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         norms = dict.fromkeys(learner.limits_by_optimizer, grad_norm)
         if learner.apply_separate_scaling:

@@ -79,7 +79,7 @@ class Step:
           ConfigError: A layer or the task raises it when called, for example for the mapping of an
             activation.
         """
-        return self._compiled.trace(*(given if len(given) > 1 else self.abstract(*given)))
+        return self._jitted.trace(*(given if len(given) > 1 else self.abstract(*given)))
 
     def lower(self, *given: Any) -> jax.stages.Lowered:
         """Traces and lowers the step; for `given`, see `trace`."""
@@ -89,11 +89,11 @@ class Step:
     @property
     def program(self) -> Callable[..., Any]:
         """The step as returned by `jax.jit`, without checks of its arguments."""
-        return self._compiled
+        return self._jitted
 
     def num_compiled(self) -> int:
         """Returns the number of programs that calls have compiled."""
-        num: int = self._compiled._cache_size()  # type: ignore[attr-defined]  # Not in jax.stages.
+        num: int = self._jitted._cache_size()  # type: ignore[attr-defined]  # Not in jax.stages.
         return num
 
     def check(self, arrays: PyTree, batch: Any, key: Any) -> None:
@@ -121,22 +121,22 @@ class Step:
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.where.replicated)
         return self.layout.abstract(self.where.mesh), batch, key
 
-    def _compile(
+    def _jit(
         self, function: Callable[..., Any], compiler_options: dict[str, Any] | None,
         also: Callable[[Any], Any] = lambda jaxpr: jaxpr, **settings: Any,
     ) -> None:
         function.__name__ = f"_{self.name}"
-        arrays, whole = self.layout.shardings(self.where.mesh), self.where.replicated
+        shardings, replicated = self.layout.shardings(self.where.mesh), self.where.replicated
         self.function = function
         # The batch has no in_shardings, because `global_batch` has already placed it.
-        self._compiled = jax.jit(
-            without_xla_errors(function, also=also), in_shardings=(arrays, None, whole),
-            out_shardings=(arrays, whole) if self.trains else whole,
+        self._jitted = jax.jit(
+            without_xla_errors(function, also=also), in_shardings=(shardings, None, replicated),
+            out_shardings=(shardings, replicated) if self.trains else replicated,
             compiler_options=compiler_options, **settings,
         )
-        self._checked = functools.partial(arguments.checked_call, self._compiled, self.check)
+        self._call_checked = functools.partial(arguments.checked_call, self._jitted, self.check)
 
-    def _computed(self, arrays: PyTree, batch: GlobalBatch, key: Any) -> Any:
+    def _call_pure(self, arrays: PyTree, batch: GlobalBatch, key: Any) -> Any:
         if self.required_inputs:
             self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
         # Weights in host memory are transferred as late as possible, by the layers that read them.
@@ -158,15 +158,15 @@ class TrainStep(Step):
         ) -> tuple[TrainState, dict[str, Any]]:
             self.check(state, batch, key)
             with self.where.tracing():
-                state, outputs = self._computed(state, batch, key)
+                state, outputs = self._call_pure(state, batch, key)
                 return self.layout.pad(state), outputs
 
-        self._compile(on_the_mesh, compiler_options, narrow_scans, donate_argnums=0)
+        self._jit(on_the_mesh, compiler_options, narrow_scans, donate_argnums=0)
 
     def __call__(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        new: tuple[TrainState, dict[str, Any]] = self._checked(state, batch, key)
+        new: tuple[TrainState, dict[str, Any]] = self._call_checked(state, batch, key)
         return new
 
 
@@ -190,11 +190,11 @@ class StepOfWeights(Step):
         def on_the_mesh(mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None) -> PyTree:
             self.check(mdl_vars, batch, key)
             with self.where.tracing():
-                return self._computed(mdl_vars, batch, key)
+                return self._call_pure(mdl_vars, batch, key)
 
-        self._compile(on_the_mesh, compiler_options)
+        self._jit(on_the_mesh, compiler_options)
 
     def __call__(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> PyTree:
-        return self._checked(self._in_form(mdl_vars), batch, key)
+        return self._call_checked(self._in_form(mdl_vars), batch, key)

@@ -98,7 +98,8 @@ def train_step(
     def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_skipped, old, typed_as(new, old))
 
-    # These weights have no gradient, so the learner's update of them is discarded.
+    # `moved` returns the same array for all weights except those that follow a Tally, such as the
+    # biases of experts. These have no gradient: they take the moved value, not the learner's.
     moved = task.model.moved(params, sums)
     new_params = jax.tree.map(
         lambda new, old, m: new if m is old else unless_skipped(m, old), new_params, params, moved

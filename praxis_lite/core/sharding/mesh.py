@@ -74,7 +74,6 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
       The number of devices that this process simulates unless the user sets another.
     """
     # If the division has a remainder, `make_mesh` reports it: there may be accelerators.
-    # If it does not divide, `make_mesh` reports it: an accelerator may be there.
     leave_absent_tpus_alone()
     num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
     os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_simulated))

@@ -131,6 +131,7 @@ class TransformerLm(BaseLayer):
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
         """Returns an empty cache for `batch_size` rows of up to `max_seq_length` tokens.
 
+        Raises:
           ConfigError: There are fewer learned positions, or tokens see later ones.
         """
         if self.model_type != "causal":

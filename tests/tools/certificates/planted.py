@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite import MeshConfig
 from praxis_lite.config.build import build
 from praxis_lite.core.learner import update as learner_update
-from praxis_lite.core.learner.gradients import GradientLimits
+from praxis_lite.core.learner.gradient_limits import GradientLimits
 from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of

@@ -7,7 +7,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import GradientLimits
-from praxis_lite.core.learner.gradients import global_norm
+from praxis_lite.core.learner.gradient_limits import global_norm
 
 RNG = np.random.default_rng(3)
 GRADS = {
