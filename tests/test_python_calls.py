@@ -216,7 +216,7 @@ def test_what_is_wrong_is_a_config_error_at_once(tmp_path, arguments, words):
 @pytest.mark.parametrize("experiment, words", [
     ("lm.PyDoc", "lm.PyDocs"),
     (pl.Experiment(), "the class, not an instance"),
-    (int, "not a subclass of Experiment"),
+    (int, "expected a subclass of Experiment"),
     (type("Local", (pl.Experiment,), {"__qualname__": "test.<locals>.Local"}), "top level"),
 ])
 def test_an_experiment_that_is_none_is_told(tmp_path, experiment, words):

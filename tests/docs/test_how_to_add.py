@@ -242,7 +242,8 @@ def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
 @pytest.mark.slow
 def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    (words,) = [x for x in PAGE.commands("python main.py") if "LoggedSpirals" in " ".join(x)]
+    # The page begins with the command, too.
+    _, words = [x for x in PAGE.commands("python main.py") if "LoggedSpirals" in " ".join(x)]
 
     def train(num_steps, every=2):
         return launch(*words, "--set", f"run.num_train_steps={num_steps}",

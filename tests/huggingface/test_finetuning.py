@@ -187,7 +187,7 @@ def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(
     )
     with pytest.raises(SystemExit):
         convert(["export", str(job), str(tmp_path / "peft"), "--adapters=peft"])
-    assert "gate_up_proj.weight consists of several" in capsys.readouterr().err
+    assert "gate_up_proj.weight merges several" in capsys.readouterr().err
     convert(["export", str(job), str(tmp_path / "merged"), "--adapters=merge"])
     ids = np.arange(20).reshape(2, 10)
     actual = huggingface.load(tmp_path / "merged").logits(ids)

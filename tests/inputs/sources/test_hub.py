@@ -59,7 +59,7 @@ def test_wrong_splits_and_lost_files_of_hugging_faces_are_told(saved):
         HuggingFaceDataset(f"{saved}/dict").check()
     with pytest.raises(ConfigError, match=r"HuggingFaceDataset\.split.*'train'.*/one has"):
         HuggingFaceDataset(f"{saved}/one", "train").check()
-    with pytest.raises(ConfigError, match=r"/none .*state\.json"):
+    with pytest.raises(ConfigError, match="/none is not a complete.*save_to_disk"):
         HuggingFaceDataset(f"{saved}/none").check()
     (file,) = (saved / "one").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:700])
@@ -107,7 +107,7 @@ def test_classes_of_splits_are_the_same(tmp_path):
         for split, names in (("train", ["a", "b"]), ("test", ["b"]))
     }
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "d")
-    with pytest.raises(ConfigError, match="'y'.*'b'.*'t"):
+    with pytest.raises(ConfigError, match="'b' of 'y'.*'test'.*'train'"):
         HuggingFaceDataset(f"{tmp_path}/d", "test").check()
 
 

@@ -13,13 +13,14 @@ import optax
 import pytest
 
 import praxis_lite
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, NotCertified
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.steps.step_dirs import committed_steps
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.core.partitioner.compiled_steps import TrainStep
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_tools.certificates import element_hash, rerun
+from praxis_tools.certificates.certificates_hook import NotRestored
 from praxis_tools.certificates.diagnosis import (
     CauseSearch,
     replica_differences,
@@ -210,7 +211,7 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "restore", stale)
-        with pytest.raises(ConfigError, match="differs from the saved state.*device 3.*ema/last/w"):
+        with pytest.raises(NotRestored, match="differs from the saved state.*device 3.*ema/last/w"):
             train(settings={"run.num_train_steps": 6})
     last = lines_of(tmp_path)[-1]
     assert (last["step"], last["certified"]) == (4, False)
@@ -237,7 +238,7 @@ def test_a_bit_that_flips_after_an_update_is_named(tmp_path, monkeypatch, every,
     monkeypatch.setattr(TrainStep, "__call__", flipped)
     words = f"Step {every} is not certified.*device 1 .*{leaf}"
     ends = action == "stop"
-    with pytest.raises(ConfigError, match=words) if ends else contextlib.nullcontext():
+    with pytest.raises(NotCertified, match=words) if ends else contextlib.nullcontext():
         praxis_lite.train(
             Certified, tmp_path, packages=["tests"],
             settings={"run.certify_every_steps": every, "run.certify_action": action},
@@ -266,7 +267,7 @@ class WideCertified(planted.Wide):
 @pytest.mark.nightly
 def test_a_bad_device_is_named_and_the_run_saves(tmp_path, capsys):
     words = "Step 2 is not certified.*device 2 .*saved"
-    with planted.bad_device(2), pytest.raises(ConfigError, match=words):
+    with planted.bad_device(2), pytest.raises(NotCertified, match=words):
         praxis_lite.train(WideCertified, tmp_path, packages=["tests"])
     assert "step 2 is NOT CERTIFIED" in capsys.readouterr().out
     line = lines_of(tmp_path)[0]

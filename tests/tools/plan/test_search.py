@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,8 @@ def test_a_mesh_of_other_axes_is_refused():
 def test_a_search_writes_an_experiment_that_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.startswith("plan_search")]:
+        monkeypatch.delitem(sys.modules, name)  # Another search of this process wrote it.
     command = ["--mode=plan", "--topology=cpu:8"]
     done = launch(
         *command, "--exp=lm.Synthetic", "--search", "--search_minutes=0.02", "--set",
