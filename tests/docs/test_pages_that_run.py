@@ -268,7 +268,7 @@ def test_the_plan_page_runs_on_a_small_model_and_simulated_devices(folder):
     assert "--topology=cpu:8" in plan
     finished(*of_7b, *SMALL_PLAN)
     record = json.loads(Path("plan.json").read_text())
-    named = re.search(r"## JSON\n\n(.*?): these stay", page("plan").text, re.DOTALL).group(1)
+    named = re.search(r"## JSON\n\n(.*?) will not change", page("plan").text, re.DOTALL).group(1)
     outer = re.sub(r"\(a list of.*?\)", "", named, flags=re.DOTALL)
     assert set(re.findall(r"`(\w+)`", outer)) <= set(record)
     done = finished(*search, *SMALL_PLAN)

@@ -55,7 +55,8 @@ class NnxModel(Model):
 
     Args:
       build: Function that returns the module. It is called with `rngs` if it takes that argument.
-        Usually a built `fdl.Partial`.
+        Usually a built `fdl.Partial`. It is called when the Partitioner reads the weights' specs,
+        with shapes only, and again by `init`; steps merge its structure with arrays instead.
     """
 
     def __init__(self, build: Callable[..., nnx.Module]):
