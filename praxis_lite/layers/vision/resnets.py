@@ -74,8 +74,8 @@ class ResNetBlock(BaseLayer):
             gamma = getattr(getattr(conv, "bn", None), "gamma", None)
             if gamma is None:
                 raise ConfigError(
-                    f"{type(self).__name__}.zero_init_residual requires a norm with a gamma, but "
-                    "conv_params builds none. Set batch_norm_tpl in conv_params, or "
+                    f"{type(self).__name__}.zero_init_residual=True requires a norm with a gamma, "
+                    "but conv_params builds none. Set batch_norm_tpl in conv_params, or "
                     "zero_init_residual=False."
                 )
             gamma.set_value(jnp.full(gamma.shape, -1.0))  # Gamma is stored as scale - 1.
