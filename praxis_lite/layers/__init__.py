@@ -1,6 +1,6 @@
-"""Layers: single-device maths, and declarations of how their arrays are split.
+"""Layers: single-device computations, and declarations of how their arrays are split.
 
-Start reading at `base/base_layer.py` and `linears.py`. Layers know nothing about devices, padding,
+Start reading at `base/base_layer.py` and `linears.py`. Layers do not depend on devices, padding,
 tasks or optimizers.
 """
 

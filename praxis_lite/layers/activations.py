@@ -39,17 +39,17 @@ _BY_FOLDED_NAME = {_folded(name): function for name, function in ACTIVATIONS.ite
 
 
 def soft_cap(logits: jax.Array, cap: float) -> jax.Array:
-    """Limits logits to +-cap by a tanh; with a cap of 0 they are unchanged."""
+    """Limits logits to +-cap with a tanh; if the cap is 0, returns them unchanged."""
     return cap * jnp.tanh(logits / cap) if cap > 0.0 else logits
 
 
 def activation_fn(activation: str | ActivationFn, layer: object) -> ActivationFn:
-    """Returns the activation function that a layer's setting names.
+    """Returns the activation function for a layer's setting.
 
     Args:
-      activation: A name in ACTIVATIONS, ignoring case and underscores, as in Pax ("SquaredReLU");
-        or a function of an array, such as a leaky ReLU with another slope.
-      layer: The layer with this setting.
+      activation: A name in ACTIVATIONS, ignoring case and underscores, as in Pax ("SquaredReLU"),
+        or a function of an array, such as a leaky ReLU with a custom slope.
+      layer: The layer with this setting, for error messages.
 
     Raises:
       ConfigError: The name is unknown. The message lists the names.

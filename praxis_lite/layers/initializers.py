@@ -1,4 +1,4 @@
-"""Initializers of weights, with the methods, fans and distributions of Pax's WeightInit."""
+"""Weight initializers, with the methods, fans and distributions of Pax's WeightInit."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ def _delta_orthogonal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax
     return jnp.zeros(shape, dtype).at[middle].set(matrix)
 
 
-# The distribution, and the name of its factor in addition to the scale (see `_FACTORS`).
+# The distribution, and the name of an additional scale factor (see `_FACTORS`).
 _METHODS: dict[str, tuple[Draw, str]] = {
     "gaussian": (_gaussian, "one"),
     "gaussian_sqrt_dim": (_gaussian, "dim"),
@@ -65,23 +65,23 @@ def fans(
     shape: Sequence[int], fan_in_axes: Sequence[int] | None = None,
     fan_out_axes: Sequence[int] | None = None,
 ) -> tuple[int, int]:
-    """Returns (fan in, fan out): the number of inputs per output, and of outputs per input.
+    """Returns (fan in, fan out), the numbers of inputs per output and of outputs per input.
 
     The last two dims are inputs and outputs. Other dims, such as a convolution's window, multiply
-    both; a vector's size is both. If axes are given, the fans are the products of those dims.
+    both fans. For a vector, both fans are its size. If axes are passed, the fans are the products
+    of these dims.
 
     Raises:
-      ConfigError: Only one of fan_in_axes and fan_out_axes is given.
+      ConfigError: Only one of fan_in_axes and fan_out_axes is set.
     """
     if (fan_in_axes is None) != (fan_out_axes is None):
         raise ConfigError(
-            f"fan_in_axes is {fan_in_axes} and fan_out_axes is {fan_out_axes}; expected both or "
-            "neither."
+            f"fan_in_axes is {fan_in_axes} and fan_out_axes is {fan_out_axes}. Set both or neither."
         )
     if len(shape) < 2:
         return math.prod(shape), math.prod(shape)
     if fan_in_axes is not None:
-        assert fan_out_axes is not None, "Both are given, or neither is."
+        assert fan_out_axes is not None, "Both or neither must be set."
         fan_in = math.prod(shape[axis] for axis in fan_in_axes)
         return fan_in, math.prod(shape[axis] for axis in fan_out_axes)
     window = math.prod(shape[:-2])
@@ -92,17 +92,17 @@ def fans(
 class WeightInit:
     """An initializer: a function of (key, shape, dtype) that returns a weight.
 
-    `WeightInit("gaussian", 0.02)` is the same as `WeightInit.Gaussian(0.02)`; in an experiment,
+    `WeightInit("gaussian", 0.02)` is equivalent to `WeightInit.Gaussian(0.02)`. In an experiment,
     write `weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02)`.
 
     Attributes:
-      method: Name in Pax, such as "gaussian_sqrt_fanin"; see the static methods.
-      scale: Factor of the random numbers.
-      fan_in_axes: Dims of the fan in, see `fans`.
+      method: Pax's name, such as "gaussian_sqrt_fanin"; see the static methods.
+      scale: Factor that multiplies the random numbers.
+      fan_in_axes: Dims of the fan in; see `fans`.
       fan_out_axes: Dims of the fan out.
 
     Raises:
-      ConfigError: The method is unknown, or only one of the fans' axes is given.
+      ConfigError: The method is unknown, or only one of fan_in_axes and fan_out_axes is set.
     """
 
     method: str
@@ -119,7 +119,7 @@ class WeightInit:
         shape = tuple(shape)
         scale = self.scale
         if self.method == "delta_orthogonal" and len(shape) > 1:
-            scale = 1.0  # As in Pax, where the matrix has its own scale.
+            scale = 1.0  # As in Pax, where the matrix already includes a scale.
         scale *= _FACTORS[factor](shape, *fans(shape, self.fan_in_axes, self.fan_out_axes))
         return jnp.asarray(scale, dtype) * draw(key, shape, dtype)
 
@@ -190,30 +190,30 @@ class WeightInit:
 
     @staticmethod
     def Xavier(scale: float = 1.0) -> "WeightInit":
-        """Uniform within +-scale * sqrt(6 / (fan in + fan out)); with scale 1 Pax's default."""
+        """Uniform within +-scale * sqrt(6 / (fan in + fan out)); Pax's default, with scale 1."""
         return WeightInit("xavier", scale)
 
     @staticmethod
     def XavierWithFixupParams(
         scale: float = 1.0, depth: float = 1.0, layers_per_residual_block: float = 1.0
     ) -> "WeightInit":
-        """Xavier, times depth ** (-1 / (2 layers_per_residual_block)) (arXiv:1901.09321)."""
+        """Xavier scaled by depth ** (-1 / (2 layers_per_residual_block)) (arXiv:1901.09321)."""
         return WeightInit("xavier", scale * depth ** (-0.5 / layers_per_residual_block))
 
     @staticmethod
     def Constant(scale: float = 1.0) -> "WeightInit":
-        """`scale` for all elements."""
+        """`scale` in all elements."""
         return WeightInit("constant", scale)
 
     @staticmethod
     def ScaledDeltaOrthogonal(scale: float = 1.0) -> "WeightInit":
-        """Orthogonal in the last two dims, in the middle of the others; Gaussian for a vector."""
+        """Orthogonal matrix in the middle of the window, zeros elsewhere; Gaussian for a vector."""
         return WeightInit("delta_orthogonal", scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class EinsumXavier:
-    """Xavier's uniform initializer with the fans of the einsum in which the weight is used.
+    """Xavier's uniform initializer with the fans of the einsum that uses the weight.
 
     The layer that creates the weight knows its dims and calls `for_dims`.
     """
@@ -222,9 +222,9 @@ class EinsumXavier:
         """Returns the initializer of a weight.
 
         Args:
-          summed: Dims of the inputs.
-          made: Dims of the outputs. The other dims stack independent weights and count in neither
-            fan, as in Pax with explicit axes of fans.
+          summed: Input dims.
+          made: Output dims. The remaining dims stack independent weights and belong to neither fan,
+            as in Pax with explicit fan axes.
         """
         axes = {"in_axis": tuple(summed), "out_axis": tuple(made)}
 

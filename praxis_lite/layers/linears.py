@@ -1,4 +1,4 @@
-"""Linear, Bias, FeedForward, Mlp and Einsum layers, with the names of Pax."""
+"""Linear, Bias, FeedForward, Mlp and Einsum layers, with Pax's names."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -42,17 +42,17 @@ class Linear(Dense):
         self.make(*self.dims(input_dims, output_dims), init=weight_init, rngs=rngs)
 
     def factors(self, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns pairs ([..., d], [d, F]) whose products sum to the outputs.
+        """Returns pairs ([..., d], [d, F]) whose products add up to the outputs.
 
-        A chunked softmax computes logits from them, one chunk of F at a time.
+        A chunked softmax uses them to compute logits, one chunk of F at a time.
         """
         return self.product.factors(self, inputs)
 
     def column_factors(self) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Returns pairs ([F, d], [d, D]) whose products sum to w transposed.
+        """Returns pairs ([F, d], [d, D]) whose products add up to the transpose of w.
 
-        None as the second factor is the identity. A softmax that embeds ids reads rows of the
-        first.
+        If the second factor is None, it is the identity. A softmax that embeds ids reads rows of
+        the first factors.
         """
         return self.product.column_factors(self)
 
@@ -62,7 +62,7 @@ class Bias(BaseLayer):
 
     Args:
       dims: Size of the last dim.
-      bias_init: Initial value of b's elements.
+      bias_init: Initial value of all elements of b.
       rngs: Random streams of the constructor.
     """
 
@@ -96,14 +96,14 @@ class FeedForward(BaseLayer):
     Args:
       input_dims: Size of the last input dim.
       output_dims: Size of the last output dim.
-      has_bias: Whether there is a bias.
-      activation: A name or a function, see `activation_fn`.
+      has_bias: Whether to add a bias.
+      activation: A name or a function; see `activation_fn`.
       weight_init: Initializer of the weight.
-      bias_init: Initial value of the bias's elements.
-      checkpoint_str: Checkpoint name of `inputs @ w`, by which a remat policy can save it.
-      linear_tpl: The product; called with the sizes, `weight_init`, the split of its outputs and
-        `rngs`.
-      bias_tpl: The bias; called with output_dims, `bias_init` and `rngs`.
+      bias_init: Initial value of all elements of the bias.
+      checkpoint_str: Checkpoint name of `inputs @ w`, for remat policies.
+      linear_tpl: Template of the linear layer; called with the sizes, `weight_init`, the split of
+        its outputs and `rngs`.
+      bias_tpl: Template of the bias; called with output_dims, `bias_init` and `rngs`.
       weight_split_dims_mapping: Split of the weight, [input_dims, output_dims].
     """
 
@@ -147,7 +147,7 @@ class FeedForward(BaseLayer):
 
 
 class Mlp(BaseLayer):
-    """Computes class logits of flattened inputs: [B, ...] -> [B, output_dims].
+    """Computes class logits from flattened inputs: [B, ...] -> [B, output_dims].
 
     Args:
       input_dims: Product of the input's dims except the first.
@@ -205,20 +205,20 @@ class Einsum(Dense):
     `Einsum("...d,dnk->...nk", (8, 2, 4))` projects [..., 8] to [..., 2, 4].
 
     Args:
-      equation: Equation of inputs and weight; "..." stands for any leading dims of the inputs,
-        which the outputs keep.
+      equation: Einsum equation for inputs and weight. "..." stands for any leading dims of the
+        inputs, which are preserved in the outputs.
       weight_shape: A size for each letter of the weight.
-      has_bias: Whether to add b. Its dims are those that the weight contributes to the outputs, in
-        their order, split like the weight's.
-      weight_init: Initializer of the weight. None: Pax's default (Xavier), with the fans of the
-        equation: contracted letters are inputs, letters of only the weight are outputs, and letters
-        shared by inputs, weight and outputs stack independent layers.
+      has_bias: Whether to add b. Its dims are the output dims that come from the weight, in the
+        order of the outputs, and are split like the weight's.
+      weight_init: Initializer of the weight. If None, Pax's default (Xavier) with the fans of the
+        equation: contracted letters are inputs, letters that only the weight has are outputs, and
+        letters shared by inputs, weight and outputs stack independent layers.
       bias_init: Initializer of the bias.
       weight_split_dims_mapping: Split of the weight.
       activation_split_dims_mapping: Split of the outputs.
 
     Raises:
-      ConfigError: The equation does not have this form, or does not fit the weight's shape.
+      ConfigError: The equation is invalid, or does not match the weight's shape.
     """
 
     splits = splits(weight=(), activation=())
@@ -241,8 +241,8 @@ class Einsum(Dense):
         require_positive(self, **{f"weight_shape[{i}]": n for i, n in enumerate(weight_shape)})
         if len(weight) != len(weight_shape):
             raise ConfigError(
-                f"Einsum.weight_shape is {tuple(weight_shape)}, but the weight of {equation!r} has "
-                f"the {len(weight)} letters {weight!r}. Give a size for each letter."
+                f"Einsum.weight_shape is {tuple(weight_shape)}, but the weight in {equation!r} has "
+                f"{len(weight)} letters, {weight!r}. Specify a size for each letter."
             )
         weight_shape = tuple(weight_shape)
         if weight_init is None:
@@ -256,12 +256,12 @@ class Einsum(Dense):
 
 
 def _weight_letters(equation: str) -> str:
-    """Returns the letters of the weight in an equation; raises ConfigError for invalid ones."""
+    """Returns the letters of the weight; raises ConfigError if the equation is invalid."""
     match = _EQUATION.fullmatch(equation.replace(" ", "")) if isinstance(equation, str) else None
     if match is None or bool(match[1]) != bool(match[4]):
         raise ConfigError(
-            f"Einsum.equation is {equation!r}; expected inputs and a weight, such as "
-            "'...d,df->...f', with dots before both inputs and outputs or before neither."
+            f"Einsum.equation is {equation!r}; expected an equation for inputs and a weight, such "
+            "as '...d,df->...f', where both inputs and outputs start with '...', or neither does."
         )
     inputs, weight, outputs = match[2], match[3], match[5]
     for letters in (inputs, weight, outputs):
@@ -269,7 +269,7 @@ def _weight_letters(equation: str) -> str:
             raise ConfigError(f"Einsum.equation {equation!r} repeats a letter in {letters!r}.")
     if set(outputs) - set(inputs + weight) or not set(inputs) & set(weight):
         raise ConfigError(
-            f"Einsum.equation is {equation!r}; expected a letter that inputs and weight share, and "
-            "only letters of inputs or weight in the outputs."
+            f"Einsum.equation is {equation!r}; expected inputs and weight to share a letter, and "
+            "every output letter to occur in the inputs or the weight."
         )
     return weight

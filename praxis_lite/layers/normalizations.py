@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm and weight norm in float32, with the names and maths of Pax."""
+"""Layer norm, RMS norm and weight norm in float32, with Pax's names and numerics."""
 
 import math
 
@@ -18,14 +18,14 @@ def check_epsilon(layer: object, epsilon: float) -> None:
     """Checks the epsilon of a norm.
 
     Raises:
-      ConfigError: It is not a number of 0 or more. The message names the layer's class.
+      ConfigError: Epsilon is not a non-negative number.
     """
     is_valid = is_number(epsilon) and 0.0 <= epsilon < math.inf
-    require(is_valid, f"{type(layer).__name__}.epsilon", epsilon, "a number of 0 or more")
+    require(is_valid, f"{type(layer).__name__}.epsilon", epsilon, "a non-negative number")
 
 
 class Norm(BaseLayer):
-    """Base class of norms, which all have the same arguments, so that they are interchangeable."""
+    """Base class of norms; all norms take the same arguments, so that they are interchangeable."""
 
     def __call__(
         self,
@@ -38,8 +38,8 @@ class Norm(BaseLayer):
 
         Args:
           inputs: [..., dim].
-          paddings: [...], or leading dims of it; 1.0 for padding.
-          key: Given only in training.
+          paddings: [...], or only its leading dims; 1.0 for padding.
+          key: Random key, passed only in training.
         """
         raise NotImplementedError
 
@@ -68,16 +68,16 @@ class _LastDimNorm(Norm):
 class LayerNorm(_LastDimNorm):
     """Computes `(x - mean) / sqrt(variance + epsilon) * scale + bias` over the last dim.
 
-    Maps [..., dim] to [..., dim] in the inputs' dtype. Statistics, scale and bias are computed in
-    float32 in any case, as with Pax's `reductions_in_fp32`. Ba et al. 2016, arXiv:1607.06450.
+    Outputs have the shape and dtype of the inputs. Statistics, scale and bias are always computed
+    in float32, as with Pax's `reductions_in_fp32`. Ba et al. 2016, arXiv:1607.06450.
 
     Args:
       dim: Size of the last dim.
-      direct_scale: Whether the stored weight is the scale. If not, the scale is 1 + the stored
-        weight, so that weight decay pulls it to 1.
+      direct_scale: Whether the stored weight is the scale. If False, the scale is 1 + the stored
+        weight, so that weight decay pulls it towards 1.
       epsilon: Added to the variance.
-      use_scale: Whether there is a scale.
-      use_bias: Whether there is a bias.
+      use_scale: Whether to multiply by a learned scale.
+      use_bias: Whether to add a learned bias.
       weight_split_dims_mapping: Split of scale and bias, [dim].
     """
 
@@ -113,14 +113,14 @@ class LayerNorm(_LastDimNorm):
 class RmsNorm(_LastDimNorm):
     """Computes `x / sqrt(mean(x^2) + epsilon) * scale` over the last dim.
 
-    Maps [..., dim] to [..., dim] in the inputs' dtype. Intermediate values are float32, as with
-    Pax's `intermediate_dtype`. Zhang and Sennrich 2019, arXiv:1910.07467.
+    Outputs have the shape and dtype of the inputs. Intermediate values are float32, as with Pax's
+    `intermediate_dtype`. Zhang and Sennrich 2019, arXiv:1910.07467.
 
     Args:
       dim: Size of the last dim.
       epsilon: Added to the mean of squares.
-      direct_scale: Whether the stored weight is the scale. If not, the scale is 1 + the stored
-        weight (an offset, as in Gemma).
+      direct_scale: Whether the stored weight is the scale. If False, the scale is 1 + the stored
+        weight, as in Gemma.
       weight_split_dims_mapping: Split of the scale, [dim].
     """
 
@@ -149,7 +149,7 @@ class RmsNormNoScale(_LastDimNorm):
     """Computes `x / sqrt(mean(x^2) + epsilon)` over the last dim: RmsNorm without a weight.
 
     Args:
-      dim: Unused; accepted so that this norm can replace others. The default is Pax's.
+      dim: Unused; accepted so that this norm can replace other norms. The default is Pax's.
       epsilon: Added to the mean of squares.
       rngs: Unused.
     """
@@ -172,7 +172,7 @@ class RmsNormNoScale(_LastDimNorm):
 
 
 class IdentityNorm(Norm):
-    """Returns its inputs; for templates in which no norm is needed."""
+    """Returns its inputs unchanged; for templates that require a norm."""
 
     def __init__(self, dim: int = 0, *, rngs: nnx.Rngs | None = None):
         pass
@@ -188,9 +188,9 @@ class IdentityNorm(Norm):
 
 
 class WeightNormL2(BaseLayer):
-    """Returns a weight [..., dim] with columns of length 1 + g; for weights, not activations.
+    """Rescales the columns of a weight [..., dim] to length 1 + g, for `Conv2D.weight_norm_tpl`.
 
-    Salimans and Kingma 2016, arXiv:1602.07868; for Conv2D's `weight_norm_tpl`.
+    Salimans and Kingma 2016, arXiv:1602.07868. For weights, not for activations.
     """
 
     splits = splits(weight=(None,))
@@ -212,7 +212,7 @@ class WeightNormL2(BaseLayer):
 
 
 def _to_rank(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshapes a weight [dim] to float32 [1, ..., 1, dim], to be multiplied by `x`."""
+    """Reshapes a weight [dim] to float32 [1, ..., 1, dim], to broadcast with `x`."""
     weight = elementwise(weight).astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return beside(weight, x)
 

@@ -1,4 +1,4 @@
-"""Griffin's recurrent block, which can replace attention, and its recurrence, the RG-LRU."""
+"""Griffin's recurrent block, which can replace attention, and its RG-LRU recurrence."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import NONE, OF_HEADS, RESIDUAL, Matrix, SplitSetting, splits
 
-# B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.
+# B batch, T time, D model dims, N heads (gate blocks), K dims per head, J taps.
 
-# As in the paper: a^C is initialized uniformly in this range, where C is the strength of the
+# As in the paper, a^C is initialized uniformly in this range, where C is the strength of the
 # recurrence gate.
 _DECAY_RANGE = (0.9, 0.999)
 _C = 8.0
-# Lower bound of 1 - a^2. It limits the gradient of the square root, which is infinite at a = 1, to
-# 1000. In float32, an `a` this close to 1 equals 1.
+# Lower bound for 1 - a^2. It limits the gradient of the square root, which is infinite at a = 1, to
+# 1000. In float32, values of `a` this close to 1 are rounded to 1.
 _LEAST_SQUARE = 2.5e-7
 
 
@@ -36,14 +36,15 @@ def _init_decay(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array
 class RgLru(BaseLayer):
     """Computes h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t) for x [B, T, N, K].
 
-    i_t and r_t are sigmoids of x_t multiplied by block-diagonal weights, a_t is
-    sigmoid(Lambda)^(C r_t), and C is 8: De et al. 2024, arXiv:2402.19427, section 2.4. Computed in
+    The gates i_t and r_t are sigmoids of x_t multiplied by block-diagonal weights, a_t is
+    sigmoid(Lambda)^(C r_t), and C is 8 (De et al. 2024, arXiv:2402.19427, section 2.4). Computed in
     float32.
 
     Args:
-      num_heads: N, the number of blocks of the weights.
+      num_heads: N, the number of weight blocks.
       dim_per_head: K, the size of a block.
-      weight_split_dims_mapping: Split of the gates' weights, [N, K, K]; Lambda and biases follow.
+      weight_split_dims_mapping: Split of the gates' weights, [N, K, K]. Lambda and the biases are
+        split accordingly.
     """
 
     splits = splits(weight=(None, None, None))
@@ -58,7 +59,7 @@ class RgLru(BaseLayer):
         weight_split_dims_mapping: SplitSetting = None,
     ):
         require_positive(self, num_heads=num_heads, dim_per_head=dim_per_head)
-        # The inputs' dim has no name or split: two dims of a weight cannot have the same split.
+        # The input dim has no name or split, because two dims of a weight cannot share a split.
         N, inner, K = self.dims(num_heads, int(dim_per_head), dim_per_head)
         init = jax.nn.initializers.variance_scaling(
             1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0
@@ -82,13 +83,13 @@ class RgLru(BaseLayer):
         skipped: jax.Array | None = None,
         h: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns h for every token, [B, T, N, K], and for the last one, float32 [B, N, K].
+        """Returns h for every token, [B, T, N, K], and for the last token, float32 [B, N, K].
 
         Args:
           inputs: [B, T, N, K].
-          starts: Bool [B, T]: tokens before which h is reset.
-          skipped: Bool [B, T]: tokens that do not change h.
-          h: Float32 [B, N, K]: state after the preceding tokens.
+          starts: Bool [B, T]; True for tokens before which h is reset.
+          skipped: Bool [B, T]; True for tokens that do not change h.
+          h: Float32 [B, N, K]; the state after the preceding tokens.
         """
         x = inputs.astype(jnp.float32)
         log_decay = -_C * jax.nn.softplus(-self.a_param[...])
@@ -111,13 +112,13 @@ class RgLru(BaseLayer):
 
 
 def _compose(first: tuple, second: tuple) -> tuple[jax.Array, jax.Array]:
-    """Composes two affine maps h -> a h + new; `first` is applied first."""
+    """Composes two affine maps h -> a h + new, applying `first` before `second`."""
     (a1, new1), (a2, new2) = first, second
     return a1 * a2, a2 * new1 + new2
 
 
 class CausalConv(BaseLayer):
-    """Computes sum over j of w_j x_{t-j}, plus a bias, per channel; [B, T, N, K] in and out."""
+    """Computes sum over j of w_j x_{t-j}, plus a bias, per channel of [B, T, N, K]."""
 
     splits = splits(weight=(None, None, None))
     weight_split_dims_mapping: SplitDims
@@ -144,9 +145,9 @@ class CausalConv(BaseLayer):
 
         Args:
           x_BTNK: Inputs.
-          window: The inputs before these, [B, J - 1, N, K].
-          segments: Int [B, J - 1 + T], for window and inputs. Inputs of other segments than the
-            output's count as zeros.
+          window: The preceding inputs, [B, J - 1, N, K].
+          segments: Int [B, J - 1 + T], for window and inputs. Inputs from segments other than the
+            output's segment are treated as zeros.
         """
         length, taps = x_BTNK.shape[1], self.num_taps
         window = typed_as(window.astype(x_BTNK.dtype), x_BTNK)
@@ -164,21 +165,22 @@ class CausalConv(BaseLayer):
 
 
 class RgLruBlock(BaseLayer):
-    """Griffin's recurrent block: mixes [B, T, D] along time, and returns the outputs and its state.
+    """Griffin's recurrent block, which mixes [B, T, D] along time; returns outputs and state.
 
-    Of two projections of the inputs, one passes through a causal convolution and an RgLru, and the
-    other through a GELU; their product is projected back (De et al. 2024, arXiv:2402.19427, figure
-    2). It has the arguments of causal self-attention, so it can be a Transformer's `tr_atten_tpl`.
-    The size of its state does not depend on the length. Time is not split over devices.
+    The inputs are projected twice. One projection passes through a causal convolution and an RgLru,
+    the other through a GELU, and their product is projected back (De et al. 2024, arXiv:2402.19427,
+    figure 2). The block takes the arguments of causal self-attention, so it can be used as
+    `Transformer.tr_atten_tpl`. The size of its state does not depend on the length. Time is not
+    split over devices.
 
     Args:
       input_dim: D.
-      num_heads: N, the number of blocks of the gates' weights.
-      dim_per_head: K; None: input_dim / num_heads. The recurrence has N * K dims.
+      num_heads: N, the number of blocks in the gates' weights.
+      dim_per_head: K. If None, input_dim / num_heads. The recurrence has N * K dims.
       conv_width: Width of the convolution, including the current token.
       use_bias: Whether the three projections have biases.
-      weight_split_dims_mapping: Split of the projections, [D, N, K]; the weights of the
-        convolution and the recurrence split N and K in the same way.
+      weight_split_dims_mapping: Split of the projections, [D, N, K]. The weights of the convolution
+        and the recurrence split N and K likewise.
       activation_split_dims_mapping: Split of activations between the projections, [B, T, N, K].
       output_split_dims_mapping: Split of the outputs, [B, T, D].
     """
@@ -245,19 +247,22 @@ class RgLruBlock(BaseLayer):
 
         Args:
           inputs: [B, T, D].
-          positions: Int [B or 1, T]; None: 0 to T - 1. Only used with a cache: a row whose first
+          positions: Int [B or 1, T]. If None, 0 to T - 1. Only used with a cache: a row whose first
             position is 0 starts with an empty state.
-          segment_ids: Int [B, T]; the state is reset where they change, and 0 is padding.
-          paddings: [B, T]: 1.0 for tokens that do not change the state, at the ends of a row.
-          atten_mask: Must be None; an argument of attention layers.
-          key: Unused; an argument of attention layers.
+          segment_ids: Int [B, T]. The state is reset where they change; 0 is padding.
+          paddings: [B, T]; 1.0 for tokens at the ends of a row that do not change the state.
+          atten_mask: Must be None; accepted for compatibility with attention layers.
+          key: Unused; accepted for compatibility with attention layers.
           cache: State after the preceding tokens.
 
         Raises:
-          ConfigError: There is an atten_mask.
+          ConfigError: An atten_mask is passed.
         """
         if atten_mask is not None:
-            raise ConfigError("RgLruBlock has no atten_mask, because a recurrence sees all tokens.")
+            raise ConfigError(
+                "RgLruBlock does not support an atten_mask, because a recurrence sees all earlier "
+                "tokens."
+            )
         batch, length = inputs.shape[:2]
         skipped = None if paddings is None else paddings > 0.5
         if segment_ids is not None:
@@ -265,7 +270,7 @@ class RgLruBlock(BaseLayer):
             skipped = empty if skipped is None else skipped | empty
         state = self.init_cache(batch, length, inputs.dtype) if cache is None else cache
         if cache is not None:
-            # A new sequence may reuse a row of the cache, which contains the state of the old one.
+            # A new sequence may reuse a row that still contains the state of the previous sequence.
             first = jnp.zeros((1,), jnp.int32) if positions is None else positions[:, 0]
             continues = jnp.broadcast_to(first, (batch,)) > 0
             state = jax.tree.map(
@@ -293,7 +298,7 @@ class RgLruBlock(BaseLayer):
 def _starts_and_segments(
     segment_ids: jax.Array | None, before: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns where segments start, and the segments of `before` earlier tokens and of these.
+    """Returns where segments start, and the segment ids with those of `before` earlier tokens.
 
     The earlier tokens have the first token's segment, because a cache continues its row.
     """
@@ -313,5 +318,5 @@ def _window_after(
     if skipped is None:
         return x[:, length:]
     ends_B = jnp.max(jnp.where(skipped, 0, 1 + jnp.arange(length)[None]), axis=1)
-    ends_B = jnp.broadcast_to(ends_B, x_BTNK.shape[:1])  # `paddings` may have one row for all.
+    ends_B = jnp.broadcast_to(ends_B, x_BTNK.shape[:1])  # All rows may share one row of paddings.
     return jax.vmap(lambda row, end: jax.lax.dynamic_slice_in_dim(row, end, taps))(x, ends_B)

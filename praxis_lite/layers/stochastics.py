@@ -10,7 +10,7 @@ from praxis_lite.layers.base.base_layer import BaseLayer
 
 
 class Dropout(BaseLayer):
-    """Sets a fraction of the inputs to zero and scales up the rest; without a key, a no-op.
+    """Sets a fraction of the inputs to zero and scales up the rest; without a key, does nothing.
 
     Srivastava et al. 2014. The mask depends only on the key and the shape, not on the mesh
     (partitionable threefry).
@@ -41,12 +41,13 @@ class Dropout(BaseLayer):
 class StochasticResidual(BaseLayer):
     """Computes `inputs + residual_weight * residual`, dropping the residual of some rows.
 
-    With a key, a row [T, D] of `residual` is kept with probability `survival_prob`, and divided by
-    it. Without a key all rows are kept. Stochastic depth, Huang et al. 2016, arXiv:1603.09382.
+    With a key, the residual of a row [T, D] is kept with probability `survival_prob`, and then
+    divided by it. Without a key, all rows are kept. Stochastic depth, Huang et al. 2016,
+    arXiv:1603.09382.
 
     Args:
-      residual_weight: Factor of the residual.
-      survival_prob: Probability to keep a row's residual.
+      residual_weight: Factor that multiplies the residual.
+      survival_prob: Probability of keeping a row's residual.
     """
 
     def __init__(self, *, residual_weight: float = 1.0, survival_prob: float = 1.0):

@@ -1,7 +1,6 @@
 """Adapters that turn Flax Linen modules and plain functions into a `Model`.
 
-The adapter for NNX modules is `praxis_lite.core.NnxModel`. Devices, tasks and the computation of a
-model are not handled here.
+The adapter for NNX modules is `praxis_lite.core.NnxModel`.
 """
 
 from praxis_lite.public_names import public_names

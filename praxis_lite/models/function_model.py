@@ -1,4 +1,4 @@
-"""Plain functions as a model: `init(key)` returns the params, and a loss is called with them."""
+"""Plain functions as a model: `init(key)` returns the params, which are passed to a loss."""
 
 import collections
 import functools
@@ -22,28 +22,27 @@ Spec = PartitionSpec | tuple | None
 
 
 class FunctionModel(Model):
-    """Params that a function initializes: any tree of float arrays, all of them trained.
+    """A model whose params are a tree of float arrays returned by a function; all are trained.
 
-    The library sees the tree as nested dicts. Their names are the keys of dicts (a "/" in a key
-    starts another level, as in Haiku), the fields of named tuples and dataclasses, and the indices
-    of lists and tuples: "layers/0/w". `module` returns the tree in the form that `init` returned.
+    Internally, the tree is stored as nested dicts. Names are dict keys (a "/" in a key starts a new
+    level, as in Haiku), fields of named tuples and dataclasses, and indices of lists and tuples,
+    such as "layers/0/w". `module` returns a tree with the structure that `init` returned.
 
-    Arrays that are not trained belong in the loss, bound with functools.partial. Statistics that a
-    loss updates require a Flax model.
+    Pass arrays that are not trained to the loss with functools.partial. Statistics that a loss
+    updates require a Flax model.
 
     Args:
-      init: A function from a key to params. Bind further arguments with functools.partial
+      init: Takes a key, and returns params. Bind further arguments with functools.partial
         (fdl.Partial).
-      specs: The mesh axes of weights: a tree like the params, or a prefix of it as in the shardings
-        of `jax.jit`, or a function from the params' shapes (jax.ShapeDtypeStructs) to such a tree.
-        A leaf is a PartitionSpec or an equivalent tuple, and a short one does not split the last
-        dims; or it is None, then the `weight_sharding` of the task applies. If the params
-        themselves are a tuple or list, a tuple contains the specs of its entries.
+      specs: The mesh axes of weights: a tree like the params, a prefix of it as for the shardings
+        of `jax.jit`, or a function that takes the params' shapes (jax.ShapeDtypeStructs) and
+        returns such a tree. A leaf is a PartitionSpec or an equivalent tuple; missing trailing
+        entries are not split. If a leaf is None, the task's `weight_sharding` applies. If the
+        params are a tuple or list, a tuple contains the specs of its entries.
 
     Raises:
-      ConfigError: `init` needs more than a key. Later, when the specs are read: `init` returns
-        arrays that are not floats, or `specs` does not match the params. The message names the
-        path.
+      ConfigError: `init` requires more arguments than a key. Later, when the specs are read: `init`
+        returns arrays that are not floats, or `specs` does not match the params.
     """
 
     def __init__(self, init: Callable[[jax.Array], PyTree], specs: Any = None):
@@ -56,7 +55,7 @@ class FunctionModel(Model):
     @functools.cached_property
     def _abstract(self) -> tuple[list[str], list[jax.ShapeDtypeStruct], Any]:
         """The paths, shapes and structure of the params, without arrays."""
-        # A key from outside would be an array, which takes two compiled programs to create.
+        # Create the key inside, because creating it outside would compile two programs.
         shapes = jax.eval_shape(lambda: self._init_checked(jax.random.key(0)))
         leaves, structure = jax.tree.flatten_with_path(shapes)
         paths = [_path(path) for path, _ in leaves]
@@ -77,16 +76,15 @@ class FunctionModel(Model):
                 found = jnp.result_type(x) if is_number else type(x).__name__
                 raise ConfigError(
                     f"params/{_path(path)}: {init} returns {found}, which has no gradient; "
-                    "expected floats. Move it from the params to the loss, bound with "
-                    "functools.partial; or make it a float and freeze it "
-                    "(Learner.bprop_variable_exclusion)."
+                    "expected floats. Pass it to the loss with functools.partial instead, or make "
+                    "it a float and freeze it (Learner.bprop_variable_exclusion)."
                 )
         return params
 
     def init(self, key: jax.Array) -> MdlVars:
         paths, shapes, _ = self._abstract
         leaves = jax.tree.leaves(self._init(key))
-        # Converted, since Python numbers have a weak type, which a step would not preserve.
+        # Convert Python numbers, whose weak type a step would not preserve.
         arrays = [jnp.asarray(x, s.dtype) for x, s in zip(leaves, shapes, strict=True)]
         return _mdl_vars(paths, arrays)
 
@@ -107,7 +105,7 @@ class FunctionModel(Model):
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> PyTree:
-        """Returns the params as the tree that `init` returned; the task passes keys itself."""
+        """Returns the params with the tree structure of `init`; keys are passed by the task."""
         paths, _, structure = self._abstract
         params = traverse_util.flatten_dict(whole(mdl_vars["params"]), sep="/")
         return jax.tree.unflatten(structure, [params[path] for path in paths])
@@ -117,7 +115,7 @@ class FunctionModel(Model):
 
 
 def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
-    """Yields the spec of each leaf of `params`; `specs` is a tree of the same form or a prefix."""
+    """Yields the spec of each leaf of `params`; `specs` is a tree like `params`, or a prefix."""
     num_leaves = len(jax.tree.leaves(params))
     is_array = jax.tree_util.all_leaves([params])
     is_spec = specs is None or isinstance(specs, PartitionSpec)
@@ -167,12 +165,12 @@ def _join(path: str, name: str) -> str:
 
 
 def _path(path: tuple) -> str:
-    # A single array has no name.
+    # A single array has no path.
     return path_of(path) or "value"
 
 
 def _check_distinct(paths: list[str]) -> None:
-    """Raises a ConfigError if "/" in keys gives two weights, or a weight and a dict, one path."""
+    """Raises ConfigError if, because of "/" in keys, two entries have the same path."""
     counts = collections.Counter(paths)
     for path in paths:
         parts = path.split("/")

@@ -1,4 +1,4 @@
-"""Declarations of weights in Flax Linen's boxes, and initialization without their constraints."""
+"""Weight declarations in Flax Linen's boxes, and initialization without sharding constraints."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from praxis_lite.core.sharding.logical_axes import MeshAxes
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any
-# The shapes of weights in their layers, without the dims of stacks, by path.
+# Shapes of weights in their layers, without stacked dims, by path.
 OwnShapes = dict[tuple[str, ...], tuple[int, ...]]
 
 
@@ -22,9 +22,9 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
     """Returns the WeightSpec that a boxed shape declares.
 
     Args:
-      path: The path of the leaf, for messages.
+      path: Path of the leaf, for error messages.
       leaf: A shape, which may be boxed.
-      own_shape: The shape in its layer; dims in front of it are the layers of a stack.
+      own_shape: Shape in its layer; additional leading dims are stacked layers.
     """
     value = unbox(leaf)
     spec = WeightSpec(tuple(value.shape), value.dtype)
@@ -45,7 +45,7 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
         )
     return dataclasses.replace(
         spec, logical_axes=names, logical_axis_rules=tuple(leaf.rules or ()), declared_by=by,
-        # The job's rules map the name of a stack's dim.
+        # The job's rules map the names of stacked dims.
         stack_split_dims_mapping=(None,) * num_stacked,
     )
 
@@ -56,7 +56,7 @@ def is_box(x: Any) -> bool:
 
 
 def unbox(tree: PyTree) -> PyTree:
-    """Returns the contents of boxes. Flax's own `unbox` also constrains the layout of shapes."""
+    """Removes Flax's boxes from a tree. Unlike Flax's `unbox`, it adds no sharding constraints."""
 
     def unbox_leaf(x: Any) -> Any:
         while is_box(x):
@@ -67,7 +67,7 @@ def unbox(tree: PyTree) -> PyTree:
 
 
 def _check_box(path: str, leaf: Any) -> None:
-    """Checks a box before Flax constrains the layout, where errors would be JAX's own.
+    """Checks a box before Flax constrains its sharding, where JAX's errors would be less clear.
 
     Raises:
       ConfigError: The box's names do not match the weight's dims, or the axes of the current mesh.
@@ -82,16 +82,15 @@ def _check_box(path: str, leaf: Any) -> None:
 def initialize_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
     """Returns a method interceptor under which initializers run without a mesh.
 
-    The box of an initializer constrains the layout of its array, and Flax calls the initializer in
-    every pass to check the shape of each weight. DenseGeneral flattens its kernel first, and three
-    names for a kernel of two dims are an error in JAX if a mesh is set.
+    An initializer's box constrains the sharding of its array, and Flax calls the initializer in
+    every pass to check the shape of each weight. DenseGeneral flattens its kernel first, so that
+    its box may have three names for a kernel with two dims, which JAX rejects if a mesh is set.
 
     Args:
-      own_shapes: If given, is filled with the shape of each weight in its layer, by path.
+      own_shapes: Output dict, from paths to the shape of each weight in its layer. May be None.
 
     Raises:
-      ConfigError: In a call: an initializer's box does not match its weight or the mesh. The
-        message names the weight.
+      ConfigError: When called: an initializer's box does not match its weight or the mesh.
     """
 
     def intercept(call: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:

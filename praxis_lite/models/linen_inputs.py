@@ -1,4 +1,4 @@
-"""Descriptions of the inputs that initialize a Linen module, and errors in calls of modules."""
+"""Parses the inputs that initialize a Linen module, and converts errors in calls of modules."""
 
 import contextlib
 import inspect
@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
 
-# The names of a method's argument that selects training, and its value in training.
+# Names of arguments that select training, with their value in training.
 TRAINING_FLAGS = {
     "train": True, "training": True, "is_training": True,
     "deterministic": False, "use_running_average": False,
@@ -23,15 +23,15 @@ TRAINING_FLAGS = {
 
 
 def init_arguments(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
-    """Returns the positional and the named arguments that `init_inputs` describes.
+    """Returns the positional and keyword arguments that `init_inputs` describes.
 
     Args:
       init_inputs: A dict by argument name, a sequence by position, or a single input. An input is a
-        shape (float32), a pair (dtype, shape), an array, a ShapeDtypeStruct, a dict of inputs, or a
-        flag or None, which is passed unchanged.
+        shape (float32), a pair (dtype, shape), an array, a ShapeDtypeStruct, or a dict of inputs.
+        Flags and None are passed unchanged.
 
     Raises:
-      ConfigError: An input has another type; the message names it.
+      ConfigError: An input has an unsupported type.
     """
     if isinstance(init_inputs, Mapping):
         named = {name: _struct(x, f"init_inputs[{name!r}]") for name, x in init_inputs.items()}
@@ -44,7 +44,7 @@ def init_arguments(init_inputs: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def example_array(struct: Any) -> Any:
-    """Returns ones for a ShapeDtypeStruct of a float dtype, zeros for one of another dtype."""
+    """Returns ones for a ShapeDtypeStruct with a float dtype, and zeros for other dtypes."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         return struct
     is_float = jnp.issubdtype(struct.dtype, jnp.inexact)
@@ -54,10 +54,10 @@ def example_array(struct: Any) -> Any:
 def resolve_method(
     module: nn.Module, method: str | Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """Returns a method as a function of the module and its arguments; None is `__call__`.
+    """Returns a method (by default `__call__`) as a function of the module and its arguments.
 
     Raises:
-      ConfigError: The module has no method of that name.
+      ConfigError: The module has no method with this name.
     """
     if callable(method):
         return method
@@ -74,7 +74,7 @@ def resolve_method(
 def training_flags(
     function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], *, is_training: bool
 ) -> dict[str, bool]:
-    """Returns those training flags that `function` accepts and the caller did not pass."""
+    """Returns the training flags that `function` accepts and the caller did not pass."""
     signature = inspect.signature(function)
     try:
         given = signature.bind_partial(None, *args, **kwargs).arguments
@@ -91,7 +91,7 @@ def training_flags(
 def as_config_error(
     module: nn.Module, action: str, args: tuple, kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Turns errors of Flax and JAX from tracing a model into one that names the layer."""
+    """Converts Flax and JAX errors from tracing a model to a ConfigError that names the layer."""
     try:
         yield
     except (flax_errors.FlaxError, TypeError, ValueError) as error:
@@ -105,7 +105,7 @@ def as_config_error(
 
 
 def _innermost_layer(traceback: TracebackType | None) -> str:
-    """Returns the innermost layer that was running and the line of its class."""
+    """Returns the path of the innermost layer in a traceback, and its source line."""
     layer = line = None
     while traceback is not None:
         frame = traceback.tb_frame

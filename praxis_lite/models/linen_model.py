@@ -1,4 +1,4 @@
-"""A user's Flax Linen module as a `Model`, with variables as plain nested dicts of arrays."""
+"""A Flax Linen module as a `Model`, with variables as plain nested dicts of arrays."""
 
 import functools
 import zlib
@@ -30,25 +30,24 @@ PyTree = Any
 
 
 class LinenModel(Model):
-    """An unchanged Flax Linen module.
+    """Wraps an unmodified Flax Linen module.
 
     A learner can train only the collection "params". Every other collection that `init` creates
-    ("batch_stats", "cache") is under "non_trainable" by its name, and is mutable in training. Sown
-    values are in neither. Weights in Flax's boxes declare their splits: `nn.with_partitioning` mesh
-    axes, `nn.with_logical_partitioning` names for the rules of the job. The state has arrays
-    without boxes.
+    ("batch_stats", "cache") is stored under "non_trainable" by its name, and is mutable in
+    training. Sown values are not part of the state. Weights in Flax's boxes declare their splits:
+    `nn.with_partitioning` specifies mesh axes, and `nn.with_logical_partitioning` specifies names
+    for the job's rules. The state contains arrays without boxes.
 
     Args:
       module: An instance, for example an `fdl.Config` of its class.
-      init_inputs: The inputs of `module.init` besides keys: a dict by argument name, or a sequence
-        by position, of shapes (float32), of pairs (dtype, shape), or of arrays:
-        `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. A training flag that is not given selects
-        evaluation.
+      init_inputs: The inputs of `module.init` except keys: a dict by argument name, or a sequence
+        by position, with shapes (float32), pairs (dtype, shape) or arrays, such as
+        `{"x": (1, 28, 28), "ids": ("int32", (1, 16))}`. Training flags default to evaluation.
       eval_module: A module that replaces `module` in evaluation and decoding, with the same
         weights; for modules where training is a setting instead of an argument.
-      init_method: The name of the method that creates all variables; None: `__call__`.
-      sown_collections: Collections to drop from the state, besides "intermediates" and those that
-        grow with every call, as `sow` makes them by default.
+      init_method: Name of the method that creates all variables. If None, `__call__`.
+      sown_collections: Collections to drop from the state, in addition to "intermediates" and
+        collections that grow with every call, as `sow` creates them by default.
 
     Raises:
       ConfigError: From `weight_specs`: the module cannot be initialized with these inputs.
@@ -88,8 +87,8 @@ class LinenModel(Model):
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> "BoundLinen":
-        # In evaluation, a task passes keys itself (`rngs`). Dropout in a module that does not know
-        # that it is evaluated then lacks a key, which raises an error, instead of being applied.
+        # In evaluation, the task passes keys explicitly (`rngs`). If a module still applies dropout
+        # in evaluation, the missing key raises an error.
         del eval_key
         module = self.linen_module if key is not None else self.eval_module
         mdl_vars, boxed = whole(mdl_vars), self._abstract[0]
@@ -103,7 +102,7 @@ class LinenModel(Model):
 
     @functools.cached_property
     def _abstract(self) -> tuple[dict[str, Any], OwnShapes]:
-        """The variables of init as boxed shapes, and the shape of each weight in its layer."""
+        """The variables from init as boxed shapes, and the shape of each weight in its layer."""
         args, kwargs = self._arguments()
         own_shapes: OwnShapes = {}
         with as_config_error(self.linen_module, "initialized with init_inputs", args, kwargs):
@@ -122,7 +121,7 @@ class LinenModel(Model):
 
     @functools.cached_property
     def _sown(self) -> set[str]:
-        """The collections that are not part of the state: those that grow with another call."""
+        """The collections that are not part of the state, because they grow with every call."""
         named, before = {"intermediates", *self._sown_collections}, unbox(self._abstract[0])
         if all(_is_nested_dict(tree) for tree in before.values()):
             return named
@@ -151,7 +150,7 @@ class LinenModel(Model):
     def _init(self, key: jax.Array, own_shapes: OwnShapes | None = None) -> dict[str, Any]:
         args, kwargs = jax.tree.map(example_array, self._arguments())
         with nn.intercept_methods(initialize_off_mesh(own_shapes)):
-            # Flax uses "params" for streams without a key, such as dropout's.
+            # Flax uses "params" for streams without a key, such as "dropout".
             return dict(
                 self.linen_module.init({"params": key}, *args, method=self.init_method, **kwargs)
             )
@@ -162,13 +161,13 @@ class LinenModel(Model):
 
 
 class BoundLinen:
-    """A Linen module with its variables, for one pass; it is called like the module.
+    """A Linen module bound to its variables for one pass; call it like the module.
 
     Attributes:
       linen_module: The module.
       variables: The variables by collection, updated by calls.
-      sown: The values sown in the last call by collection, including "intermediates".
-      key: The key of the pass; None: evaluation.
+      sown: The values that the last call sowed by collection, including "intermediates".
+      key: Random key of the pass; None in evaluation.
     """
 
     def __init__(self, linen_module: nn.Module, variables: dict[str, Any], key: jax.Array | None):
@@ -183,21 +182,22 @@ class BoundLinen:
         rngs: Mapping[str, jax.Array] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Returns the result of the module, or of one of its methods.
+        """Calls the module or one of its methods, and returns the result.
 
-        Flags that the method accepts and that are not given are set: `train`, `training`,
-        `is_training`, or `deterministic`, `use_running_average`. In training, all collections
-        except "params" are mutable; in evaluation only "cache" and the sown collections are.
+        Training flags that the method accepts and the caller does not pass are set: `train`,
+        `training`, `is_training`, `deterministic` and `use_running_average`. In training, all
+        collections except "params" are mutable. In evaluation, only "cache" and the sown
+        collections are mutable.
 
         Args:
-          args: Arguments of the method.
-          method: A method's name, or a function; None: `__call__`.
-          rngs: Keys by stream. None: no keys in evaluation. In training, "dropout" gets the pass's
-            key, another one in further calls of the pass, and all other streams share a key.
-          kwargs: Named arguments of the method.
+          args: Positional arguments of the method.
+          method: Name of a method, or a function. If None, `__call__`.
+          rngs: Keys by stream. If None, evaluation has no keys. Training then passes the key of the
+            pass to "dropout" (a different key in each call), and a shared key to all other streams.
+          kwargs: Keyword arguments of the method.
 
         Raises:
-          ConfigError: Flax raised an error, for example for a weight with another shape.
+          ConfigError: Flax raised an error, for example because a weight has the wrong shape.
         """
         is_training = self.key is not None
         function = resolve_method(self.linen_module, method)
@@ -205,7 +205,7 @@ class BoundLinen:
         if rngs is None and self.key is not None:
             key, num_before = self.key, self._num_calls
             key = jax.random.fold_in(key, num_before) if num_before else key
-            # Flax uses "params" for streams that are missing.
+            # Flax uses "params" for missing streams.
             others = jax.random.fold_in(key, zlib.crc32(b"other streams"))
             rngs = {"dropout": key, "params": others}
         self._num_calls += 1
@@ -224,7 +224,7 @@ class BoundLinen:
         return outputs
 
     def clone(self, **settings: Any) -> "BoundLinen":
-        """Returns the same weights in a module with other settings, such as `decode=True`."""
+        """Returns a copy with the same weights and changed settings, such as `decode=True`."""
         return BoundLinen(self.linen_module.clone(**settings), dict(self.variables), self.key)
 
 
@@ -235,7 +235,7 @@ def _is_nested_dict(tree: PyTree) -> bool:
 
 
 def _plain(tree: PyTree) -> PyTree:
-    """Returns nested dicts with string keys; a variable may be any container of arrays."""
+    """Converts a variable, which may be any container of arrays, to nested dicts of arrays."""
     if isinstance(tree, Mapping):
         return {str(name): _plain(child) for name, child in tree.items()}
     if isinstance(tree, tuple | list):
@@ -244,7 +244,7 @@ def _plain(tree: PyTree) -> PyTree:
 
 
 def _restructure(like: PyTree, plain: PyTree) -> PyTree:
-    """Returns the leaves of nested dicts `plain` in the containers of `like`."""
+    """Moves the leaves of the nested dicts `plain` into the containers of `like`."""
 
     def leaf(path: tuple, _: Any) -> Any:
         node = plain

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.heads import AttentionHeads
@@ -37,69 +37,72 @@ from praxis_lite.layers.stacking.tensor_parallel import (
 )
 from praxis_lite.layers.stochastics import Dropout
 
-# B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
+# B batch, T queries, S keys, D model dims, N query heads, G key/value heads, K dims per head.
 
 
 class DotProductAttention(AttentionHeads):
     """Attention of [B, T, D] to itself or to `encoded` [B, S, D]; returns outputs and the cache.
 
-    Vaswani et al. 2017, arXiv:1706.03762, with the names, defaults and numerics of Pax. Softmax is
-    computed in float32.
+    Vaswani et al. 2017, arXiv:1706.03762, with Pax's names, defaults and numerics. By default, the
+    softmax is computed in float32.
 
     Args:
-      input_dim: D; or dims of "query", "key" and "value", if inputs and `encoded` differ.
+      input_dim: D, or a mapping from "query", "key" and "value" to dims if inputs and `encoded`
+        differ.
       num_heads: N.
-      hidden_dim: K is hidden_dim / N unless dim_per_head is set; None: D.
-      dim_per_head: K. As in Pax, the scale of queries (without the per-dim scale) is still that of
-        hidden_dim / N, unless scale_query_by_dim_per_head is set.
-      num_kv_heads: G, heads of keys and values, each shared by N / G heads of queries
-        (arXiv:2305.13245; 1: arXiv:1911.02150); None: N.
-      is_causal: For self-attention. True: a token sees itself and earlier tokens. False: it sees
-        all tokens. None: True, unless the call passes an atten_mask, which then is the only mask,
-        as in Pax, except for a window.
+      hidden_dim: N K, used if dim_per_head is None. If None, D.
+      dim_per_head: K. As in Pax, queries are still scaled for hidden_dim / N (without the per-dim
+        scale), unless scale_query_by_dim_per_head is set.
+      num_kv_heads: G, the number of key/value heads, each shared by N / G query heads
+        (arXiv:2305.13245; arXiv:1911.02150 for 1). If None, N.
+      is_causal: For self-attention. If True, a token sees itself and earlier tokens. If False, it
+        sees all tokens. None means True, unless the call passes an atten_mask: as in Pax, that mask
+        then replaces the causal mask, but not a window.
       is_cross_attention: Whether keys and values come from `encoded`.
-      window: A token sees itself and the window - 1 preceding tokens: Pax's left_context. The cache
-        stores window + SPARE_PLACES tokens.
-      right_context: Without is_causal, the number of later tokens that a token sees; None: all, or
-        window - 1.
+      window: A token sees itself and the window - 1 preceding tokens (Pax's left_context). The
+        cache stores window + SPARE_PLACES tokens.
+      right_context: Number of later tokens that a token sees if is_causal is False. If None, all
+        later tokens, or window - 1 with a window.
       use_bias: Whether the projections have biases.
-      use_output_bias: Whether the output projection has a bias; None: as use_bias.
-      internal_gshard_gaussian_init: Whether separate projections are initialized as Gaussians with
-        the variances 1 / (D K) of queries, 1 / D of keys and values, 1 / (N K) of outputs (as in
-        GShard).
+      use_output_bias: Whether the output projection has a bias. If None, use_bias decides.
+      internal_gshard_gaussian_init: Whether to initialize separate projections as Gaussians, as in
+        GShard, with variance 1 / (D K) for queries, 1 / D for keys and values, and 1 / (N K) for
+        outputs.
       combine_qkv: Whether queries, keys and values share one weight.
-      internal_enable_query_scale: Whether queries are scaled.
-      internal_enable_per_dim_scale: Whether they are scaled by a learned scale per dim.
+      internal_enable_query_scale: Whether to scale queries.
+      internal_enable_per_dim_scale: Whether the query scale is learned per dim.
       scale_query_by_dim_per_head: See dim_per_head.
-      scale_logits_by_head_dims: Whether logits are multiplied by 1 / sqrt(K).
-      atten_logit_cap: Limit of logits, by a tanh; 0.0: no limit.
-      attention_extra_logit: An additional logit, whose value is zero.
-      attention_sinks: Whether each head has such a logit, which is learned (arXiv:2309.17453).
-      zero_fully_masked: Whether queries without visible keys give zeros, as in cross-attention,
+      scale_logits_by_head_dims: Whether to multiply logits by 1 / sqrt(K).
+      atten_logit_cap: Limit of the logits, applied with a tanh. If 0.0, there is no limit.
+      attention_extra_logit: An additional logit, whose value vector is zero.
+      attention_sinks: Whether each head learns such an additional logit (arXiv:2309.17453).
+      zero_fully_masked: Whether queries without visible keys output zeros, as in cross-attention,
         instead of the mean of all values.
-      use_rotary_position_emb: Whether queries and keys are rotated by their positions.
-      ln_tpl: Norm of queries and keys, called with (K, rngs=); applied after rotation, as in Pax.
+      use_rotary_position_emb: Whether to rotate queries and keys by their positions.
+      ln_tpl: Norm of queries and keys, called with (K, rngs=). As in Pax, it is applied after the
+        rotation.
       ln_before_rotary: Whether to normalize before the rotation, as in Qwen 3 and Gemma 3.
-      ln_over_heads: Whether to normalize over all heads at once, as in OLMo 2; ln_tpl is called
-        with (N K, rngs=).
-      relative_bias_tpl: Bias of logits by distance, called with (N, rngs=).
-      float32_logits: Whether logits and softmax are float32, as in Pax. False: the queries' dtype,
-        which halves the memory in bfloat16, as in MaxText.
+      ln_over_heads: Whether to normalize over all heads at once, as in OLMo 2; ln_tpl is then
+        called with (N K, rngs=).
+      relative_bias_tpl: Attention bias that depends on distance, called with (N, rngs=).
+      float32_logits: Whether to compute logits and softmax in float32, as in Pax. If False, they
+        have the queries' dtype, as in MaxText, which halves their memory in bfloat16.
       atten_dropout_prob: Dropout probability of the attention probabilities.
-      output_proj_use_nhd_shape: Whether the output weight is stored as [N, K, D].
+      output_proj_use_nhd_shape: Whether to store the output weight as [N, K, D].
       atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "tokamax", "chunked" or
-        "blocked", see `choose_kernel`. The choice and its reason are logged once.
-      atten_chunk_size: Number of queries and keys in a chunk of the chunked kernel; number of
-        queries in a block of the blocked kernel.
+        "blocked"; see `choose_kernel`. The choice and its reason are logged once.
+      atten_chunk_size: Number of queries and keys per chunk of the chunked kernel, or of queries
+        per block of the blocked kernel.
       weight_split_dims_mapping: Split of the projections' weights, as [D, N, K].
       activation_split_dims_mapping: Split of queries, keys, values and the cache, [B, T, N, K].
-      kv_split_dims_mapping: Split of keys, values and the cache, [B, S, G, K], if different; a
-        single head is replicated. None: the time of a cache with fewer heads than devices is split.
+      kv_split_dims_mapping: Split of keys, values and the cache, [B, S, G, K]. If None,
+        activation_split_dims_mapping is used, except that a single head is replicated, and that the
+        cache is split along time if it has fewer heads than devices.
       output_split_dims_mapping: Split of the outputs, [B, T, D].
-      context_parallel: Explicit collectives if time is split over devices, a name in
-        CONTEXT_PARALLEL. None, and in calls with a cache: those of the compiler.
-      tensor_parallel: Explicit collectives along the mesh axis that splits N, a name in
-        TENSOR_PARALLEL. None, and in calls with a cache: those of the compiler.
+      context_parallel: Name in CONTEXT_PARALLEL of the explicit collectives to use if time is split
+        over devices. If None, and in calls with a cache, the compiler inserts collectives.
+      tensor_parallel: Name in TENSOR_PARALLEL of the explicit collectives to use along the mesh
+        axis that splits N. If None, and in calls with a cache, the compiler inserts collectives.
     """
 
     cache_skips_padding = True
@@ -136,16 +139,16 @@ class DotProductAttention(AttentionHeads):
         is_valid = atten_logit_cap >= 0.0
         cap_setting = f"{type(self).__name__}.atten_logit_cap"
         require(is_valid, cap_setting, atten_logit_cap, "a positive cap, or 0.0 for none")
-        # Whether a mask passed by the caller replaces the causal mask, and whether it is an error.
+        # Whether a mask that the caller passes replaces the causal mask, and whether it is refused.
         self.mask_is_all = is_causal is None and window is None
         self.refuses_mask = is_causal is True and window is None
         is_causal = is_causal is not False
         check_contexts(self, is_causal, is_cross_attention, window, right_context)
-        require(
-            not attention_sinks or attention_extra_logit is None,
-            f"{type(self).__name__}.attention_extra_logit", attention_extra_logit,
-            "None with attention_sinks",
-        )
+        if attention_sinks and attention_extra_logit is not None:
+            raise ConfigError(
+                f"{type(self).__name__}.attention_extra_logit {attention_extra_logit} cannot be "
+                "combined with attention_sinks."
+            )
         super().__init__(input_dim, num_heads, **settings)
         check_tensor_parallel(
             self, tensor_parallel, {
@@ -218,23 +221,24 @@ class DotProductAttention(AttentionHeads):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns outputs [B, T, D] and the updated cache.
 
-        With a cache, tokens are stored at their positions, and attend to all positions up to their
-        own; rows may be at different positions, and a row is one segment. Cross-attention stores
+        With a cache, tokens are stored at their positions and attend to all positions up to their
+        own. Rows may be at different positions, and each row is one segment. Cross-attention stores
         the keys and values of `encoded` in the cache, so that later calls do not need `encoded`.
 
         Args:
           inputs: [B, T, D].
-          encoded: [B, S, D], to attend to; None: the inputs, or `encoded` in the cache.
-          positions: Int [B or 1, T], consecutive in T; None: 0 to T - 1.
-          segment_ids: Int [B, T]; tokens see only their own segment.
-          paddings: [B, T]: 1.0 for padding, which no token sees.
+          encoded: [B, S, D], the sequence to attend to. If None, the inputs, or the `encoded` that
+            is stored in the cache.
+          positions: Int [B or 1, T], consecutive in T. If None, 0 to T - 1.
+          segment_ids: Int [B, T]. Tokens see only tokens of their segment.
+          paddings: [B, T]; 1.0 for padding, which no token sees.
           encoded_paddings: Paddings of `encoded`, [B, S].
-          encoded_segment_ids: Segments of `encoded`, [B, S]. Tokens that see none of it get zeros,
-            except padding (segment 0).
+          encoded_segment_ids: Segments of `encoded`, [B, S]. Tokens whose segment it does not
+            contain output zeros, except padding (segment 0).
           encoded_positions: Positions of `encoded`, [B, S].
-          atten_mask: Float [B or 1, 1 or N, 1 or T, S]; a key is hidden where it is below half of
-            LARGE_NEGATIVE. It is not added to the logits.
-          key: Key for dropout; None: no dropout.
+          atten_mask: Float [B or 1, 1 or N, 1 or T, S]. Keys are hidden where it is below
+            LARGE_NEGATIVE / 2. It is not added to the logits.
+          key: Random key for dropout. If None, nothing is dropped.
           cache: Cache of the preceding tokens, or None.
         """
         check_call(self, inputs, encoded, cache, atten_mask, segment_ids)
@@ -259,18 +263,18 @@ class DotProductAttention(AttentionHeads):
         self, inputs: jax.Array, rows: Mapping[str, jax.Array | None], key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns outputs and cache; for a device's shard of the heads, its partial sum of outputs.
+        """Returns outputs and cache; with a shard of the heads, the outputs are a partial sum.
 
         Args:
           inputs: [B, T, D].
-          rows: The arguments of `__call__` that have a dim of rows, by name.
-          key: Key for dropout, or None.
+          rows: The arguments of `__call__` that have a row dim, by name.
+          key: Random key for dropout, or None.
           cache: Cache of the preceding tokens, or None.
         """
         encoded, positions, segment_ids = map(rows.get, ("encoded", "positions", "segment_ids"))
         atten_mask = rows.get("atten_mask")
-        # Created here they are constants, so that XLA folds the rotary sines and cosines. As inputs
-        # of a scan, they would be recomputed for each head of each layer.
+        # Positions created here are constants, so that XLA folds the rotary sines and cosines. If
+        # they were inputs of a scan, it would recompute them for each head of each layer.
         positions = _positions(positions, inputs)
         assert positions is not None
         is_cross = self.is_cross_attention or encoded is not None
@@ -297,11 +301,12 @@ class DotProductAttention(AttentionHeads):
                 cache, kv, positions, mask, self._split_of_cache(), is_cross=is_cross
             )
             atten_mask = mask_of_keys(atten_mask, kv_positions)
-            # The cache may have a wider dtype, and must not be converted for each token.
+            # Convert the query, because the cache may have a wider dtype and converting it for each
+            # token would be slow.
             q_BTNK = q_BTNK.astype(jnp.promote_types(q_BTNK.dtype, kv["key"].dtype))
-            if self.split_of_time() is not None:  # Each device has some of the keys of all heads.
+            if self.split_of_time() is not None:  # Each device has some of the keys for all heads.
                 q_BTNK = constrain(q_BTNK, (self.activation_split_dims_mapping or ())[:2])
-        assert kv is not None, "Without a cache, there is an `encoded`."
+        assert kv is not None, "Calls without a cache always have keys."
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))
         encoded_BTNK = attend(
@@ -323,7 +328,7 @@ class DotProductAttention(AttentionHeads):
 
 
 def _positions(given: jax.Array | None, x: jax.Array | None) -> jax.Array | None:
-    """Returns the positions of x [B, T, ...], by default 0 to T - 1; None if there is no x."""
+    """Returns the positions of x [B, T, ...], by default 0 to T - 1, or None if x is None."""
     if given is not None or x is None:
         return given
     return jnp.arange(x.shape[1], dtype=jnp.int32)[None, :]

@@ -1,4 +1,4 @@
-"""The projections of attention to queries, keys and values, with the names of Pax."""
+"""Projections to attention queries, keys and values, with Pax's names."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
 from praxis_lite.layers.attention.kernels.head_parts import padded_num_heads
@@ -24,13 +24,13 @@ from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
 from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, SplitSetting, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
-# B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
+# B batch, T queries, S keys, D model dims, N query heads, G key/value heads, K dims per head.
 
 
 class AttentionHeads(BaseLayer):
     """Projects inputs to queries [B, T, N, K], and `encoded` to keys and values [B, S, G, K].
 
-    Base class of DotProductAttention, which documents the settings.
+    See DotProductAttention, a subclass, for the settings.
     """
 
     splits = OF_HEADS | splits(kv=(), output=RESIDUAL)
@@ -83,7 +83,7 @@ class AttentionHeads(BaseLayer):
             kwargs = {"use_bias": use_bias, "rngs": rngs, **kwargs}
             if internal_gshard_gaussian_init and fans:
                 kwargs["params_init"] = jax.nn.initializers.normal(math.prod(fans) ** -0.5)
-            if heads == 1 < N:  # In Pax, multi-query attention has no dim of heads there.
+            if heads == 1 < N:  # As in Pax, weights of a single key/value head have no heads dim.
                 return headless_proj_tpl(dim, K, **kwargs)
             return template(dim, heads, K, **kwargs)
 
@@ -102,11 +102,12 @@ class AttentionHeads(BaseLayer):
             dims = sizes.hidden_dim // N
             if scale_query_by_dim_per_head and dim_per_head is not None:
                 dims = sizes.K
-            require(
-                dims > 0, f"{type(self).__name__}.hidden_dim", sizes.hidden_dim,
-                f"{N} or more, because queries are scaled by hidden_dim / num_heads",
-                "Or set scale_query_by_dim_per_head=True.",
-            )
+            if dims <= 0:
+                raise ConfigError(
+                    f"{type(self).__name__}.hidden_dim is {sizes.hidden_dim}; expected at least "
+                    f"num_heads {N}, because queries are scaled by hidden_dim / num_heads. "
+                    "Increase it, or set scale_query_by_dim_per_head=True."
+                )
             self.query_scale = float(dims**-0.5)
         self.rotary_position_emb = rotary_position_emb_tpl(K) if use_rotary_position_emb else None
         self.relative_bias = (
@@ -118,7 +119,7 @@ class AttentionHeads(BaseLayer):
         self.ln_before_rotary, self.ln_over_heads = ln_before_rotary, ln_over_heads
         self.num_heads, self.num_kv_heads, self.dim_per_head = N, sizes.G, sizes.K
         self.features_split = N.split
-        # Mesh axes that split the time of the cache if it has fewer heads than devices.
+        # Mesh axes that split the cache along time if there are fewer heads than devices.
         self.cache_split = None
         if self.kv_split_dims_mapping is None and self.activation_split_dims_mapping is not None:
             kv_split = (*self.activation_split_dims_mapping, None, None, None, None)[:4]
@@ -132,7 +133,7 @@ class AttentionHeads(BaseLayer):
         self, inputs: jax.Array, encoded: jax.Array | None, positions: jax.Array,
         kv_positions: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns queries of the inputs, and keys and values of `encoded` (None without it)."""
+        """Projects inputs to queries, and `encoded` to keys and values (None if it is None)."""
 
         def normalize(heads: jax.Array, norm: Any) -> jax.Array:
             if norm is None or not self.ln_over_heads:
@@ -151,8 +152,8 @@ class AttentionHeads(BaseLayer):
         else:
             assert self.query is not None
             q_BTNK = self.query(inputs)
-        # Also constrain the outputs of the projections: if time is split before them, it is then
-        # gathered before the projections. Otherwise XLA may gather their weights.
+        # Also constrain the projections' outputs. If the inputs are split along time, XLA then
+        # gathers the inputs; otherwise it may gather the weights.
         q_BTNK = named(self._constrain(q_BTNK), "query_proj")
         q_BTNK = rotate(q_BTNK, positions, self.layer_norm_q)
         if self.per_dim_scale is not None:
@@ -163,7 +164,7 @@ class AttentionHeads(BaseLayer):
         if self.combined_qkv is None:
             assert self.key is not None and self.value is not None
             k_BSGK, v_BSGK = self.key(encoded), self.value(encoded)
-        assert kv_positions is not None, "The positions of `encoded`."
+        assert kv_positions is not None, "`encoded` must have positions."
         kv = self._constrain_kv({"key": k_BSGK, "value": v_BSGK})
         k_BSGK = rotate(named(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
         v_BSGK = named(kv["value"], "value_proj")
@@ -176,7 +177,7 @@ class AttentionHeads(BaseLayer):
         return {name: constrain(x, self.kv_split_dims_mapping) for name, x in kv.items()}
 
     def split_of_time(self) -> DimSplit:
-        """Returns the axes that split the cache's time if it has fewer heads than devices."""
+        """Returns the axes that split the cache along time, used with fewer heads than devices."""
         return self.cache_split if self.num_kv_heads < num_shards_of(self.cache_split) else None
 
     def _split_of_cache(self) -> SplitDims:
@@ -188,17 +189,18 @@ class AttentionHeads(BaseLayer):
         return B, G, S, K
 
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
-        """Returns a weight padded with zero heads until `num_parts` divides them.
+        """Pads a weight with zero heads so that its heads can be split over `num_parts` devices.
 
-        Heads are padded as by `padded_num_heads`; a single head of keys and values is replicated.
+        Heads are padded as in `padded_num_heads`; a single key/value head is replicated.
 
         Args:
           path: Path of the weight in this layer.
-          weight: A weight with the heads, or their dims head by head, in `dim`.
-          dim: The dim of heads.
+          weight: A weight whose dim `dim` contains the heads, or the concatenated dims of all
+            heads.
+          dim: Index of the heads dim.
           num_parts: Number of devices.
         """
-        if self.num_kv_heads == 1 < self.num_heads:  # Its weight has no dim of heads.
+        if self.num_kv_heads == 1 < self.num_heads:  # Its weight has no heads dim.
             num_q, num_kv, num_copies = -(-self.num_heads // num_parts) * num_parts, 1, 1
         else:
             num_q, num_kv, num_copies = padded_num_heads(

@@ -1,4 +1,4 @@
-"""The cache of keys and values for decoding: of all tokens, or a ring buffer of the last ones."""
+"""The key/value cache for decoding, which stores all tokens or a ring buffer of the last ones."""
 
 import math
 from typing import Any, NamedTuple
@@ -18,46 +18,46 @@ from praxis_lite.core.sharding.split_dims import (
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import pad_to
 
-# B batch, T new tokens, S cached tokens, G heads of keys and values, K dims per head.
+# B batch, T new tokens, S cached tokens, G key/value heads, K dims per head.
 Cache = dict[str, jax.Array]
 
-# The ring buffer of a layer with a window is larger than the window by this number of tokens. That
-# many of a row's latest tokens may be discarded and overwritten (speculative decoding) before a
-# visible token is lost.
+# The ring buffer of a layer with a window is larger than the window by this number of tokens. Up to
+# this many of a row's latest tokens can be discarded and overwritten (speculative decoding) without
+# losing a visible token.
 SPARE_PLACES = 16
 
 
 def empty_cache(
     layer: Any, batch_size: int, max_seq_length: int, dtype: Any, encoded_length: int | None
 ) -> Cache:
-    """Returns the empty cache of an attention layer: keys and values of zeros, [B, G, S, K].
+    """Returns an attention layer's empty cache: zeros for keys and values, [B, G, S, K].
 
-    Heads precede time, so that each token's products read the entries of a head in place, without a
-    copy. A cache for cross-attention also has `encoded_visible`, bool [B, S], and S is
+    The heads dim precedes time, so that matmuls read the entries of a head in place, without a
+    copy. A cache for cross-attention also contains `encoded_visible`, bool [B, S], and S is
     `encoded_length`. A layer with a window stores the last tokens in a ring buffer: S is at most
     window + SPARE_PLACES.
 
     Args:
       layer: An attention layer.
       batch_size: B.
-      max_seq_length: Maximum number of tokens of a row.
+      max_seq_length: Maximum number of tokens per row.
       dtype: Dtype of the activations.
       encoded_length: Maximum length of `encoded`, for cross-attention.
 
     Raises:
-      ConfigError: Cross-attention without encoded_length; or bidirectional attention, where later
-        tokens change the outputs of earlier ones.
+      ConfigError: encoded_length is missing in cross-attention, or attention is bidirectional, so
+        that later tokens would change the outputs of earlier tokens.
     """
     name, is_cross = type(layer).__name__, layer.is_cross_attention
     if is_cross and encoded_length is None:
         raise ConfigError(
-            f"{name}.init_cache of cross-attention requires encoded_length, the length of the "
+            f"{name}.init_cache requires encoded_length in cross-attention: the length of the "
             "longest `encoded` to store."
         )
     if not layer.is_causal and not is_cross:
         raise ConfigError(
-            f"{name} with is_causal=False has no cache, because later tokens change the outputs of "
-            "earlier ones. Process the complete sequence, or set is_causal=True."
+            f"{name} with is_causal=False does not support a cache, because later tokens change "
+            "the outputs of earlier tokens. Process the complete sequence, or set is_causal=True."
         )
     length = encoded_length if is_cross else max_seq_length
     if layer.left_context is not None:
@@ -70,7 +70,7 @@ def empty_cache(
 
 
 def stored_dtype(dtype: Any) -> jnp.dtype:
-    """Returns the dtype of the cache for activations of `dtype`; on CPU at least float32.
+    """Returns the cache's dtype for activations of `dtype`: at least float32 on CPU.
 
     XLA's CPU backend cannot update arrays of 16-bit floats in place: for each token it would
     convert the array to float32 and back. `stored` still rounds values to the precision of `dtype`.
@@ -79,9 +79,9 @@ def stored_dtype(dtype: Any) -> jnp.dtype:
 
 
 def stored(new: Cache, dtype: Any) -> Cache:
-    """Casts new cache entries to the cache's dtype, rounded to that of the activations.
+    """Rounds new cache entries to the activations' dtype, and casts them to the cache's dtype.
 
-    They are rounded by `reduce_precision`, because XLA removes pairs of casts in some programs.
+    `reduce_precision` rounds them, because XLA removes pairs of casts in some programs.
     """
     if stored_dtype(dtype) == dtype:
         return new
@@ -93,12 +93,12 @@ def stored(new: Cache, dtype: Any) -> Cache:
 
 
 def by_heads(kv: Cache) -> Cache:
-    """Swaps [B, S, G, K], the layout of keys and values, with [B, G, S, K], that of the cache."""
+    """Converts keys and values [B, S, G, K] to the cache's layout [B, G, S, K], and vice versa."""
     return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
 
 
 def laid_out(cache: Cache, split: SplitDims) -> Cache:
-    """Constrains the sharding of a cache; `split` is that of keys and values, [B, ..., S, K]."""
+    """Constrains a cache's sharding, given the split of its keys and values, [B, ..., S, K]."""
     if split is None:
         return cache
     splits = {"encoded_visible": (split[0], split[-2])}
@@ -108,7 +108,7 @@ def laid_out(cache: Cache, split: SplitDims) -> Cache:
 def append(
     cache: Cache, new: Cache, positions: jax.Array, split: SplitDims = None
 ) -> Cache:
-    """Writes T new entries [B, ..., T, K] to the cache, from each row's first position on.
+    """Writes T new entries [B, ..., T, K] to the cache, starting at each row's first position.
 
     Args:
       cache: The cache.
@@ -128,7 +128,7 @@ def written(
       old: Cached entries.
       new: New entries.
       start_B: Index of the first new entry in each row, [B or 1].
-      split: Split of `old`; None: unknown.
+      split: Split of `old`, or None if unknown.
     """
     new = new.astype(old.dtype)
     if start_B.shape[0] == 1:
@@ -146,19 +146,19 @@ def _scattered(
 ) -> jax.Array:
     """Returns `old` [B, ..., S, K] with an entry `new` [B, ..., K] written at each row's index.
 
-    On TPU, slices at different indices become a loop over the rows, which makes decoding of 32 rows
-    3.5 times slower. A scatter is in place, but only preserves the array's memory layout if it
-    writes rows of a matrix. So each device scatters into its shard, reshaped to a matrix.
+    On TPU, slice updates at different indices compile to a loop over the rows, which makes decoding
+    32 rows 3.5 times slower. A scatter works in place, but preserves the array's memory layout only
+    if it writes rows of a matrix. Therefore each device reshapes its shard to a matrix.
     """
 
     def scatter(old: jax.Array, new: jax.Array, place_B: jax.Array) -> jax.Array:
         *rows, length, dims = old.shape
         num_rows = math.prod(rows)
         place = place_B.reshape(-1, *[1] * (len(rows) - 1))
-        # An index beyond the end is set beyond the end of all rows, and is dropped.
+        # Move an index beyond a row's end beyond the end of all rows, so that it is dropped.
         place = jnp.where(place < length, place, num_rows * length)
         index = jnp.arange(num_rows).reshape(rows) * length + place
-        # Heads first, the order in which the preceding products write them; others add a copy.
+        # Heads first, as in the outputs of the preceding matmuls; other orders add a copy.
         index, new = jnp.moveaxis(index, 0, -1).reshape(-1), jnp.moveaxis(new, 0, -2)
         flat = old.reshape(-1, dims).at[index].set(
             new.reshape(-1, dims), mode="drop", unique_indices=True
@@ -208,7 +208,7 @@ class CacheUpdate(NamedTuple):
       cache: The cache with the new tokens.
       kv: Keys and values, [B, S, G, K].
       positions: Positions of the keys, int [B or 1, S]; negative for missing keys.
-      mask: Mask of new tokens and keys.
+      mask: Mask of the new tokens and these keys.
     """
 
     cache: Cache
@@ -221,13 +221,13 @@ def update_cache(
     cache: Cache, kv: Cache | None, positions: jax.Array, mask: AttentionMask,
     split: SplitDims, *, is_cross: bool,
 ) -> CacheUpdate:
-    """Writes T new tokens to a cache; in cross-attention, writes `encoded` if it is given.
+    """Writes T new tokens to a cache or, in cross-attention, `encoded` if it is passed.
 
     Args:
       cache: The cache.
-      kv: New keys and values, [B, T or S, G, K]; None: `encoded` is already in the cache.
+      kv: New keys and values, [B, T or S, G, K]; None if `encoded` is already in the cache.
       positions: Int [B or 1, T], consecutive.
-      mask: Mask of a call without a cache; provides the window and the padding.
+      mask: The mask of a call without a cache; only its window and padding are used.
       split: Split of the cache, [B, G, S, K].
       is_cross: Whether the keys belong to `encoded`.
 
@@ -241,7 +241,7 @@ def update_cache(
         mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
         cache = laid_out(cache, split)
         return CacheUpdate(cache, by_heads(cache), jnp.arange(length, dtype=jnp.int32)[None], mask)
-    assert new is not None, "Only cross-attention has calls without keys."
+    assert new is not None, "Only cross-attention can be called without new keys."
     if window is not None and length >= window + SPARE_PLACES:
         is_short = positions.shape[1] <= SPARE_PLACES + 1
         update = _update_ring if is_short else _update_ring_by_block
@@ -255,11 +255,11 @@ def update_cache(
 def _update_ring(
     cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
 ) -> CacheUpdate:
-    """Implements `update_cache` for so few tokens that they overwrite no visible ones.
+    """Implements `update_cache` for a few tokens, which cannot overwrite visible ones.
 
-    A token is stored at its position modulo the ring's length S. So the position of an entry is the
-    latest one, up to that of the newest token, that equals its index modulo S. Discarded tokens
-    count as S positions earlier, which is outside the window.
+    A token is stored at its position modulo the ring's length S. The position of an entry is
+    therefore the latest position, not after the newest token, that equals its index modulo S. For a
+    discarded token, this gives a position that is S earlier, which is outside the window.
     """
     length = cache["key"].shape[2]
     updated = cache

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, which computes all heads' keys and values from a narrow latent."""
+"""Multi-head latent attention: keys and values of all heads are computed from a narrow latent."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,46 +27,46 @@ from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
 from praxis_lite.layers.stochastics import Dropout
 
-# B batch, T queries, S keys, D model dims, N heads, K dims of a head without positions, R rotary
-# dims of a head, V dims of a value, L dims of the latent.
+# B batch, T queries, S keys, D model dims, N heads, K non-rotary dims per head, R rotary dims per
+# head, V value dims per head, L latent dims.
 
 
 class MultiHeadLatentAttention(BaseLayer):
     """Causal self-attention of [B, T, D] via latents; returns outputs and the cache.
 
-    DeepSeek-V2, arXiv:2405.04434, section 2.1. For each token the cache stores a latent [L] and one
-    positional key [R] for all heads: S (L + R) numbers per row. With a cache, queries are projected
-    to the latent space, where all heads read the same keys. Without one, each head's keys and
-    values are computed from the latent. Both are equal up to rounding.
+    DeepSeek-V2, arXiv:2405.04434, section 2.1. For each token, the cache stores a latent [L] and a
+    positional key [R] that all heads share: S (L + R) numbers per row. With a cache, queries are
+    projected to the latent space, where all heads read the same keys. Without a cache, the keys and
+    values of each head are computed from the latent. The results are equal up to rounding.
 
     Args:
       input_dim: D.
       num_heads: N.
       dim_per_head: Ignored; models pass it to all of their layers.
-      q_lora_rank: Dims of the latent of queries; None: queries are computed from the inputs.
+      q_lora_rank: Dims of the query latent. If None, queries are computed from the inputs.
       kv_lora_rank: L.
       qk_nope_head_dim: K.
       qk_rope_head_dim: R.
       v_head_dim: V.
-      query_scale: Factor of the queries; None: (K + R)^-0.5.
-      use_bias: Whether the two latents, before their norms, and the outputs have biases.
-      rotates_neighbours: Whether dims 2 i and 2 i + 1 rotate together, as in DeepSeek's models;
-        False: the first and the second half of dims.
+      query_scale: Factor that multiplies the queries. If None, (K + R)^-0.5.
+      use_bias: Whether to add biases to the outputs and to both latents, before their norms.
+      rotates_neighbours: Whether dims 2 i and 2 i + 1 rotate together, as in DeepSeek's models. If
+        False, dim i rotates with dim i + R / 2.
       ln_tpl: Norms of the latents, called with (dims, rngs=).
       rotary_position_emb_tpl: Rotary embedding, called with (R).
       atten_dropout_prob: See DotProductAttention.
       atten_kernel: See DotProductAttention.
       atten_chunk_size: See DotProductAttention.
       context_parallel: See DotProductAttention.
-      weight_split_dims_mapping: Split of the projections to and from heads, [D or L, N, K]; weights
-        into latents are split like its first entry.
-      activation_split_dims_mapping: Split of queries, keys and values, [B, T, N, K]. The cache,
-        which has no heads, splits its time like N.
+      weight_split_dims_mapping: Split of the projections to and from heads, [D or L, N, K]. The
+        projections to latents use its first entry.
+      activation_split_dims_mapping: Split of queries, keys and values, [B, T, N, K]. The cache has
+        no heads dim; its time dim is split like N.
       output_split_dims_mapping: Split of the outputs, [B, T, D].
 
     Raises:
-      ConfigError: A size is not positive; or a call passes an atten_mask or segment_ids with a
-        cache.
+      ConfigError: A size is not positive. When called: an atten_mask is passed, or segment_ids
+        together with a cache.
     """
 
     cache_skips_padding = True
@@ -111,7 +111,7 @@ class MultiHeadLatentAttention(BaseLayer):
         check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
         D, N, of_head = self.dims(input_dim, num_heads, K)
 
-        # Latents are replicated, and the heads computed from them are split.
+        # Latents are replicated; the heads computed from them are split.
         def latent_projection(dims: int) -> Linear:
             return Linear(D, dims, rngs=rngs)
 
@@ -167,8 +167,8 @@ class MultiHeadLatentAttention(BaseLayer):
         """
         if atten_mask is not None:
             raise ConfigError(
-                "MultiHeadLatentAttention has no atten_mask, because it is causal. Pass "
-                "segment_ids or paddings, or use DotProductAttention."
+                "MultiHeadLatentAttention does not support an atten_mask, because it is causal. "
+                "Pass segment_ids or paddings, or use DotProductAttention."
             )
         require_one_segment(self, cache, segment_ids)
         if positions is None:
@@ -221,7 +221,7 @@ class MultiHeadLatentAttention(BaseLayer):
         k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]
         k_BSNR = jnp.broadcast_to(new["key"][:, :, None], (*k_BSNK.shape[:3], R))
         k_BSNR = typed_as(k_BSNR, k_BSNK)
-        # Kernels require values of the size of keys.
+        # Kernels require keys and values of the same size.
         q, k, v = (
             pad_to(x, max(K + R, V), dim=3) for x in (
                 jnp.concatenate([q_BTNK, q_BTNR], -1), jnp.concatenate([k_BSNK, k_BSNR], -1),
@@ -234,17 +234,18 @@ class MultiHeadLatentAttention(BaseLayer):
         self, q_BTNK: jax.Array, q_BTNR: jax.Array, cache: Cache, mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns the same outputs, computed with the latents as keys and values of all heads."""
+        """Returns outputs [B, T, N, V], using the latents as keys and values of all heads."""
         _, K, _, _, L = self.sizes
         w = self.key_value.kernel(q_BTNK.dtype)
-        if self.key_value.product != Product():  # There is an adapter, or quantization.
+        if self.key_value.product != Product():  # The weight has an adapter or is quantized.
             w = self.key_value(jnp.eye(L, dtype=q_BTNK.dtype))
         w_LNK, w_LNV = jnp.split(w, [K], axis=-1)
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
-        # The cache may have a wider dtype, and must not be converted for each token.
+        # Convert the query, because the cache may have a wider dtype and converting it for each
+        # token would be slow.
         q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
         if self.split_of_time() is not None:
-            # Each device has some of the keys, which all heads attend to.
+            # Replicate the heads, because each device has some of the keys for all heads.
             q = constrain(q, (self.activation_split_dims_mapping or ())[:2])
         # Positional keys are also values; `value_dims` slices off their outputs.
         kv = cache["key"].astype(q.dtype)[:, :, None]
@@ -263,7 +264,7 @@ class MultiHeadLatentAttention(BaseLayer):
         )
 
     def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
-        if self.rotates_neighbours:  # Products do not depend on the order of dims within a head.
+        if self.rotates_neighbours:  # Logits do not depend on the order of dims within a head.
             pairs = heads.reshape(*heads.shape[:-1], -1, 2)
             heads = pairs.swapaxes(-1, -2).reshape(heads.shape)
         return self.rotary_position_emb(heads, positions)
@@ -272,7 +273,7 @@ class MultiHeadLatentAttention(BaseLayer):
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
     def split_of_time(self) -> DimSplit:
-        """Returns the axes of heads, which split the time of the cache, or None."""
+        """Returns the mesh axes of the heads dim, which split the cache along time, or None."""
         _, S, N = (*(self.activation_split_dims_mapping or ()), None, None, None)[:3]
         return N if S is None and num_shards_of(N) > 1 else None
 

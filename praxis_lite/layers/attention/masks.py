@@ -8,33 +8,33 @@ import jax.numpy as jnp
 
 # B batch, T queries, S keys.
 
-# The logit of a hidden key, as in Pax. It is finite, so that a query without visible keys gets the
-# mean of all values instead of NaN.
+# The logit of a hidden key, as in Pax. It is finite, so that a query without visible keys outputs
+# the mean of all values instead of NaN.
 LARGE_NEGATIVE = -0.7 * float(jnp.finfo("float32").max)
-# Advice in errors about a mask that is passed to a causal layer.
+# Advice for error messages about a mask that is passed to a causal layer.
 HIDE_LATER = (
-    "let the mask hide later tokens if they must be hidden (jnp.minimum(atten_mask, "
-    "causal_mask(T)) of praxis_lite.layers.attention.masks)"
+    "if later tokens must be hidden, pass jnp.minimum(atten_mask, causal_mask(T)), with "
+    "causal_mask from praxis_lite.layers.attention.masks"
 )
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionMask:
-    """Query t sees key s if all of the set fields allow it.
+    """A structured attention mask: query t sees key s if all fields that are set allow it.
 
     Attributes:
-      left_context: t - s < left_context: a query sees its own index and the `left_context - 1`
-        preceding ones.
-      right_context: s - t <= right_context; 0: causal.
-      q_index_BT: Indices of the queries among the keys, int [B or 1, T]; None: 0 to T - 1.
-      q_segments_BT: Segments of the queries, int; a query sees keys of the same segment.
+      left_context: Requires t - s < left_context: a query sees its own index and the
+        `left_context - 1` preceding indices.
+      right_context: Requires s - t <= right_context. If 0, the mask is causal.
+      q_index_BT: Indices of the queries among the keys, int [B or 1, T]. If None, 0 to T - 1.
+      q_segments_BT: Segments of the queries, int. A query sees only keys of its segment.
       kv_segments_BS: Segments of the keys, int.
-      kv_visible_BS: Bool [B, S]; False hides a key from every query.
-      kv_index_BS: Indices of the keys, int [B or 1, S]; None: 0 to S - 1. Supported by the chunked
-        kernel, dot_product and einsum.
-      is_to_itself: Whether queries and keys belong to the same tokens in the same order. Then each
-        query that is not padding sees at least its own key.
+      kv_visible_BS: Bool [B, S]. False hides a key from every query.
+      kv_index_BS: Indices of the keys, int [B or 1, S]. If None, 0 to S - 1. Only the chunked,
+        dot_product and einsum kernels support it.
+      is_to_itself: Whether queries and keys belong to the same tokens in the same order, so that
+        each query that is not padding sees at least its own key.
     """
 
     left_context: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -68,7 +68,8 @@ class AttentionMask:
         return self.q_index_BT
 
     def visible_at(self, q_index_BT: jax.Array, kv_index_BS: jax.Array) -> jax.Array | None:
-        """Returns `visible` for arrays that contain only queries and keys of these indices."""
+        """Returns `visible` for a block that contains only the queries and keys at these indices.
+        """
         distance_BTS = q_index_BT[:, :, None] - kv_index_BS[:, None, :]
         conditions = []
         if self.left_context is not None:
@@ -85,10 +86,10 @@ class AttentionMask:
         return functools.reduce(jnp.logical_and, jnp.broadcast_arrays(*conditions))
 
     def zeros_where_none_is_seen(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
-        """Replaces the outputs of queries that see no key by zeros.
+        """Replaces the outputs of queries that see no key with zeros.
 
-        Kernels return the mean of all values for them, including other segments. Queries of segment
-        0, which is padding, keep that mean, as in Pax.
+        For such queries, kernels return the mean of all values, including other segments. As in
+        Pax, queries in segment 0 (padding) keep this mean.
         """
         visible_BTS = self.visible(attended_BTNK.shape[1], num_keys)
         if visible_BTS is None:
@@ -103,11 +104,11 @@ def cross_attention_mask(
     segment_ids: jax.Array | None, encoded_paddings: jax.Array | None,
     encoded_segment_ids: jax.Array | None,
 ) -> AttentionMask:
-    """Returns the mask with which queries see the keys of `encoded` in their segment.
+    """Returns a mask that lets queries see the keys of `encoded` in their segment.
 
     Args:
-      segment_ids: Segments of the queries, int [B, T]; None: they see all segments except 0.
-      encoded_paddings: [B, S]: 1.0 for padding, which is hidden.
+      segment_ids: Segments of the queries, int [B, T]. If None, queries see all segments except 0.
+      encoded_paddings: [B, S]; 1.0 for padding, which is hidden.
       encoded_segment_ids: Segments of the keys, int [B, S].
     """
     visible_BS = not_padding(encoded_paddings)
@@ -122,7 +123,7 @@ def cross_attention_mask(
 
 
 def not_padding(paddings: jax.Array | None) -> jax.Array | None:
-    """Returns bool, False where paddings are 1.0; None for None."""
+    """Converts paddings to bools that are False for padding; returns None for None."""
     return None if paddings is None else paddings < 0.5
 
 
@@ -143,16 +144,16 @@ def _additive(hidden: jax.Array) -> jax.Array:
 
 
 def causal_mask(length: int) -> jax.Array:
-    """Returns float [1, 1, T, T] to add to logits: a large negative number above the diagonal."""
+    """Returns an additive causal mask, float [1, 1, T, T]: large negative above the diagonal."""
     index_T = jnp.arange(length)
     return _additive(index_T[:, None] < index_T[None, :])[None, None]
 
 
 def segment_mask(segment_ids: jax.Array) -> jax.Array:
-    """Returns float [B, 1, T, T] to add to logits: large negative between different segments."""
+    """Returns an additive segment mask, float [B, 1, T, T]: large negative across segments."""
     return _additive(segment_ids[:, :, None] != segment_ids[:, None, :])[:, None]
 
 
 def convert_paddings_to_mask(paddings: jax.Array) -> jax.Array:
-    """Returns float [B, 1, 1, S] that hides padding, for paddings [B, S] (1.0 is padding)."""
+    """Converts paddings [B, S], 1.0 for padding, to an additive mask, float [B, 1, 1, S]."""
     return _additive(paddings > 0.5)[:, None, None, :]

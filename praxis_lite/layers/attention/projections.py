@@ -1,4 +1,4 @@
-"""Projections between model dims and heads, and the learned scale of queries, named as in Pax."""
+"""Projections between model dims and heads, and a learned query scale, named as in Pax."""
 
 from typing import TYPE_CHECKING
 
@@ -25,14 +25,14 @@ class AttentionProjection(Dense):
       dim_per_head: K.
       is_output_projection: Whether to project from heads to D.
       use_bias: Whether to add a bias: [N, K], or [D] for an output projection.
-      attention_combine_dims: Whether to store the weight as [D, N * K]. As in Pax, there must be no
-        bias.
+      attention_combine_dims: Whether to store the weight as [D, N * K]. As in Pax, this does not
+        support a bias.
       use_nhd_shape: Whether to store the weight of an output projection as [N, K, D].
-      explicit_fan_in_fan_out_axes: Whether to initialize the weight with its true fans, D and
-        N * K. If not, as in Pax, [D, N, K] is initialized like a convolution: about
+      explicit_fan_in_fan_out_axes: Whether to initialize the weight with the fans D and N * K of
+        its matmul. If False, [D, N, K] is initialized like a convolution, as in Pax: about
         sqrt((N + K) / 2) times smaller.
-      params_init: Initializer to use instead.
-      weight_split_dims_mapping: Split of [D, N, K], whatever the shape of the stored weight.
+      params_init: Initializer of the weight; overrides explicit_fan_in_fan_out_axes.
+      weight_split_dims_mapping: Split of [D, N, K], regardless of the stored shape.
       activation_split_dims_mapping: Split of the outputs.
     """
 
@@ -111,7 +111,7 @@ class OneHeadedAttentionProjection(Dense):
 
 
 class CombinedQKVProjectionLayer(Dense):
-    """Computes queries, keys and values, [B, T, N, K] each, with a joint weight [3, D, N, K].
+    """Computes queries, keys and values, each [B, T, N, K], with one weight [3, D, N, K].
 
     Args:
       input_dim: D.
@@ -121,7 +121,7 @@ class CombinedQKVProjectionLayer(Dense):
       attention_combine_dims: Whether to store the weight as [3, D, N * K] and the bias as
         [3, N * K].
       explicit_fan_in_fan_out_axes: See AttentionProjection.
-      weight_split_dims_mapping: Split of [D, N, K]; the dim of 3 is not split.
+      weight_split_dims_mapping: Split of [D, N, K]; the leading dim of size 3 is not split.
     """
 
     splits = splits(weight=(None, None, None))
@@ -148,7 +148,7 @@ class CombinedQKVProjectionLayer(Dense):
             in_parts="n", rngs=rngs,
         )
 
-    # Other dense layers have one result. The definition of `__call__` is Dense's.
+    # Other dense layers return one array. `__call__` is inherited from Dense.
     def finished(  # type: ignore[override]
         self, outputs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -164,7 +164,7 @@ class CombinedQKVProjectionLayer(Dense):
 class PerDimScale(BaseLayer):
     """Multiplies [..., K] by softplus(scale) / (softplus(0) sqrt(K)); the scale [K] starts at 0.
 
-    So it starts as the usual 1 / sqrt(K) of queries, and learns a factor per dim.
+    The scale thus starts as the usual 1 / sqrt(K) and learns a factor per dim.
     """
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs):

@@ -1,4 +1,4 @@
-"""RelativeBias: a learned bias of attention logits by distance, with the numerics of Pax."""
+"""RelativeBias: a learned attention bias that depends on distance, with Pax's numerics."""
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +16,17 @@ from praxis_lite.layers.base.dims import NONE, SplitSetting, splits
 class RelativeBias(BaseLayer):
     """Computes a bias [B, N, T, S] from positions of queries [B, T] and keys [B, S].
 
-    arXiv:1910.10683. Half of the buckets have one distance each. The other half have ranges of
-    distances that grow exponentially up to the maximum; larger distances share the last bucket. The
-    weight is [N, X].
+    arXiv:1910.10683. Half of the buckets cover a single distance each. The other half cover ranges
+    of distances that grow exponentially up to the maximum; larger distances share the last bucket.
+    The weight is [N, X].
 
     Args:
       num_heads: N.
       relative_attention_num_buckets: X.
       relative_attention_max_distance: Distance at which the last bucket begins.
-      bidirectional: Whether half of the buckets are for keys after the query; otherwise these share
-        the bucket of distance 0.
-      use_xavier_init: Whether to initialize the weight by Xavier's rule, instead of as a Gaussian
+      bidirectional: Whether half of the buckets are for keys after the query. If False, such keys
+        share the bucket of distance 0.
+      use_xavier_init: Whether to initialize the weight with Xavier's rule instead of a Gaussian
         with variance 1 / (N X).
     """
 
@@ -84,8 +84,8 @@ class RelativeBias(BaseLayer):
             distance = jnp.abs(distance)
         distance = jnp.maximum(distance, 0)
         max_exact = num_buckets // 2
-        # The log of distances below max_exact is not used, but must be finite. Both logs are JAX's,
-        # as in Pax, because their last digit decides at the edge of a bucket.
+        # The log of distances below max_exact is not used, but must be finite. As in Pax, JAX
+        # computes both logs, because the last digit matters at the edge of a bucket.
         ratio = jnp.maximum(distance, max_exact).astype(jnp.float32) / max_exact
         share = jnp.log(ratio) / jnp.log(jnp.float32(self.max_distance) / max_exact)
         far = max_exact + (share * (num_buckets - max_exact)).astype(distance.dtype)

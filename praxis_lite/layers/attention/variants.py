@@ -1,4 +1,4 @@
-"""Pax's attention classes whose heads share keys and values, as settings of DotProductAttention."""
+"""Pax's attention classes with shared keys and values, as variants of DotProductAttention."""
 
 import functools
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _ABSENT = (
 
 
 class MultiQueryDotProductAttention(DotProductAttention):
-    """DotProductAttention with one or few heads of keys and values, and no learned scale.
+    """DotProductAttention with one or few key/value heads, and without a learned query scale.
 
     Shazeer 2019, arXiv:1911.02150; with 1 < num_kv_heads < num_heads, arXiv:2305.13245. For the
     settings, see DotProductAttention.
@@ -40,17 +40,18 @@ class MultiQueryDotProductAttention(DotProductAttention):
 
 
 class GroupedQueryAttention(DotProductAttention):
-    """DotProductAttention whose heads share keys and values, with queries scaled by 1 / sqrt(K).
+    """DotProductAttention with shared key/value heads and queries scaled by 1 / sqrt(K).
 
     Ainslie et al. 2023, arXiv:2305.13245. Unlike in DotProductAttention, weights are initialized
-    with their true fans. Other settings are those of DotProductAttention.
+    with the fans of their matmuls. For other settings, see DotProductAttention.
 
     Args:
       input_dim: D.
       num_heads: N.
       num_kv_heads: G.
-      atten_temp: Divisor of the queries.
-      rope_min_max_timescales: Timescales for rotating queries and keys; None: they are not rotated.
+      atten_temp: Temperature; queries are divided by it.
+      rope_min_max_timescales: Minimum and maximum timescale of the rotary embedding. If None,
+        queries and keys are not rotated.
     """
 
     @inherit_params(

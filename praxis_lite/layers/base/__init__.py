@@ -1,1 +1,1 @@
-"""Base classes of layers; weights, their dims and splits; dense products."""
+"""Base classes for layers: weights, their dims and splits, and dense matmuls."""

@@ -1,4 +1,4 @@
-"""Checkpoint names of activations, by which a policy decides whether and where each is saved."""
+"""Checkpoint names, with which a policy decides whether and where activations are saved."""
 
 import contextlib
 from collections.abc import Iterator, Set
@@ -17,7 +17,7 @@ _OFFLOADED: ContextVar[Set[str]] = ContextVar("offloaded activations", default=f
 
 @contextlib.contextmanager
 def offloaded(names: Set[str]) -> Iterator[None]:
-    """Offloads activations of these names to host memory in the body."""
+    """Offloads activations with these names to host memory inside the `with` block."""
     token = _OFFLOADED.set(_OFFLOADED.get() | names)
     try:
         yield
@@ -26,7 +26,7 @@ def offloaded(names: Set[str]) -> Iterator[None]:
 
 
 def goes_to_host(name: str) -> bool:
-    """Returns whether the current policy offloads activations of this name to host memory."""
+    """Returns whether the current policy offloads activations with this name to host memory."""
     return name in _OFFLOADED.get()
 
 
@@ -34,8 +34,8 @@ def named(x: PyTree, name: str) -> PyTree:
     """Names activations for checkpoint policies (`jax.ad_checkpoint.checkpoint_name`).
 
     On TPU, offloaded arrays get a fixed memory layout. Otherwise XLA may choose different layouts
-    in the forward and backward pass, and then copies the stack of all layers to the device and back
-    (libtpu 0.0.51).
+    in the forward and backward pass, and would then copy the stacked activations of all layers to
+    the device and back (libtpu 0.0.51).
     """
     if not goes_to_host(name) or compiled_platform() != "tpu":
         return checkpoint_name(x, name)
@@ -43,7 +43,7 @@ def named(x: PyTree, name: str) -> PyTree:
 
 
 def name_residuals(x: PyTree, name: str | None) -> PyTree:
-    """Names a kernel's residuals for checkpoint policies; with None they are unchanged."""
+    """Names a kernel's residuals for checkpoint policies, or returns them unchanged for None."""
     return x if name is None else checkpoint_name(x, name)
 
 

@@ -35,13 +35,13 @@ ones = jax.nn.initializers.ones
 class BaseLayer(nnx.Module):
     """A Flax NNX module, used as a pytree, whose weights declare how they are split.
 
-    Subclasses create weights with `self.weight`, and sublayers, in the constructor, and compute in
+    Subclasses create weights (with `self.weight`) and sublayers in the constructor, and compute in
     `__call__`. Keys and caches are arguments and results; nothing is mutated. In the compiled
     program, the operations of `__call__` and of public methods have the layer's path as name scope.
 
     Raises:
-      ConfigError: A setting is out of range or contradicts another; raised before anything
-        compiles. Or a method received an unknown keyword; the message suggests similar ones.
+      ConfigError: A setting is out of range or conflicts with another setting, which is checked
+        before anything compiles, or a method received an unknown keyword.
     """
 
     __signature__ = ConstructorSignature()
@@ -49,18 +49,18 @@ class BaseLayer(nnx.Module):
     # constructor, and attributes before it runs. Constructors and classes declare them only for
     # type checkers.
     splits: Mapping[str, tuple[str | None, ...]] = {}
-    # Settings that a sharding preset sets, with the name of the preset's value.
+    # Maps settings that a sharding preset sets to the name of the value in the preset.
     preset_settings: Mapping[str, str] = {}
-    # By template, such as "softmax_tpl": splits that override those of layers built from it.
+    # Maps templates, such as "softmax_tpl", to splits that override those of the layers they build.
     template_splits: Mapping[str, Mapping[str, tuple[str | None, ...]]] = {}
     # The mechanism that couples the rows of a batch, such as "batch statistics"; for --mode=check.
     couples_rows: str | None = None
     # The mechanism by which a token can depend on later tokens, such as "slots that tokens compete
     # for". None if there is none, or if it is attention, which has masks.
     couples_tokens: str | None = None
-    # Whether calls with a cache skip the tokens marked by `paddings`, whatever their number. If
-    # not, decoding reads prompts one token at a time, and restores the cache of finished rows. A
-    # subclass with its own `__call__` or `init_cache` must declare it again.
+    # Whether calls with a cache can skip any number of tokens marked by `paddings`. If False,
+    # decoding reads prompts one token at a time, and restores the cache of finished rows. A
+    # subclass that overrides `__call__` or `init_cache` must declare it again.
     cache_skips_padding: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -77,18 +77,18 @@ class BaseLayer(nnx.Module):
             )
 
     def dims(self, *sizes: int, of: str = "weight") -> tuple[Dim, ...]:
-        """Returns sizes as `Dim`s with the names and the split of a setting.
+        """Converts sizes to `Dim`s with the names and the split of a setting.
 
-        Names are those that the layer declares in `splits`, unless a parent has named the dims. The
-        split is that of the setting, by default that of the parent. Weights created from these
-        dims, here or in sublayers, are split accordingly.
+        The names are those declared in `splits`, unless a parent has named the dims. If the setting
+        is None, the parent's split applies. Weights created from these dims, here or in sublayers,
+        are split accordingly.
 
         Args:
-          sizes: Sizes, or `Dim`s of a parent.
+          sizes: Sizes, or `Dim`s from a parent.
           of: Prefix of the setting, such as "weight" for `weight_split_dims_mapping`.
 
         Raises:
-          ConfigError: The layer has no such setting, or the setting does not fit the sizes.
+          ConfigError: The layer has no such setting, or the setting does not match the sizes.
         """
         setting = f"{of}{SPLIT}"
         require_choice(f"{type(self).__name__}.dims: the setting", setting, self.splits)
@@ -110,11 +110,11 @@ class BaseLayer(nnx.Module):
 
         Args:
           shape: Sizes, or results of `self.dims`.
-          split_dims_mapping: Its split; None: that of its dims.
+          split_dims_mapping: Split of the weight. If None, the splits of its dims apply.
           init: Initializer.
           dtype: Dtype of the stored weight.
-          matrix: The dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE.
-            None: a weight of two dims is a matrix. Weights with a dim of classes never are.
+          matrix: The dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE. If
+            None, a weight with two dims is a matrix. A weight with a classes dim never is.
           rngs: Random streams of the constructor.
         """
         if split_dims_mapping is None:
@@ -125,8 +125,8 @@ class BaseLayer(nnx.Module):
         if CLASSES in names:  # An embedding, or the weight of logits.
             matrix = NONE
         value = init(rngs.params(), tuple(map(int, shape)), dtype)
-        # Not Flax's own metadata (`sharding`, `out_sharding`), which Flax applies eagerly and
-        # rejects for dims that do not divide.
+        # Do not use Flax's metadata (`sharding`, `out_sharding`), which Flax applies eagerly and
+        # rejects for dims that are not evenly divisible.
         return nnx.Param(
             value, split_dims_mapping=split_dims_mapping, dim_names=names, matrix=matrix
         )
@@ -142,13 +142,13 @@ def _take(layer: BaseLayer, given: Mapping[str, Any]) -> None:
 
 def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Broadcasts `weight` (float32) to the shape of `like` and casts it to the dtype of `like`."""
-    # Cast after the broadcast, so that the gradient, a sum over all tokens for a bias, is summed in
-    # float32. A bfloat16 sum would stop growing, because 256 + 1 is 256 in bfloat16.
+    # Cast after the broadcast, so that gradients, such as a bias's sum over all tokens, are summed
+    # in float32. A bfloat16 sum would stop growing, because 256 + 1 is 256 in bfloat16.
     return broadcast_beside(weight, like).astype(like.dtype)
 
 
 def pad_to(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:
-    """Pads a dim of `x` at its end to `length`; `settings` are those of `jnp.pad`."""
+    """Pads a dim of `x` at its end to `length`; passes `settings` to `jnp.pad`."""
     missing = length - x.shape[dim]
     widths = [(0, missing if d == dim else 0) for d in range(x.ndim)]
     return jnp.pad(x, widths, **settings) if missing else x

@@ -34,14 +34,14 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ConstructorSignature:
-    """The signature of a layer class: that of its constructor.
+    """A descriptor that returns the constructor's signature as the signature of a layer class.
 
-    Without it, Fiddle and `--set` would see the `*args, **kwargs` of the metaclass of nnx.
+    Without it, Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass.
     """
 
     def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
         if layer is not None:
-            raise AttributeError("__signature__")  # The signature of an instance is `__call__`'s.
+            raise AttributeError("__signature__")  # Instances have the signature of `__call__`.
         return inspect.Signature(list(parameters_of(layer_class).values())[1:])
 
 
@@ -52,13 +52,13 @@ def parameters_of(layer_class: type) -> Mapping[str, inspect.Parameter]:
 
 
 def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
-    """Returns a decorator that replaces a constructor's `**settings` by the parameters of `bases`.
+    """Returns a decorator that replaces `**settings` of a constructor with parameters of `bases`.
 
     Their names, types and defaults appear in its signature, for help, Fiddle and `--set`.
 
     Args:
       bases: Classes whose constructor parameters are inherited.
-      but: Parameters to leave out.
+      but: Parameters to omit.
     """
 
     def decorated(init: Init) -> Init:
@@ -95,13 +95,13 @@ def with_settings(
     init: Callable[..., None], names: Collection[str],
     take: Callable[[Any, dict[str, Any]], None],
 ) -> Callable[..., None]:
-    """Returns a layer's constructor with additional keyword arguments, whose default is None.
+    """Returns a layer's constructor with additional keyword arguments that default to None.
 
     Args:
       init: The constructor.
-      names: Names of the keyword arguments. Those that the constructor declares itself, so that
-        type checkers know them, are also passed to it.
-      take: Called before the constructor with the layer and the given arguments.
+      names: Names of the keyword arguments. Arguments that the constructor also declares, for type
+        checkers, are passed on to it.
+      take: Called before the constructor with the layer and the passed arguments.
     """
     if not names:
         return init
@@ -134,7 +134,7 @@ def with_settings(
 
 # The layer whose method is being traced.
 _caller: contextvars.ContextVar[Any] = contextvars.ContextVar("caller", default=None)
-# The path of that layer in the model.
+# Its path in the model.
 _path: contextvars.ContextVar[str] = contextvars.ContextVar("path", default="")
 
 
@@ -153,8 +153,8 @@ def _calling(layer: Any, name: str) -> Iterator[None]:
 def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a layer's method to reject unknown keywords and to add a name scope.
 
-    The layer's name is looked up in the calling layer while tracing. If it were stored in the
-    layer, equal layers of a stack would be different pytrees.
+    While tracing, the layer's name is looked up in the calling layer. If it were stored in the
+    layer, identical layers of a stack would be different pytrees.
     """
     parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -181,8 +181,8 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
 def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
     """Returns a name scope for `layer`, an attribute of `parent`.
 
-    For layers inside `jax.checkpoint`, which calls a copy of the layer and traces equal layers only
-    once, so that the scope must be set outside.
+    Layers inside `jax.checkpoint` need this scope set outside, because `jax.checkpoint` calls a
+    copy of the layer, and traces identical layers only once.
     """
     return _calling(None, attribute_name(parent, layer))
 
@@ -191,23 +191,23 @@ def require_positive(layer: object, **sizes: int) -> None:
     """Checks that sizes are positive integers.
 
     Raises:
-      ConfigError: A size is not. The message names the layer's class and the setting.
+      ConfigError: A size is not a positive integer.
     """
     for name, size in sizes.items():
         require(is_whole(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
 
 
 def require_floating(layer: object, **dtypes: Any) -> None:
-    """Checks that the dtypes a layer computes in are floating-point.
+    """Checks that a layer's compute dtypes are floating-point.
 
     Raises:
-      ConfigError: A dtype is not. The message names the layer's class and the setting.
+      ConfigError: A dtype is not floating-point.
     """
     for name, dtype in dtypes.items():
         require(
             jnp.issubdtype(dtype, jnp.floating), f"{type(layer).__name__}.{name}",
             jnp.dtype(dtype).name,
-            "a floating-point dtype, such as bfloat16: others have no gradient",
+            "a floating-point dtype, such as bfloat16, because other dtypes have no gradient",
             "To multiply in int8, use quantization (docs/training.md).",
         )
 
@@ -219,12 +219,12 @@ def check_way(
     """Checks a setting that selects explicit collectives; None leaves them to the compiler.
 
     Args:
-      layer: The layer, for messages.
+      layer: The layer, for error messages.
       field: Name of the setting, such as "tensor_parallel".
-      setting: Its value.
+      setting: Value of the setting.
       ways: Valid values.
       unable: Settings that these collectives do not support, and whether each is used.
-      split: What the compiler splits otherwise, such as "the layer", for messages.
+      split: Name of what the compiler would split instead, such as "the layer".
 
     Raises:
       ConfigError: The value is unknown, or an unsupported setting is used.
@@ -235,8 +235,9 @@ def check_way(
     require_choice(f"{name}.{field}", setting, ways)
     if used := [other for other, is_used in unable.items() if is_used]:
         raise ConfigError(
-            f"{name}.{field} is {setting!r}, which does not support {' or '.join(used)}. Omit it, "
-            f"or set {field}=None: the compiler then splits {split}."
+            f"{name}.{field} is {setting!r}, which does not support {' or '.join(used)}. Omit "
+            f"{'it' if len(used) == 1 else 'them'}, or set {field}=None, so that the compiler "
+            f"splits {split}."
         )
 
 
@@ -244,17 +245,17 @@ def with_auto_fallback(
     method: Callable[..., Any], layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     path: str,
 ) -> Any:
-    """Calls `method`; over Auto axes if JAX cannot type its results over Explicit ones.
+    """Calls `method`, falling back to Auto axes if JAX cannot type its results.
 
-    The results are then typed like the first array among the arguments, dim by dim as long as the
-    sizes are equal.
+    After the fallback, the leading dims of the results are typed like the first array among the
+    arguments, up to the first dim with a different size.
 
     Args:
       method: The method.
       layer: The layer.
       args: Positional arguments.
       kwargs: Keyword arguments.
-      path: Path of the layer, under which the reason is recorded.
+      path: Path of the layer, for recording the reason.
     """
     if not is_typed():
         return method(layer, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Dense, the base class of dense layers, whose product adapters and quantization can replace."""
+"""Dense, the base class of dense layers; adapters and quantization can replace its matmul."""
 
 import abc
 import dataclasses
@@ -18,15 +18,15 @@ from praxis_lite.layers.initializers import EinsumXavier
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """How a dense layer multiplies inputs and weight: exactly, in the inputs' dtype.
+    """The matmul of a dense layer: multiplies inputs and weight exactly, in the inputs' dtype.
 
-    Subclasses multiply differently. A product has settings but no arrays; weights that it needs
-    belong to the layer. `layer.product = layer.product.over(other)` replaces the innermost
-    product, that with `w`, and keeps adapters that were added before.
+    Subclasses multiply differently. A product has settings but no arrays; additional weights belong
+    to the layer. `layer.product = layer.product.over(other)` replaces the innermost product, the
+    one with `w`, and preserves adapters that were added before.
     """
 
     def over(self, base: "Product") -> "Product":
-        """Returns this product with `base` as its product with `w`."""
+        """Returns this product with its innermost product replaced by `base`."""
         return base
 
     def kernel(self, layer: "Dense") -> jax.Array:
@@ -53,7 +53,7 @@ class Product:
         return [(layer.w[...].astype(layer.w.dtype).T, None)]
 
     def adds_up(self) -> bool:
-        """Returns whether products over parts of the contracted dims sum to the whole product."""
+        """Returns whether products over shards of the contracted dims add up to the product."""
         return True
 
 
@@ -61,7 +61,7 @@ class Product:
 def in_order(equation: str) -> str:
     """Renames the contracted letters of an equation so that they are sorted in weight order.
 
-    `jnp.einsum` contracts several dims in alphabetical order. If that is not the weight's order,
+    `jnp.einsum` contracts several dims in alphabetical order. If the weight has a different order,
     XLA copies the weight, in decoding for each token.
     """
     operands, outputs = equation.split("->")
@@ -71,12 +71,12 @@ def in_order(equation: str) -> str:
 
 
 class StoredWeight(abc.ABC):
-    """A weight that is not stored as an array, in decoding or in the state."""
+    """Base class for weights that are not stored as a plain array, in decoding or in the state."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> Any:
-        """Dtype of the weight that is represented."""
+        """Dtype of the represented weight."""
 
     def __getitem__(self, index: Any) -> Any:
         """Returns `self` for `...`, as variables read it; otherwise the indexed array."""
@@ -92,17 +92,17 @@ class StoredWeight(abc.ABC):
 
 
 class Dense(BaseLayer):
-    """Computes the einsum of inputs and a weight `w`, plus a bias `b` if the layer has one.
+    """Computes an einsum of inputs and a weight `w`, plus a bias `b` if the layer has one.
 
-    Subclasses set the attributes. `w` may have merged dims of the equation. Adapters and
-    quantization apply to subclasses that do not override `__call__`; override `finished` to reshape
+    Subclasses set the attributes. `w` may merge several dims of the equation. Adapters and
+    quantization apply to subclasses that do not override `__call__`. Override `finished` to reshape
     outputs.
 
     Attributes:
       equation: Einsum equation of inputs and weight, such as "...d,df->...f". The bias has the dims
         that the weight contributes to the outputs.
-      kernel_shape: Sizes of the weight's letters; -1 for a dim of which a device may have a part.
-      product: How inputs and weight are multiplied.
+      kernel_shape: Sizes of the weight's letters; -1 for a dim that may be sharded.
+      product: The matmul of inputs and weight.
     """
 
     equation: str
@@ -122,8 +122,8 @@ class Dense(BaseLayer):
           dims: Sizes of the weight's letters in the equation, or results of `self.dims`.
           init: Initializer of `w`.
           bias_init: Initializer of `b`.
-          merged: Consecutive letters that are one dim of `w` and of `b`.
-          in_parts: The letter of which a device may have a part (tensor_parallel).
+          merged: Consecutive letters that form one dim of `w` and of `b`.
+          in_parts: The letter whose dim may be sharded (tensor_parallel).
           rngs: Random streams of the constructor.
         """
         operands, outputs = self.equation.split("->")
@@ -148,7 +148,7 @@ class Dense(BaseLayer):
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The letters of each unstacked dim of `w`; several letters for a merged dim."""
+        """The letters of each dim of `w` except stacked dims; a merged dim has several letters."""
         letters = self.equation.split("->")[0].split(",")[1]
         size_of = dict(zip(letters, self.kernel_shape, strict=True))
         shape, groups = self.w.shape[num_stacked_dims(self.w) :], []
@@ -161,7 +161,7 @@ class Dense(BaseLayer):
 
     @property
     def summed_dims(self) -> tuple[int, ...]:
-        """Negative indices of the dims of `w` that are contracted; () if only parts of them are."""
+        """Negative indices of the contracted dims of `w`; () if one is only partly contracted."""
         outputs, groups = self.equation.split("->")[1], self.letters
         is_output = [{letter in outputs for letter in group} for group in groups]
         if any(len(flags) > 1 for flags in is_output):
@@ -170,17 +170,17 @@ class Dense(BaseLayer):
 
     @property
     def makes_logits(self) -> bool:
-        """Whether the outputs are logits of classes or tokens."""
+        """Whether the outputs are logits over classes or tokens."""
         return CLASSES in self.w.get_metadata().get("dim_names", ())
 
     def kernel(self, dtype: Any) -> jax.Array:
         """Returns the weight with the equation's dims."""
-        # Cast first: the gradient's cast is then last, and can move out of a scan (narrow_scans).
+        # Cast first, so that the gradient's cast is last and can move out of a scan (narrow_scans).
         w = self.w[...].astype(dtype)
         return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
 
     def finished(self, outputs: jax.Array) -> jax.Array:
-        """Returns the layer's results, given the sum of product and bias."""
+        """Converts the sum of product and bias to the layer's results."""
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def biased(self, outputs: jax.Array) -> jax.Array:
@@ -190,7 +190,7 @@ class Dense(BaseLayer):
         return outputs + broadcast_as(self.beside(outputs, self.b[...]), outputs)
 
     def beside(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
-        """Reshapes an array of the weight's output dims so that it broadcasts to the outputs."""
+        """Reshapes an array with the weight's output dims so that it broadcasts to the outputs."""
         operands, results = self.equation.split("->")
         weight = operands.split(",")[1]
         size_of = dict(zip(weight, self.kernel_shape, strict=True))

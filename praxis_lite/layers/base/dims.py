@@ -1,4 +1,4 @@
-"""Dims of weights: a size with a name, which the layer or its parent chooses, and a split."""
+"""Dims of weights: sizes with a name, chosen by the layer or its parent, and a split."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
-# A split setting: an entry per dim, or entries by the names of dims.
+# A split setting: an entry per dim, or a mapping from dim names to entries.
 SplitSetting = SplitDims | Mapping[str, DimSplit]
 # Suffix of the names of split settings.
 SPLIT = "_split_dims_mapping"
 
 
 class Matrix(NamedTuple):
-    """The dims of a weight that form a matrix; the others stack matrices.
+    """The dims of a weight that form a matrix; the remaining dims stack matrices.
 
     Attributes:
       summed: Dims that are contracted with the inputs.
@@ -29,22 +29,22 @@ class Matrix(NamedTuple):
 
 # For weights that are not matrices, such as embedding tables.
 NONE = Matrix((), ())
-# The name of dims of classes.
+# Name of classes dims.
 CLASSES = "vocab"
-# The name of dims of the residual stream.
+# Name of model dims, the dims of the residual stream.
 MODEL_DIMS = "embed"
-# Names of the residual stream's dims [B, T, D] between sublayers.
+# Names of the dims [B, T, D] of the residual stream between sublayers.
 RESIDUAL = ("residual_batch", "residual_length", "activation_embed")
 
 
 class Dim(int):
-    """A size of a weight with a name, such as "embed", and a split over mesh axes.
+    """The size of a weight's dim, with a name, such as "embed", and a split over mesh axes.
 
-    It is an int; results of arithmetic are plain ints.
+    It is an int, but arithmetic returns plain ints.
 
     Attributes:
-      name: Name of the dim; None: it has no name.
-      split: Mesh axes that split it; None: no axis does.
+      name: Name of the dim, or None.
+      split: Mesh axes that split the dim, or None.
       is_explicit: Whether a setting chose the split (None then means "replicated").
     """
 
@@ -62,7 +62,7 @@ class Dim(int):
 
 
 def merged_dim(first: int, *others: int) -> int:
-    """Returns a dim that merges several, outermost first, with all of their axes."""
+    """Merges dims, outermost first, into one dim that is split over all of their axes."""
     dims = (first, *others)
     if not others:
         return first
@@ -76,14 +76,14 @@ def _axes(split: DimSplit) -> tuple[int | str, ...]:
 
 
 def sized(dim: int, size: int) -> int:
-    """Returns a dim with another size but the same name and split."""
+    """Returns a dim with a new size and the name and split of `dim`."""
     if not isinstance(dim, Dim):
         return size
     return Dim(size, dim.name, dim.split, is_explicit=dim.is_explicit)
 
 
 def split_of(dims: Sequence[int]) -> SplitDims:
-    """Returns the split of a weight with these dims; None if no setting chose one."""
+    """Returns the split of a weight with these dims, or None if no setting chose a split."""
     is_explicit = any(isinstance(dim, Dim) and dim.is_explicit for dim in dims)
     return tuple(getattr(dim, "split", None) for dim in dims) if is_explicit else None
 
@@ -94,7 +94,7 @@ def names_of(dims: Sequence[int]) -> tuple[str | None, ...]:
 
 
 def matrix_of(equation: str, letters: Sequence[str]) -> Matrix:
-    """Returns the dims of a weight that form a matrix in a product.
+    """Returns the dims of a weight that form a matrix in an einsum.
 
     Args:
       equation: Einsum equation of inputs and weight, such as "...d,dnk->...nk".
@@ -112,12 +112,12 @@ def splits(**dims: Sequence[str | None]) -> dict[str, tuple[str | None, ...]]:
     """Returns a layer's split settings, with the name of each dim.
 
     `splits(weight=("embed", "mlp"), activation=RESIDUAL)` declares `weight_split_dims_mapping` and
-    `activation_split_dims_mapping`; () stands for any number of dims without names.
+    `activation_split_dims_mapping`. Use () for any number of dims without names.
     """
     return {f"{name}{SPLIT}": tuple(names) for name, names in dims.items()}
 
 
-# For weights [D, N, K], and the heads that they compute from [B, T, D].
+# Splits for weights [D, N, K], and for the heads that they compute from [B, T, D].
 OF_HEADS = splits(
     weight=("embed", "heads", "head_dim"),
     activation=("batch", "length", "activation_heads", "activation_head_dim"),
@@ -125,15 +125,16 @@ OF_HEADS = splits(
 
 
 def checked_mapping(setting: str, mapping: Any, names: Sequence[str | None]) -> SplitDims:
-    """Returns a split setting as an entry per dim.
+    """Checks a split setting and converts it to one entry per dim.
 
     Args:
-      setting: Name of the setting, for messages.
-      mapping: An entry per dim (trailing ones may be missing), or entries by the names of dims.
-      names: Names of the dims that the layer declares for the setting.
+      setting: Name of the setting, for error messages.
+      mapping: An entry per dim (trailing entries may be missing), or a mapping from dim names to
+        entries.
+      names: Dim names that the layer declares for the setting.
 
     Raises:
-      ConfigError: It is neither, or contains an unknown name.
+      ConfigError: The mapping has the wrong type or contains an unknown name.
     """
     if mapping is None:
         return None
@@ -156,22 +157,23 @@ def _entry(entry: DimSplit) -> DimSplit:
 def dims_of(
     sizes: Sequence[int], names: Sequence[str | None], mapping: SplitDims, setting: str
 ) -> tuple[Dim, ...]:
-    """Returns sizes as dims, with the layer's own split or the one that its parent chose.
+    """Converts sizes to dims, with the layer's split or the split that its parent chose.
 
     Args:
-      sizes: Sizes, or dims of a parent.
-      names: Names of the layer's dims; (): they have none. Names from the parent take precedence.
-      mapping: An entry per size (trailing ones may be missing); None: the parent's splits apply.
-      setting: Name of the setting, for messages.
+      sizes: Sizes, or dims from a parent.
+      names: Names of the layer's dims, or () if they have none. The parent's names take precedence.
+      mapping: An entry per size (trailing entries may be missing). If None, the parent's splits
+        apply.
+      setting: Name of the setting, for error messages.
 
     Raises:
-      ConfigError: The mapping has more entries than there are sizes, or the layer declares another
-        number of names.
+      ConfigError: The mapping has more entries than there are sizes, or the number of names differs
+        from the number of sizes.
     """
     if names and len(names) != len(sizes):
         raise ConfigError(
-            f"{setting}: the layer's `splits` has the dims {tuple(names)}, but the sizes are "
-            f"{tuple(map(int, sizes))}. List a name per dim, or None for dims without a name."
+            f"{setting}: the layer's `splits` declares the dims {tuple(names)}, but the sizes are "
+            f"{tuple(map(int, sizes))}. List a name for each dim, or None for dims without a name."
         )
     if mapping is not None and len(mapping) > len(sizes):
         raise ConfigError(

@@ -20,14 +20,13 @@ from praxis_lite.core.sharding.logical_axes import axes_of
 __all__ = ("SHARE_OF_BLOCKS",)
 
 PyTree = Any
-SHARE_OF_BLOCKS = "share_of_blocks"  # Attribute of kernels in a program's text.
+SHARE_OF_BLOCKS = "share_of_blocks"  # Attribute of kernels in the HLO text.
 
 
 def share_of_blocks(share: float) -> contextlib.AbstractContextManager:
-    """Annotates kernels in the body with the fraction of blocks that they compute.
+    """Annotates kernels inside the `with` block with the fraction of blocks that they compute.
 
-    `--mode=plan` reads the attribute, because the text of a program does not show the work of
-    Pallas kernels.
+    `--mode=plan` reads this attribute, because HLO text does not show the cost of Pallas kernels.
     """
     return set_xla_metadata(**{SHARE_OF_BLOCKS: f"{share:.6f}"})
 
@@ -36,24 +35,24 @@ def without_vma(
     function: Callable[..., PyTree], specs: tuple[PartitionSpec, ...],
     other_specs: tuple[PartitionSpec, ...], outs: PyTree, axes: set[str],
 ) -> Callable[..., PyTree]:
-    """Returns `function` mapped over `axes` by a `jax.shard_map` with check_vma=False.
+    """Maps `function` over `axes` with a `jax.shard_map` that has check_vma=False.
 
-    Pallas does not provide the axes over which results vary. Inside a `shard_map` that checks them,
-    JAX rejects the types of a gradient through the unchecked one. There, and in `before_vmap`, the
-    gradient is a separate mapped program, which recomputes the forward pass.
+    Pallas does not declare the axes over which results vary. Inside a `shard_map` that checks them,
+    JAX rejects the types of gradients through the unchecked `shard_map`. There, and in
+    `before_vmap`, the gradient is a separate mapped program, which recomputes the forward pass.
 
     Args:
-      function: Function of arrays with gradients, followed by arrays without.
+      function: A function of arrays with gradients, followed by arrays without gradients.
       specs: Specs of the arrays with gradients.
-      other_specs: Specs of the other arrays.
-      outs: Specs of the results, which all must be split over the same axes.
+      other_specs: Specs of the arrays without gradients.
+      outs: Specs of the results, which must all be split over the same axes.
       axes: Manual mesh axes.
     """
     split_over = {axis for entry in jax.tree.leaves(outs)[0] for axis in axes_of(entry)}
 
     def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         def untyped(*args: Any) -> Any:
-            # Replaces the arguments by computed values, whose types have no axes of the outer mesh.
+            # Replace the arguments with computed values, whose types lack the outer mesh's axes.
             return function(*jax.tree.map(lambda x: jnp.expand_dims(x, 0).squeeze(0), args))
 
         on_devices = jax.shard_map(
@@ -84,7 +83,7 @@ def without_vma(
 
     compute_inside.defvjp(lambda *args: (compute_inside(*args), args), backward)
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes) or is_before_vmap()
-    # A replicated weight has a different gradient on each device; the cast to varying sums them.
+    # The gradient of a replicated weight differs between devices; the cast to varying sums it.
     return (lambda *args: compute_inside(*varying_alike(args))) if is_inside else compute
 
 

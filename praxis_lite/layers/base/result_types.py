@@ -1,6 +1,6 @@
-"""Gives results the types that JAX cannot infer over Explicit axes: products, lookups, reshapes.
+"""Matmuls, lookups and reshapes with result types that JAX cannot infer over Explicit axes.
 
-Over Auto axes these functions are those of jax.numpy.
+Over Auto axes, these functions are equivalent to those of jax.numpy.
 """
 
 import functools
@@ -37,10 +37,10 @@ def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
     """Returns the spec for the type of `einsum(equation, x, y)`, from its operands' types.
 
     Contracted dims that both operands split over the same axes are summed over these axes. If two
-    dims of the result have an axis in common, the first dim of the result, the batch, keeps it: a
-    weight's dim with one of its axes is gathered over all its axes (fully sharded data
-    parallelism). Next in order are the dims of `y`, a weight, then the other dims of `x`, which is
-    gathered over their axes (sequence parallelism).
+    dims of the result have an axis in common, only one of them keeps it. The first dim, the batch,
+    has the highest priority: a weight's dim that shares an axis with it is gathered over all of the
+    dim's axes (fully sharded data parallelism). The dims of `y`, the weight, come second. The other
+    dims of `x` come last: x is gathered over their shared axes (sequence parallelism).
 
     Args:
       equation: Einsum equation without "...", such as "abd,df->abf".
@@ -65,9 +65,9 @@ def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
 
 
 def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
-    """Returns `jax.lax.conv_general_dilated` with output channels split like those of the filter.
+    """Computes `jax.lax.conv_general_dilated` with output channels split like the filter's.
 
-    Batch and spatial dims have the types of `x` if their axes divide them.
+    Batch and spatial dims keep the split of `x` if they are evenly divisible.
 
     Args:
       x: Inputs [batch, spatial ..., channels].
@@ -95,7 +95,7 @@ def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
     num_groups, w_spec = x.shape[-1] // w.shape[-2], type_spec(w)
     num_parts = math.prod(mesh.shape[axis] for axis in axes_of(w_spec[-1]))
     if num_groups > 1 and (w_spec[-2] is not None or num_groups % num_parts):
-        # In the gradient groups are a separate dim, which JAX could not type.
+        # In the gradient, groups form a separate dim, which JAX cannot type.
         w = jax.sharding.reshard(w, PartitionSpec())
     return convolve(x, w, out_sharding=PartitionSpec(*split.values()))
 
@@ -121,7 +121,8 @@ def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
 def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns `x.reshape(shape)` with the first dim and equal trailing dims split as before.
 
-    Over Explicit axes the dims in between, and a first dim that does not divide, are not split.
+    Over Explicit axes, the dims in between are not split, nor is a first dim that is not evenly
+    divisible.
     """
     if not is_typed() or shape == x.shape:
         return x.reshape(shape)
@@ -136,7 +137,7 @@ def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
-    """Reshards a weight like `like`, whose last dims are the weight's, or 1 in the weight."""
+    """Reshards a weight like the last dims of `like`; dims of size 1 are replicated."""
     if not is_typed():
         return weight
     first = like.ndim - weight.ndim
@@ -150,7 +151,7 @@ def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
 def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `jnp.broadcast_to(weight, like.shape)`, typed like `like`.
 
-    Its gradient is then summed in the sharding of `like`, without gathering an array of its shape.
+    Its gradient is then summed with the sharding of `like`, without gathering an array of its size.
     """
     if not is_typed():
         return jnp.broadcast_to(weight, like.shape)
@@ -158,10 +159,10 @@ def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def elementwise(weight: jax.Array) -> jax.Array:
-    """Returns a weight for elementwise use.
+    """Returns a weight for use in elementwise operations.
 
-    JAX has no types for unreduced gradients of elementwise operations
-    (`axis_types.with_unreduced_gradient`), so this weight's gradient is reduced in each
+    JAX does not support unreduced gradients of elementwise operations
+    (`axis_types.with_unreduced_gradient`), so the gradient of this weight is reduced in each
     micro-batch.
     """
     return reduce_partial(weight) if is_typed() else weight

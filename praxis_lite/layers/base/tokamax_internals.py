@@ -1,11 +1,11 @@
-"""Private functions of tokamax (tokamax._src) that lack a usable public form in tokamax 0.0.12.
+"""Private functions of tokamax (tokamax._src) without a usable public equivalent in tokamax 0.0.12.
 
-No other file uses private names; tests/core/sharding/test_jax_canaries.py fails if they move. Of
-the public functions, `tokamax.dot_product_attention` supports neither segments nor windows, and
-`tokamax.ragged_dot` has tiles of 128 for all but 30 shapes, and rejects dims below 128 and numbers
-of rows that its tiles do not divide. Both require an attached TPU.
+No other file uses private names; tests/core/sharding/test_jax_canaries.py fails if they move. The
+public `tokamax.dot_product_attention` supports neither segments nor windows. The public
+`tokamax.ragged_dot` uses tiles of 128 for all but 30 shapes, and rejects dims below 128 as well as
+numbers of rows that are not a multiple of its tile size. Both require an attached TPU.
 
-Modules are imported when these functions are called, because the import takes seconds, and tokamax
+Modules are imported when these functions are called, because the import takes seconds and tokamax
 is an optional dependency.
 """
 

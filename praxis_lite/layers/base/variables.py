@@ -1,4 +1,4 @@
-"""Variables of layers other than weights, and functions on the variables of modules."""
+"""Layer variables other than weights, and functions that read and assign module variables."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -29,7 +29,7 @@ class Summary(nnx.Intermediate):
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns the values of variables of `kind` after a pass, by path; [layers] in a stack."""
+    """Returns the values of all variables of a type by path; stacked layers add a leading dim."""
     return {
         "/".join(map(str, path)): node.get_value()
         for path, node in nnx.compat.iter_graph(module)
@@ -46,8 +46,8 @@ def aux_loss(module: nnx.Module) -> jax.Array | None:
 def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
     """Returns the values of all variables that a pass may assign (all but weights), by path.
 
-    Assignments inside `jax.lax.scan` or `jax.checkpoint` are lost unless they are returned: a layer
-    that calls others inside returns these values, and passes them to `assign`.
+    Assignments inside `jax.lax.scan` or `jax.checkpoint` are lost unless they are returned. A layer
+    that calls other layers there returns these values from the body, and passes them to `assign`.
     """
     return {
         path: node.get_value()
@@ -66,7 +66,7 @@ def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
 def rebuilt(module: Tree) -> Tree:
     """Returns a copy of a module whose variables can be assigned in the body of a scan or loop.
 
-    Flax rejects assignments to a module of an outer trace. Assignments to the copy are local.
+    Flax rejects assignments to a module from an outer trace. Assignments to the copy are local.
     """
     return jax.tree.map(lambda x: x, module)
 
@@ -79,7 +79,7 @@ def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
 
 
 def put_on_host(module: nnx.Module) -> None:
-    """Declares that the matrices of a stack of layers are stored in host memory.
+    """Declares that the matrices in a stack of layers are stored in host memory.
 
     Vectors stay on the device, because they are small and each would need a separate transfer.
     """
@@ -91,13 +91,13 @@ def put_on_host(module: nnx.Module) -> None:
 def num_stacked_dims(variable: nnx.Variable) -> int:
     """Returns the number of leading dims of a weight that stack layers, including by `nnx.vmap`."""
     metadata = variable.get_metadata()
-    if "dim_names" in metadata:  # Created by a BaseLayer, with a name for each of its own dims.
+    if "dim_names" in metadata:  # Created by a BaseLayer, with a name for each unstacked dim.
         return variable.ndim - len(metadata["dim_names"])
     return len(metadata.get("stack_split_dims_mapping", ()))
 
 
 def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
-    """Returns the abstract arrays of one block of a stack.
+    """Returns abstract arrays for one block of a stack.
 
     Args:
       blocks: Tree of stacked arrays.
@@ -111,7 +111,7 @@ def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
 def stacked(
     module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0
 ) -> nnx.Module:
-    """Declares the leading dim that `jax.vmap` added to the arrays of `module`, and returns it.
+    """Declares the leading dim that `jax.vmap` added to the arrays of `module`; returns `module`.
 
     Args:
       module: The stack of layers.
@@ -119,7 +119,7 @@ def stacked(
       num_dims_apart: Number of stacked dims for which decoding may pass `UnstackedLayers`.
 
     Raises:
-      ConfigError: The dim is split, and an inner Repeat has weights in host memory.
+      ConfigError: The dim is split, but an inner Repeat stores weights in host memory.
     """
     for variable in variables(module):
         require(

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy that computes logits in chunks of classes, without storing all of them.
+"""Softmax cross-entropy that computes logits in chunks of classes, without storing all logits.
 
 One pass over the classes maintains, per token, the maximum logit and the sum of exponentials
 relative to it (Milakov and Gimelshein 2018, arXiv:1805.02867). The backward pass recomputes the
@@ -6,8 +6,8 @@ logits of each chunk. No array [..., V] is stored.
 
 If V is split over mesh axes, all shards process their classes in parallel: the classes form a
 matrix [N, S] of shards and classes within a shard, of which only N is split. Weights and logits
-stay on their devices. The forward pass communicates a few numbers per token, the backward pass the
-gradient of the inputs, once. If D is split, it is gathered chunk by chunk.
+stay on their devices. The forward pass communicates a few numbers per token; the backward pass
+communicates the input gradient once. If D is split, it is gathered chunk by chunk.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain,
 from praxis_lite.layers.base.base_layer import pad_to
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 
-# ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
+# ... tokens, D input dims, V classes = N shards of S classes, C classes per shard and chunk.
 # Less than any logit, but finite after subtracting a logit.
 _LEAST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -40,20 +40,20 @@ def token_stats(
     weight_split_dims_mapping: SplitDims = None,
     activation_split_dims_mapping: SplitDims = None,
 ) -> TokenStats:
-    """Returns statistics of the logits `activation(sum_i x_i @ w_i + bias)`.
+    """Computes statistics of the logits `activation(sum_i x_i @ w_i + bias)`.
 
     Differentiable once, in reverse mode, with respect to the factors and the bias.
 
     Args:
-      factors: Pairs of inputs [..., D] and weights [D, V]; one pair for a plain softmax. Products
+      factors: Pairs of inputs [..., D] and weights [D, V]; one pair for a plain softmax. Matmuls
         and bias are computed in the inputs' dtype, everything else in float32.
       bias_V: Bias [V], or None.
       class_ids: Labels, int [...].
       chunk_size: C, the number of logits per token that a device stores at a time.
-      class_dim: The dim of the weights that is V.
-      activation: Elementwise function of logits.
-      weight_split_dims_mapping: Split of the first weight; the others split V in the same way.
-      activation_split_dims_mapping: Split of logits [..., V], of which the split of tokens is used.
+      class_dim: Index of the classes dim V in the weights.
+      activation: Elementwise function of the logits.
+      weight_split_dims_mapping: Split of the first weight; the other weights split V likewise.
+      activation_split_dims_mapping: Split of the logits [..., V]; the entry for V is not used.
     """
     splits = (*(weight_split_dims_mapping or ()), None, None)[:2]
     class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
@@ -75,7 +75,7 @@ def token_stats(
         for i, (_, weight) in enumerate(factors)
     ]
     bias_NS = None if bias_V is None else chunks.by_shard(bias_V, 0)
-    # JAX cannot type the gradient of the loop, which sums over split tokens.
+    # JAX cannot infer a type for the loop's gradient, which sums over split tokens.
     return untyped(
         functools.partial(_token_stats, chunks), [x for x, _ in factors], weights, bias_NS,
         class_ids, out=type_spec(class_ids),
@@ -105,10 +105,12 @@ class _ClassChunks:
         return jnp.arange(-(-self.shard_size // self.chunk_size)) * self.chunk_size
 
     def by_shard(self, x: jax.Array, dim: int) -> jax.Array:
-        """Reshapes dim V of `x` to N, moved to the front, and S; zeros pad the last shards."""
+        """Splits dim V of `x` into N, moved to the front, and S; pads the last shards with zeros.
+        """
         x = pad_to(x, self.num_shards * self.shard_size, dim)
         shape = (*x.shape[:dim], self.num_shards, self.shard_size, *x.shape[dim + 1 :])
-        # In front, a device's N of size 1 does not change the memory layout; elsewhere XLA copies.
+        # In front, N (of size 1 on a device) does not change the memory layout; elsewhere XLA would
+        # copy.
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
     def lay_out_weight(self, weight: jax.Array, *, whole: bool) -> jax.Array:
@@ -139,7 +141,7 @@ class _ClassChunks:
         return jax.lax.dynamic_update_slice_in_dim(total, chunk, self.first(start), axis=dim)
 
     def classes(self, start: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-        """Returns class ids [1, ..., N, C], and whether each was not in an earlier chunk."""
+        """Returns class ids [1, ..., N, C], and a mask of those that no earlier chunk contains."""
         offsets_C = self.first(start) + jnp.arange(self.chunk_size, dtype=jnp.int32)
         firsts_N = jnp.arange(self.num_shards, dtype=jnp.int32) * self.shard_size
         ids_NC = firsts_N[:, None] + offsets_C[None, :]
@@ -165,7 +167,7 @@ class _ClassChunks:
             jnp.einsum(f"...d,{self.weight_dims}->...nc", x, chunk)
             for x, chunk in zip(inputs, weight_chunks, strict=True)
         )
-        assert not isinstance(logits, int), "There is at least one product."
+        assert not isinstance(logits, int), "There must be at least one factor."
         if bias_NS is not None:
             bias_NC = self.cut(bias_NS, start, 1).astype(logits.dtype)
             logits += bias_NC.reshape((1,) * (logits.ndim - 2) + bias_NC.shape)
@@ -231,7 +233,7 @@ def _backward(chunks: _ClassChunks, residuals: tuple, grads: TokenStats) -> tupl
         grad += jnp.where(is_label, grads.label_logit[..., None, None], 0.0)
         (grad,) = activation_vjp(jnp.where(is_fresh, grad, 0.0))
         grad = chunks.lay_out(grad.astype(inputs[0].dtype))
-        # One sum per shard; they are summed over devices once, after the loop.
+        # Keep one sum per shard, so that sums over devices are computed once, after the loop.
         input_grads = [
             total + einsum(f"...nc,{dims}->n...d", grad, chunk)
             for total, chunk in zip(input_grads, weight_chunks, strict=True)

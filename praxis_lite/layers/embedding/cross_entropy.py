@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 
 class TokenStats(NamedTuple):
-    """Statistics of the logits of each token, [...], for cross-entropy, z-loss and accuracy.
+    """Per-token statistics of the logits, [...], for cross-entropy, z-loss and accuracy.
 
     Attributes:
       log_z: Logsumexp of the logits, float32.
       label_logit: Logit of the label; 0 if the label is not a class.
       logit_sum: Sum of all logits.
-      argmax: Class with the greatest logit, the first of several; int32.
+      argmax: First class with the greatest logit, int32.
     """
 
     log_z: jax.Array
@@ -25,15 +25,15 @@ class TokenStats(NamedTuple):
 
 
 def stats_of_logits(logits: jax.Array, class_ids: jax.Array | None) -> TokenStats:
-    """Returns the statistics of logits [..., V]; without labels, label logits are 0."""
+    """Computes the statistics of logits [..., V]; without labels, label logits are 0."""
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     if class_ids is None:
         label_logit = jnp.zeros(logits.shape[:-1], logits.dtype)
     else:
-        # Neither a one-hot product nor a gather, because the classes may be split.
+        # Avoid one-hot matmuls and gathers, because the classes may be split.
         label_logit = jnp.sum(jnp.where(classes == class_ids[..., None], logits, 0.0), axis=-1)
-    # Like jax.nn.logsumexp and jnp.argmax (NaN is the maximum), but in one pass after that for the
-    # maximum: XLA fuses sums over one array, whereas a separate argmax would be a third pass.
+    # Equivalent to jax.nn.logsumexp and jnp.argmax (NaN is the maximum), but in one pass after the
+    # pass for the maximum: XLA fuses sums over one array. A separate argmax would be a third pass.
     fixed = jax.lax.stop_gradient(logits)
     highest = jnp.max(fixed, axis=-1, keepdims=True)
     is_highest = (fixed == highest) | (fixed != fixed)
@@ -57,7 +57,8 @@ def cross_entropy(
       stats: Statistics of the logits.
       class_ids: Labels, int [...].
       num_classes: Number of classes V.
-      label_smoothing_prob: Probability that smoothing removes from the label; 0: no smoothing.
+      label_smoothing_prob: Probability that smoothing removes from the label. If 0, labels are not
+        smoothed.
     """
     is_class = (class_ids >= 0) & (class_ids < num_classes)
     label_log_prob = jnp.where(is_class, stats.label_logit - stats.log_z, 0.0)

@@ -1,4 +1,4 @@
-"""Token embeddings, with the names and numerics of Pax."""
+"""Token embeddings, with Pax's names and numerics."""
 
 import math
 
@@ -31,9 +31,9 @@ class Embedding(BaseLayer):
     Args:
       num_classes: V, the number of ids.
       input_dims: D, the size of the vectors.
-      lookup_style: "index" or "matmul", see `lookup`.
+      lookup_style: "index" or "matmul"; see `lookup`.
       scale_sqrt_depth: Whether to multiply by sqrt(D), as in Vaswani et al. 2017.
-      fprop_dtype: Dtype of the vectors, and so of the following activations.
+      fprop_dtype: Dtype of the vectors and therefore of the following activations.
       weight_init: Initializer of the weight.
       weight_split_dims_mapping: Split of [V, D].
       activation_split_dims_mapping: Split of the vectors, [B, T, D].
@@ -83,8 +83,8 @@ def lookup(
 
     Args:
       table_VD: The embedding table.
-      ids: Int [...]. An id without a row gives NaN with "index" and zeros with "matmul"; in Pax,
-        "index" returns the last row.
+      ids: Int [...]. For an id outside the table, "index" returns NaN (in Pax, the last row), and
+        "matmul" returns zeros.
       weight_split_dims_mapping: Split of the table, [V, D].
       lookup_style: "index" gathers rows; "matmul" multiplies one-hot vectors [..., V] by the table.
       dtype: Dtype of the result.
@@ -94,8 +94,8 @@ def lookup(
     if lookup_style == "index":
         split = _columns_split(table_VD, ids, table_split, activation_split_dims_mapping)
         if split is None:
-            # Gather the columns, because XLA would make complete copies to change from the split of
-            # the rows to that of the batch.
+            # Gather the columns, because XLA would make complete copies to reshard from the split
+            # of the rows to the split of the batch.
             table_VD = constrain(table_VD, (table_split[0], None))
         else:
             ids = constrain(ids, split[:-1])
@@ -109,11 +109,11 @@ def lookup(
 def _columns_split(
     table_VD: jax.Array, ids: jax.Array, table_split: SplitDims, activation_split: SplitDims
 ) -> SplitDims:
-    """Returns the split of [..., D] with which each device reads its own columns for all tokens.
+    """Returns the split of [..., D] in which each device reads its columns for all tokens, or None.
 
-    The tokens' rows are then exchanged. If a device has fewer tokens than rows, that is cheaper
-    than gathering the table and scattering its gradient. Returns None if a device has more tokens,
-    or if columns are not split.
+    All-to-alls then resplit the result by tokens. If a device has fewer tokens than table rows,
+    this is cheaper than gathering the table and scattering its gradient. Returns None if a device
+    has more tokens than rows, or if columns are not split.
     """
     mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split or (None, None)
     num_parts = num_shards_of(dim_split)
@@ -134,7 +134,7 @@ def _columns_split(
 def constrain_embeddings(
     embs: jax.Array, activation_split_dims_mapping: SplitDims, weight_split_dims_mapping: SplitDims
 ) -> jax.Array:
-    """Constrains the sharding of embeddings [B, T, D], in the order that is cheapest for XLA.
+    """Constrains the sharding of embeddings [B, T, D], in the cheapest order for XLA.
 
     Args:
       embs: Result of `lookup`.
@@ -148,13 +148,13 @@ def constrain_embeddings(
     table = (*(weight_split_dims_mapping or ()), None, None)[:2]
     classes, columns = to_partition_spec(table, mesh.axis_names)
     if classes is not None:
-        # First split only the batch, because time or rows may be split over the axis that splits V.
-        # Each device then sums its rows for all tokens and keeps its part. Otherwise XLA would
-        # gather the table.
+        # First split only the batch, because time or rows may be split over the same axis as V.
+        # XLA then implements the second constraint with a reduce-scatter instead of gathering the
+        # table.
         embs = constrain(embs, tuple(without_axes(spec[:1], axes_of(classes))))
     elif embs.ndim == 3 and set(axes_of(columns)) & set(axes_of(spec[1])):
-        # Exchange rows first, and then time for columns. Otherwise XLA would gather the vectors of
-        # all tokens.
+        # Resplit rows first, then swap the split of columns for that of time. Otherwise XLA would
+        # gather the vectors of all tokens.
         (left,) = without_axes((columns,), axes_of(spec[0]))
         embs = constrain(embs, (spec[0], None, left))
     return constrain(embs, split)

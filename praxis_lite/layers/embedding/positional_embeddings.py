@@ -1,4 +1,4 @@
-"""Sinusoidal, learned and rotary positions, with the names and numerics of Pax."""
+"""Sinusoidal, learned and rotary positions, with Pax's names and numerics."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ from praxis_lite.layers.embedding.embeddings import Embedding, lookup
 def _check_timescales(layer: object, min_timescale: float, max_timescale: float) -> None:
     require(
         0 < min_timescale <= max_timescale, f"{type(layer).__name__}.min_timescale", min_timescale,
-        f"a number above 0 and up to max_timescale, {max_timescale}",
+        f"a positive number of at most max_timescale {max_timescale}",
     )
 
 
@@ -28,17 +28,17 @@ def _rows(positions: jax.Array | None, seq_length: int | None) -> jax.Array:
     """Returns positions [B or 1, T]; by default 0 to `seq_length - 1`."""
     if positions is not None:
         return positions
-    assert seq_length is not None, "positions or seq_length is given"
-    # Created here as a constant, so that XLA folds what is computed from it.
+    assert seq_length is not None, "Either positions or seq_length must be passed."
+    # A constant, so that XLA folds computations that depend on it.
     return jnp.arange(seq_length, dtype=jnp.int32)[None, :]
 
 
 class PositionalEmbedding(BaseLayer):
     """Maps positions to sines and cosines: int [B, T] -> float32 [B, T, D].
 
-    The first half of D contains sines and the second cosines, with wavelengths from 2 pi to
-    2 pi max_timescale / min_timescale; an odd D ends with a zero. Vaswani et al. 2017,
-    arXiv:1706.03762, in the order of Pax.
+    The first half of D contains sines and the second half cosines, with wavelengths from 2 pi to
+    2 pi max_timescale / min_timescale. If D is odd, the last element is zero. Vaswani et al. 2017,
+    arXiv:1706.03762, in Pax's order.
     """
 
     splits = splits(activation=())
@@ -53,19 +53,19 @@ class PositionalEmbedding(BaseLayer):
         rngs: nnx.Rngs | None = None,
         activation_split_dims_mapping: SplitSetting = None,
     ):
-        # rngs are unused, but a learned embedding in the same template takes them.
+        # rngs are unused, but learned embeddings that use the same template need them.
         require_positive(self, embedding_dims=embedding_dims)
         _check_timescales(self, min_timescale, max_timescale)
         self.embedding_dims = embedding_dims
         self.min_timescale, self.max_timescale = min_timescale, max_timescale
 
     def check_length(self, length: int) -> None:
-        """Does nothing: sines and cosines exist for all positions."""
+        """Accepts any length, because sines and cosines are defined for all positions."""
 
     def __call__(
         self, positions: jax.Array | None = None, *, seq_length: int | None = None
     ) -> jax.Array:
-        """Takes positions, int [B or 1, T]; or seq_length, for positions 0 to seq_length - 1."""
+        """Takes positions, int [B or 1, T], or a seq_length for positions 0 to seq_length - 1."""
         num = self.embedding_dims // 2
         step = math.log(self.max_timescale / self.min_timescale) / max(num - 1, 1)
         frequency_K = self.min_timescale * jnp.exp(jnp.arange(num, dtype=jnp.float32) * -step)
@@ -99,10 +99,10 @@ class TrainablePositionalEmbedding(Embedding):
         self.max_seq_length = max_seq_length
 
     def check_length(self, length: int) -> None:
-        """Checks that there are positions for sequences of `length`.
+        """Checks that sequences of this length do not exceed max_seq_length.
 
         Raises:
-          ConfigError: The sequences are longer; a lookup beyond the last position would give NaN.
+          ConfigError: They do; a lookup beyond the last position would return NaN.
         """
         if length > self.max_seq_length:
             raise ConfigError(
@@ -114,7 +114,7 @@ class TrainablePositionalEmbedding(Embedding):
     def __call__(
         self, positions: jax.Array | None = None, *, seq_length: int | None = None
     ) -> jax.Array:
-        """Takes positions below max_seq_length, int [B or 1, T]; or seq_length, for the first."""
+        """Takes positions below max_seq_length, int [B or 1, T], or a seq_length (0, 1, ...)."""
         positions = _rows(positions, seq_length)
         self.check_length(positions.shape[-1])
         table = self.emb_var[...]
@@ -133,9 +133,10 @@ class RotaryPositionalEmbedding(BaseLayer):
     Args:
       embedding_dims: K.
       min_timescale: Number of positions after which the fastest pair has rotated by one radian.
-      max_timescale: The same for (nearly) the slowest pair; max_timescale / min_timescale is theta.
-      rotary_dims: Number of leading dims of K that rotate, even; None: all.
-      cast_as_fprop_dtype: Whether to return the inputs' dtype; False: float32.
+      max_timescale: Approximate number of positions after which the slowest pair has rotated by one
+        radian; max_timescale / min_timescale is theta.
+      rotary_dims: Number of leading dims of K that rotate; must be even. If None, all rotate.
+      cast_as_fprop_dtype: Whether to return the inputs' dtype instead of float32.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class RotaryPositionalEmbedding(BaseLayer):
         self.cast_as_fprop_dtype = cast_as_fprop_dtype
 
     def __call__(self, inputs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Takes inputs [B, T, N, K] and positions int [B or 1, T]; None: 0 to T - 1."""
+        """Takes inputs [B, T, N, K] and positions int [B or 1, T] (by default, 0 to T - 1)."""
         positions = _rows(positions, inputs.shape[1])
         angle = self._angles(positions)[:, :, None, :]
         sin, cos = jnp.sin(angle) * self._amplitude, jnp.cos(angle) * self._amplitude
@@ -179,7 +180,7 @@ class RotaryPositionalEmbedding(BaseLayer):
         outputs = jnp.concatenate(parts, axis=-1)
         return outputs.astype(inputs.dtype) if self.cast_as_fprop_dtype else outputs
 
-    # A factor of sines and cosines.
+    # Factor that multiplies sines and cosines.
     _amplitude = 1.0
 
     def _angles(self, positions_BT: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Rotary positions scaled for longer texts: the variants of Hugging Face's `rope_scaling`.
 
-Each slows down the pairs that rotate slowly.
+Each variant slows down the pairs that rotate slowly.
 """
 
 import math
@@ -41,7 +41,7 @@ class ProportionalRotary(RotaryPositionalEmbedding):
 
     Args:
       embedding_dims: Size K of a head.
-      factor: How many times slower every pair rotates.
+      factor: Factor by which all pairs rotate slower.
       share: Fraction of the pairs that rotate.
     """
 
@@ -65,12 +65,13 @@ class ProportionalRotary(RotaryPositionalEmbedding):
 class DynamicRotary(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding whose theta grows with the length of the text ("dynamic NTK").
 
-    A call uses the theta of its last position. So a text decoded beyond `original_max_positions`
-    has keys with several thetas, as in Hugging Face's models.
+    A call uses the theta for its last position. The cache of a text decoded beyond
+    `original_max_positions` therefore contains keys with different thetas, as in Hugging Face's
+    models.
 
     Args:
       embedding_dims: Size K of a head.
-      factor: How many times longer texts may become.
+      factor: Factor by which the maximum text length increases.
       original_max_positions: Length up to which theta does not change.
     """
 
@@ -98,14 +99,15 @@ class DynamicRotary(RotaryPositionalEmbedding):
 
 
 class Llama3Rotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding of Llama 3.1, which slows slow pairs and keeps fast ones.
+    """RotaryPositionalEmbedding of Llama 3.1, which slows down only slow pairs.
 
     Args:
       embedding_dims: Size K of a head.
-      factor: How many times slower the slow pairs rotate.
-      low_freq_factor: Pairs with fewer rotations in `original_max_positions` are slow.
-      high_freq_factor: Pairs with more rotations are fast; in between, factors are interpolated.
-      original_max_positions: Length of text that the model was originally trained on.
+      factor: Factor by which slow pairs rotate slower.
+      low_freq_factor: Pairs with fewer rotations than this in `original_max_positions` are slow.
+      high_freq_factor: Pairs with more rotations than this are fast. In between, factors are
+        interpolated.
+      original_max_positions: Text length that the model was originally trained with.
     """
 
     @inherit_params(RotaryPositionalEmbedding)
@@ -142,12 +144,13 @@ class YarnRotary(RotaryPositionalEmbedding):
 
     Args:
       embedding_dims: Size K of a head.
-      factor: How many times slower the slow pairs rotate.
-      original_max_positions: Length of text that the model was originally trained on.
-      beta_fast: Pairs with more rotations in `original_max_positions` are not slowed.
-      beta_slow: Pairs with fewer rotations are slowed; in between, factors are interpolated.
-      truncate: Whether to round the two bounds outwards to integer pairs.
-      attention_factor: Factor of sines and cosines; None: 0.1 ln(factor) + 1.
+      factor: Factor by which slow pairs rotate slower.
+      original_max_positions: Text length that the model was originally trained with.
+      beta_fast: Pairs with more rotations than this in `original_max_positions` do not change.
+      beta_slow: Pairs with fewer rotations than this rotate slower. In between, factors are
+        interpolated.
+      truncate: Whether to round the two bounds outwards to integer pair indices.
+      attention_factor: Factor that multiplies sines and cosines. If None, 0.1 ln(factor) + 1.
     """
 
     @inherit_params(RotaryPositionalEmbedding)
@@ -199,15 +202,16 @@ def yarn_factor(factor: float, mscale: float = 1.0) -> float:
 class LongRope(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding with LongRoPE: a factor per pair (arXiv:2402.13753).
 
-    A call with a position beyond `original_max_positions` uses `long_factor`, otherwise
-    `short_factor`. So a text decoded beyond it has keys with both, as in Hugging Face's models.
+    A call with a position beyond `original_max_positions` uses `long_factor`; all other calls use
+    `short_factor`. The cache of a text decoded beyond it therefore contains keys with both factors,
+    as in Hugging Face's models.
 
     Args:
       embedding_dims: Size K of a head.
-      short_factor: How many times slower each pair rotates in short texts, [rotary_dims / 2].
-      long_factor: The same for long texts.
-      original_max_positions: Length of text that the model was originally trained on.
-      attention_factor: Factor of sines and cosines.
+      short_factor: Factor by which each pair rotates slower in short texts, [rotary_dims / 2].
+      long_factor: Factor by which each pair rotates slower in long texts, [rotary_dims / 2].
+      original_max_positions: Text length that the model was originally trained with.
+      attention_factor: Factor that multiplies sines and cosines.
     """
 
     @inherit_params(RotaryPositionalEmbedding)

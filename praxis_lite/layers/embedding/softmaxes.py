@@ -1,4 +1,4 @@
-"""Softmaxes over classes and their cross-entropy, with the names and numerics of Pax."""
+"""Softmaxes over classes and their cross-entropy, with Pax's names and numerics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,24 +28,24 @@ from praxis_lite.layers.linears import Bias, FeedForward
 
 
 class FullSoftmax(BaseLayer):
-    """Computes float32 logits [..., V] from inputs [..., D]; `compute_loss`, the cross-entropy.
+    """Computes float32 logits [..., V] from inputs [..., D], and the cross-entropy.
 
     Args:
       num_classes: V.
       input_dims: D.
-      has_bias: Whether there is a bias [V], split like V; Pax's feed_forward_tpl.has_bias.
+      has_bias: Whether there is a bias [V], split like V (Pax's feed_forward_tpl.has_bias).
       bias_init: Initial value of the bias.
-      soft_cap_logits: Logits become cap * tanh(logits / cap); 0 or None: no cap.
-      z_loss_weight: Adds weight * mean(log_z^2) to the auxiliary losses.
+      soft_cap_logits: cap in cap * tanh(logits / cap). If 0 or None, logits are not capped.
+      z_loss_weight: Weight with which mean(log_z^2) is added to the auxiliary losses.
       label_smoothing_prob: Fraction of a label's probability that is distributed over the other
         V - 1 classes.
-      label_smoothing_apply_for_eval: Whether to smooth labels also without a key (evaluation).
+      label_smoothing_apply_for_eval: Whether to smooth labels in evaluation (without a key), too.
       scale_before_logits: Whether to divide the inputs by sqrt(D).
-      chunk_size: Number of logits per token that a device computes at a time, also in training;
-        `compute_loss` then returns no logits. Pax's setting divides the sequence instead.
+      chunk_size: Number of logits per token that a device computes at a time, including in
+        training. `compute_loss` then returns no logits. Pax's setting divides the sequence instead.
       weight_init: Initializer of the weight.
-      feed_forward_tpl: The projection; called with the sizes, `has_bias`, `activation`, the initial
-        values, the splits and `rngs`.
+      feed_forward_tpl: Template of the projection; called with the sizes, `has_bias`, `activation`,
+        the initial values, the splits and `rngs`.
       weight_split_dims_mapping: Split of [D, V].
       activation_split_dims_mapping: Split of the logits, [..., V].
     """
@@ -111,7 +111,7 @@ class FullSoftmax(BaseLayer):
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
-        """Returns the projected inputs [..., V] in their dtype, which `_activated` takes."""
+        """Returns the inputs of `_activated`: the projected inputs [..., V], in their dtype."""
         return self.logits_ffn(inputs)
 
     def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
@@ -131,8 +131,8 @@ class FullSoftmax(BaseLayer):
     def _gathered(self, inputs: jax.Array) -> jax.Array:
         """Constrains inputs to the split of the logits, except for the classes.
 
-        Inputs that are split further are then gathered before the product, and their gradient is
-        scattered. Otherwise XLA may gather the gradient of the logits.
+        Inputs that are split over more axes are then gathered before the matmul, and their gradient
+        is scattered. Otherwise XLA may gather the gradient of the logits.
         """
         split = self.activation_split_dims_mapping
         return inputs if split is None else constrain(inputs, tuple(split)[: inputs.ndim - 1])
@@ -141,7 +141,7 @@ class FullSoftmax(BaseLayer):
         return soft_cap(logits, self.soft_cap_logits or 0.0)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """Returns float32 logits [..., V] of inputs [..., D], as Pax's get_logits does."""
+        """Returns float32 logits [..., V] for inputs [..., D], like Pax's get_logits."""
         inputs = self._gathered(inputs) * self.scale
         logits = self._activated(self._projected(inputs).astype(jnp.float32))
         return constrain(logits, self.activation_split_dims_mapping)
@@ -159,18 +159,20 @@ class FullSoftmax(BaseLayer):
 
         Args:
           inputs: [..., D].
-          class_ids: Labels, int [...] or (as in Pax) [..., 1]; None with class_probabilities.
+          class_ids: Labels, int [...] or (as in Pax) [..., 1]. May be None if class_probabilities
+            is passed.
           class_weights: Weight of each token, in the shape of class_ids.
           class_probabilities: Target distribution [..., V]; requires storing all logits.
-          key: None outside training, see label_smoothing_apply_for_eval.
+          key: Random key; None outside training. See label_smoothing_apply_for_eval.
 
         Returns:
-          per_example_xent [...] in nats, per_example_argmax int [...]; total_xent, total_weight,
-          avg_xent; accuracy (with class_ids); z_loss, weighted (with a z_loss_weight; also in
-          `aux_loss`); logits and log_probs [..., V], float32 (unless computed in chunks).
+          A dict with per_example_xent [...] in nats, per_example_argmax int [...], total_xent,
+          total_weight and avg_xent. With class_ids, also accuracy. With a z_loss_weight, also the
+          weighted z_loss, which is stored in `aux_loss` as well. Without chunks, also logits and
+          log_probs, float32 [..., V].
 
         Raises:
-          ValueError: Neither class_ids nor class_probabilities are given.
+          ValueError: Both class_ids and class_probabilities are None.
         """
         if class_ids is None and class_probabilities is None:
             raise ValueError("compute_loss got neither class_ids nor class_probabilities.")
@@ -215,12 +217,12 @@ class FullSoftmax(BaseLayer):
 
 
 class SharedEmbeddingSoftmax(FullSoftmax):
-    """A FullSoftmax whose weight [D, V] also embeds the ids (Press and Wolf, arXiv:1608.05859).
+    """A FullSoftmax whose weight [D, V] also embeds ids (Press and Wolf, arXiv:1608.05859).
 
     Args:
       num_classes: V.
       input_dims: D.
-      lookup_style: How rows are read, see `embeddings.lookup`.
+      lookup_style: "index" or "matmul"; see `embeddings.lookup`.
       scale_sqrt_depth: Whether to multiply the embeddings by sqrt(D).
       fprop_dtype: Dtype of the embeddings.
       lookup_split_dims_mapping: Split of the embeddings, [B, T, D]; Pax's
@@ -250,7 +252,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         self.fprop_dtype = fprop_dtype
 
     def _tables(self) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Returns pairs ([V, d], [d, D] or None), whose products sum to the embedding table."""
+        """Returns pairs ([V, d], [d, D] or None) whose products add up to the embedding table."""
         return self.logits_ffn.linear.column_factors()
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
@@ -268,7 +270,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
                 rows = einsum("...d,de->...e", rows, into_D.astype(self.fprop_dtype))
             embs += rows
         table_split = (class_split, dim_split)
-        assert isinstance(embs, jax.Array), "There is at least one table."
+        assert isinstance(embs, jax.Array), "There must be at least one table."
         embs = embs * self.emb_scale
         return constrain_embeddings(embs, self.lookup_split_dims_mapping, table_split)
 
@@ -276,8 +278,8 @@ class SharedEmbeddingSoftmax(FullSoftmax):
 class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
     """A SharedEmbeddingSoftmax whose weight `w` is [V, D].
 
-    As in Pax, `weight_split_dims_mapping` is still for [D, V], so that one softmax can replace the
-    other.
+    As in Pax, `weight_split_dims_mapping` is still the split of [D, V], so that the two softmaxes
+    are interchangeable.
 
     Args:
       num_classes: V.

@@ -1,6 +1,6 @@
-"""Moves tokens into the slots of experts and back; pure functions of arrays.
+"""Moves tokens into the experts' slots and back; pure functions of arrays.
 
-An expert has C slots, its capacity, per group of tokens. Choices beyond that are dropped.
+An expert has C slots (its capacity) for each group of tokens. Choices beyond that are dropped.
 """
 
 import math
@@ -9,17 +9,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an expert
-# for a group, N = E x C slots of a group.
+# G groups, S tokens per group, D model dims, E experts, K experts per token, C slots per expert and
+# group, N = E x C slots per group.
 
-# Tokens in slots [G, E, C, D] -> outputs of experts [G, E, C, D].
+# Takes tokens in slots [G, E, C, D], and returns the experts' outputs [G, E, C, D].
 ApplyExperts = Callable[[jax.Array], jax.Array]
 
 
 def slots_of(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int, capacity: int
 ) -> jax.Array:
-    """Returns the slot [G, S, K] of each choice, expert x C + position; N for dropped choices."""
+    """Returns the slot [G, S, K] of each choice: expert x C + position, or N if dropped."""
     position = positions_in_expert(experts_GSK, is_routed_GSK, num_experts)
     has_slot = is_routed_GSK & (position < capacity)
     return jnp.where(has_slot, experts_GSK * capacity + position, num_experts * capacity)
@@ -30,10 +30,10 @@ def positions_in_expert(
 ) -> jax.Array:
     """Returns the position [G, S, K] of each choice among the choices of its expert.
 
-    All first choices precede the second choices; within these, tokens are in order.
+    All first choices precede all second choices. Equal choices are in the order of the tokens.
     """
     num_groups, group_size, num_chosen = experts_GSK.shape
-    # [G, K x S]: all first choices precede the second ones.
+    # [G, K x S]: all first choices precede all second choices.
     rows = (num_groups, num_chosen * group_size)
     expert = experts_GSK.swapaxes(1, 2).reshape(rows)
     is_routed = is_routed_GSK.swapaxes(1, 2).reshape(rows)
@@ -49,7 +49,7 @@ def dispatch(x_GSD: jax.Array, slots_GSK: jax.Array, num_slots: int) -> jax.Arra
 
 
 def combine(y_GND: jax.Array, slots_GSK: jax.Array, gates_GSK: jax.Array) -> jax.Array:
-    """Returns for each token the sum of its slots' rows, weighted by gates, [G, S, D]."""
+    """Returns the gate-weighted sum of each token's slots, [G, S, D]."""
     num_groups, group_size, num_chosen = slots_GSK.shape
     choice_GN = _choice_in_slot(slots_GSK, y_GND.shape[1])
     y = _rows(y_GND, slots_GSK.reshape(num_groups, -1), choice_GN[..., None])
@@ -72,8 +72,8 @@ def _choice_in_slot(slots_GSK: jax.Array, num_slots: int) -> jax.Array:
 def _rows(x_GRD: jax.Array, index_GM: jax.Array, index_back_GRJ: jax.Array) -> jax.Array:
     """Returns rows of x at an index, [G, M, D]; zeros where the index is R or more.
 
-    `index_back` contains the (at most J) positions M to which each row of x was copied. With it the
-    gradient is a sum of J gathers instead of a scatter, which is slow and nondeterministic.
+    `index_back` contains the (at most J) positions in M to which each row of x was copied. It makes
+    the gradient a sum of J gathers instead of a scatter, which is slow and nondeterministic.
     """
     del index_back_GRJ
     return jnp.take_along_axis(x_GRD, index_GM[..., None], axis=1, mode="fill", fill_value=0)

@@ -1,9 +1,11 @@
-"""Experts without a capacity: each token reaches all of its experts, whatever their load.
+"""Experts without a capacity: each token reaches all of its experts, regardless of their load.
 
 Rows are sorted by expert and multiplied group by group (`grouped_matmul`; MegaBlocks,
-arXiv:2211.15841). Experts that are split over mesh axes receive tokens by all-to-alls (`exchange`).
+arXiv:2211.15841). If experts are split over mesh axes, all-to-alls send tokens to them
+(`exchange`).
 
-If experts are replicated, n tokens on a device need n min(K, E) rows of D and of F.
+If experts are replicated, n tokens on a device need memory for n min(K, E) rows of size D and of
+size F.
 """
 
 import functools
@@ -23,7 +25,7 @@ from praxis_lite.layers.moe.exchange import Exchange, exchange_in_rounds
 from praxis_lite.layers.moe.experts import Glu, Weights, expert_ffn, first_axes
 from praxis_lite.layers.moe.grouped_matmul import grouped_matmul
 
-# B batch, T time, D model dims, F hidden dims, E experts, L experts on one device, K experts of a
+# B batch, T time, D model dims, F hidden dims, E experts, L experts per device, K experts per
 # token, n tokens, X devices that the experts are split over, R rows for experts.
 
 
@@ -38,17 +40,17 @@ def dropless(
     weights_split: SplitDims,
     kernel: str = "auto",
 ) -> jax.Array:
-    """Returns for each token the gated sum of its experts' outputs, [B, T, D].
+    """Computes the gated sum of each token's expert outputs, [B, T, D].
 
     Args:
       x_BTD: Tokens.
       experts_BTK: Chosen experts, int32.
       gates_BTK: Their gates, float32; choices with a gate of 0 are not computed.
       weights: See `experts.expert_ffn`.
-      activation: Function of the hidden activations and the gate's.
-      tokens_split: Its first entry has the mesh axes that split B.
+      activation: See `experts.expert_ffn`.
+      tokens_split: Split of the tokens; only the first entry, the split of B, is used.
       weights_split: Split of [E, D, F].
-      kernel: Kernel of the products, a name in `grouped_matmul.EXPERT_KERNELS`.
+      kernel: Kernel for the matmuls, a name in `grouped_matmul.EXPERT_KERNELS`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
@@ -77,7 +79,7 @@ def dropless(
         return on_device(x_BTD, gates_BTK, *arrays, experts_BTK)[0]
 
     def pad(x: jax.Array, *parts: str) -> jax.Array:
-        """Pads rows, experts and hidden dims with zeros so that the axes divide them."""
+        """Pads rows, experts and hidden dims with zeros to multiples of the number of shards."""
         for dim, part in enumerate(parts):
             x = pad_to_multiple(x, num[part], dim) if part else x
         return x
@@ -94,11 +96,11 @@ def dropless(
         on_device, specs, (token_spec,),
         PartitionSpec(roles.hidden or None, *token_spec), set(free),
     )(*tokens[:2], *arrays, tokens[2])
-    # The compiler sums over shards of F, and may reduce-scatter.
+    # The compiler sums over shards of F, possibly with a reduce-scatter.
     return jnp.sum(sums_PBTD, axis=0)[: x_BTD.shape[0], : x_BTD.shape[1]]
 
 
-# By weight: the fields of `_AxisRoles` that split its dims.
+# For each weight, the fields of `_AxisRoles` that split its dims.
 _DIMS = {
     "wi_0": ("expert", "", "hidden"), "wi_gate_0": ("expert", "", "hidden"),
     "wo_0": ("expert", "hidden", ""),
@@ -107,7 +109,7 @@ _DIMS = {
 
 
 class _AxisRoles(NamedTuple):
-    """Mesh axes by what they split: rows of the batch, time, hidden dims, experts."""
+    """The mesh axes that split the rows of the batch, time, hidden dims and experts."""
 
     rows: tuple[str, ...]
     time: tuple[str, ...]
@@ -119,16 +121,16 @@ class _AxisRoles(NamedTuple):
         cls, free: tuple[str, ...], tokens_split: SplitDims, weights_split: SplitDims, *,
         is_long: bool,
     ) -> "_AxisRoles":
-        """Assigns roles to the axes in `free`, which are all axes that are not manual."""
+        """Assigns roles to `free`, the axes that are not manual."""
         expert = first_axes(weights_split)
-        # Tokens must be split over the experts' axes. Otherwise these devices would send the same
+        # Tokens must be split over the experts' axes. Otherwise several devices would send the same
         # tokens.
         rows = first_axes(tokens_split)
         rows += tuple(axis for axis in expert if axis not in rows)
         hidden = () if weights_split is None else first_axes(tuple(weights_split)[2:])
         hidden = tuple(axis for axis in hidden if axis not in rows)
-        # Time is split over unused axes, so that no two devices compute the same. The single token
-        # of decoding is cheaper to recompute.
+        # Time is split over unused axes, so that no two devices compute the same tokens. In
+        # decoding, it is cheaper to compute the single token on every device.
         taken = {*rows, *hidden, *vmapped_axes()}
         time = tuple(axis for axis in free if axis not in taken) if is_long else ()
         return cls(rows, time, hidden, expert)
@@ -142,17 +144,17 @@ def _gated_sums(
 
     Args:
       x_nD: Tokens.
-      experts_nK: Indices of this device's experts; other choices are L, or have a gate of 0.
+      experts_nK: Indices of this device's experts; L or a gate of 0 marks other choices.
       gates_nK: Gates.
       weights: Weights of this device's experts.
-      activation: Function of the hidden activations and the gate's.
-      kernel: Kernel of the products.
-      expected_rows: Number of choices here if loads are even.
+      activation: See `experts.expert_ffn`.
+      kernel: Kernel for the matmuls.
+      expected_rows: Number of choices on this device if loads are even.
     """
     num_local = next(iter(weights.values())).shape[0]
     num_tokens, num_chosen = experts_nK.shape
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
-    # A token is sent to an expert once, so at most L of its choices are experts of this device.
+    # A token chooses an expert at most once, so at most L of its choices are on this device.
     num_rows = num_tokens * min(num_chosen, num_local)
     row = jnp.argsort(jnp.argsort(expert, stable=True))  # Row of each choice, sorted by expert.
     row_nK = jnp.where(expert < num_local, row, num_rows).reshape(experts_nK.shape)

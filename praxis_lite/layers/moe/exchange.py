@@ -1,14 +1,14 @@
-"""Exchanges tokens with the devices of their experts by all-to-alls, in as many rounds as needed.
+"""Sends tokens to the devices of their experts with all-to-alls, in as many rounds as needed.
 
-Loads are unknown at compile time, but array sizes are static. Arrays for the worst load, with all
-tokens for one device, would be X times larger than for even loads. Instead, each device has C slots
-for choices of experts on each other device, slightly more than even loads need, and tokens are sent
-in rounds: one round for even loads, X / SLACK rounds for the worst load. No choice is dropped. The
-first round is outside the loop over rounds, so that other work can overlap its communication.
+Loads are unknown at compile time, but array sizes are static. Arrays for the worst load, in which
+one device receives all tokens, would be X times larger than arrays for even loads. Instead, each
+device has C slots for each other device, slightly more than even loads need, and sends tokens in
+rounds: one round for even loads, X / SLACK rounds for the worst load. No choice is dropped. The
+first round is outside the loop over rounds, so that its communication can overlap with other work.
 
-A round sends X C rows of D, with an integer each, and returns as many rows. The backward pass sends
-them again with the gradients of their outputs, and returns the gradients of the rows. Rounds save
-no residuals: the backward pass recomputes the experts' products.
+A round sends X C rows of size D, each with an integer, and returns as many rows. The backward pass
+sends the rows again, together with the gradients of their outputs, and returns the gradients of the
+rows. Rounds save no residuals: the backward pass recomputes the experts' matmuls.
 """
 
 from collections.abc import Callable
@@ -23,21 +23,22 @@ from praxis_lite.layers.moe.experts import Weights
 
 __all__ = ("SLACK",)
 
-# n tokens of a device, K experts of a token, X devices that experts are split over, C slots on a
-# device for choices of experts on another, N = X x C, D model dims, L experts of a device.
+# n tokens per device, K experts per token, X devices that experts are split over, C slots per pair
+# of devices, N = X x C, D model dims, L experts per device.
 PyTree = Any
-SLACK = 1.25  # Slots per choice for even loads.
-# (rows [N, D], experts [N, 1], gates [N, 1], weights) -> gated outputs of this device's experts.
+SLACK = 1.25  # Ratio of slots to choices if loads are even.
+# Takes (rows [N, D], experts [N, 1], gates [N, 1], weights), and returns the gated outputs of this
+# device's experts.
 LocalExperts = Callable[[jax.Array, jax.Array, jax.Array, Weights], jax.Array]
 
 
 class Exchange(NamedTuple):
-    """The devices that exchange tokens.
+    """The group of devices that send tokens to each other.
 
     Attributes:
       axes: Mesh axes that split the experts.
       num_shards: X.
-      all_axes: All manual axes of the `jax.shard_map`; their devices run the same number of rounds.
+      all_axes: All manual axes of the `jax.shard_map`. All their devices run equally many rounds.
     """
 
     axes: tuple[str, ...]
@@ -45,12 +46,12 @@ class Exchange(NamedTuple):
     all_axes: tuple[str, ...]
 
     def swap(self, x_NM: jax.Array) -> jax.Array:
-        """Returns the rows [N, M] that the other devices send to this one."""
+        """Sends the rows [N, M] to the other devices, and returns the rows that they send."""
         x_XCM = x_NM.reshape(self.num_shards, -1, *x_NM.shape[1:])
         return jax.lax.all_to_all(x_XCM, self.axes, 0, 0).reshape(x_NM.shape)
 
     def num_slots(self, num_choices: int, max_slots: int) -> int:
-        """Returns C, given a device's number of choices, and their maximum for one other device."""
+        """Returns C, given a device's number of choices and the most that one device can get."""
         even = -(-num_choices // self.num_shards)
         return max(1, min(max_slots, -(-int(even * SLACK) // 8) * 8))
 
@@ -59,13 +60,13 @@ def exchange_in_rounds(
     local_experts: LocalExperts, over: Exchange, x_nD: jax.Array, gates_nK: jax.Array,
     weights: Weights, experts_nK: jax.Array,
 ) -> jax.Array:
-    """Returns for each token the gated sum of its experts' outputs, [n, D].
+    """Computes the gated sum of each token's expert outputs, [n, D].
 
     Must be called inside a `jax.shard_map` with check_vma=False.
 
     Args:
       local_experts: Computes the outputs of this device's experts; 0 for rows with a gate of 0.
-      over: The devices that exchange tokens.
+      over: The group of devices.
       x_nD: Tokens.
       gates_nK: Gates; choices with a gate of 0 are not sent.
       weights: Weights of this device's experts.
@@ -77,7 +78,10 @@ def exchange_in_rounds(
     num_rows = over.num_shards * num_slots
 
     def rounds_of(gates_nK: jax.Array, experts_nK: jax.Array) -> tuple[Callable, jax.Array]:
-        """Returns a function from a round to the slot of each choice (N: none), and the rounds."""
+        """Returns a function that maps a round to each choice's slot, and the number of rounds.
+
+        The slot of a choice that is not sent in a round is N.
+        """
         shard_nK, is_sent_nK = experts_nK // num_local, gates_nK != 0.0
         position_nK = positions_in_expert(shard_nK[None], is_sent_nK[None], over.num_shards)[0]
         last = jax.lax.pmax(jnp.max(jnp.where(is_sent_nK, position_nK, -1)), over.all_axes)
@@ -89,12 +93,12 @@ def exchange_in_rounds(
         return slots_of_round, last // num_slots + 1
 
     def in_slots(x_nKM: jax.Array, slots_nK: jax.Array) -> jax.Array:
-        """Returns the value of the choice in each slot, [N, 1]; 0 for empty slots."""
+        """Moves the value of each choice to its slot, [N, 1]; empty slots are 0."""
         return dispatch(x_nKM.reshape(1, -1, 1), slots_nK.reshape(1, -1, 1), num_rows)[0]
 
     def send(x_nD: jax.Array, experts_nK: jax.Array, slots_nK: jax.Array) -> tuple:
         rows_ND = over.swap(dispatch(x_nD[None], slots_nK[None], num_rows)[0])
-        # Sent as expert + 1, so that 0 marks empty slots.
+        # Send expert + 1, so that 0 marks empty slots.
         expert_N1 = over.swap(in_slots(experts_nK % num_local + 1, slots_nK))
         is_taken_N1 = (expert_N1 > 0).astype(jnp.float32)
         return rows_ND, jnp.where(expert_N1 > 0, expert_N1 - 1, num_local), is_taken_N1
@@ -127,7 +131,7 @@ def exchange_in_rounds(
 
     def backward(args, grad_nD):
         x_nD, gates_nK, weights, experts_nK = args
-        # Otherwise XLA might save the tokens received in the first round of the forward pass.
+        # Prevent XLA from saving the tokens received in the first round of the forward pass.
         x_nD, experts_nK = jax.lax.optimization_barrier((x_nD, experts_nK))
         slots_of_round, num_rounds = rounds_of(gates_nK, experts_nK)
 

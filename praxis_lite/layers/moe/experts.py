@@ -1,4 +1,4 @@
-"""The feed-forward computation of experts, and the initializers and splits of their weights."""
+"""The experts' feed-forward computation, and the initializers and splits of their weights."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -19,10 +19,11 @@ from praxis_lite.layers.base.base_layer import Initializer, xavier
 from praxis_lite.layers.base.result_types import broadcast_beside, einsum
 from praxis_lite.layers.initializers import EinsumXavier
 
-# G groups, E experts, C slots of an expert for a group, D model dims, F hidden dims.
+# G groups, E experts, C slots per expert and group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
 Function = Callable[[jax.Array], jax.Array]
-# (hidden activations, gate activations or None) -> activations for the output projection.
+# Takes (hidden activations, gate activations or None), and returns the inputs of the output
+# projection.
 Glu = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
@@ -37,13 +38,13 @@ def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -
 
 
 def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
-    """Returns a gated activation: hidden times the activated gate, or the activated hidden.
+    """Returns a gated activation function: hidden x activate(gate), or activate(hidden).
 
     Args:
-      activate: Activation function of the gate; of the hidden activations if there is no gate.
-      limit: If set, the activation is GPT-OSS's: (hidden + 1) gate sigmoid(alpha gate), with hidden
-        clipped to +-limit and the gate to at most limit.
-      alpha: Factor of the gate with a limit.
+      activate: Activation function of the gate, or of the hidden activations if there is no gate.
+      limit: If set, the activation is (hidden + 1) gate sigmoid(alpha gate), as in GPT-OSS, with
+        hidden clipped to +-limit and the gate clipped to at most limit.
+      alpha: Factor that multiplies the gate if limit is set.
     """
 
     def gated(hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
@@ -61,16 +62,17 @@ def expert_ffn(
     product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, weights: Weights,
     activation: Glu, on_hidden: Function = lambda hidden: hidden, *, at_rows: Function,
 ) -> jax.Array:
-    """Returns the experts' feed-forward outputs, in the shape of `x`.
+    """Computes the experts' feed-forward outputs, in the shape of `x`.
 
-    The products have the checkpoint names "expert_ffn1", "expert_ffn1_gate" and "expert_ffn2".
+    The matmul outputs have the checkpoint names "expert_ffn1", "expert_ffn1_gate" and
+    "expert_ffn2".
 
     Args:
       product: Multiplies tokens by the weight [E, in, out] of their expert.
       x: Tokens by expert, [..., D].
-      weights: wi_0 [E, D, F], wo_0 [E, F, D]; wi_gate_0 if there is a gate; bi_0, bi_gate_0 [E, F]
-        and bo_0 [E, D] if there are biases.
-      activation: Function of the hidden activations and the gate's (None without a gate).
+      weights: Weights by name: wi_0 [E, D, F], wo_0 [E, F, D], wi_gate_0 if there is a gate, and if
+        there are biases, bi_0, bi_gate_0 [E, F] and bo_0 [E, D].
+      activation: Takes the hidden activations and the gate activations (or None).
       on_hidden: Constrains the sharding of the hidden activations, and applies dropout.
       at_rows: Broadcasts a bias [E, dims] to a result of `product`.
     """
@@ -91,18 +93,19 @@ def apply_experts(
     tokens_split: SplitDims, weights_split: SplitDims, dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
-    """Returns the experts' outputs for the tokens in their slots, [G, E, C, D].
+    """Computes the experts' outputs for the tokens in their slots, [G, E, C, D].
 
     Args:
       x_GECD: Tokens in slots.
       weights: See `expert_ffn`.
       activation: See `expert_ffn`.
       dropout: Applied to the hidden activations.
-      tokens_split: Its first entry is the split of G outside the experts.
+      tokens_split: Split of the tokens; its first entry is the split of G outside the experts.
       weights_split: Split of wi_0, [E, D, F].
-      dispatch_split: Split of [G, E, C, D] at the experts; None: E is split like the weights, G
-        over its remaining axes.
-      hidden_split: Split of [G, E, C, F] at the experts; None: as before, and F like the weights.
+      dispatch_split: Split of [G, E, C, D] inside the experts. If None, E is split like the
+        weights, and G over its remaining axes.
+      hidden_split: Split of [G, E, C, F] inside the experts. If None, G and E are split as in
+        dispatch_split, and F like the weights.
     """
     assert weights_split is not None
     split_E, _, split_F = weights_split
@@ -111,7 +114,8 @@ def apply_experts(
     if hidden_split is None:
         assert dispatch_split is not None
         hidden_split = (*tuple(dispatch_split)[:2], None, split_F)
-    # Two successive constraints: XLA implements the change, and its reverse, by an all-to-all each.
+    # XLA implements the change between two successive constraints, and its reverse, with one
+    # all-to-all each.
     x_GECD = constrain(constrain(x_GECD, first_dim(tokens_split)), dispatch_split)
     y_GECD = expert_ffn(
         functools.partial(einsum, "gecd,edf->gecf"),
@@ -125,14 +129,14 @@ def apply_experts(
 
 
 def first_dim(split: SplitDims) -> SplitDims:
-    """Returns a mapping with only the first entry; None for None."""
+    """Returns a split mapping with only its first entry, or None if it is None."""
     return None if split is None else tuple(split)[:1]
 
 
 def first_axes(split: SplitDims) -> tuple[str, ...]:
     """Returns the axes of the current mesh that split the first dim of a mapping.
 
-    Manual axes of an enclosing `jax.shard_map` are left out.
+    Manual axes of an enclosing `jax.shard_map` are omitted.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not split:
@@ -142,9 +146,9 @@ def first_axes(split: SplitDims) -> tuple[str, ...]:
 
 
 def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> SplitDims:
-    """Returns the split of [G, E, ...] at the experts: axes that split both move from G to E.
+    """Returns the split of [G, E, ...] inside the experts: shared axes move from G to E.
 
-    XLA implements this move by an all-to-all.
+    XLA implements this move with an all-to-all.
     """
     expert_axes = first_axes((split_E,))
     rest = tuple(axis for axis in first_axes(tokens_split) if axis not in expert_axes)

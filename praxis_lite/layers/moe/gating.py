@@ -1,4 +1,4 @@
-"""Pax's gating functions, which compute the outputs of experts from a router's logits."""
+"""Pax's gating functions, which route tokens to experts by a router's logits."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.moe import routing
 from praxis_lite.layers.moe.dispatch import ApplyExperts, route_expert_choice, route_through_slots
 
-# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an expert
-# for a group.
+# G groups, S tokens per group, D model dims, E experts, K experts per token, C slots per expert and
+# group.
 
 # top2 is top_k with two experts. In expert_choice, experts choose tokens. dense_top2 computes all
-# experts for every token, and uses two.
+# experts for every token, but uses only two of them.
 GATING_FUNCS = ("top2", "top_k", "dense_top2", "expert_choice", "expert_choice_v2")
 SCORE_FUNCS = ("softmax", "softmax_of_chosen", "sigmoid")
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
 
-# (x_GSD, experts_GSK, gates_GSK) -> outputs [G, S, D], whatever the load.
+# Takes (x_GSD, experts_GSK, gates_GSK), and returns outputs [G, S, D] for any load.
 Dropless = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -31,8 +31,8 @@ class Tokens(NamedTuple):
     Attributes:
       x: Tokens [G, S, D].
       logits: Router logits [G, S, E].
-      is_token: Bool [G, S]: False for padding.
-      is_in_row: Bool [G, S]: False in rows that consist of padding.
+      is_token: Bool [G, S]; False for padding.
+      is_in_row: Bool [G, S]; False in rows that contain only padding.
     """
 
     x: jax.Array
@@ -43,10 +43,10 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gating:
-    """The settings of a TransformerFeedForwardMoe for routing.
+    """The routing settings of a TransformerFeedForwardMoe.
 
     Raises:
-      ConfigError: Settings contradict each other.
+      ConfigError: A setting is out of range or conflicts with another setting.
     """
 
     num_experts: int
@@ -97,8 +97,8 @@ class Gating:
         has_none = factor <= 0 and (capacity_dim <= 0 or gating == "expert_choice")
         if factor < 0 or capacity_dim < 0 or (has_none and not self.dropless):
             raise ConfigError(
-                f"{layer}.unadjusted_expert_capacity_factor is {factor} and expert_capacity_dim "
-                f"{capacity_dim}, so experts would take no tokens. Make one of them positive"
+                f"{layer}.unadjusted_expert_capacity_factor is {factor} and expert_capacity_dim is "
+                f"{capacity_dim}, so experts would process no tokens. Make one of them positive"
                 f"{' (the factor for expert_choice)' if gating == 'expert_choice' else ''}, or set "
                 "dropless=True."
             )
@@ -144,10 +144,10 @@ class Gating:
         return self.gating_func in ("top2", "top_k")
 
     def groups_of(self, batch_size: int, length: int) -> tuple[int, int]:
-        """Returns G and S for a batch of `batch_size` rows of `length` tokens.
+        """Returns the number of groups, G, and the tokens per group, S, for a batch.
 
         Raises:
-          ConfigError: The number of groups does not divide the number of tokens.
+          ConfigError: The number of tokens is not divisible by the number of groups.
         """
         num_tokens, num_groups = batch_size * length, self.num_groups or batch_size
         smallest = self.min_group_size
@@ -155,10 +155,10 @@ class Gating:
             num_groups = -(-num_tokens // smallest)
         if num_tokens % num_groups:
             raise ConfigError(
-                f"TransformerFeedForwardMoe: {num_groups} groups do not divide the {num_tokens} "
-                f"tokens of a batch of {batch_size} rows of {length}. Change num_groups "
-                f"({self.num_groups}) or min_group_size ({smallest}); num_groups=0 makes each row "
-                "a group."
+                f"TransformerFeedForwardMoe needs {num_groups} groups of equal size, but the batch "
+                f"has {num_tokens} tokens ({batch_size} rows of {length}), which is not divisible "
+                f"by {num_groups}. Change num_groups ({self.num_groups}) or min_group_size "
+                f"({smallest}). With num_groups=0, each row is a group."
             )
         return num_groups, num_tokens // num_groups
 
@@ -172,15 +172,16 @@ class Gating:
         is_capped: bool,
         correction_E: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns outputs [G, S, D], and values to report, if tokens choose experts.
+        """Routes each token to its best experts; returns outputs [G, S, D] and reported values.
 
         Args:
           tokens: Tokens and router logits.
-          key: Key of the pass, for `second_expert_policy`.
+          key: Random key of the pass, for `second_expert_policy`.
           dropless: Computes outputs without a capacity.
-          apply_experts: Computes the outputs of experts for tokens in slots.
-          is_capped: Whether experts have a capacity. False: slots for all tokens of a group.
-          correction_E: Correction for score_func "sigmoid", see `routing.experts_by_group`.
+          apply_experts: Computes the experts' outputs for tokens in slots.
+          is_capped: Whether experts have a capacity. If False, they have slots for all tokens of a
+            group.
+          correction_E: Correction for score_func "sigmoid"; see `routing.experts_by_group`.
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
         logits_GSE = soft_cap(logits_GSE, self.gating_logit_cap)
@@ -237,7 +238,7 @@ class Gating:
         return not self.gating_func.startswith("expert_choice") and (not is_capped or is_enough)
 
     def dense_top2(self, tokens: Tokens, apply_experts: ApplyExperts) -> jax.Array:
-        """Computes all experts, and returns the outputs [G, S, D] of each token's two best."""
+        """Computes all experts for all tokens, and combines each token's two best, [G, S, D]."""
         num_groups, *rest = tokens.x.shape
         gates_GSE = routing.top_two_gates(jax.nn.softmax(tokens.logits, axis=-1))
         shape_GESD = (num_groups, self.num_experts, *rest)
@@ -245,7 +246,7 @@ class Gating:
         return jnp.einsum("gesd,gse->gsd", y_GESD, gates_GSE.astype(y_GESD.dtype))
 
     def expert_choice(self, tokens: Tokens, apply_experts: ApplyExperts) -> jax.Array:
-        """Returns the outputs [G, S, D] if experts choose tokens."""
+        """Routes to each expert the tokens that it scores highest; returns outputs [G, S, D]."""
         group_size, factor = tokens.x.shape[1], self.unadjusted_expert_capacity_factor
         probs_GSE = jax.nn.softmax(tokens.logits, axis=-1)
         if self.gating_func == "expert_choice":

@@ -18,17 +18,17 @@ from praxis_lite.layers.moe import grouped_tokamax
 
 __all__ = ("tiling",)
 
-# R rows, L experts, K dims of inputs, N dims of outputs.
+# R rows, L experts, K input dims, N output dims.
 EXPERT_KERNELS = ("auto", "ragged_dot", "megablox", "tokamax")
 _SETTING = "TransformerFeedForwardMoe.expert_kernel"
 _SUBLANES = 16  # Rows of a tile of 16-bit values.
 
 
 class Workload(NamedTuple):
-    """The properties of a product that decide which kernels support it.
+    """The properties of a matmul that decide which kernels support it.
 
     Attributes:
-      platform: Platform that is compiled for.
+      platform: Platform to compile for.
       dtype: Dtype of the operands.
       varying: Manual axes over which the arrays vary; Pallas kernels do not support such types.
     """
@@ -42,7 +42,7 @@ def check_kernel(setting: str) -> None:
     """Checks that a kernel exists and is installed.
 
     Raises:
-      ConfigError: It does not exist (lists the kernels), or is not installed.
+      ConfigError: It does not exist, or is not installed.
     """
     require_choice(_SETTING, setting, EXPERT_KERNELS)
     if setting == "tokamax":
@@ -52,11 +52,11 @@ def check_kernel(setting: str) -> None:
 def choose_kernel(setting: str, work: Workload) -> tuple[str, str]:
     """Returns the name of a kernel, and the reason for the choice.
 
-    "auto" is JAX's megablox on TPU if it supports the product, otherwise `jax.lax.ragged_dot`. On
-    other platforms megablox and tokamax's kernel are interpreted, which is slow.
+    "auto" selects JAX's megablox on TPU if it supports the matmul, and `jax.lax.ragged_dot`
+    otherwise. On other platforms, megablox and tokamax's kernel are interpreted, which is slow.
 
     Raises:
-      ConfigError: The kernel does not support the product; suggests another.
+      ConfigError: The kernel does not support the matmul. The message suggests another kernel.
     """
     check_kernel(setting)
     obstacle = _obstacle("megablox" if setting == "auto" else setting, work)
@@ -90,9 +90,9 @@ def grouped_matmul(
     Args:
       setting: A name in EXPERT_KERNELS.
       x_RK: Rows sorted by expert, followed by rows without an expert.
-      w_LKN: Matrices of the experts.
-      rows_of_expert_L: Number of rows of each expert, int32.
-      expected_rows: Expected number of rows with an expert, for plans.
+      w_LKN: The experts' matrices.
+      rows_of_expert_L: Number of rows per expert, int32.
+      expected_rows: Expected number of rows with an expert, for --mode=plan.
     """
     work = Workload(compiled_platform(), x_RK.dtype, varying_axes((x_RK, w_LKN)))
     name, reason = choose_kernel(setting, work)
@@ -128,7 +128,7 @@ class _Call(NamedTuple):
 def _megablox(
     x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, call: _Call
 ) -> jax.Array:
-    """Implements `grouped_matmul` by a Pallas kernel, which skips tiles without rows."""
+    """Implements `grouped_matmul` with a Pallas kernel, which skips tiles without rows."""
     return _rows_by_experts(x_RK, w_LKN, rows_of_expert_L, call, transposed=False)
 
 
@@ -167,7 +167,7 @@ def _rows_by_experts(
             tiling(tiles_RK.shape[0], *dims, x_RK.dtype),
             transpose_rhs=transposed, interpret=call.interpret,
         )[: x_RK.shape[0]]
-    # The kernel does not write rows without an expert.
+    # The kernel does not write the rows that have no expert.
     has_expert_R = jnp.arange(x_RK.shape[0]) < jnp.sum(rows_of_expert_L)
     return jnp.where(has_expert_R[:, None], y_RN, 0)
 
@@ -177,7 +177,7 @@ def _rows_of_tile(num_rows: int) -> int:
 
 
 def _in_tiles(x_RK: jax.Array) -> jax.Array:
-    """Pads rows to a multiple of the tile's; other dims need not be multiples."""
+    """Pads the rows to a multiple of the tile size; other dims need no padding."""
     rows = _rows_of_tile(x_RK.shape[0])
     return pad_to(x_RK, -(-x_RK.shape[0] // rows) * rows)
 

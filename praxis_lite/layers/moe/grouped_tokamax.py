@@ -9,7 +9,7 @@ import jax
 
 from praxis_lite.layers.base.tokamax_internals import grouped_matmul_kernels
 
-# R rows, L experts, K dims of inputs, N dims of outputs.
+# R rows, L experts, K input dims, N output dims.
 _Tile = tuple[int, int, int]
 
 
@@ -38,7 +38,7 @@ def _called(
     kernel: str, left: jax.Array, right: jax.Array, rows_of_expert_L: jax.Array, dtype: Any,
     tile: _Tile, dims: tuple[int, ...], interpret: bool, **settings: Any,
 ) -> jax.Array:
-    # In partial tiles the kernel copies slices of dynamic size, which the interpreter does not
+    # For partial tiles, the kernel copies slices of dynamic size, which the interpreter does not
     # support.
     tiling = (tile[0], *dims) if interpret else tile
     with _tpu_to_interpret() if interpret else contextlib.nullcontext():
@@ -50,7 +50,7 @@ def _called(
 
 @contextlib.contextmanager
 def _tpu_to_interpret() -> Iterator[None]:
-    """Registers this platform's devices as TPU v5e in the body.
+    """Registers this platform's devices as TPU v5e inside the `with` block.
 
     The kernel queries the memory layout of a TPU, even in interpret mode.
     """

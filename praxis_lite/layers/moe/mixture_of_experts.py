@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
@@ -26,8 +26,8 @@ from praxis_lite.layers.moe.routing import BiasUpdate, sentence_means
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stochastics import Dropout
 
-# B batch, T time, D model dims, F hidden dims, G groups, S tokens of a group, E experts, K experts
-# of a token, C slots of an expert for a group.
+# B batch, T time, D model dims, F hidden dims, G groups, S tokens per group, E experts, K experts
+# per token, C slots per expert and group.
 _OF_EXPERTS = ("wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")
 EMBEDDING_LEVELS = ("token", "sentence")
 
@@ -35,87 +35,89 @@ EMBEDDING_LEVELS = ("token", "sentence")
 class TransformerFeedForwardMoe(ResidualBranch):
     """Computes `x + experts(norm(x))`: [B, T, D] -> [B, T, D], with a few experts per token.
 
-    GShard, arXiv:2006.16668. Tokens are routed in groups. An expert takes at most its capacity of
-    tokens from each group (`routing.expert_capacity`), and adds nothing to the tokens beyond. So
-    documents packed into a row compete for slots, unless nothing is dropped (dropless=True,
-    gating_func="dense_top2"). Padding is not routed, and rows that consist of padding do not count
-    in the reported values:
+    GShard, arXiv:2006.16668. Tokens are routed in groups. An expert processes at most
+    `routing.expert_capacity` tokens from each group, and adds nothing to the remaining tokens that
+    chose it. Documents packed into a row therefore compete for slots, unless nothing is dropped
+    (dropless=True, gating_func="dense_top2"). Padding is not routed, and rows that contain only
+    padding do not affect the reported values:
 
-      aux_moe_load_balance_loss, aux_moe_router_z_loss: terms added to the training loss;
-      over_capacity_ratio: fraction of choices that were dropped;
-      max_expert_load, min_expert_load: number of choices of the busiest and the least busy expert,
+      aux_moe_load_balance_loss, aux_moe_router_z_loss: terms that are added to the training loss.
+      over_capacity_ratio: fraction of choices that were dropped.
+      max_expert_load, min_expert_load: number of choices of the most and the least chosen expert,
         before dropping, relative to the mean.
 
-    Decoding processes one token of each row at a time, and drops nothing. So a model with a
-    capacity decodes with experts that a pass over complete rows would have dropped, and the
-    log-probs of the two differ (by 0.3 in a small model that drops many choices). They are equal
-    with dropless=True, or if nothing is dropped: unadjusted_expert_capacity_factor=num_experts.
+    Decoding processes one token per row at a time, and drops no choices. A model with a capacity
+    therefore decodes with choices that a pass over complete rows would drop, and the log-probs of
+    the two differ (by 0.3 in a small model that drops many choices). They are equal with
+    dropless=True, or with unadjusted_expert_capacity_factor=num_experts, which drops nothing.
 
-    On a mesh, groups are split like the first dim of the outputs, and experts over other axes or
-    some of the same. In the second case, for instance with activations split
-    (("data", "expert"), None, None) and weights ("expert", None, "mdl"), one all-to-all sends
-    tokens to the experts and one returns outputs. Gradients need two more, and remat repeats the
-    first one.
+    On a mesh, groups are split like the first dim of the outputs. Experts can be split over other
+    axes or over some of the same axes. In the second case, such as with activations split
+    (("data", "expert"), None, None) and weights split ("expert", None, "mdl"), one all-to-all sends
+    tokens to the experts and a second returns their outputs. Gradients need two more all-to-alls,
+    and remat repeats the first one.
 
     Args:
       input_dims: D.
-      hidden_dims: F, which a model passes to all of its layers.
+      hidden_dims: F, unless expert_hidden_dims is set. Models pass it to all of their layers.
       expert_hidden_dims: F, if it differs from hidden_dims.
       num_experts: E.
       num_experts_per_token: K for gating_func "top_k".
-      gating_func: "top2"; "top_k"; "expert_choice" and "expert_choice_v2" (experts choose tokens,
-        arXiv:2202.09368, including later ones; the second never chooses padding); "dense_top2"
-        (all experts are computed for each token, and two are used).
-      num_groups: G, as in Pax; 0 (an error in Pax): each row of the batch is a group.
-      min_group_size: Use fewer groups if they would have fewer tokens than this.
+      gating_func: "top2" or "top_k"; "expert_choice" or "expert_choice_v2", in which experts choose
+        tokens (arXiv:2202.09368), including later tokens, but "expert_choice_v2" never chooses
+        padding; or "dense_top2", which computes all experts for each token but uses only two.
+      num_groups: G, as in Pax. If 0, which Pax rejects, each row of the batch is a group.
+      min_group_size: Minimum number of tokens per group; if necessary, fewer groups are used.
       expert_capacity_dim: See `routing.expert_capacity`.
       unadjusted_expert_capacity_factor: See `routing.expert_capacity`.
-      dropless: Whether experts have no capacity, so that each token reaches all of its experts; for
-        the memory needed, see `dropless`.
-      expert_kernel: Kernel for dropless products, a name in `grouped_matmul.EXPERT_KERNELS`.
-      normalize_gates: Whether a token's gates sum to 1. False (only for gating_func "top2" and
-        "top_k"): gates are the router's probabilities.
-      score_func: For gating_func "top_k": "softmax"; "softmax_of_chosen", over the logits of the
-        chosen experts only, as in GPT-OSS; "sigmoid", as in DeepSeek-V3's router, which adds a
-        correction [E] to the scores by which experts are chosen. The correction has no gradient:
+      dropless: Whether experts have no capacity, so that each token reaches all of its experts. See
+        `dropless` for the memory that this needs.
+      expert_kernel: Kernel for dropless matmuls, a name in `grouped_matmul.EXPERT_KERNELS`.
+      normalize_gates: Whether to normalize a token's gates to sum to 1. If False (only for
+        gating_func "top2" and "top_k"), gates are the router's probabilities.
+      score_func: For gating_func "top_k": "softmax"; "softmax_of_chosen", a softmax over the logits
+        of only the chosen experts, as in GPT-OSS; or "sigmoid", as in DeepSeek-V3's router, which
+        adds a correction [E] to the scores for choosing experts. The correction has no gradient:
         exclude it from training (".*/gate_correction"), or set `bias_update_rate`.
-      bias_update_rate: For "sigmoid": how much the correction changes after each step, to balance
-        loads without a loss (`routing.BiasUpdate`); set moe_load_balance_loss_weight=0. 0: off.
-      num_expert_groups: For "sigmoid", see `routing.experts_by_group`.
-      num_expert_groups_per_token: For "sigmoid", see `routing.experts_by_group`.
-      gates_scale: For "sigmoid", see `routing.experts_by_group`.
-      has_bias: Whether experts and router have biases.
-      swiglu_limit: Limit of a gated activation, see `experts.glu`; None: no limit.
+      bias_update_rate: For "sigmoid": the amount by which each step changes the correction, to
+        balance loads without a loss (`routing.BiasUpdate`). Use it with
+        moe_load_balance_loss_weight=0. If 0, the correction does not change.
+      num_expert_groups: For "sigmoid"; see `routing.experts_by_group`.
+      num_expert_groups_per_token: For "sigmoid"; see `routing.experts_by_group`.
+      gates_scale: For "sigmoid"; see `routing.experts_by_group`.
+      has_bias: Whether the experts and the router have biases.
+      swiglu_limit: Limit of a gated activation, or None; see `experts.glu`.
       swiglu_alpha: See `experts.glu`.
-      num_shared_experts: Number of experts that also process every token; they are one feed-forward
-        layer with this many times the hidden dims.
-      second_expert_policy: For top2 in training: "all"; "sampling": the second expert is sampled;
-        "random": it is used with probability min(1, gate / second_expert_threshold).
+      num_shared_experts: Number of additional experts that process every token. They form one
+        feed-forward layer with this many times the hidden dims.
+      second_expert_policy: For top2 in training: "all" uses each token's second expert; "sampling"
+        samples it; "random" uses it with probability min(1, gate / second_expert_threshold).
       second_expert_threshold: See second_expert_policy.
-      gating_logit_cap: Limits logits to +-cap by a tanh; 0: no cap.
-      moe_gating_embedding_level: Route each "token" separately, or all tokens of a "sentence"
-        (segment) by their mean.
+      gating_logit_cap: Limit of the router logits, applied with a tanh. If 0, there is no limit.
+      moe_gating_embedding_level: "token" to route each token separately, or "sentence" to route all
+        tokens of a segment by their mean.
       moe_load_balance_loss_weight: Weight of the load-balancing loss; ST-MoE (arXiv:2202.08906)
         uses 1e-2.
       moe_router_z_loss_weight: Weight of the router's z-loss; ST-MoE uses 1e-3.
-      internal_gshard_variance_scaling_fan_in_init: Whether weights are initialized uniformly in
-        +-sqrt(3 / fan in). False: by Xavier, with E as a receptive field unless
-        explicit_fan_in_fan_out_axes.
+      internal_gshard_variance_scaling_fan_in_init: Whether to initialize weights uniformly in
+        +-sqrt(3 / fan in). If False, Xavier initialization is used, which treats E as a receptive
+        field unless explicit_fan_in_fan_out_axes is set.
       explicit_fan_in_fan_out_axes: Whether Xavier's fans exclude E.
       activation, use_gated_activation, apply_padding_first, relu_dropout_prob: See
         TransformerFeedForward.
-      settings: Norm, dropout and skip connection, see ResidualBranch.
-      weight_split_dims_mapping: Split of the experts' input weights, [E, D, F]; output weights are
-        split as their transpose.
+      settings: Settings of norm, dropout and skip connection; see ResidualBranch.
+      weight_split_dims_mapping: Split of the experts' input weights, [E, D, F]. Output weights are
+        split like their transpose.
       gate_split_dims_mapping: Split of the router's weight, [D, E].
       activation_split_dims_mapping: Split of the outputs, [B, T, D].
-      dispatch_split_dims_mapping: Split of the experts' inputs and outputs, [G, E, C, D]; None: G
-        like the first dim of the outputs without the experts' axes, E like that of the weights.
-      hidden_split_dims_mapping: Split of the hidden activations, [G, E, C, F]; None: as above, and
-        F like the weights' last dim.
+      dispatch_split_dims_mapping: Split of the experts' inputs and outputs, [G, E, C, D]. If None,
+        E is split like the weights, and G like the first dim of the outputs over the other axes.
+      hidden_split_dims_mapping: Split of the hidden activations, [G, E, C, F]. If None, G and E are
+        split as in dispatch_split_dims_mapping, and F like the last dim of the weights.
 
     Raises:
-      ConfigError: Settings contradict each other; when called, groups do not divide the tokens.
+      ConfigError: Settings conflict with each other. When called: the number of tokens is not
+        divisible by the number of groups.
     """
 
     splits = splits(
@@ -165,11 +167,12 @@ class TransformerFeedForwardMoe(ResidualBranch):
         require_choice(
             f"{name}.moe_gating_embedding_level", moe_gating_embedding_level, EMBEDDING_LEVELS
         )
-        require(
-            not (self.gating.dropless and relu_dropout_prob), f"{name}.relu_dropout_prob",
-            relu_dropout_prob, "0 with dropless=True, where dropout would depend on the mesh",
-            "Set residual_dropout_prob.",
-        )
+        if self.gating.dropless and relu_dropout_prob:
+            raise ConfigError(
+                f"{name}.relu_dropout_prob {relu_dropout_prob} cannot be combined with "
+                "dropless=True, because dropout would depend on the mesh. Set relu_dropout_prob=0 "
+                "and residual_dropout_prob instead."
+            )
         activation_fn(activation, self)
         check_kernel(expert_kernel)
         self.expert_kernel = expert_kernel
@@ -194,7 +197,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             self.weight((num_experts,), init=zeros, rngs=rngs)
             if self.gating.score_func == "sigmoid" else None
         )
-        # Split like the router's weight, as other layers split D, possibly over the experts' axis.
+        # Split D like the router's weight, as in other layers, possibly over the experts' axis.
         self.shared_experts = SharedExperts(
             gate[0] if gate[0].is_explicit else D, sized(F, num_shared_experts * hidden_dims),
             activation, use_gated_activation, rngs,
@@ -237,7 +240,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         segment_ids: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Takes inputs [B, T, D] and paddings [B, T], which are 1.0 for tokens to skip.
+        """Takes inputs [B, T, D] and paddings [B, T], 1.0 for padding.
 
         Without paddings, tokens with segment id 0 are padding.
         """
@@ -268,7 +271,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         if self.is_by_sentence:
             segments = is_token_BT.astype(int) if segment_ids_BT is None else segment_ids_BT
             routed_by = reshaped(sentence_means(x_BTD, segments), x_GSD.shape)
-        # Replicated, because it is small: XLA would otherwise move parts of it and of the logits.
+        # Replicate the small router weight; otherwise XLA would communicate shards of it and of the
+        # logits.
         gate_DE = constrain(self.gate[...].astype(x_BTD.dtype), (None, None))
         logits_GSE = einsum(
             "gsd,de->gse", routed_by, gate_DE, preferred_element_type=jnp.float32
@@ -327,7 +331,7 @@ class SharedExperts(BaseLayer):
     Args:
       input_dims: D.
       hidden_dims: F.
-      activation: Function of the hidden activations, or of the gate.
+      activation: Activation function of the gate, or of the hidden activations without a gate.
       is_gated: Whether hidden activations are multiplied by an activated gate.
       rngs: Random streams of the constructor.
     """

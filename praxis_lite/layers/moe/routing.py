@@ -1,7 +1,7 @@
 """Chooses the experts of each token, and computes the router's losses; pure functions of arrays.
 
-Tokens are routed in separate groups. GShard, arXiv:2006.16668; Switch, arXiv:2101.03961; ST-MoE,
-arXiv:2202.08906; expert choice, arXiv:2202.09368. Numerics are those of Pax.
+Each group of tokens is routed separately. GShard, arXiv:2006.16668; Switch, arXiv:2101.03961;
+ST-MoE, arXiv:2202.08906; expert choice, arXiv:2202.09368. The numerics are Pax's.
 """
 
 import dataclasses
@@ -9,16 +9,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# G groups, S tokens of a group, E experts, K experts of a token, C slots of an expert for a group.
+# G groups, S tokens per group, E experts, K experts per token, C slots per expert and group.
 
 
 def expert_capacity(
     group_size: int, num_experts: int, capacity_factor: float, capacity_dim: int
 ) -> int:
-    """Returns C, the number of tokens that an expert takes from each group.
+    """Returns C, the maximum number of tokens that an expert processes from each group.
 
-    As in Pax, the larger of `capacity_dim` and of factor x S / E rounded up to a multiple of 4. But
-    at least 1 (Pax would route nothing), and at most S (an expert takes a token once).
+    As in Pax, it is the larger of `capacity_dim` and factor x S / E, rounded up to a multiple of 4.
+    Unlike in Pax, it is at least 1, and at most S, because a token chooses an expert only once.
     """
     automatic = int(group_size * capacity_factor / num_experts)
     if automatic > capacity_dim:
@@ -31,19 +31,23 @@ def choose_experts(
     second_expert_policy: str, second_expert_threshold: float, normalize_gates: bool = True,
     over_chosen: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns experts, gates, and whether each choice is used; all [G, S, K].
+    """Chooses the experts of each token.
 
     Args:
       logits_GSE: Router logits.
       is_token_GS: False for padding, which is not routed.
-      key: Key in training; None: the most probable experts are chosen.
+      key: Random key in training. If None, the most probable experts are chosen.
       num_chosen: K.
       second_expert_policy: Pax's "all", "sampling" or "random".
       second_expert_threshold: See `is_second_expert_used`.
-      normalize_gates: Whether a token's gates sum to 1; False: they are the probabilities.
-      over_chosen: Whether gates are the softmax of the chosen experts' logits. After normalization
-        they are the same, but the gradients of other experts are then exactly 0. Adam would turn
-        gradients that are rounding errors into steps.
+      normalize_gates: Whether to normalize a token's gates to sum to 1. If False, the gates are the
+        probabilities.
+      over_chosen: Whether to compute the gates as a softmax over the chosen experts' logits. This
+        equals normalized gates, but the gradients of other experts are exactly 0 instead of
+        rounding errors, which Adam would turn into steps.
+
+    Returns:
+      (experts, gates, whether each choice is used), all [G, S, K].
     """
     probs_GSE = jax.nn.softmax(logits_GSE, axis=-1)
     if key is not None and second_expert_policy == "sampling":
@@ -67,8 +71,8 @@ def top_k_experts(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns int32 experts [G, S, K], most probable first, and their gates [G, S, K].
 
-    A token's gates sum to 1. For K = 1 the gate is the probability, as in Switch, because the
-    router would have no gradient otherwise. Gates of padding are 0.
+    A token's gates sum to 1. For K = 1, the gate is the probability, as in Switch, because a gate
+    of 1 would give the router no gradient. Gates of padding are 0.
     """
     experts_GSK, gates_GSK = _best_of(probs_GSE, probs_GSE, num_chosen)
     return experts_GSK, _normalised(gates_GSK, is_token_GS)
@@ -78,11 +82,11 @@ def experts_by_group(
     logits_GSE: jax.Array, correction_E: jax.Array, is_token_GS: jax.Array, num_chosen: int,
     num_groups: int, num_chosen_groups: int, gates_scale: float, normalize_gates: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns experts and gates [G, S, K] of DeepSeek-V3's router (arXiv:2412.19437, section 2.1).
+    """Returns experts and gates [G, S, K] as DeepSeek-V3's router (arXiv:2412.19437, section 2.1).
 
-    Experts are scored by sigmoids. A correction, which balances their load, is added to the scores
-    for choosing experts, but not for the gates. The best groups of experts are selected, by the sum
-    of the two best scores in each, and from these groups the best experts.
+    Experts are scored by sigmoids. To balance loads, a correction is added to the scores that
+    choose experts, but not to the gates. First the best groups of experts are selected by the sum
+    of the two best scores in each group, then the best experts within these groups.
 
     Args:
       logits_GSE: Router logits.
@@ -91,8 +95,8 @@ def experts_by_group(
       num_chosen: K.
       num_groups: Number of groups of consecutive experts.
       num_chosen_groups: Number of groups to select.
-      gates_scale: Factor of the gates, after they are normalized.
-      normalize_gates: Whether gates are divided by their sum.
+      gates_scale: Factor that multiplies the (normalized) gates.
+      normalize_gates: Whether to divide the gates by their sum.
     """
     scores_GSE = jax.nn.sigmoid(logits_GSE)
     correction_E = jax.lax.stop_gradient(correction_E.astype(jnp.float32))
@@ -116,9 +120,9 @@ def experts_by_group(
 def sampled_second_expert(
     logits_GSE: jax.Array, probs_GSE: jax.Array, is_token_GS: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns experts and gates as `top_k_experts` for K = 2, with the second expert sampled.
+    """Returns experts and gates like `top_k_experts` for K = 2, but samples the second expert.
 
-    It is sampled by the Gumbel-max trick; Pax's second_expert_policy "sampling".
+    This is Pax's second_expert_policy "sampling", with the Gumbel-max trick.
     """
     first_GS, gate_GS, rest_GSE = _best(probs_GSE, probs_GSE)
     noised_GSE = logits_GSE + jax.random.gumbel(key, logits_GSE.shape, logits_GSE.dtype)
@@ -132,9 +136,9 @@ def sampled_second_expert(
 def _best_of(
     probs_GSE: jax.Array, scores_GSE: jax.Array, num_chosen: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the experts with the highest scores [G, S, K], best first, and their probs."""
+    """Returns the experts with the highest scores [G, S, K], best first, and their gates."""
     experts, gates = [], []
-    # Not jax.lax.top_k, a sort that some backends do not partition; K is small.
+    # Avoid jax.lax.top_k, a sort that some backends do not partition; K is small.
     for _ in range(num_chosen):
         expert_GS, gate_GS, scores_GSE = _best(probs_GSE, scores_GSE)
         experts.append(expert_GS)
@@ -143,7 +147,7 @@ def _best_of(
 
 
 def _best(probs_GSE: jax.Array, scores_GSE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the best expert [G, S], its probability, and the scores with it set to -inf."""
+    """Returns the best expert [G, S], its probability, and the scores with its score at -inf."""
     expert_GS = jnp.argmax(scores_GSE, axis=-1).astype(jnp.int32)
     is_best_GSE = jax.nn.one_hot(expert_GS, probs_GSE.shape[-1], dtype=bool)
     gate_GS = jnp.sum(jnp.where(is_best_GSE, probs_GSE, 0.0), axis=-1)
@@ -159,8 +163,8 @@ def _normalised(gates_GSK: jax.Array, is_token_GS: jax.Array) -> jax.Array:
 def is_second_expert_used(gates_GSK: jax.Array, threshold: float, key: jax.Array) -> jax.Array:
     """Returns bool [G, S, 2]: True for first experts, sampled for second experts.
 
-    A second expert is used with probability min(1, gate / threshold). Pax's second_expert_policy
-    "random", whose threshold is 0, so that nearly all are used.
+    A second expert is used with probability min(1, gate / threshold). This is Pax's
+    second_expert_policy "random", whose threshold is 0, so that nearly all are used.
     """
     gate_GS = gates_GSK[..., 1]
     used_GS = jax.random.uniform(key, gate_GS.shape) < gate_GS / max(threshold, 1e-9)
@@ -185,17 +189,17 @@ def load_balance_loss(
     probs_GSE: jax.Array, first_expert_GS: jax.Array, is_token_GS: jax.Array,
     is_in_row_GS: jax.Array,
 ) -> jax.Array:
-    """Returns E x sum over experts of (fraction of first choices x mean probability).
+    """Returns a loss that is minimal if experts are chosen equally often (arXiv:2101.03961, eq. 4).
 
-    It is 1 if both are uniform (arXiv:2101.03961, eq. 4); groups are averaged. As in Pax, means
-    include padding tokens, but not rows that only pad the batch, because the loss would depend on
-    their number.
+    It is E x sum over experts of (fraction of first choices x mean probability), averaged over
+    groups; 1 if both are uniform. As in Pax, means include padding tokens. They exclude rows that
+    contain only padding, because the loss would otherwise depend on the number of these rows.
 
     Args:
       probs_GSE: Router probabilities.
       first_expert_GS: First choice of each token.
       is_token_GS: False for padding.
-      is_in_row_GS: False in rows that consist of padding.
+      is_in_row_GS: False in rows that contain only padding.
     """
     num_experts = probs_GSE.shape[-1]
     is_token = is_token_GS[..., None].astype(jnp.float32)
@@ -218,13 +222,13 @@ def router_z_loss(logits_GSE: jax.Array, is_token_GS: jax.Array) -> jax.Array:
 def expert_choices(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int
 ) -> jax.Array:
-    """Returns the number of choices of each expert, float32 [E], before any is dropped."""
+    """Returns how often each expert was chosen, float32 [E], before any choice is dropped."""
     one_hot = jax.nn.one_hot(experts_GSK, num_experts) * is_routed_GSK[..., None]
     return jnp.sum(one_hot, axis=(0, 1, 2))
 
 
 def expert_load(choices_E: jax.Array) -> jax.Array:
-    """Returns the number of choices of each expert relative to the mean, [E]."""
+    """Returns how often each expert was chosen relative to the mean, [E]."""
     return choices_E * choices_E.size / jnp.maximum(jnp.sum(choices_E), 1.0)
 
 
@@ -232,8 +236,8 @@ def expert_load(choices_E: jax.Array) -> jax.Array:
 class BiasUpdate:
     """Balances experts without a loss (arXiv:2408.15664; DeepSeek-V3 uses a rate of 0.001).
 
-    A step changes the correction of an expert's scores by `rate`: up if the expert had fewer
-    choices in the step's batch than the mean, down if it had more.
+    After each step, the correction of an expert's scores increases by `rate` if the expert was
+    chosen less often than the mean in the step's batch, and decreases by `rate` if more often.
 
     Attributes:
       rate: Size of the change.
@@ -243,13 +247,13 @@ class BiasUpdate:
 
     def __call__(self, correction_E: jax.Array, choices_E: jax.Array) -> jax.Array:
         """Returns the correction after a step; both arguments are [..., E]."""
-        # In integers: the mean would be rounded, and equal loads would follow the rounding error.
+        # Avoid the mean, whose rounding error would decide the sign if loads are equal.
         more = jnp.sum(choices_E, -1, keepdims=True) - choices_E * choices_E.shape[-1]
         return correction_E + self.rate * jnp.sign(more).astype(correction_E.dtype)
 
 
 def sentence_means(inputs_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
-    """Returns for each token the mean of its segment, [B, T, D]; 0 for segment 0.
+    """Returns the mean of each token's segment, [B, T, D]; 0 for segment 0.
 
     arXiv:2110.03742, section 3.1; segment ids must be at most T.
     """

@@ -1,8 +1,8 @@
 """Matmuls with explicit collectives: all-gather and reduce-scatter, or a ring (collective matmul).
 
-Inside `jax.shard_map` each device has a shard of the tokens `x` and a shard of the weights. What it
-computes for a shard of tokens is a partial sum; the sum over all devices along the axis goes to the
-device that has the tokens.
+Inside `jax.shard_map`, each device has a shard of the tokens `x` and a shard of the weights. From a
+shard of tokens, it computes a partial sum of their outputs. The partial sums of all devices along
+the axis are added on the device that has the tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from praxis_lite.layers.base.base_layer import pad_to
 
 PyTree = Any
-# (shard of tokens, the rows of these tokens) -> a partial sum of their outputs.
+# Takes (a shard of tokens, the per-row arrays of these tokens), and returns a partial sum of their
+# outputs.
 PartialSum = Callable[[jax.Array, PyTree], jax.Array]
 
 
@@ -22,15 +23,15 @@ def gather_and_scatter(
     term: PartialSum, x: jax.Array, rows: PyTree, axis: str, dim: int | None,
     length: int | None = None,
 ) -> jax.Array:
-    """Returns the outputs of this device's tokens by an all-gather and a reduce-scatter.
+    """Computes the outputs for this device's tokens with an all-gather and a reduce-scatter.
 
     Args:
       term: Computes a partial sum of outputs.
       x: This device's shard of tokens.
-      rows: Arrays with the rows of the tokens of all devices along the axis.
+      rows: Per-row arrays for the tokens of all devices along the axis.
       axis: A manual mesh axis.
-      dim: The dim of x that the axis splits; None: x is replicated, and so are the outputs.
-      length: Size of `dim` over all devices, without padding; None: there is no padding.
+      dim: The dim of x that the axis splits. If None, x and the outputs are replicated.
+      length: Size of `dim` over all devices without padding, or None if there is no padding.
     """
     if dim is None:
         return jax.lax.psum(term(x, rows), axis)
@@ -43,7 +44,7 @@ def gather_and_scatter(
 def ring_matmul(
     term: PartialSum, x: jax.Array, rows: PyTree, axis: str, dim: int, halved_dim: int | None = None
 ) -> jax.Array:
-    """Returns the outputs of this device's tokens; shards and partial sums circulate in a ring.
+    """Computes the outputs for this device's tokens, circulating shards and sums in a ring.
 
     The next shard is sent while a device computes on the current one (collective matmul; Wang et
     al. 2023, doi:10.1145/3567955.3567959).
@@ -51,12 +52,13 @@ def ring_matmul(
     Args:
       term: Computes a partial sum of outputs.
       x: This device's shard of tokens.
-      rows: Arrays with the rows of the tokens of all devices along the axis, in order; a dim of
-        size 1 is broadcast.
+      rows: Per-row arrays for the tokens of all devices along the axis, in order; dims of size 1
+        are broadcast.
       axis: A manual mesh axis.
       dim: The dim of x and rows that the axis splits.
-      halved_dim: A dim of x along which shards are halved; the halves circulate in opposite
-        directions, to use both directions of the links. None: one direction.
+      halved_dim: A dim of x along which shards are halved, so that the halves can circulate in
+        opposite directions and use both directions of the links. If None, shards circulate in one
+        direction.
     """
     num, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     size = x.shape[dim]
@@ -74,7 +76,7 @@ def ring_matmul(
         return jnp.concatenate(halves, axis=halved_dim)
 
     def rows_of_step(array: jax.Array, step: int) -> jax.Array:
-        """Returns the rows of the shard that this device has in a step of the ring."""
+        """Returns the rows for the shard that this device processes in a ring step."""
         if array.shape[dim] == 1:
             shards = [array] * len(directions)
         else:

@@ -1,4 +1,4 @@
-"""Pipeline: a stack of equal blocks, distributed over the stages of a mesh axis."""
+"""Pipeline: a stack of identical blocks, distributed over the stages of a mesh axis."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require, shown
 from praxis_lite.core.models.stacked_weights import unstacked_layers
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
@@ -36,8 +36,8 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
 )
 from praxis_lite.layers.stacking.remat_policies import CheckpointPolicy, checked_policy, remat
 
-# R repeats, S stages, P layers of one stage in one repeat, L layers, M microbatches. Suffixes of
-# names are the leading dims of arrays: x_M is [M, rows, ...].
+# R repeats, S stages, P layers per stage and repeat, L layers, M microbatches. Name suffixes give
+# the leading dims of arrays: x_M is [M, rows, ...].
 
 PyTree = Any
 
@@ -47,50 +47,51 @@ class Pipeline(BaseLayer):
 
     The batch is divided into microbatches, which pass through the stages once (GPipe,
     arXiv:1811.06965) or several times (circular_repeat; arXiv:2104.04473, Pax). A scan runs over
-    the ticks of `Schedule`: stages are a dim of every array, split over `stage_axis`, and
-    activations shift to the next stage by one collective-permute per tick. OneForwardOneBackward
-    runs the same pipeline with the 1F1B schedule.
+    the ticks of a `Schedule`. Every array has a stage dim, split over `stage_axis`, and one
+    collective-permute per tick moves activations to the next stage. OneForwardOneBackward runs the
+    same pipeline with the 1F1B schedule.
 
-    Weights are stacked as [R, S, P]: layer (r S + s) P + p is on stage s. If S does not divide the
-    layers of a repeat, they are stacked as [R, L / R] and assigned to stages in that order; the
-    last stage has fewer. They are the weights of a Repeat, reshaped (`to_repeated`), and the same
-    key initializes the same weights.
+    Weights are stacked as [R, S, P]: layer (r S + s) P + p is on stage s. If the number of layers
+    per repeat is not divisible by S, weights are stacked as [R, L / R] and assigned to the stages
+    in this order, so that the last stage has fewer layers. `to_repeated` reshapes the weights to
+    those of a Repeat; the same key initializes both identically.
 
-    Without a stage axis the blocks run one after the other. With a cache the batch is one
+    Without a stage axis, the blocks run one after another. With a cache, the batch is a single
     microbatch. Results are the same on every mesh:
-      - Dropout's key has the layer's index folded in, then the microbatch's.
-      - Layers that couple rows (batch statistics, routing of experts) see one microbatch. Variables
-        that a pass assigns (AuxLoss, Summary, BatchStat) become their mean over the microbatches,
-        each of which starts with the values before the pass. Integer variables become those of the
-        last microbatch.
+      - Dropout keys fold in the index of the layer, then the index of the microbatch.
+      - Layers that couple rows (batch statistics, expert routing) see one microbatch at a time.
+        Each microbatch starts with the variables from before the pass. A float variable that a pass
+        assigns (AuxLoss, Summary, BatchStat) becomes the mean over all microbatches; an integer
+        variable takes the value from the last microbatch.
       - Results of idle stages, even NaN, do not affect outputs, gradients or variables.
 
     Args:
-      block: See Repeat; outputs must have the dtype of the inputs.
-      num_layers: Number of layers in all stages; a multiple of circular_repeat.
-      num_stages: S; ideally the size of the stage axis, or a multiple.
-      num_microbatches: M. Microbatch m consists of the rows m, m + M, ..., so that rows that are
-        split over other axes need not move. The last microbatches are padded with copies of a row.
-        If blocks assign variables, which would count the copies, M must divide the batch.
-      microbatch_size: Alternatively, the maximum number of rows of a microbatch.
-      circular_repeat: R, how often a microbatch passes through all stages; ideally M >= S.
-      stage_axis: Split of the dim of stages: a mesh axis, or None.
-      pipelined: True: run in ticks, even without a mesh. False: run one block after the other on
-        any mesh. None: run in ticks if the mesh has several devices along stage_axis.
-      stream_io: Whether to split the microbatches over the stages as well; they rotate to stage 0
-        and from the last stage by a second collective-permute per tick. False: each stage has
-        memory for all microbatches. If S divides M, stage s has consecutive rows.
-      split_backward: Whether to compute gradients of weights in a separate part of the ticks,
-        without bubbles (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. Supports
+      block: See Repeat. Its outputs must have the dtype of its inputs.
+      num_layers: Total number of layers; a multiple of circular_repeat.
+      num_stages: S; ideally a multiple of the stage axis size.
+      num_microbatches: M. Microbatch m consists of the rows m, m + M, ..., so that rows split over
+        other axes need not move. The last microbatches are padded with copies of a row. If blocks
+        assign variables, padding would affect them, so the batch size must be a multiple of M.
+      microbatch_size: Alternative to num_microbatches: the maximum number of rows per microbatch.
+      circular_repeat: R, the number of passes of a microbatch through all stages; ideally M >= S.
+      stage_axis: Split of the stage dim: a mesh axis, or None.
+      pipelined: If True, run in ticks, even without a mesh. If False, run one block after another
+        on any mesh. If None, run in ticks if the mesh has several devices along stage_axis.
+      stream_io: Whether to split the microbatches over the stages as well. A second
+        collective-permute per tick then moves them to stage 0 and back from the last stage, and
+        stage s stores consecutive rows if M is divisible by S. If False, each stage allocates
+        memory for all microbatches.
+      split_backward: Whether to compute weight gradients in a separate part of the ticks, without
+        bubbles (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. This supports
         neither forward-mode differentiation nor second derivatives.
-      checkpoint_policy: What the backward pass saves of a stage's tick, see Repeat. The input of a
-        stage is always saved, on the device or the host; its weights of a repeat only by
-        save_everything. With split_backward, only the input is saved.
-      activation_split_dims_mapping: Split of x [rows, ...]; must not contain stage_axis. None: XLA
-        chooses it.
+      checkpoint_policy: Which activations of a stage's tick the backward pass saves; see Repeat. A
+        stage's input is always saved, on the device or the host. The weights that a stage uses in a
+        repeat are saved only with save_everything. With split_backward, only the input is saved.
+      activation_split_dims_mapping: Split of x [rows, ...]; must not contain stage_axis. If None,
+        XLA chooses it.
 
     Raises:
-      ConfigError: A setting is out of range or contradicts another.
+      ConfigError: A setting is out of range or conflicts with another setting.
     """
 
     cache_skips_padding = True
@@ -123,22 +124,22 @@ class Pipeline(BaseLayer):
         require(
             num_layers % circular_repeat == 0 and num_layers >= num_stages * circular_repeat,
             "Pipeline.num_layers", num_layers,
-            f"a multiple of circular_repeat {circular_repeat}, with at least one layer for each of "
-            f"the num_stages {num_stages} in each repeat",
+            f"a multiple of circular_repeat {circular_repeat} with at least one layer per stage "
+            f"and repeat (num_stages is {num_stages})",
         )
-        require(
-            not split_backward or policy == "save_iteration_input",
-            "Pipeline.checkpoint_policy", policy,
-            "'save_iteration_input' with split_backward, which recomputes each tick from its "
-            "inputs",
-        )
+        if split_backward and policy != "save_iteration_input":
+            raise ConfigError(
+                f"Pipeline.checkpoint_policy {shown(repr(policy))} cannot be combined with "
+                "split_backward, which recomputes each tick from its inputs. Set "
+                "checkpoint_policy='save_iteration_input'."
+            )
         self.num_layers, self.num_stages = num_layers, num_stages
         self.circular_repeat, self.stream_io = circular_repeat, stream_io
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         self.split_backward = split_backward
         self.stage_axis, self.pipelined = stage_axis, pipelined
         self.checkpoint_policy = policy
-        # Like Repeat, so that the same key initializes the same layers.
+        # As in Repeat, so that the same key initializes the same layers.
         keys = jax.random.split(rngs.params(), num_layers)
         blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
         blocks = to_stack_shape(blocks, self._stack_shape)
@@ -148,7 +149,7 @@ class Pipeline(BaseLayer):
         self.blocks = blocks
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks' caches, stacked as [R, S, P]; a list for unstacked weights."""
+        """Returns the blocks' caches, stacked as [R, S, P], or a list if weights are unstacked."""
         if (layers := self._unstacked_layers()) is not None:
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         block = one_of_stack(self.blocks, len(self._stack_shape))
@@ -161,22 +162,22 @@ class Pipeline(BaseLayer):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """Returns (x, cache). The first dim of arrays in `inputs` is x's number of rows, or 1.
+        """Returns (x, cache). The first dim of all arrays in `inputs` must match that of x or be 1.
 
         Raises:
-          ConfigError: An input has a different number of rows, or blocks that assign variables
-            would see padding rows.
+          ConfigError: An input has a different number of rows, or padding rows are needed although
+            blocks assign variables.
         """
         if cache is None and (cut := active_cut()) is not None:
             return cut(self, x, key, inputs), None
-        # In decoding the batch is one microbatch; otherwise the cache would have to be divided too.
+        # Decode the batch as one microbatch, so that the cache need not be divided.
         num_microbatches = 1 if cache is not None else self.num_microbatches_of(x.shape[0])
         return self.apply_in_microbatches(x, num_microbatches, key=key, cache=cache, **inputs)
 
     def apply_in_microbatches(
         self, x: jax.Array, num_microbatches: int, *, key: Any, cache: Any, **inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """Returns (x, cache), computed in this number of microbatches."""
+        """Applies all blocks in `num_microbatches` microbatches, and returns (x, cache)."""
         stream_io, num_rows = self.stream_io and cache is None, x.shape[0]
         has_streams = stream_io and num_microbatches % self.num_stages == 0
         num_streams = self.num_stages if has_streams else 1
@@ -188,7 +189,7 @@ class Pipeline(BaseLayer):
         run = self._run_in_ticks if self.is_in_ticks else self._run_sequentially
         outputs_M, cache, values = run(to_M(x), inputs_M, others, key, cache)
         for path, node in nnx.compat.iter_graph(self.blocks):
-            if isinstance(node, Tally) and path in values:  # Its sum, not the mean.
+            if isinstance(node, Tally) and path in values:  # Tallies are summed, not averaged.
                 values[path] = jnp.round(values[path] * num_microbatches)
         assign(self.blocks, values)
         outputs = to_rows(outputs_M, num_streams)[:num_rows]
@@ -221,14 +222,14 @@ class Pipeline(BaseLayer):
     def _run_sequentially(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
     ) -> tuple[jax.Array, PyTree, Values]:
-        """Implements `run_ticks` by passing all microbatches through block after block."""
+        """Implements `run_ticks` by passing all microbatches through one block after another."""
         num_microbatches = x_M.shape[0]
 
         def step(x_M: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
             block, index, cache = layer
 
             def apply(x: jax.Array, microbatch: Any, cache: PyTree) -> tuple:
-                # A copy that belongs to this trace, so that its assignments stay local.
+                # Copy the block in this trace, so that assignments to its variables stay local.
                 copy = jax.tree.map(lambda a: a, block)
                 inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
                 return apply_layer(
@@ -238,7 +239,7 @@ class Pipeline(BaseLayer):
             if num_microbatches == 1:
                 x, cache, values = apply(x_M[0], 0, cache)
                 return x[None], (cache, values)
-            # A map, because vmap does not support some operations (ragged_dot).
+            # Not a vmap, which does not support some operations (ragged_dot).
             x_M, _, values_M = jax.lax.map(
                 lambda given: apply(given[0], given[1], None), (x_M, jnp.arange(num_microbatches))
             )
@@ -263,7 +264,7 @@ class Pipeline(BaseLayer):
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
 
     def num_microbatches_of(self, num_rows: int) -> int:
-        """Returns M for a batch, after checking it."""
+        """Returns the number of microbatches for a batch, after checking its size."""
         must_divide = bool(assigned_values(self.blocks))
         return num_microbatches_of(
             num_rows, self.num_microbatches, self.microbatch_size, must_divide=must_divide
@@ -271,11 +272,11 @@ class Pipeline(BaseLayer):
 
     @property
     def is_in_ticks(self) -> bool:
-        """Whether this runs in ticks: `pipelined`, or (None) if stages are on several devices."""
+        """Whether to run in ticks; depends on the mesh if `pipelined` is None."""
         return self.layout.num_devices > 1 if self.pipelined is None else self.pipelined
 
     def on_stages(self, tree: PyTree) -> PyTree:
-        """Returns the blocks, or a cache, as [R, S, P, ...]."""
+        """Reshapes the blocks or a cache to [R, S, P, ...], with padding if necessary."""
         if len(self._stack_shape) == 3:
             return tree
         return jax.tree.map(
@@ -300,9 +301,9 @@ def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:
     """Reshapes a Pipeline's variables [R, S, P, ...] to those of a Repeat, [L, ...].
 
     Args:
-      params: A Pipeline's part of `mdl_vars["params"]`, of gradients, or of a cache.
-      num_stacked: Number of stacked dims; 2 if stages have unequal numbers of layers,
-        [R, L / R, ...].
+      params: A Pipeline's subtree of `mdl_vars["params"]`, of the gradients or of a cache.
+      num_stacked: Number of stacked dims: 3, or 2 if the stages have different numbers of layers
+        ([R, L / R, ...]).
     """
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_stacked:]), params)
 
@@ -311,19 +312,19 @@ def from_repeated(params: PyTree, *, num_stages: int, circular_repeat: int = 1) 
     """Reshapes a Repeat's variables [L, ...] to those of a Pipeline.
 
     Raises:
-      ConfigError: The number of repeats does not divide the number of layers.
+      ConfigError: The number of layers is not divisible by circular_repeat.
     """
     num_layers = jax.tree.leaves(params)[0].shape[0]
     if num_layers % circular_repeat:
         raise ConfigError(
-            f"from_repeated: circular_repeat {circular_repeat} does not divide the {num_layers} "
-            "layers. Make num_layers a multiple of it."
+            f"from_repeated: the number of layers {num_layers} is not divisible by circular_repeat "
+            f"{circular_repeat}. Change num_layers or circular_repeat."
         )
     return to_stack_shape(params, stack_shape(num_layers, num_stages, circular_repeat))
 
 
 def stack_shape(num_layers: int, num_stages: int, circular_repeat: int) -> tuple[int, ...]:
-    """Returns the shape of a Pipeline's stack: [R, S, P], or [R, L / R] for unequal stages."""
+    """Returns a Pipeline's stacked dims: [R, S, P], or [R, L / R] if stages are unequal."""
     if num_layers % (circular_repeat * num_stages):
         return circular_repeat, num_layers // circular_repeat
     return circular_repeat, num_stages, num_layers // (circular_repeat * num_stages)

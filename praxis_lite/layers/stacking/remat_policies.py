@@ -47,16 +47,16 @@ CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
 }
 
 
-# What happens to an activation: it is saved on the device; offloaded to host memory, with copies
-# that overlap computation; or recomputed, like all that a policy does not mention. As in MaxText.
+# As in MaxText, an activation is saved on the device, offloaded to host memory (with copies that
+# overlap computation), or recomputed. Activations that a policy does not name are recomputed.
 SAVED, OFFLOADED, _ = PLACES = ("device", "offload", "remat")
 
-# A name in CHECKPOINT_POLICIES, or an element of PLACES by checkpoint name.
+# A name in CHECKPOINT_POLICIES, or a mapping from checkpoint names to elements of PLACES.
 CheckpointPolicy = str | Mapping[str, str]
-# The same in a hashable form, for an attribute of a module.
+# A hashable CheckpointPolicy, for module attributes.
 CheckedPolicy = str | tuple[tuple[str, str], ...]
 
-# Checkpoint name of the input of a rematerialized region: a layer of a Repeat, or a stage's tick.
+# Checkpoint name for the input of a rematerialized region: a layer of a Repeat, or a stage's tick.
 ITERATION_INPUT = "iteration_input"
 
 
@@ -65,18 +65,18 @@ def remat(
     step: Callable[..., Any], checkpoint_policy: CheckedPolicy, layer: object, *,
     is_scanned: bool,
 ) -> Iterator[Callable[..., Any]]:
-    """Yields `step` wrapped in `jax.checkpoint`, which recomputes what the policy does not save.
+    """Yields `step` wrapped in `jax.checkpoint` with a policy.
 
     Args:
-      step: Function of x and other arguments; x gets the checkpoint name "iteration_input".
+      step: A function of x and other arguments. x gets the checkpoint name "iteration_input".
       checkpoint_policy: Result of `checked_policy`.
-      layer: The layer with the policy, for messages.
-      is_scanned: Whether `step` is the body of a scan of several steps, where XLA cannot merge the
-        forward pass with the recomputation. Elsewhere `prevent_cse` prevents that, at the cost of
-        fusions.
+      layer: The layer that has the policy, for error messages.
+      is_scanned: Whether `step` is the body of a scan over several steps, where XLA cannot merge
+        the recomputation with the forward pass. Otherwise `prevent_cse` prevents merging, at the
+        cost of some fusions.
 
     Raises:
-      ConfigError: On exit, if the policy contains a name that no activation of the step has.
+      ConfigError: On exit, if the policy contains a name that matches no activation of the step.
     """
     if checkpoint_policy == "save_everything":
         yield step
@@ -104,16 +104,16 @@ def remat(
     for name in places:
         if names and name not in names:
             raise ConfigError(
-                f"{_setting(layer)} contains the activation {name!r}, which its layers do not "
-                f"have; expected one of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
+                f"{_setting(layer)} contains {name!r}, but no activation has this name; expected "
+                f"one of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
             )
 
 
 def checked_policy(checkpoint_policy: CheckpointPolicy, layer: object) -> CheckedPolicy:
-    """Returns a policy in the form that `remat` takes.
+    """Checks a policy and converts it to a hashable one for `remat`.
 
     Raises:
-      ConfigError: The policy, or an element of PLACES, is unknown.
+      ConfigError: The policy is unknown, or maps a name to an unknown place.
     """
     setting = _setting(layer)
     if not isinstance(checkpoint_policy, Mapping):
@@ -142,7 +142,7 @@ def _policy(checkpoint_policy: CheckedPolicy) -> Callable[..., Any]:
 
 
 def _names(step: Callable[..., Any], args: tuple) -> Iterator[str]:
-    """Yields the checkpoint names of activations in a step."""
+    """Yields the checkpoint names of all activations in a step."""
     for eqn in all_eqns(open_jaxpr(jax.make_jaxpr(step)(*args)).eqns):
         if eqn.primitive.name == "name":
             yield eqn.params["name"]

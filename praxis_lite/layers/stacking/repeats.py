@@ -29,35 +29,35 @@ from praxis_lite.layers.stacking.remat_policies import (
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.stochastics import Dropout
 
-# Called with `rngs`, returns a layer (x, key=, cache=, **inputs) -> (x, cache).
+# Takes `rngs`, and returns a layer (x, key=, cache=, **inputs) -> (x, cache).
 Block = Callable[..., Any]
 
 
 class Repeat(BaseLayer):
     """Applies `num_layers` blocks with separate weights in sequence.
 
-    By default the blocks are scanned, so that only one block is compiled, whatever the depth.
+    By default, the blocks are scanned, so that only one block is compiled, regardless of the depth.
 
     Args:
-      block: Called with `rngs`, returns a layer that maps (x, key=, cache=, **inputs) to
-        (x, cache). The `inputs` (positions, paddings, ...) are the same for every block. With a
-        StackedTransformer as block, a pattern of several layers is repeated.
+      block: Takes `rngs`, and returns a layer that maps (x, key=, cache=, **inputs) to (x, cache).
+        All blocks receive the same `inputs` (positions, paddings, ...). To repeat a pattern of
+        several layers, pass a StackedTransformer.
       num_layers: Number of blocks.
-      unroll: Whether to compile every block separately instead of scanning one; weights are then
-        not stacked.
-      checkpoint_policy: A name in CHECKPOINT_POLICIES; or a mapping from checkpoint names to
-        memories, such as {"context": "device", "query_proj": "offload"}. All other activations are
+      unroll: Whether to compile every block separately instead of scanning over blocks; the weights
+        are then not stacked.
+      checkpoint_policy: A name in CHECKPOINT_POLICIES, or a mapping from checkpoint names to
+        places, such as {"context": "device", "query_proj": "offload"}. All other activations are
         recomputed.
       stack_split: Split of the stacked dim of the weights.
-      offload_weights: Whether to store the blocks' matrices in host memory. Each is copied to the
-        device while the previous block computes, and again in the backward pass. Gradients are on
-        the device, and slots where `Learner.host_slots` puts them. Decoding copies all weights to
-        the device.
+      offload_weights: Whether to store the blocks' matrices in host memory. The matrices of a block
+        are copied to the device while the previous block computes, and again in the backward pass.
+        Gradients stay on the device; `Learner.host_slots` decides where the optimizer slots are
+        stored. Decoding copies all weights to the device.
 
     Raises:
-      ConfigError: num_layers is not positive, or a policy is unknown; offload_weights is set
-        without a scan, or with a policy that saves all weights on the device; when called, the
-        layers have no activation of a given name.
+      ConfigError: num_layers is not positive, the policy is unknown, or offload_weights is combined
+        with unroll, stack_split or a policy that saves all weights on the device. When called: the
+        policy contains a name that matches no activation.
     """
 
     cache_skips_padding = True
@@ -76,17 +76,16 @@ class Repeat(BaseLayer):
         require_positive(self, num_layers=num_layers)
         policy = checked_policy(checkpoint_policy, self)
         if offload_weights:
-            name = type(self).__name__
-            require(not unroll, f"{name}.unroll", unroll, "False with offload_weights")
-            require(
-                stack_split is None, f"{name}.stack_split", stack_split,
-                "None with offload_weights",
-            )
-            require(
-                policy != "save_everything", f"{name}.checkpoint_policy", policy,
-                "another policy with offload_weights, such as 'save_nothing'",
-                "It would keep all weights on the device for the backward pass.",
-            )
+            conflict = f"{type(self).__name__}.offload_weights cannot be combined with"
+            if unroll:
+                raise ConfigError(f"{conflict} unroll={unroll!r}.")
+            if stack_split is not None:
+                raise ConfigError(f"{conflict} stack_split={stack_split!r}.")
+            if policy == "save_everything":
+                raise ConfigError(
+                    f"{conflict} checkpoint_policy={policy!r}, which keeps all weights on the "
+                    "device for the backward pass. Choose a policy such as 'save_nothing'."
+                )
         keys = jax.random.split(rngs.params(), num_layers)
         self.blocks: Any
         if unroll:
@@ -100,7 +99,7 @@ class Repeat(BaseLayer):
         self.checkpoint_policy, self.offload_weights = policy, offload_weights
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks' caches, stacked on a leading dim; a list for unstacked weights."""
+        """Returns the blocks' caches, stacked on a leading dim, or a list if unstacked."""
         if (blocks := self._unstacked_blocks()) is not None:
             return [block.init_cache(*args, **kwargs) for block in blocks]
         return jax.tree.map(
@@ -136,23 +135,24 @@ class Repeat(BaseLayer):
 
 
 class StackedTransformer(BaseLayer):
-    """Applies `num_layers` blocks in sequence, `x_layers_0`, `x_layers_1`, ...: x -> (x, cache).
+    """Applies `num_layers` blocks `x_layers_0`, `x_layers_1`, ... in sequence; x -> (x, cache).
 
-    It has the arguments of a block, so that a Repeat or a Pipeline can repeat it.
+    It takes the arguments of a block, so that a Repeat or a Pipeline can repeat it.
 
     Args:
-      block: See Repeat; or several, a pattern that is repeated along the depth (window, global,
-        window, global, ...). In Pax, each template of a list is repeated in place instead.
+      block: See Repeat. A sequence of blocks is a pattern that is repeated along the depth (window,
+        global, window, global, ...). Pax repeats each template of a list in place instead.
       num_layers: Number of blocks; a multiple of the pattern's length.
       residual_droppath_prob: p for stochastic depth (arXiv:1603.09382): block i is dropped with
         probability p i / num_layers.
       input_dropout_prob: Dropout probability of x before the first block.
-      remat: Whether to recompute each block in the backward pass, except what `checkpoint_policy`
-        saves.
+      remat: Whether to recompute each block in the backward pass, except for the activations that
+        `checkpoint_policy` saves.
       checkpoint_policy: See Repeat.
 
     Raises:
-      ConfigError: The pattern does not divide num_layers, or a setting is out of range.
+      ConfigError: num_layers is not a multiple of the pattern's length, or a setting is out of
+        range.
     """
 
     cache_skips_padding = True
@@ -199,7 +199,7 @@ class StackedTransformer(BaseLayer):
                 layer_cache = None if cache is None else cache[name]
                 layer = (getattr(self, name), layer_key, layer_cache)
                 x, caches[name] = _apply_block(self, step, x, layer)
-                # Also named here, outside the rematerialized region, for an enclosing Repeat.
+                # Name x again outside the rematerialized region, for an enclosing Repeat.
                 x = named(x, "transformer_layer_out")
         return x, None if cache is None else caches
 
@@ -212,7 +212,7 @@ Step = Callable[[jax.Array, tuple], tuple[jax.Array, tuple]]
 def _prevent_hoisting(block: Any) -> Any:
     """Prevents XLA from casting the weights of all layers before the loop over layers.
 
-    On TPU, casting inside the loop costs 1 to 3 % of a step's time, and saves a tenth of the memory
+    On TPU, casting inside the loop adds 1 to 3 % to the step time, but saves a tenth of the memory
     in some models (benchmarks/README.md, "Pods"). Not tested on GPU.
     """
     return jax.lax.optimization_barrier(block)
@@ -250,14 +250,14 @@ def _apply_block(
 
 
 def num_repeats(layer: object, pattern: Sequence[Block], num_layers: int) -> int:
-    """Returns how often a pattern of blocks is repeated in `num_layers`.
+    """Returns how many times a pattern of blocks is repeated in `num_layers` layers.
 
     Raises:
       ConfigError: num_layers is not a multiple of the pattern's length.
     """
     if not pattern or num_layers % len(pattern):
         raise ConfigError(
-            f"{type(layer).__name__}.num_layers is {num_layers}, but the pattern has "
-            f"{len(pattern)} blocks. Make num_layers a multiple of that, or change the pattern."
+            f"{type(layer).__name__}.num_layers {num_layers} is not a multiple of the pattern's "
+            f"{len(pattern)} blocks. Change num_layers or the pattern."
         )
     return num_layers // len(pattern)

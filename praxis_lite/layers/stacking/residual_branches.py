@@ -6,13 +6,13 @@ from typing import Any
 import jax
 from flax import nnx
 
-from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 
-# Position of the norm in a residual branch `x + f(x)`: f(norm(x)); norm(f(x)); norm(f(norm(x))),
-# with two norms; norm(x + f(x)).
+# Positions of the norm: x + f(norm(x)), x + norm(f(x)), x + norm(f(norm(x))) with two norms, or
+# norm(x + f(x)).
 NORM_POLICIES = ("pre", "post", "primer_hybrid", "post_skip")
 
 
@@ -22,7 +22,7 @@ def check_norm_policy(norm_policy: str, layer: object) -> None:
 
 
 class ResidualBranch(BaseLayer):
-    """Base class of layers that add a branch to their inputs, or return only the branch.
+    """Base class for layers that add a branch to their inputs, or return only the branch.
 
     Subclasses call `_with_branch`.
 
@@ -31,10 +31,10 @@ class ResidualBranch(BaseLayer):
       output_dims: Size of the outputs.
       norm_policy: "pre", "post", "primer_hybrid" (a norm before and one after the branch) or
         "post_skip" (after the skip connection).
-      ln_tpl: The norm, called with (dims, rngs=).
-      add_skip_connection: Whether to add the inputs.
-      residual_weight: Factor of the branch; as in Pax, it has no effect if residual_droppath_prob
-        is set.
+      ln_tpl: Template of the norm, called with (dims, rngs=).
+      add_skip_connection: Whether to add the inputs to the branch.
+      residual_weight: Factor that multiplies the branch. As in Pax, it has no effect if
+        residual_droppath_prob is set.
       residual_dropout_prob: Dropout probability of the branch.
       residual_droppath_prob: Fraction of rows that skip the branch (stochastic depth).
 
@@ -57,11 +57,12 @@ class ResidualBranch(BaseLayer):
         rngs: nnx.Rngs,
     ):
         check_norm_policy(norm_policy, self)
-        require(
-            add_skip_connection or not residual_droppath_prob,
-            f"{type(self).__name__}.residual_droppath_prob", residual_droppath_prob,
-            "0.0 with add_skip_connection=False, because only added branches can be dropped",
-        )
+        if residual_droppath_prob and not add_skip_connection:
+            raise ConfigError(
+                f"{type(self).__name__}.residual_droppath_prob {residual_droppath_prob} cannot be "
+                "combined with add_skip_connection=False, because rows that skip the branch would "
+                "have no outputs."
+            )
         has_two, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")
         dims = output_dims if is_outer else input_dims
         self.layer_norm = None if has_two else ln_tpl(dims, rngs=rngs)
@@ -78,7 +79,7 @@ class ResidualBranch(BaseLayer):
         self, inputs: jax.Array, branch: Callable[[jax.Array], jax.Array],
         dropout_key: jax.Array | None, droppath_key: jax.Array | None, key: jax.Array | None,
     ) -> jax.Array:
-        """Returns inputs plus branch; `key` is given only in training, for norms."""
+        """Adds the branch to the inputs; the norms receive `key`, which is None in evaluation."""
 
         def join(inputs: jax.Array, outputs: jax.Array) -> jax.Array:
             outputs = self.residual_dropout(outputs, dropout_key)
@@ -99,11 +100,11 @@ def normed_branch(
 
     Args:
       norm_policy: A name in NORM_POLICIES.
-      norms: The single norm, and those of primer_hybrid before and after the branch.
+      norms: (single norm, norm before the branch, norm after it); the last two for primer_hybrid.
       inputs: Inputs of the branch.
-      branch: Function of the (normalized) inputs.
-      join: Function of inputs and the branch's outputs.
-      key: Given only in training, for norms with batch statistics.
+      branch: A function of the (normalized) inputs.
+      join: Combines the inputs with the branch's outputs.
+      key: Passed only in training, for norms with batch statistics.
     """
     norm, norm_before, norm_after = norms
     before = {"pre": norm, "primer_hybrid": norm_before}.get(norm_policy)
@@ -114,5 +115,5 @@ def normed_branch(
 
 
 def split_keys(key: jax.Array | None, num: int) -> Any:
-    """Returns `num` keys, or `num` times None if `key` is None."""
+    """Splits a key into `num` keys; if it is None, returns `num` times None."""
     return (None,) * num if key is None else jax.random.split(key, num)

@@ -1,8 +1,9 @@
-"""Tensor parallelism with explicit collectives, enabled by a layer's setting `tensor_parallel`.
+"""Tensor parallelism with explicit collectives, enabled by the layer setting `tensor_parallel`.
 
 The layer and its weights do not change. Each device runs the layer with its shard of the heads or
 hidden dims on the tokens that it receives. Outputs are summed over the mesh axis that splits these
-dims. The compiler alone would gather and sum everything at once, without overlapping computation.
+dims. Without this setting, the compiler gathers and sums everything at once, and does not overlap
+the communication with computation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.collectives.vmapped_axes import manual_axes_for
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import padded_shape
 from praxis_lite.core.sharding.split_dims import (
@@ -40,12 +41,13 @@ class ShardedLayer(NamedTuple):
 
     Attributes:
       layer: A layer with the setting `tensor_parallel`.
-      function: (layer with one device's weights, inputs [B, T, D], rows) -> outputs [B, T, D].
+      function: Takes (layer with one device's weights, inputs [B, T, D], rows), and returns the
+        outputs [B, T, D].
       split: Split of inputs and outputs.
-      reads_sequences: Whether a token's outputs depend on other tokens of its row.
-      output: Attribute of the layer's last projection, such as "post", whose bias is added once.
-      prepared: (path, weight, dim of the features, number of devices) -> the weight to split. None:
-        the weight, padded with zeros until the devices divide it.
+      reads_sequences: Whether a token's outputs depend on other tokens in its row.
+      output: Attribute name of the last projection, such as "post". Its bias is added only once.
+      prepared: Takes (path, weight, features dim, number of devices), and returns the weight to
+        split. If None, the weight is padded with zeros to a multiple of the number of devices.
     """
 
     layer: TensorParallelLayer
@@ -62,23 +64,23 @@ class ShardedLayer(NamedTuple):
     @property
     def how(self) -> str:
         how = self.layer.tensor_parallel
-        assert how is not None, "Otherwise the compiler splits the layer."
+        assert how is not None, "With None, the compiler splits the layer."
         return how
 
     @property
     def num_row_dims(self) -> int:
-        """Number of leading dims that rows share with the inputs: 1 for [B], 2 for [B, T]."""
+        """Number of leading dims that per-row arrays share with the inputs: [B] or [B, T]."""
         return 1 if self.reads_sequences else 2
 
 
 class WeightShard(NamedTuple):
-    """A weight as an argument of the `jax.shard_map`.
+    """A weight that is passed to the `jax.shard_map`.
 
     Attributes:
-      path: Path in the layer.
-      array: Array in the compute dtype, padded until the devices divide it.
-      spec: Its spec.
-      shape: Its shape without padding, except that of the features.
+      path: Path of the weight in the layer.
+      array: The weight in the compute dtype, padded to be evenly divisible by `spec`.
+      spec: PartitionSpec of the weight.
+      shape: Shape before this padding.
     """
 
     path: tuple
@@ -87,9 +89,9 @@ class WeightShard(NamedTuple):
     shape: tuple[int, ...]
 
     def of_device(self, block: jax.Array, half: ShardedLayer, axis: str) -> jax.Array:
-        """Gathers a device's block of the weight along all dims except the features."""
+        """Gathers a device's block of the weight along all dims except the features dim."""
         keeps_features = half.how != "weights"
-        # Gather along the axis first: the last gather, which is the largest, is along another dim.
+        # Gather along `axis` first, so that the last and largest gather is along another dim.
         dims = sorted(range(len(self.spec)), key=lambda dim: axis not in axes_of(self.spec[dim]))
         for dim in dims:
             axes = axes_of(self.spec[dim])
@@ -104,15 +106,15 @@ class WeightShard(NamedTuple):
 def shard_weights(
     half: ShardedLayer, axis: str, dtype: Any
 ) -> tuple[list[WeightShard], Callable[[list[jax.Array]], Any]]:
-    """Returns a layer's weights, and a function from a device's blocks of them to its layer.
+    """Returns a layer's weights, and a function that builds the layer from a device's blocks.
 
     Args:
       half: The layer.
       axis: Mesh axis that splits the features.
-      dtype: Dtype of the products.
+      dtype: Compute dtype.
 
     Raises:
-      ConfigError: The split of a weight does not fit `half.how`. The message names the weight.
+      ConfigError: `half.how` does not support the split of a weight. The message names the weight.
     """
     graphdef, state = nnx.compat.split(half.layer)
     leaves = list(nnx.to_flat_state(state))
@@ -145,17 +147,17 @@ def _part(
         )
         if half.prepared is not None:
             array = half.prepared(path, array, dim, mesh.shape[axis])
-    # Not for biases: their gradients, sums over tokens, must be summed in the bias's dtype.
+    # Do not cast biases: their gradients must be summed over tokens in the bias's dtype.
     if array.ndim > 1 and path[-1] != "b":
         array = array.astype(dtype)
     return WeightShard(path, pad_to_split(array, spec), spec, array.shape)
 
 
 def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
-    """Checks that the layer's outputs are a sum over parts of the features.
+    """Checks that partial outputs from shards of the features add up to the layer's outputs.
 
     Raises:
-      ConfigError: A weight of the output projection is neither split by features nor a bias.
+      ConfigError: A weight of the output projection is neither split along the features nor a bias.
     """
     if half.how == "weights" or path[0] != half.output:
         return
@@ -164,13 +166,14 @@ def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
         isinstance(node, Dense) and not node.product.adds_up()
         for _, node in nnx.compat.iter_graph(output)
     )
-    why = "its product has a scale, of rounding or of DoRA, for all features" if is_scaled else (
-        "the outputs must be a sum over features, plus a bias"
-    )
-    require(
-        not is_scaled and (dim is not None or path[-1] in ("b", "lora_b")), half.name, half.how,
-        f"None or 'weights' for the weight {'/'.join(map(str, path))}, because {why}",
-    )
+    if is_scaled or (dim is None and path[-1] not in ("b", "lora_b")):
+        why = "its product has one scale (of rounding or DoRA) for all features" if is_scaled else (
+            "the outputs must be a sum over features plus a bias"
+        )
+        raise ConfigError(
+            f"{half.name} is {half.how!r}, which does not support the weight "
+            f"{'/'.join(map(str, path))}, because {why}. Set tensor_parallel to None or 'weights'."
+        )
 
 
 def excluded_axes() -> tuple[str, ...]:
@@ -180,22 +183,22 @@ def excluded_axes() -> tuple[str, ...]:
 
 
 def pad_to_split(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Pads x with zeros until the mesh axes divide its dims."""
+    """Pads the dims of x with zeros, to be evenly divisible by the mesh axes of `spec`."""
     return pad_to_shape(x, padded_shape(x.shape, spec, jax.sharding.get_abstract_mesh().shape))
 
 
 def pad_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Pads the dims of x at their ends with zeros."""
+    """Pads x with zeros at the end of its dims."""
     missing = [(0, new - old) for new, old in zip(shape, x.shape, strict=True)]
     return jnp.pad(x, missing) if any(map(any, missing)) else x
 
 
-# By value of the setting: what is communicated along the axis.
+# Values of the setting, with the data that is communicated along the axis.
 TENSOR_PARALLEL = {
-    "gather": "tokens: all tokens are gathered, and the sums of outputs scattered",
-    "ring": "tokens, one shard at a time, while the device computes on the previous one",
-    "two_way_ring": "as ring, with half of each shard in each direction",
-    "weights": "weights: they are gathered, and tokens stay on their device",
+    "gather": "tokens: all tokens are gathered, and the output sums are scattered",
+    "ring": "tokens: one shard is sent while the device computes on the previous one",
+    "two_way_ring": "tokens, as in a ring, but half of each shard is sent in each direction",
+    "weights": "weights: all weights are gathered, and tokens stay on their device",
 }
 
 
@@ -205,13 +208,13 @@ def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[st
 
 
 def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
-    """Returns the mesh axis of a layer's tensor parallelism with explicit collectives, or None.
+    """Returns the mesh axis for a layer's explicit collectives, or None if it needs none.
 
-    None without a mesh, if the axis has one device, or if it is already manual.
+    Returns None if there is no mesh, or if the axis has one device or is already manual.
 
     Args:
       layer: A layer with the setting `tensor_parallel`.
-      features_split: Split of heads or hidden dims.
+      features_split: Split of the heads or hidden dims.
 
     Raises:
       ConfigError: The features are not split over exactly one axis.
@@ -220,32 +223,34 @@ def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
     if setting is None or mesh.empty:
         return None
     axes = axes_of(to_partition_spec((features_split,), mesh.axis_names)[0])
-    require(
-        len(axes) == 1, f"The split of heads or hidden dims of {type(layer).__name__}",
-        features_split, f"one mesh axis with tensor_parallel={setting!r}",
-        "Set one in weight_split_dims_mapping, or set tensor_parallel=None.",
-    )
+    if len(axes) != 1:
+        raise ConfigError(
+            f"{type(layer).__name__}.tensor_parallel is {setting!r}, which requires heads or "
+            f"hidden dims split over one mesh axis, but their split is {features_split!r}. Change "
+            "weight_split_dims_mapping, or set tensor_parallel=None."
+        )
     return None if mesh.shape[axes[0]] == 1 or axes[0] in mesh.manual_axes else axes[0]
 
 
 def run_tensor_parallel(
     half: ShardedLayer, axis: str, x: jax.Array, rows: Mapping[str, jax.Array | None]
 ) -> jax.Array:
-    """Returns `half.function(layer, x, rows)`, [B, T, D], with explicit collectives over `axis`.
+    """Computes `half.function(layer, x, rows)`, [B, T, D], with explicit collectives over `axis`.
 
     All axes that split x or a weight become manual. A weight that other axes split as well (fully
     sharded data parallelism) is cast to the dtype of x and gathered, and its gradient is
-    reduce-scattered. Gradients of weights are summed over shards of tokens in the dtype of x. Rows,
-    tokens, heads and hidden dims are padded with zeros until the devices divide them.
+    reduce-scattered. Weight gradients are summed over shards of tokens in the dtype of x. Rows,
+    tokens, heads and hidden dims are padded with zeros to multiples of the number of devices.
 
     Args:
       half: The layer and its function.
       axis: Result of `tensor_parallel_axis`.
       x: Inputs [B, T, D].
-      rows: Arrays by name, [B or 1, ...]; [B, T] for layers that do not read sequences; or None.
+      rows: Per-row arrays by name, [B or 1, ...], or [B, T] if the layer does not read sequences.
+        Values may be None.
 
     Raises:
-      ConfigError: The split of x or of a weight does not fit the setting.
+      ConfigError: The setting does not support the split of x or of a weight.
     """
     mesh = jax.sharding.get_abstract_mesh()
     how, (B, T, _) = half.how, x.shape
@@ -253,7 +258,7 @@ def run_tensor_parallel(
     dim = _dim_of_tokens(half, axis, spec)
     spec = without_axes(spec, excluded_axes())
     weights, layer_of = shard_weights(half, axis, x.dtype)
-    # A device has the rows of all devices along the axis, unless tokens stay on their device.
+    # Each device receives the rows of all devices along the axis, unless tokens stay local.
     rows_spec = (spec if how == "weights" else without_axes(spec, (axis,)))[:half.num_row_dims]
     x = pad_to_split(x, spec)
     given = {name: row for name, row in rows.items() if row is not None}
@@ -297,7 +302,8 @@ def run_tensor_parallel(
     mapped = jax.shard_map(
         rematerialize(on_a_device),
         in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=manual_axes_for(axes),
-        # Required inside a shard_map that checks; elsewhere off, as Pallas kernels lack the types.
+        # Required inside a shard_map with check_vma; elsewhere off, because Pallas kernels lack
+        # VMA types.
         check_vma=is_inside,
     )
     return rematerialize(mapped)([weight.array for weight in weights], x, padded)[:B, :T]
@@ -308,23 +314,25 @@ def _dim_of_tokens(half: ShardedLayer, axis: str, spec: PartitionSpec) -> int | 
     how, name = half.how, half.name
     dims = [dim for dim, entry in enumerate(spec) if axis in axes_of(entry)]
     dim = dims[0] if dims else None
-    message = f"inputs and outputs split as {tuple(spec)}"
-    require(
-        how == "gather" or dim is not None, name, how,
-        f"'gather' for {message}, because {axis!r} splits none of their dims",
-        f"Or also split their rows over {axis!r}: residual_batch in a preset.",
-    )
+    message = f"{name} is {how!r}, but inputs and outputs are split as {tuple(spec)}:"
+    if how != "gather" and dim is None:
+        raise ConfigError(
+            f"{message} {axis!r} splits none of their dims. Set tensor_parallel='gather', or also "
+            f"split the rows over {axis!r} (residual_batch in a preset)."
+        )
     others = [entry for entry in spec[1:2] if set(axes_of(entry)) - {axis}]
     is_valid = dim in (None, 0) or (dim == 1 and (how == "gather" or not half.reads_sequences))
-    require(
-        is_valid and not (half.reads_sequences and others) and spec[2] is None, name, how,
-        f"None for {message}, because time must not be split" if half.reads_sequences else
-        f"None for {message}, because {axis!r} must split rows or time",
-        f"Or split the rows, not time, over {axis!r}: residual_batch in a preset.",
-    )
-    require(
-        dim is None or axes_of(spec[dim])[-1] == axis, name, how,
-        f"None for {message}, because {axis!r} is not the last axis of its dim",
-        "Or make it the last axis.",
-    )
+    if not is_valid or (half.reads_sequences and others) or spec[2] is not None:
+        why = "time must not be split" if half.reads_sequences else (
+            f"{axis!r} must split rows or time"
+        )
+        raise ConfigError(
+            f"{message} {why}. Set tensor_parallel=None, or split the rows, not time, over "
+            f"{axis!r} (residual_batch in a preset)."
+        )
+    if dim is not None and axes_of(spec[dim])[-1] != axis:
+        raise ConfigError(
+            f"{message} {axis!r} is not the last axis of its dim. Set tensor_parallel=None, or "
+            "make it the last axis."
+        )
     return dim

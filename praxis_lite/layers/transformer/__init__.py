@@ -1,4 +1,4 @@
-"""Transformer blocks, and models that are stacks of them.
+"""Transformer blocks, and models built from stacks of blocks.
 
-How a stack runs is in `stacking`, and how a whole model is split is in `whole_model`.
+`stacking` runs the stacks, and `whole_model` defines how complete models are split.
 """

@@ -1,4 +1,4 @@
-"""An encoder-decoder with its inputs as a language model, for `praxis_lite.decode`."""
+"""An encoder-decoder with fixed inputs as a language model, for `praxis_lite.decode`."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ class ConditionedDecoder:
     input_paddings: jax.Array | None
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:
-        """Returns a cache that holds the inputs; for another `batch_size`, an empty cache."""
+        """Returns a cache that contains the inputs, or an empty cache if batch sizes differ."""
         length = self.encoded.shape[1]
         cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
         if batch_size != self.encoded.shape[0]:

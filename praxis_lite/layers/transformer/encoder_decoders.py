@@ -1,4 +1,4 @@
-"""A sequence-to-sequence transformer. Names and structure are Pax's."""
+"""A sequence-to-sequence transformer, with Pax's names and structure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,25 +39,27 @@ class TransformerEncoderDecoder(BaseLayer):
     Args:
       vocab_size: V, for both inputs and targets.
       model_dims: D.
-      hidden_dims: The hidden size of the blocks' feed-forward layers.
-      num_heads: The number of attention heads of each block.
-      dim_per_head: The size of a head; None: the default of the block.
-      num_encoder_layers: The number of blocks of the encoder.
-      num_decoder_layers: The number of blocks of the decoder.
-      fprop_dtype: The dtype of activations; weights and logits are float32.
-      softmax_tpl: Builds the softmax from (V, D, rngs=), with fprop_dtype= if it also embeds ids.
-      encoder_embedding_tpl: Builds the embedding of the inputs, with the softmax's arguments; None:
-        the embedding of the targets is shared.
-      decoder_embedding_tpl: The same for the targets; None: the softmax embeds them.
+      hidden_dims: Hidden size of the blocks' feed-forward layers.
+      num_heads: Number of attention heads per block.
+      dim_per_head: Size of a head. If None, the block's default.
+      num_encoder_layers: Number of encoder blocks.
+      num_decoder_layers: Number of decoder blocks.
+      fprop_dtype: Dtype of activations; weights and logits are float32.
+      softmax_tpl: Builds the softmax from (V, D, rngs=), and fprop_dtype= if it also embeds ids.
+      encoder_embedding_tpl: Builds the inputs' embedding from (V, D, fprop_dtype=, rngs=). If None,
+        inputs are embedded like targets.
+      decoder_embedding_tpl: Builds the targets' embedding from the same arguments. If None, the
+        softmax embeds targets.
       position_emb_tpl: Builds the position embedding of inputs and targets from (D, rngs=).
-      encoder_position_emb_tpl: Builds the position embedding of the inputs; requires
+      encoder_position_emb_tpl: Builds a separate position embedding for the inputs; requires
         position_emb_tpl=None.
-      decoder_position_emb_tpl: The same for the targets.
-      encoder_layer_tpl: Builds a block of the encoder, in which every token sees all inputs; or a
-        sequence of templates, a pattern that repeats along the depth.
-      decoder_layer_tpl: The same for the decoder, whose blocks attend to the encoder's outputs.
+      decoder_position_emb_tpl: Builds a separate position embedding for the targets.
+      encoder_layer_tpl: Builds an encoder block, in which every token sees all inputs. A sequence
+        of templates is a pattern that repeats along the depth.
+      decoder_layer_tpl: Builds a decoder block, which attends to the encoder's outputs, or a
+        pattern.
       encoder_stacked_transformer_tpl: Builds the encoder from (block, number of blocks, rngs=).
-      decoder_stacked_transformer_tpl: The same for the decoder.
+      decoder_stacked_transformer_tpl: Builds the decoder from the same arguments.
       encoder_ln_tpl: Builds the norm after the encoder.
       decoder_ln_tpl: Builds the norm after the decoder.
     """
@@ -96,9 +98,9 @@ class TransformerEncoderDecoder(BaseLayer):
         require_floating(self, fprop_dtype=fprop_dtype)
         if position_emb_tpl is not None and (encoder_position_emb_tpl or decoder_position_emb_tpl):
             raise ConfigError(
-                "TransformerEncoderDecoder has a position_emb_tpl for inputs and targets, and an "
-                "encoder_position_emb_tpl or decoder_position_emb_tpl. Set position_emb_tpl=None "
-                "for separate positions, or leave the others out."
+                "TransformerEncoderDecoder.position_emb_tpl, for inputs and targets, cannot be "
+                "combined with encoder_position_emb_tpl or decoder_position_emb_tpl. Set "
+                "position_emb_tpl=None for separate positions, or omit the other two."
             )
 
         def embedding(template: Template | None) -> Any:
@@ -137,7 +139,7 @@ class TransformerEncoderDecoder(BaseLayer):
     def __call__(
         self, inputs: jax.Array, targets: jax.Array, **kwargs: Any
     ) -> tuple[jax.Array, None]:
-        """Returns (logits, None), since there is no cache. Takes `compute_loss`'s arguments."""
+        """Returns (logits, None); there is no cache. See `compute_loss` for the arguments."""
         return self.softmax(self._activations(inputs, targets, **kwargs)), None
 
     def compute_loss(
@@ -150,21 +152,21 @@ class TransformerEncoderDecoder(BaseLayer):
         key: jax.Array | None = None,
         **kwargs: Any,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels` and its parts, as TransformerLm does.
+        """Returns the loss of predicting `labels`, and its components, like TransformerLm.
 
         Args:
           inputs: Int [B, S].
           targets: Int [B, T], the inputs of the decoder.
           labels: Int [B, T], the expected predictions.
           weights: Float [B, T], the weight of each label in the loss.
-          key: The source of random numbers for dropout; None: no dropout.
+          key: Random key for dropout. If None, nothing is dropped.
           kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding. For packed
-            rows, input_segment_ids and target_segment_ids: targets see only the inputs of their
-            segment; and input_segment_pos and target_segment_pos, by default from 0 in each
-            segment.
+            rows, input_segment_ids and target_segment_ids (targets see only inputs of their
+            segment), and input_segment_pos and target_segment_pos (by default, positions start at 0
+            in each segment).
 
         Raises:
-          ConfigError: Only one of inputs and targets has segments.
+          ConfigError: Segment ids are passed for only one of inputs and targets.
         """
         x = self._activations(inputs, targets, key=key, **kwargs)
         outputs = self.softmax.compute_loss(x, labels, weights, key=key)
@@ -179,7 +181,7 @@ class TransformerEncoderDecoder(BaseLayer):
         input_segment_pos: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the decoder's context [B, S, D]. Arguments are those of `compute_loss`."""
+        """Returns the encoder's outputs [B, S, D]. See `compute_loss` for the arguments."""
         lookups = (self.encoder_embedding_lookup, self.decoder_embedding_lookup, self.softmax)
         x = embed(next(layer for layer in lookups if layer is not None), inputs)
         position_emb = self.position_emb or self.encoder_position_emb
@@ -207,13 +209,13 @@ class TransformerEncoderDecoder(BaseLayer):
         key: jax.Array | None = None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Returns the inputs [B, T, D] of the softmax and the decoder's cache.
+        """Returns the softmax's inputs [B, T, D] and the decoder's cache.
 
-        If a cache is given, the targets are appended to it at their positions `target_segment_pos`,
+        If a cache is passed, the targets are written to it at their positions `target_segment_pos`,
         and only the first call needs `encoded`.
 
         Raises:
-          ConfigError: Both a cache and segments are given.
+          ConfigError: Both a cache and segment ids are passed.
         """
         require_one_segment(self, cache, input_segment_ids)
         require_one_segment(self, cache, target_segment_ids)
@@ -256,7 +258,7 @@ class TransformerEncoderDecoder(BaseLayer):
     def given(
         self, inputs: jax.Array, *, input_paddings: jax.Array | None = None
     ) -> ConditionedDecoder:
-        """Returns the language model of targets that follow from these inputs [B, S]."""
+        """Returns a language model of targets that is conditioned on inputs [B, S]."""
         encoded = self.encode(inputs, input_paddings=input_paddings)
         return ConditionedDecoder(self, encoded, input_paddings)
 
@@ -266,8 +268,8 @@ class TransformerEncoderDecoder(BaseLayer):
         if (kwargs.get("input_segment_ids") is None) != (kwargs.get("target_segment_ids") is None):
             raise ConfigError(
                 "TransformerEncoderDecoder got only one of input_segment_ids and "
-                "target_segment_ids. In packed rows, targets see only the inputs of their segment: "
-                "pass both, or neither."
+                "target_segment_ids. Pass both or neither: in packed rows, targets see only the "
+                "inputs of their segment."
             )
         encoder_key, decoder_key = split_keys(key, 2)
         encode_kwargs = {name: x for name, x in kwargs.items() if name.startswith("input_")}

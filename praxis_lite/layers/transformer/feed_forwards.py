@@ -1,4 +1,4 @@
-"""The feed-forward part of a transformer block. Names and maths are Pax's."""
+"""The feed-forward layer of a transformer block, with Pax's names and numerics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn
 from praxis_lite.layers.base.activation_names import named
@@ -26,26 +26,26 @@ from praxis_lite.layers.stochastics import Dropout
 
 
 class TransformerFeedForward(ResidualBranch):
-    """Returns `x + ffn(norm(x))` or a variant of it: [B, T, D] -> [B, T, D].
+    """Computes `x + ffn(norm(x))` or a variant of it: [B, T, D] -> [B, T, D].
 
-    Takes these settings and those of ResidualBranch.
+    See ResidualBranch for further settings.
 
     Args:
-      output_dims: The size of the outputs; None: D, which a skip connection requires.
-      activation: The name of an activation or a function, see `activations`.
-      use_gated_activation: Multiply the hidden projection, which then has no activation, by an
-        activated second projection (arXiv:2002.05202).
-      apply_padding_first: Zero padded positions of the inputs, instead of those of the hidden
+      output_dims: Size of the outputs. If None, D, which a skip connection requires.
+      activation: Name of an activation, or a function; see `activations`.
+      use_gated_activation: Whether to multiply the hidden projection, which then has no activation,
+        by an activated second projection (arXiv:2002.05202).
+      apply_padding_first: Whether to zero padding in the inputs, instead of in the hidden
         activations and the outputs.
-      fflayer_tpl: Builds a projection, with FeedForward's arguments (input dims, output dims,
+      fflayer_tpl: Builds a projection from FeedForward's arguments (input dims, output dims,
         has_bias=, ...).
-      relu_dropout_prob: The dropout probability of hidden activations.
-      weight_split_dims_mapping: The split of the first projection's weight [D, F]; the second's
-        weight is split like its transpose.
-      hidden_split_dims_mapping: The split of the hidden activations [B, T, F].
-      activation_split_dims_mapping: The split of the outputs [B, T, D].
-      tensor_parallel: A name in TENSOR_PARALLEL: use explicit collectives over the mesh axis that
-        splits F. With None, and for one token per row, the compiler inserts the collectives.
+      relu_dropout_prob: Dropout probability of the hidden activations.
+      weight_split_dims_mapping: Split of the first projection's weight [D, F]. The second weight is
+        split like its transpose.
+      hidden_split_dims_mapping: Split of the hidden activations [B, T, F].
+      activation_split_dims_mapping: Split of the outputs [B, T, D].
+      tensor_parallel: Name in TENSOR_PARALLEL of the explicit collectives to use over the mesh axis
+        that splits F. If None, and with one token per row, the compiler inserts collectives.
     """
 
     splits = splits(
@@ -85,12 +85,12 @@ class TransformerFeedForward(ResidualBranch):
             self, input_dims=input_dims, hidden_dims=hidden_dims, output_dims=output_dims
         )
         super().__init__(input_dims, output_dims, rngs=rngs, **settings)
-        require(
-            output_dims == input_dims or not self.add_skip_connection,
-            "TransformerFeedForward.output_dims", output_dims,
-            f"the inputs' {input_dims} dims, since the outputs are added to them",
-            "Omit it, or set add_skip_connection=False.",
-        )
+        if output_dims != input_dims and self.add_skip_connection:
+            raise ConfigError(
+                f"TransformerFeedForward.output_dims {output_dims} differs from input_dims "
+                f"{input_dims}, so the skip connection cannot add the inputs. Omit output_dims, or "
+                "set add_skip_connection=False."
+            )
         D, F = self.dims(input_dims, hidden_dims)
 
         def projection_to_hidden(name: str, activation: Any) -> FeedForward:
@@ -118,7 +118,7 @@ class TransformerFeedForward(ResidualBranch):
         segment_ids: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns the outputs. Where paddings [B, T] is 1.0, nothing is added to the inputs."""
+        """Returns the outputs. For padding (1.0 in paddings [B, T]), the branch adds zeros."""
         relu_key, residual_key, droppath_key = split_keys(key, 3)
 
         inputs = _without_padding(inputs, paddings if self.apply_padding_first else None)

@@ -1,4 +1,4 @@
-"""Shared parts of the language model and the encoder-decoder: embeddings, stacks, the loss."""
+"""Components shared by the language model and the encoder-decoder: embeddings, stacks, losses."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from praxis_lite.layers.stacking.repeats import Block, StackedTransformer, num_r
 
 
 def embed(layer: Any, ids: jax.Array) -> jax.Array:
-    """Returns embeddings [B, T, D] of ids, from an embedding layer or a softmax that embeds."""
+    """Embeds ids, [B, T] -> [B, T, D], with an embedding layer or an embedding softmax."""
     return getattr(layer, "emb_lookup", layer)(ids)
 
 
@@ -28,7 +28,7 @@ def position_embedding(
     template: Callable[..., Any] | None, max_seq_length: int | None, model_dims: int, *,
     rngs: nnx.Rngs,
 ) -> Any:
-    """Returns a position embedding or None; it is learned if `max_seq_length` is set."""
+    """Builds a position embedding, or returns None; it is learned if `max_seq_length` is set."""
     if max_seq_length is None:
         return None if template is None else template(embedding_dims=model_dims, rngs=rngs)
     if template in (None, PositionalEmbedding):
@@ -39,12 +39,12 @@ def position_embedding(
 def positions_in_segments(
     positions: jax.Array | None, segment_ids: jax.Array | None
 ) -> jax.Array | None:
-    """Returns positions; the default starts from 0 in each segment of packed rows.
+    """Returns `positions`, or default positions that start at 0 in each segment of packed rows.
 
     Args:
-      positions: Int [B, T]; None: the default.
-      segment_ids: Int [B, T] of contiguous segments; None: each row is one segment, and its default
-        positions are returned as None.
+      positions: Int [B, T], or None for the default.
+      segment_ids: Int [B, T], with contiguous segments. If None, each row is one segment, and the
+        default positions are returned as None.
     """
     if positions is not None or segment_ids is None:
         return positions
@@ -56,7 +56,7 @@ def positions_in_segments(
 def with_positions(
     position_emb: Any, x: jax.Array, positions: jax.Array | None
 ) -> jax.Array:
-    """Returns embeddings x [B, T, D] with position embeddings added, if there is a layer."""
+    """Adds position embeddings to embeddings x [B, T, D], unless `position_emb` is None."""
     if position_emb is None:
         return x
     return x + broadcast_as(position_emb(positions, seq_length=x.shape[1]), x)
@@ -66,7 +66,7 @@ def repeated_block(
     model: object, templates: Callable[..., Any] | Sequence[Callable[..., Any]], num_layers: int,
     *sizes: int, **settings: Any,
 ) -> tuple[Block, int]:
-    """Returns (block, number of blocks) for a stack of `num_layers`; a pattern is one block.
+    """Returns (block, number of blocks) for a stack; a sequence of templates forms one block.
 
     Raises:
       ConfigError: num_layers is not divisible by the length of the pattern; the message names the
@@ -83,7 +83,7 @@ def with_total_loss(
     model: nnx.Module, outputs: dict[str, jax.Array], weights: jax.Array,
     entropy_loss_weight: float | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns a softmax's outputs extended by the sums per token and row and the total loss."""
+    """Adds per-token and per-row losses and the total loss to the outputs of a softmax."""
     weights = weights.astype(jnp.float32)
     outputs = dict(outputs)
     outputs["per_token_xent"] = outputs["per_example_xent"] * weights

@@ -1,4 +1,4 @@
-"""The decoder-only language model. Names and structure are Pax's."""
+"""The decoder-only language model, with Pax's names and structure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ from praxis_lite.layers.transformer.transformers import Transformer
 
 # B batch, T time, V classes.
 
-# Which tokens a token sees: those before it; all; or those before it and the whole prefix.
+# A token sees earlier tokens, all tokens, or earlier tokens and the complete prefix.
 MODEL_TYPES = ("causal", "bidirectional", "prefix")
 
 
@@ -40,28 +40,28 @@ class TransformerLm(BaseLayer):
 
     Args:
       vocab_size: V.
-      model_dims: The size D of embeddings and of the residual stream.
-      hidden_dims: The hidden size of the blocks' feed-forward layers.
-      num_heads: The number of attention heads of each block.
-      num_layers: The number of blocks.
-      dim_per_head: The size of a head; None: the default of the block.
-      max_seq_length: The number of learned positions, which replace `position_emb_tpl`.
-      max_positions: The length of the longest accepted sequence, such as the training length of a
-        rotary model; None: rotary and sinusoidal positions have no limit.
+      model_dims: Size D of the embeddings and the residual stream.
+      hidden_dims: Hidden size of the blocks' feed-forward layers.
+      num_heads: Number of attention heads per block.
+      num_layers: Number of blocks.
+      dim_per_head: Size of a head. If None, the block's default.
+      max_seq_length: Number of learned positions, which replace `position_emb_tpl`.
+      max_positions: Maximum length of a sequence, such as the training length of a rotary model. If
+        None, rotary and sinusoidal positions have no limit.
       model_type: "causal", "bidirectional" or "prefix" (the tokens of a prefix see each other).
-      fprop_dtype: The dtype of activations; weights and logits are float32.
+      fprop_dtype: Dtype of activations; weights and logits are float32.
       residual_dropout_prob: See Transformer.
-      entropy_loss_weight: The weight of the mean of sum(p log p), which is added to the loss.
-      softmax_tpl: Builds the softmax from (V, D, rngs=), with fprop_dtype= if it also embeds ids.
-      separate_embedding_tpl: Builds an embedding that replaces the softmax's, with the softmax's
-        arguments.
-      position_emb_tpl: Builds, from (D, rngs=), the position embedding that is added to the
-        embeddings; None: nothing is added, as rotary positions require.
+      entropy_loss_weight: Weight of the mean of sum(p log p), which is added to the loss.
+      softmax_tpl: Builds the softmax from (V, D, rngs=), and fprop_dtype= if it also embeds ids.
+      separate_embedding_tpl: Builds a separate embedding from (V, D, fprop_dtype=, rngs=). If None,
+        the softmax embeds ids.
+      position_emb_tpl: Builds the position embedding, which is added to the embeddings, from
+        (D, rngs=). If None, nothing is added, as required for rotary positions.
       transformer_layer_tpl: Builds a block from (D, hidden_dims, num_heads, rngs=) and settings of
-        Transformer; or a sequence of templates, a pattern that repeats along the depth.
-      stacked_transformer_tpl: Builds the stack from (block, number of blocks, rngs=); a pattern is
-        one block.
-      final_ln_tpl: Builds the norm before the softmax; None: no norm.
+        Transformer. A sequence of templates is a pattern that repeats along the depth.
+      stacked_transformer_tpl: Builds the stack from (block, number of blocks, rngs=), where a
+        pattern is one block.
+      final_ln_tpl: Builds the norm before the softmax. If None, there is no norm.
     """
 
     cache_skips_padding = True
@@ -123,7 +123,7 @@ class TransformerLm(BaseLayer):
 
     @property
     def num_positions(self) -> int | None:
-        """The largest supported number of positions; None: no limit."""
+        """The maximum number of positions, or None if there is no limit."""
         learned = getattr(self.position_emb, "max_seq_length", None)
         limits = [item for item in (learned, self.max_positions) if item is not None]
         return min(limits, default=None)
@@ -132,12 +132,12 @@ class TransformerLm(BaseLayer):
         """Returns an empty cache for `batch_size` rows of up to `max_seq_length` tokens.
 
         Raises:
-          ConfigError: There are fewer learned positions, or tokens see later ones.
+          ConfigError: There are fewer learned positions, or the model is not causal.
         """
         if self.model_type != "causal":
             raise ConfigError(
-                f"TransformerLm.model_type is {self.model_type!r}: later tokens change the outputs "
-                "of earlier ones, so there is no cache. Decode with a causal model."
+                f"TransformerLm.model_type {self.model_type!r} does not support a cache, because "
+                "later tokens change the outputs of earlier tokens. Decode with a causal model."
             )
         if self.position_emb is not None:
             self.position_emb.check_length(max_seq_length)
@@ -157,16 +157,17 @@ class TransformerLm(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns the logits and the cache.
 
-        If a cache is given, the ids are appended to it at their positions, and the logits equal
+        If a cache is passed, the ids are written to it at their positions, and the logits equal
         those of a call with the complete sequence.
 
         Args:
           ids: Int [B, T].
-          positions: Int [B, T], consecutive in each segment; None: they start from 0 in each.
-          segment_ids: Int [B, T] of packed rows: a token sees its own segment; 0 marks padding.
+          positions: Int [B, T], consecutive in each segment. If None, they start at 0 in each
+            segment.
+          segment_ids: Int [B, T], for packed rows. A token sees only its segment; 0 marks padding.
           paddings: Float [B, T], 1.0 for padding.
-          inputs_indicator: [B, T], 1 for tokens of the prefix; only for model_type "prefix".
-          key: The source of random numbers for dropout; None: no dropout.
+          inputs_indicator: [B, T], 1 for tokens in the prefix; only for model_type "prefix".
+          key: Random key for dropout. If None, nothing is dropped.
         """
         x, cache = self._activations(
             ids, positions, segment_ids, paddings, inputs_indicator, key, cache
@@ -185,7 +186,7 @@ class TransformerLm(BaseLayer):
         inputs_indicator: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
-        """Returns the loss of predicting `labels`, and its parts, under Pax's names.
+        """Returns the loss of predicting `labels`, and its components, with Pax's names.
 
         Args:
           labels: Int [B, T], the token that follows each id.
@@ -194,8 +195,8 @@ class TransformerLm(BaseLayer):
 
         Returns:
           The outputs of the softmax's `compute_loss`, per_token_xent [B, T], per_sequence_xent [B],
-          aux_loss (the sum over layers) and total_loss, the loss to minimise. The AuxLoss and
-          Summary variables of the layers hold the values of this pass.
+          aux_loss (the sum over layers) and total_loss, the loss to minimize. The layers' AuxLoss
+          and Summary variables contain the values of this pass.
         """
         x, _ = self._activations(ids, positions, segment_ids, paddings, inputs_indicator, key)
         outputs = self.softmax.compute_loss(x, labels, weights, key=key)
@@ -206,12 +207,12 @@ class TransformerLm(BaseLayer):
         paddings: jax.Array | None, inputs_indicator: jax.Array | None, key: jax.Array | None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Returns the inputs [B, T, D] of the softmax, and the cache."""
+        """Returns the softmax's inputs [B, T, D] and the cache."""
         if (inputs_indicator is None) == (self.model_type == "prefix"):
             raise ConfigError(
-                f"TransformerLm.model_type is {self.model_type!r}, and inputs_indicator is "
-                f"{'missing' if inputs_indicator is None else 'given'}. It marks the tokens of "
-                'the prefix, and only model_type "prefix" accepts it.'
+                f"TransformerLm.model_type is {self.model_type!r}, but inputs_indicator is "
+                f"{'missing' if inputs_indicator is None else 'passed'}. It marks the tokens of "
+                'the prefix: model_type "prefix" requires it, and other types do not accept it.'
             )
         self._check_length(ids.shape[-1])
         positions = positions_in_segments(positions, segment_ids)

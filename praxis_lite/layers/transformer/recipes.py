@@ -1,4 +1,4 @@
-"""Configs of whole models with settings that belong together, which Pax leaves to experiments."""
+"""Configs of complete models, with combinations of settings that Pax leaves to experiments."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,24 +21,25 @@ def rotary_lm(
     attention: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> "fdl.Partial[TransformerLm]":
-    """Returns the config of a decoder-only LM of today's usual design, which trains well.
+    """Returns the config of a decoder-only LM with a modern design that trains well.
 
-    It is a TransformerLm with Pax's defaults, except for these settings, which Pax's own
-    experiments also change:
+    It is a TransformerLm with Pax's defaults, except for the following settings, which Pax's
+    experiments change as well:
 
     - Positions are rotary (RoPE, arXiv:2104.09864), and nothing is added to the embeddings.
-    - Norms are RMS norms (arXiv:1910.07467), before each part and at the end; attention and softmax
-      have no biases.
-    - Queries are divided by sqrt(dim_per_head), instead of a learned scale per dim.
-    - Attention weights are initialized according to their true fan-in and fan-out. Pax's default
-      treats them as a convolution: they start several times smaller, and learning starts later.
-    - The table of the softmax, which also embeds ids, is normal with variance 1 / D, and embeddings
-      are multiplied by sqrt(D), so the elements of embeddings and logits are of about size one.
+    - Norms are RMS norms (arXiv:1910.07467), before each sublayer and at the end. Attention and
+      softmax have no biases.
+    - Queries are divided by sqrt(dim_per_head) instead of multiplied by a learned scale per dim.
+    - Attention weights are initialized with the fan-in and fan-out of their matmuls. Pax's default
+      treats them as convolutions, so that they start several times smaller and learning is delayed.
+    - The softmax weight, which also embeds ids, is initialized as a normal with variance 1 / D, and
+      embeddings are multiplied by sqrt(D). The elements of embeddings and logits then start with a
+      magnitude of about one.
 
     Args:
-      tr_fflayer_tpl: Builds the feed-forward part of each block.
+      tr_fflayer_tpl: Builds the feed-forward layer of each block.
       attention: Further settings of DotProductAttention, such as {"num_kv_heads": 2}.
-      settings: Settings of TransformerLm: its sizes, and any other change.
+      settings: Settings of TransformerLm: its sizes, and overrides of any other setting.
     """
     block = fdl.Partial(
         Transformer, ln_tpl=RmsNorm, tr_fflayer_tpl=tr_fflayer_tpl,

@@ -1,4 +1,4 @@
-"""Transformer blocks: self-attention, cross-attention, feed-forward. Names and maths are Pax's."""
+"""Transformer blocks (self-attention, cross-attention, feed-forward), with Pax's names."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.masks import HIDE_LATER
 from praxis_lite.layers.base.base_layer import BaseLayer
@@ -40,40 +40,43 @@ def _has_cache(layer: Any) -> bool:
 def _outputs_and_cache(layer: Any, result: Any) -> tuple[jax.Array, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigError(
-            f"{type(layer).__name__} has an init_cache, but its call returns {type(result)}; "
-            "expected (outputs, cache), with cache None if the call got none."
+            f"{type(layer).__name__} has an init_cache, but its call returned {type(result)}; "
+            "expected (outputs, cache), where cache is None if the call received no cache."
         )
     return result
 
 
 class Transformer(BaseLayer):
-    """Returns a block's outputs [B, T, D] and its cache.
+    """A transformer block; returns outputs [B, T, D] and its cache.
 
-    A block is attention, optional cross-attention and a feed-forward part. The templates are called
-    with the block's dims, its norm policy, those probabilities that are not 0, and `rngs`.
+    A block consists of attention, optional cross-attention and a feed-forward layer. Templates are
+    called with the block's dims, its norm policy, the probabilities that are not 0, and `rngs`.
 
     Args:
-      norm_policy: The norm policy of all parts of the block, see TransformerFeedForward.
-      atten_dropout_prob: The dropout probability of attention probabilities.
-      residual_dropout_prob: The dropout probability of the outputs that are added to the residual
+      norm_policy: Norm policy of all sublayers; see TransformerFeedForward.
+      atten_dropout_prob: Dropout probability of the attention probabilities.
+      residual_dropout_prob: Dropout probability of the outputs that are added to the residual
         stream.
-      relu_dropout_prob: The dropout probability of hidden activations.
-      residual_droppath_prob: The probability that a row skips a part (stochastic depth).
-      mask_self_attention: True: no token sees later ones. False: every token sees all, as in an
-        encoder; this is the default of Pax's stacks, which have this setting. None: True, unless
-        the call passes an atten_mask, which then decides alone, as in Pax's block.
-      use_cross_attention: Attend to `encoded` between self-attention and feed-forward.
-      allow_skip_cross_attention: Skip cross-attention if there is no `encoded` and no cache.
-      fold_padding_with_segment_mask: Padding is a separate segment, whose tokens attend to each
-        other, as in Pax's TransformerLm; otherwise they get the mean of all tokens. Other tokens
-        never see padding.
-      is_parallel: The feed-forward part has the same inputs as attention, and both outputs are
-        added (GPT-J, arXiv:2204.06745).
-      ln_tpl: Builds a norm, also in the feed-forward part, from (input_dims, rngs=).
+      relu_dropout_prob: Dropout probability of the hidden activations.
+      residual_droppath_prob: Probability that a row skips a sublayer (stochastic depth).
+      mask_self_attention: If True, tokens do not see later tokens. If False, every token sees all
+        tokens, as in an encoder; this is the default of Pax's stacks, which have this setting. None
+        means True, unless the call passes an atten_mask, which then replaces the causal mask, as in
+        Pax's block.
+      use_cross_attention: Whether to attend to `encoded` after self-attention.
+      allow_skip_cross_attention: Whether to skip cross-attention if there is no `encoded` and no
+        cache.
+      fold_padding_with_segment_mask: Whether padding is a separate segment, whose tokens attend to
+        each other, as in Pax's TransformerLm. If False, attention averages all tokens for padding.
+        Other tokens never see padding.
+      is_parallel: Whether the feed-forward layer has the same inputs as attention, and both outputs
+        are added (GPT-J, arXiv:2204.06745).
+      ln_tpl: Builds a norm, also in the feed-forward layer, from (input_dims, rngs=).
       tr_atten_tpl: Builds attention from (input_dims, num_heads, dim_per_head=, rngs=).
-      cross_atten_tpl: Builds cross-attention, with is_cross_attention=True too; None: tr_atten_tpl.
-      tr_fflayer_tpl: Builds the feed-forward part from (input_dims, hidden_dims, ln_tpl=, rngs=). A
-        layer with an `init_cache` is also called with cache=, and returns (outputs, cache).
+      cross_atten_tpl: Builds cross-attention from the same arguments and is_cross_attention=True.
+        If None, tr_atten_tpl builds it.
+      tr_fflayer_tpl: Builds the feed-forward layer from (input_dims, hidden_dims, ln_tpl=, rngs=).
+        If it has an `init_cache`, its call also receives cache= and returns (outputs, cache).
     """
 
     cache_skips_padding = True
@@ -102,14 +105,9 @@ class Transformer(BaseLayer):
         rngs: nnx.Rngs,
     ):
         check_norm_policy(norm_policy, self)
-        require(
-            not is_parallel or norm_policy in ("pre", "post", "primer_hybrid"),
-            "Transformer.is_parallel", is_parallel, "False with norm_policy 'post_skip'",
-        )
-        require(
-            not is_parallel or not use_cross_attention, "Transformer.is_parallel", is_parallel,
-            "False with use_cross_attention",
-        )
+        if is_parallel and (norm_policy == "post_skip" or use_cross_attention):
+            other = "use_cross_attention" if use_cross_attention else "norm_policy 'post_skip'"
+            raise ConfigError(f"Transformer.is_parallel cannot be combined with {other}.")
         self.is_parallel = is_parallel
 
         def norm(is_used: bool) -> Any:
@@ -159,7 +157,8 @@ class Transformer(BaseLayer):
         *,
         encoded_length: int | None = None,
     ) -> Any:
-        """Returns the attention's empty cache; if several layers have one, a dict by attribute."""
+        """Returns the attention's empty cache, or a dict by attribute if several layers have one.
+        """
         sizes = batch_size, max_seq_length, dtype
         caches = {"self_attention": self.self_attention.init_cache(*sizes)}
         if self.cross_attention is not None and encoded_length is not None:
@@ -195,27 +194,27 @@ class Transformer(BaseLayer):
         Args:
           inputs: Float [B, T, D].
           atten_mask: Float [B or 1, 1 or N, 1 or T, T] for self-attention, LARGE_NEGATIVE for
-            hidden tokens. As in Pax, paddings, segment_ids and the order of tokens are then
-            ignored.
-          encoded: The outputs [B, S, D] of the encoder.
-          key: The source of random numbers for dropout; None: no dropout.
-          others: See DotProductAttention. The feed-forward part gets `paddings` too.
+            hidden tokens. As in Pax, self-attention then ignores paddings, segment_ids and the
+            order of tokens.
+          encoded: The encoder's outputs [B, S, D].
+          key: Random key for dropout. If None, nothing is dropped.
+          others: See DotProductAttention. The feed-forward layer also receives `paddings`.
 
         Raises:
-          ConfigError: There is an atten_mask and mask_self_attention=True; or `encoded` is missing
-            and the block attends to it.
+          ConfigError: An atten_mask is passed although mask_self_attention is True, or the block
+            attends to `encoded` but it is missing.
         """
         if atten_mask is not None and self.mask_self_attention is True:
             raise ConfigError(
-                "Transformer.mask_self_attention is True, and the call passes an atten_mask. As in "
-                f"Pax, a mask alone decides what a token sees. Omit the setting, and {HIDE_LATER}."
+                "Transformer.mask_self_attention is True, but the call passes an atten_mask, which "
+                f"would replace the causal mask, as in Pax. Omit the setting, and {HIDE_LATER}."
             )
         keys = dict(zip(_KEYS, split_keys(key, len(_KEYS)), strict=True))
         local = {"segment_ids": segment_ids, "paddings": paddings}
         if atten_mask is not None:
             local = {"atten_mask": atten_mask}
         elif cache is None and paddings is not None:
-            # As in Pax's stacks, a padded token attends to its segment, 0.
+            # As in Pax's stacks, padding attends to its segment, 0.
             is_masked = self.mask_self_attention is not False
             if segment_ids is None and (self.fold_padding_with_segment_mask or is_masked):
                 local["segment_ids"] = (1.0 - paddings).astype(jnp.int32)
@@ -225,7 +224,7 @@ class Transformer(BaseLayer):
         caches = dict(cache) if has_caches and cache is not None else {"self_attention": cache}
 
         def attend(name: str, x: jax.Array, **inputs: Any) -> jax.Array:
-            # Arguments that are None are omitted: a layer that replaces attention may lack them.
+            # Omit arguments that are None, because a layer that replaces attention may lack them.
             inputs = {name: value for name, value in inputs.items() if value is not None}
             outputs, caches[name] = getattr(self, name)(
                 x, key=keys[name], cache=caches.get(name), **inputs
@@ -276,7 +275,7 @@ class Transformer(BaseLayer):
             return True
         if not self.allow_skip_cross_attention:
             raise ConfigError(
-                "Transformer.use_cross_attention is set, but the block got no `encoded`. Pass the "
-                "outputs of the encoder, or set allow_skip_cross_attention=True."
+                "Transformer.use_cross_attention is set, but the block was called without "
+                "`encoded`. Pass the encoder's outputs, or set allow_skip_cross_attention=True."
             )
         return False

@@ -1,5 +1,4 @@
-"""Layers that turn images into features.
+"""Layers that compute features of images: residual networks (`resnets`) and vision transformers.
 
-Convolutions and poolings form residual networks (`resnets`); patches are the tokens of transformers
-(`vits`). Text and caches are not handled here.
+Vision transformers (`vits`) use patches as tokens.
 """

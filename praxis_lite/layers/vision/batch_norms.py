@@ -1,6 +1,6 @@
-"""Batch norm and group norm: statistics over more than the last dim. Names and numerics are Pax's.
+"""Batch norm and group norm, with Pax's names and numerics.
 
-When compiled for a mesh, sums are over the global batch.
+On a mesh, statistics are computed over the global batch.
 """
 
 import functools
@@ -21,10 +21,10 @@ from praxis_lite.layers.normalizations import Norm, check_epsilon
 
 
 class _PaddedNorm(Norm):
-    """Normalizes inputs, scales by 1 + gamma and adds beta; padded outputs can be set to 0.
+    """Normalizes inputs, scales by 1 + gamma and adds beta; can set outputs of padding to 0.
 
     Raises:
-      ConfigError: The shape of `paddings` is not that of the inputs' first dims.
+      ConfigError: The shape of `paddings` does not match the leading dims of the inputs.
     """
 
     splits = splits(weight=(None,), activation=())
@@ -46,9 +46,9 @@ class _PaddedNorm(Norm):
         if paddings is not None:
             if paddings.ndim >= rank or paddings.shape != inputs.shape[: paddings.ndim]:
                 raise ConfigError(
-                    f"{type(self).__name__}: paddings have the shape {paddings.shape} and inputs "
-                    f"{inputs.shape}; expected the shape of the inputs' first dims, without "
-                    "channels."
+                    f"{type(self).__name__}: paddings have shape {paddings.shape}, which does not "
+                    f"match the leading dims of the inputs' shape {inputs.shape} (without "
+                    "channels)."
                 )
             is_true = 1.0 - paddings.astype(jnp.float32)
             is_true = is_true.reshape(paddings.shape + (1,) * (rank - paddings.ndim))
@@ -74,10 +74,11 @@ class _PaddedNorm(Norm):
 def _moments(
     x: jax.Array, is_true: jax.Array | None, dims: Sequence[int], cumulative_dim: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns mean and variance over `dims`, ignoring padding; the dims are kept, with size 1.
+    """Returns mean and variance over `dims`, ignoring padding; `dims` remain with size 1.
 
-    With a cumulative_dim, both are running statistics: each index along it covers all indices up
-    to itself. As in Pax, the running variance is of deviations from the running mean of each index.
+    With a cumulative_dim, both are running statistics: each index along this dim covers all indices
+    up to itself. As in Pax, the running variance uses the deviations from each index's running
+    mean.
     """
     if is_true is None:
         is_true = jnp.ones((1,) * x.ndim, x.dtype)
@@ -92,24 +93,24 @@ def _moments(
 
 
 class BatchNorm(_PaddedNorm):
-    """Returns `(x - mean) / sqrt(variance + epsilon) * (1 + gamma) + beta`: [..., dim] -> same.
+    """Computes `(x - mean) / sqrt(variance + epsilon) * (1 + gamma) + beta` for x [..., dim].
 
-    If a key is given (a training pass), the statistics are those of the batch, over all dims but
-    the last, and the moving averages are updated with them; otherwise they are the moving averages.
-    The averages are `nnx.BatchStat` variables: not trained, but saved with the model. Statistics
-    are float32. Ioffe and Szegedy 2015, arXiv:1502.03167.
+    In training (if a key is passed), the statistics are computed over all dims of the batch except
+    the last, and update the moving averages. Otherwise the moving averages are used. They are
+    `nnx.BatchStat` variables, which are not trained but saved with the model. Statistics are
+    float32. Ioffe and Szegedy 2015, arXiv:1502.03167.
 
     Args:
-      decay: The fraction of the moving averages that an update keeps.
-      epsilon: A constant that is added to the variance; in Pax it is fixed at 0.001.
-      use_moving_avg_in_training: Normalize by the just updated moving averages in training too,
-        without beta and gamma.
-      set_padded_output_to_zero: Set outputs to 0 where `paddings` are 1.
-      force_eval_mode: Never use the batch's statistics, nor update the averages; beta and gamma are
-        still trained.
-      gamma_init: Initializes gamma, which is stored as scale - 1, so weight decay pulls the scale
-        towards 1.
-      weight_split_dims_mapping: The split of beta, gamma and the moving averages, [dim].
+      decay: Fraction of the moving averages that is preserved in an update.
+      epsilon: Added to the variance; always 0.001 in Pax.
+      use_moving_avg_in_training: Whether to normalize by the updated moving averages in training as
+        well, without beta and gamma.
+      set_padded_output_to_zero: Whether to set outputs to 0 where `paddings` are 1.
+      force_eval_mode: Whether to always use the moving averages and never update them. Beta and
+        gamma are still trained.
+      gamma_init: Initializer of gamma, which is stored as scale - 1, so that weight decay pulls the
+        scale towards 1.
+      weight_split_dims_mapping: Split of beta, gamma and the moving averages, [dim].
     """
 
     couples_rows = "batch statistics"
@@ -172,26 +173,26 @@ def _standardized(
 
 
 class GroupNorm(_PaddedNorm):
-    """Normalizes over each example's groups of channels, scales by 1 + gamma and adds beta.
+    """Normalizes groups of channels per example, scales by 1 + gamma and adds beta.
 
     Outputs have the shape of the inputs, [B, ..., dim]. Statistics are computed in float32 for each
     example and group of channels, over all positions. Wu and He 2018, arXiv:1803.08494.
 
     Args:
-      num_groups: The number of groups; if there are fewer channels, groups have `min_group_size`
-        channels.
-      min_group_size: The minimum number of channels in a group.
-      cumulative: Statistics at each time cover only this and earlier times. T is the second dim.
-      input_rank: The rank of inputs: 3 [B, T, C], 4 [B, H, W, C] or 5 [B, T, H, W, C]. As in Pax,
-        beta and gamma have this rank too, [1, ..., 1, C].
-      set_padded_output_to_zero: Set outputs to 0 where `paddings` are 1.
-      use_scale: Use gamma.
-      use_bias: Use beta.
-      weight_split_dims_mapping: The split of beta and gamma along channels, [dim].
+      num_groups: Number of groups. If there are fewer channels than this, groups have
+        `min_group_size` channels.
+      min_group_size: Minimum number of channels per group.
+      cumulative: Whether statistics at each time cover only this and earlier times. Time is dim 1.
+      input_rank: Rank of the inputs: 3 for [B, T, C], 4 for [B, H, W, C] or 5 for [B, T, H, W, C].
+        As in Pax, beta and gamma also have this rank, [1, ..., 1, C].
+      set_padded_output_to_zero: Whether to set outputs to 0 where `paddings` are 1.
+      use_scale: Whether to use gamma.
+      use_bias: Whether to use beta.
+      weight_split_dims_mapping: Split of beta and gamma along channels, [dim].
 
     Raises:
-      ConfigError: The number of channels is not divisible by the groups, or inputs have another
-        rank.
+      ConfigError: The number of channels is not divisible by the number of groups, or the rank of
+        the inputs is not input_rank.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class GroupNorm(_PaddedNorm):
         check_epsilon(self, epsilon)
         ranks = "3 for [B, T, C], 4 for [B, H, W, C] or 5 for [B, T, H, W, C]"
         require(input_rank in (3, 4, 5), "GroupNorm.input_rank", input_rank, ranks)
-        divisor = f"a divisor of {dim}, the number of channels"
+        divisor = f"a divisor of the number of channels {dim}"
         require(dim % min_group_size == 0, "GroupNorm.min_group_size", min_group_size, divisor)
         divides = dim < num_groups or dim % num_groups == 0
         require(divides, "GroupNorm.num_groups", num_groups, divisor)

@@ -1,4 +1,4 @@
-"""A classifier: a network that computes features, and a softmax over classes. Names are Pax's."""
+"""A classifier: a feature network and a softmax over classes, with Pax's names."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,7 @@ class ClassificationModel(BaseLayer):
         self.fprop_dtype = fprop_dtype
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Returns the logits; a key selects the training mode."""
+        """Returns the logits; passing a key selects training mode."""
         return self.softmax(self._features(inputs, key)).astype(jnp.float32)
 
     def compute_loss(

@@ -1,4 +1,4 @@
-"""Convolutions over images and over time. Names, weights and numerics are Pax's."""
+"""Convolutions over images and over time, with Pax's names, weights and numerics."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
     """Checks that settings are sequences of `count` positive integers.
 
     Raises:
-      ConfigError: A setting is not; the message names the layer's class and the setting.
+      ConfigError: A setting is not a list of `count` positive integers.
     """
     for name, sizes in settings.items():
         is_list = isinstance(sizes, Sequence) and not isinstance(sizes, str)
@@ -40,30 +40,30 @@ def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
 class Conv2D(BaseLayer):
     """Convolves images with a learned filter: [B, H, W, C] -> [B, H', W', D].
 
-    The weight is `w` [height, width, C per group, D], the bias is `b` [D].
+    The weight is `w` [height, width, C per group, D], and the bias is `b` [D].
 
     Args:
-      filter_shape: Height, width, input channels, output channels. With fewer input channels than
-        the inputs have, channels form groups, each with an equal part of the outputs; 1 is a
-        depthwise convolution.
-      filter_stride: The strides along height and width.
-      dilations: The dilations of the filter along height and width.
-      bias: Add a learned bias.
-      kernel_init: Initializes the weight.
-      bias_init: Initializes the bias.
+      filter_shape: Height, width, input channels, output channels. If the filter has fewer input
+        channels than the inputs, the channels form groups, and each group computes an equal part of
+        the outputs. A filter with 1 input channel is a depthwise convolution.
+      filter_stride: Strides along height and width.
+      dilations: Dilations of the filter along height and width.
+      bias: Whether to add a learned bias.
+      kernel_init: Initializer of the weight.
+      bias_init: Initializer of the bias.
       padding: 'SAME' (zeros around the image) or 'VALID' (only windows inside the image).
-      tf_equivalent_padding: 'SAME' pads as in TensorFlow and XLA, only as much as ceil(H / stride)
-        outputs require. Otherwise, as in Pax, there are kernel - 1 zeros for any stride, half of
-        them (rounded down) before the image.
-      is_causal: Along height (time), outputs do not depend on later inputs. Requires 'SAME' and
-        tf_equivalent_padding.
-      weight_norm_tpl: Builds, from (D, rngs=), a norm that is applied to the weight.
-      weight_split_dims_mapping: The split of `w`; the bias is split like its last dim.
-      activation_split_dims_mapping: The split of the outputs [B, H', W', D].
+      tf_equivalent_padding: Whether 'SAME' pads as in TensorFlow and XLA, only as much as
+        ceil(H / stride) outputs require. If False, it adds kernel - 1 zeros for any stride, half of
+        them (rounded down) before the image, as in Pax.
+      is_causal: Whether outputs do not depend on later inputs along height (time). Requires 'SAME'
+        and tf_equivalent_padding.
+      weight_norm_tpl: Builds a norm for the weight from (D, rngs=).
+      weight_split_dims_mapping: Split of `w`; the bias is split like its last dim.
+      activation_split_dims_mapping: Split of the outputs [B, H', W', D].
 
     Raises:
-      ConfigError: A setting has a wrong type; or the number of input channels is not a multiple of
-        the filter's; or D is not divisible by the number of groups.
+      ConfigError: A setting has the wrong type, the number of input channels is not a multiple of
+        the filter's input channels, or D is not divisible by the number of groups.
     """
 
     splits = splits(weight=(), activation=())
@@ -138,14 +138,14 @@ class Conv2D(BaseLayer):
 
 
 class ConvBNAct(Conv2D):
-    """Returns `activation(norm(conv(x)))`: [B, H, W, C] -> [B, H', W', D].
+    """Computes `activation(norm(conv(x)))`: [B, H, W, C] -> [B, H', W', D].
 
-    Takes these settings and those of Conv2D.
+    See Conv2D for further settings.
 
     Args:
-      batch_norm_tpl: Builds the norm from (D, rngs=); its call takes outputs and `key=`; None: no
-        norm.
-      activation: A name in `activations.ACTIVATIONS`, or a function. Pax: activation_tpl.
+      batch_norm_tpl: Builds the norm from (D, rngs=). Its call takes outputs and `key=`. If None,
+        there is no norm.
+      activation: A name in `activations.ACTIVATIONS`, or a function (Pax's activation_tpl).
     """
 
     @inherit_params(Conv2D)
@@ -175,14 +175,15 @@ class ConvBNAct(Conv2D):
 class DepthwiseConv1D(BaseLayer):
     """Convolves each channel of a sequence over time: [B, T, C] -> [B, T, C * multiplier].
 
-    The weight is `w` [kernel, 1, C * multiplier], the bias is `b` [C * multiplier].
+    The weight is `w` [kernel, 1, C * multiplier], and the bias is `b` [C * multiplier].
 
     Args:
       filter_shape: Kernel size, input channels, channel multiplier.
-      bias: Add a learned bias.
-      is_causal: Outputs do not depend on later inputs; otherwise zeros are added symmetrically.
-      rhs_dilation_rate: The dilation of the filter.
-      weight_split_dims_mapping: The split of `w`; the bias is split like its last dim.
+      bias: Whether to add a learned bias.
+      is_causal: Whether outputs do not depend on later inputs. If False, zeros are added
+        symmetrically.
+      rhs_dilation_rate: Dilation of the filter.
+      weight_split_dims_mapping: Split of `w`; the bias is split like its last dim.
     """
 
     splits = splits(weight=(), activation=())
@@ -211,7 +212,7 @@ class DepthwiseConv1D(BaseLayer):
         self.rhs_dilation_rate = rhs_dilation_rate
 
     def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
-        """Returns the outputs. Inputs [B, T, C] are taken as zeros where paddings [B, T] are 1."""
+        """Returns the outputs. Inputs [B, T, C] are zeroed where paddings [B, T] are 1."""
         if paddings is not None:
             inputs = jnp.where(paddings[..., None] > 0, 0, inputs)
         before = self.rhs_dilation_rate * (self.filter_shape[0] - 1)

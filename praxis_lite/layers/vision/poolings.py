@@ -1,6 +1,6 @@
-"""Max and mean pooling over windows or over whole dims. Names and numerics are Pax's.
+"""Max and mean pooling over windows or over complete dims, with Pax's names and numerics.
 
-Means are summed in float32. The layers have no weights; they accept `rngs` to serve as templates.
+Means are computed in float32. The layers have no weights, but accept `rngs` like other templates.
 """
 
 from collections.abc import Sequence
@@ -41,12 +41,12 @@ def _inverse(counts: jax.Array) -> jax.Array:
 
 
 class Pooling(BaseLayer):
-    """Returns the maximum or mean of each window, and paddings: [B, H, W, C] -> [B, H', W', C].
+    """Computes the maximum or mean of each window, and paddings: [B, H, W, C] -> [B, H', W', C].
 
     Args:
-      window_shape: The size of windows along height and width.
-      window_stride: The strides along height and width.
-      pooling_type: 'MAX' or 'AVG'; a mean covers the part of the window inside the image.
+      window_shape: Window size along height and width.
+      window_stride: Strides along height and width.
+      pooling_type: 'MAX' or 'AVG'. A mean covers only the part of the window inside the image.
       padding: 'SAME' (ceil(H / stride) outputs) or 'VALID' (only windows inside the image).
     """
 
@@ -74,9 +74,9 @@ class Pooling(BaseLayer):
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the outputs and their paddings.
 
-        If windows move or shrink the image ('VALID', or a stride), an output is padding, and 0,
-        when its window contains padding; otherwise where the input is padding. As in Pax, the sum
-        of a mean includes padded inputs: they are expected to be zeros.
+        With 'VALID' or a stride, an output is padding (and 0) if its window contains padding.
+        Otherwise, it is padding if the input at the same position is padding. As in Pax, means
+        include padding in the sum, so inputs must be zero there.
 
         Args:
           inputs: Float [B, H, W, C].
@@ -105,12 +105,12 @@ class Pooling(BaseLayer):
 
 
 class GlobalPooling(BaseLayer):
-    """Returns the maximum or mean over whole dims.
+    """Computes the maximum or mean over complete dims.
 
     Args:
-      pooling_dims: The dims, counted from 0, for instance (1, 2) for [B, H, W, C].
+      pooling_dims: Non-negative indices of the dims, such as (1, 2) for H and W of [B, H, W, C].
       pooling_type: 'AVG' or 'MAX'.
-      keepdims: Keep the dims, with size 1.
+      keepdims: Whether to keep the reduced dims with size 1.
     """
 
     splits = splits(activation=())
@@ -130,7 +130,7 @@ class GlobalPooling(BaseLayer):
         require(
             is_list and all(isinstance(dim, int) and dim >= 0 for dim in pooling_dims),
             "GlobalPooling.pooling_dims", pooling_dims,
-            "a list of dims, counted from 0, such as (1, 2) for H and W of [B, H, W, C]",
+            "a list of non-negative dims, such as (1, 2) for H and W of [B, H, W, C]",
         )
         self.pooling_dims, self.pooling_type = tuple(pooling_dims), pooling_type
         self.keepdims = keepdims
@@ -145,8 +145,8 @@ class GlobalPooling(BaseLayer):
 
         Args:
           inputs: The array to pool.
-          epsilon: A constant that is added to the number of elements of a mean with paddings.
-          compatible_paddings: Float, of the inputs' rank, 1.0 for elements to ignore.
+          epsilon: Added to the number of elements in a mean with paddings.
+          compatible_paddings: Float, with the rank of the inputs, 1.0 for elements to ignore.
         """
         dims = {"axis": self.pooling_dims, "keepdims": self.keepdims, "dtype": jnp.float32}
         is_true = None if compatible_paddings is None else compatible_paddings <= 0
@@ -163,9 +163,10 @@ class GlobalPooling(BaseLayer):
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def _max(self, x: jax.Array) -> jax.Array:
-        # Not jnp.max: its gradient searches for elements that equal the maximum. XLA may compute
-        # the inputs twice, with a different last bit; if then no element is equal, the gradient is
-        # NaN (jax 0.10 on CPU, without optimization). This gradient goes to the first maximum.
+        # Avoid jnp.max, whose gradient searches for elements that equal the maximum. XLA may
+        # compute the inputs twice with a different last bit, so that no element is equal and the
+        # gradient is NaN (jax 0.10 on CPU, without optimization). The gradient of reduce_window
+        # goes to the first maximum.
         is_pooled = [dim in self.pooling_dims for dim in range(x.ndim)]
         window = [size if pooled else 1 for size, pooled in zip(x.shape, is_pooled, strict=True)]
         outputs = _max_over(x, window, (1,) * x.ndim, "VALID")
@@ -173,14 +174,14 @@ class GlobalPooling(BaseLayer):
 
 
 class Pooling1D(BaseLayer):
-    """Returns means or maxima over windows of time, and paddings: [B, T, ...] -> [B, T', ...].
+    """Computes means or maxima over windows of time, and paddings: [B, T, ...] -> [B, T', ...].
 
     T' is ceil(T / stride). Windows are symmetric ('SAME').
 
     Args:
-      stride: The distance between windows.
-      window: The size of windows; 0: the stride. With 1, every stride-th time is selected.
-      pooling_type: 'AVG', over the window without padding (0 if all of it is padding), or 'MAX'.
+      stride: Distance between windows.
+      window: Window size. If 0, the stride. If 1, every stride-th time is selected.
+      pooling_type: 'MAX', or 'AVG' for the mean without padding (0 if the window is all padding).
     """
 
     splits = splits(activation=())
@@ -204,7 +205,7 @@ class Pooling1D(BaseLayer):
     def __call__(
         self, inputs: jax.Array, paddings: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the outputs for inputs [B, T, ...]; paddings [B, T] are 1.0 at ignored times."""
+        """Takes inputs [B, T, ...] and paddings [B, T], 1.0 for times to ignore."""
         strided = None if paddings is None else paddings[:, :: self.stride]
         if self.window == 1:
             return inputs[:, :: self.stride], strided

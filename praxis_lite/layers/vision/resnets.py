@@ -1,4 +1,4 @@
-"""Residual networks of convolutions. Names, structure and defaults are Pax's."""
+"""Convolutional residual networks, with Pax's names, structure and defaults."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive
@@ -29,7 +29,7 @@ _spatial_mean = functools.partial(GlobalPooling, pooling_dims=(1, 2))
 
 
 class ResNetBlock(BaseLayer):
-    """Returns `activation(x + convs(x))`: [B, H, W, input_dim] -> [B, H', W', output_dim].
+    """Computes `activation(x + convs(x))`: [B, H, W, input_dim] -> [B, H', W', output_dim].
 
     The bottleneck consists of a 1x1 convolution to a quarter of the output channels, a convolution
     with `kernel_size` and `stride`, and a 1x1 convolution to the output channels. If the shape
@@ -39,14 +39,13 @@ class ResNetBlock(BaseLayer):
     Args:
       conv_params: Builds a convolution with norm and activation from (filter_shape, stride,
         activation=, rngs=).
-      activation: The activation between the convolutions and at the end. Pax: activation_tpl.
-      residual_droppath_prob: The probability that a training pass skips the convolutions of an
-        example.
-      zero_init_residual: Initialize the scale of the last norm to 0, so that the block starts as
-        the identity (arXiv:1706.02677).
+      activation: Activation between the convolutions and at the end (Pax's activation_tpl).
+      residual_droppath_prob: Probability that training skips the convolutions for an example.
+      zero_init_residual: Whether to initialize the scale of the last norm to 0, so that the block
+        starts as the identity (arXiv:1706.02677).
 
     Raises:
-      ConfigError: zero_init_residual is set, but there is no norm with a gamma.
+      ConfigError: zero_init_residual is set, but the last norm has no gamma.
     """
 
     def __init__(
@@ -73,12 +72,12 @@ class ResNetBlock(BaseLayer):
             setattr(self, f"body_{i}", conv)  # Pax's names.
         if zero_init_residual:
             gamma = getattr(getattr(conv, "bn", None), "gamma", None)
-            require(
-                gamma is not None, f"{type(self).__name__}.zero_init_residual", True,
-                "False if conv_params builds no norm with a gamma",
-                "Or set batch_norm_tpl of conv_params.",
-            )
-            assert gamma is not None
+            if gamma is None:
+                raise ConfigError(
+                    f"{type(self).__name__}.zero_init_residual=True requires a norm with a gamma, "
+                    "but conv_params builds none. Set batch_norm_tpl in conv_params, or "
+                    "zero_init_residual=False."
+                )
             gamma.set_value(jnp.full(gamma.shape, -1.0))  # Gamma is stored as scale - 1.
         self.num_convs = len(filters)
         shape, strides = (1, 1, input_dim, output_dim), (stride, stride)
@@ -102,7 +101,7 @@ class ResNetBlock(BaseLayer):
         ]
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
-        """Returns the outputs; a key selects the training mode, which uses batch statistics."""
+        """Returns the outputs; passing a key selects training mode, with batch statistics."""
         outputs = inputs
         for i in range(self.num_convs):
             outputs = getattr(self, f"body_{i}")(outputs, key=key)
@@ -112,9 +111,9 @@ class ResNetBlock(BaseLayer):
 
 
 class ResNetBasicBlock(ResNetBlock):
-    """Returns `activation(x + convs(x))`: two convolutions of `kernel_size`, the first strided.
+    """Computes `activation(x + convs(x))` with two convolutions, of which the first is strided.
 
-    Settings are those of ResNetBlock.
+    See ResNetBlock for the settings.
     """
 
     def _filters(
@@ -127,29 +126,28 @@ class ResNetBasicBlock(ResNetBlock):
 
 
 class ResNet(BaseLayer):
-    """Maps images [B, H, W, C] to features [B, channels[-1]]. The defaults are ResNet-50's.
+    """Maps images [B, H, W, C] to features [B, channels[-1]]; the defaults define ResNet-50.
 
     The network consists of an entry convolution, a 3x3 max pooling with stride 2, stages of blocks,
-    and a mean over all positions.
-    ResNet-101 has blocks=(3, 4, 23, 3), ResNet-152 has (3, 8, 36, 3). ResNet-18 has
-    block_params=ResNetBasicBlock, channels=(64, 128, 256, 512) and blocks=(2, 2, 2, 2); ResNet-34
-    the same with blocks=(3, 4, 6, 3).
+    and a mean over all positions. ResNet-101 has blocks=(3, 4, 23, 3), and ResNet-152 has
+    blocks=(3, 8, 36, 3). ResNet-18 has block_params=ResNetBasicBlock, channels=(64, 128, 256, 512)
+    and blocks=(2, 2, 2, 2). ResNet-34 is like ResNet-18, but with blocks=(3, 4, 6, 3).
 
     Args:
       conv_params: Builds a convolution with norm and activation; its settings include the splits.
       block_params: Builds a block from (input_dim, output_dim, conv_params=, kernel_size=, stride=,
         rngs=).
-      strides: The stride of the first block of each stage.
-      channels: The output channels of each stage.
-      blocks: The number of blocks of each stage.
-      kernels: The kernel size of each stage.
+      strides: Stride of the first block in each stage.
+      channels: Output channels of each stage.
+      blocks: Number of blocks in each stage.
+      kernels: Kernel size of each stage.
       entryflow_conv_kernel: Height, width and input channels of the entry convolution.
-      entryflow_conv_stride: The strides of the entry convolution along height and width.
-      output_spatial_pooling_params: Builds the final pooling from (rngs=); None: features are
+      entryflow_conv_stride: Strides of the entry convolution along height and width.
+      output_spatial_pooling_params: Builds the final pooling from (rngs=). If None, features are
         [B, H', W', channels[-1]].
-      return_block_features: Return a dict of the features of each stage instead, with keys that
-        start from 2.
-      entry_max_pool: Apply the max pooling after the entry convolution.
+      return_block_features: Whether to return a dict with the features of each stage instead; keys
+        start at 2.
+      entry_max_pool: Whether to apply the max pooling after the entry convolution.
     """
 
     def __init__(
@@ -195,7 +193,7 @@ class ResNet(BaseLayer):
         self.return_block_features = return_block_features
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> Any:
-        """Returns the features; a key selects the training mode, which uses batch statistics."""
+        """Returns the features; passing a key selects training mode, with batch statistics."""
         outputs, features = self.entryflow_conv(inputs, key=key), {}
         if self.entryflow_maxpool is not None:
             outputs, _ = self.entryflow_maxpool(outputs)

@@ -1,4 +1,4 @@
-"""Vision transformer: a transformer whose tokens are patches of images. Names are Pax's.
+"""Vision transformer: a transformer whose tokens are image patches, with Pax's names.
 
 Dosovitskiy et al. 2020, arXiv:2010.11929.
 """
@@ -36,7 +36,7 @@ _token_mean = functools.partial(GlobalPooling, pooling_dims=(1,))
 
 
 def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
-    """Returns flattened patches, row by row: [B, H, W, C] -> [B, H W / P^2, P^2 C].
+    """Cuts images into flattened patches, row by row: [B, H, W, C] -> [B, H W / P^2, P^2 C].
 
     Raises:
       ConfigError: The images do not have rank 4, or their sizes are not divisible by the patch
@@ -61,22 +61,22 @@ class VitEntryLayers(BaseLayer):
     can be added at both ends.
 
     Args:
-      pos_emb_shapes: The numbers of rows and columns of learned positions; or a single number of
-        tokens in a row. Positions are interpolated for images of other sizes.
+      pos_emb_shapes: Numbers of rows and columns of the learned positions, or a single number of
+        tokens. With rows and columns, positions are interpolated for other image sizes.
       patch_size: P.
-      input_dims: The number of elements of a patch, P^2 C.
+      input_dims: Number of elements in a patch, P^2 C.
       output_dims: D.
-      pos_emb_dropout_prob: The dropout probability of the tokens.
-      prepend_cls_tokens: The number of learned tokens to add at the beginning, without positions.
-      append_cls_tokens: The same for the end.
-      pos_emb_tpl: Builds the position embedding from (number of positions, D, rngs=); None: none.
-      input_fc_has_bias: Add a bias to the projection.
-      weight_split_dims_mapping: The split of the projection's weight [input_dims, D].
-      activation_split_dims_mapping: The split of the outputs [B, N', D].
+      pos_emb_dropout_prob: Dropout probability of the tokens.
+      prepend_cls_tokens: Number of learned tokens, without positions, to add at the beginning.
+      append_cls_tokens: Number of learned tokens, without positions, to add at the end.
+      pos_emb_tpl: Builds the position embedding from (number of positions, D, rngs=), or None.
+      input_fc_has_bias: Whether to add a bias to the projection.
+      weight_split_dims_mapping: Split of the projection's weight [input_dims, D].
+      activation_split_dims_mapping: Split of the outputs [B, N', D].
 
     Raises:
-      ConfigError: In a call: the sizes of images are not divisible by the patch size, the size of
-        patches is not input_dims, or the number of patches is not that of positions.
+      ConfigError: When called: the image size is not divisible by the patch size, the size of a
+        patch is not input_dims, or the number of patches differs from the number of positions.
     """
 
     splits = splits(weight=(None, "embed"), activation=RESIDUAL)
@@ -147,7 +147,7 @@ class VitEntryLayers(BaseLayer):
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def _positions(self, inputs: jax.Array, num_patches: int) -> jax.Array:
-        """Returns embeddings [1, N, D], interpolated if the image has another grid."""
+        """Returns embeddings [1, N, D], interpolated if the image has a different grid."""
         assert self.pos_emb is not None
         embs = self.pos_emb(seq_length=math.prod(self.pos_emb_shapes))
         if inputs.ndim == 4 and len(self.pos_emb_shapes) == 2:
@@ -166,11 +166,11 @@ class VitEntryLayers(BaseLayer):
 
 
 class ClassTokenPooling(BaseLayer):
-    """Selects one token of each row, as VitExitLayers' `pooling_tpl`: [B, N, D] -> [B, D].
+    """Selects one token per row, [B, N, D] -> [B, D]; for `VitExitLayers.pooling_tpl`.
 
     Args:
-      index: The index of the token; 0 is the first that VitEntryLayers prepends, -1 the last that
-        it appends.
+      index: Index of the token: 0 for the first token that VitEntryLayers prepends, or -1 for the
+        last token that it appends.
     """
 
     def __init__(self, index: int = 0, *, rngs: nnx.Rngs | None = None):
@@ -186,19 +186,19 @@ class VitExitLayers(BaseLayer):
     Applies a norm, the mean over tokens and a projection with tanh.
 
     Args:
-      hidden_dim: The size of tokens.
-      output_dim: The size of features; 0: hidden_dim.
-      output_dropout_prob: The dropout probability of the features.
-      pooled: If False, return features of every token.
-      pre_ln: Apply a norm first.
-      output_fc_tanh: Apply a projection with tanh. If False, apply one without tanh if output_dim
-        differs from hidden_dim.
-      output_fc_has_bias: Add a bias to the projection.
-      pooling_tpl: Builds the pooling of the tokens from (rngs=), by default the mean;
-        ClassTokenPooling selects the class token. Pax's default sets no dims and cannot run.
+      hidden_dim: Size of a token.
+      output_dim: Size of the features. If 0, hidden_dim.
+      output_dropout_prob: Dropout probability of the features.
+      pooled: Whether to pool the tokens. If False, features of every token are returned.
+      pre_ln: Whether to apply a norm first.
+      output_fc_tanh: Whether to apply a projection with tanh. If False, a projection without tanh
+        is applied if output_dim differs from hidden_dim.
+      output_fc_has_bias: Whether to add a bias to the projection.
+      pooling_tpl: Builds the pooling of the tokens from (rngs=), by default the mean. Use
+        ClassTokenPooling to select the class token. Pax's default sets no dims and cannot run.
       ln_tpl: Builds the norm from (hidden_dim, rngs=).
-      weight_split_dims_mapping: The split of the projection's weight [hidden_dim, output_dim].
-      activation_split_dims_mapping: The split of the outputs.
+      weight_split_dims_mapping: Split of the projection's weight [hidden_dim, output_dim].
+      activation_split_dims_mapping: Split of the outputs.
     """
 
     # Features may belong to an image or to each token.
@@ -249,16 +249,16 @@ class VitExitLayers(BaseLayer):
 class VisionTransformer(BaseLayer):
     """Maps images [B, H, W, C], or patches [B, N, P^2 C], to features [B, D].
 
-    Pax's `full_data_parallel_on_entry_exit` corresponds to the splits of entry and exit: a batch
-    over all mesh axes.
+    Pax's `full_data_parallel_on_entry_exit` corresponds to entry and exit layers that split the
+    batch over all mesh axes.
 
     Args:
-      entry_layers_tpl: Builds, from (rngs=), the layer that returns tokens [B, N, D]; None: inputs
-        are tokens.
+      entry_layers_tpl: Builds the layer that returns tokens [B, N, D] from (rngs=). If None, the
+        inputs are tokens.
       transformer_layers_tpl: Builds the stack from (rngs=); its blocks are not causal.
-      exit_layers_tpl: Builds, from (rngs=), the layer that maps tokens to features; None: tokens
+      exit_layers_tpl: Builds the layer that maps tokens to features from (rngs=). If None, tokens
         are returned.
-      activation_split_dims_mapping: The split of tokens [B, N, D] between entry, stack and exit.
+      activation_split_dims_mapping: Split of the tokens [B, N, D] between entry, stack and exit.
     """
 
     splits = splits(activation=RESIDUAL)
@@ -288,9 +288,9 @@ class VisionTransformer(BaseLayer):
 
         Args:
           inputs: Images or patches.
-          paddings: Float [B, N], 1.0 for tokens that the stack ignores; a mean over tokens includes
-            them.
-          key: The source of random numbers; it selects the training mode.
+          paddings: Float [B, N], 1.0 for tokens that the stack ignores. The mean over tokens still
+            includes them.
+          key: Random key; selects training mode.
         """
         keys = split_keys(key, 3)
         features = inputs if self.entry_stack is None else self.entry_stack(inputs, key=keys[0])
@@ -309,10 +309,10 @@ def build_vision_transformer(
     num_xformer_layers: int,
     num_heads: int,
 ) -> fdl.Partial:
-    """Returns the config of a VisionTransformer of these sizes, for further settings.
+    """Returns the config of a VisionTransformer with these sizes, which can be changed further.
 
-    It equals Pax's `build_vision_transformer_hparams_for_test`, whose attention has no scale per
-    dim. Its parts are `entry_layers_tpl`, `transformer_layers_tpl.block` and `exit_layers_tpl`.
+    It is equivalent to Pax's `build_vision_transformer_hparams_for_test`, whose attention has no
+    per-dim scale.
     """
     block = fdl.Partial(
         Transformer, model_dims, mlp_dims, num_heads, mask_self_attention=False,

@@ -1,4 +1,4 @@
-"""Changes to complete models: sharding presets, adapters, quantization.
+"""Transformations of complete models: sharding presets, adapters, quantization.
 
 This package depends on all layers; no layer depends on it.
 """

@@ -1,4 +1,4 @@
-"""Products of dense layers with LoRA or DoRA."""
+"""Matmuls of dense layers with LoRA or DoRA."""
 
 import dataclasses
 import string
@@ -19,9 +19,9 @@ class DenseForm:
     Attributes:
       inputs: The letters of the inputs.
       weight: The letters of the weight.
-      leading: The letters that number the outputs of a layer with several outputs.
-      outputs: The other letters of the outputs.
-      stack: The letters of the weight that number independent layers, each with an adapter.
+      leading: The letters that index the outputs of a layer with several outputs.
+      outputs: The remaining letters of the outputs.
+      stack: The letters of the weight that index independent layers, each with an adapter.
     """
 
     inputs: str
@@ -46,7 +46,7 @@ class DenseForm:
 
     @property
     def summed(self) -> str:
-        """The letters that the product sums over."""
+        """The contracted letters."""
         return "".join(x for x in self.weight if x in self.inputs and x not in self.stack)
 
     @property
@@ -62,7 +62,7 @@ class DenseForm:
 
     @property
     def kept(self) -> str:
-        """The letters that the outputs have from the weight, in the order of the outputs."""
+        """The letters of the outputs that come from the weight, in the order of the outputs."""
         return "".join(x for x in self.leading + self.outputs if x in self.weight)
 
     @property
@@ -73,7 +73,7 @@ class DenseForm:
 
 
 def form_of(layer: Dense) -> DenseForm:
-    """Returns how a dense layer uses its weight."""
+    """Returns the letters of a dense layer's equation."""
     operands, outputs = layer.equation.split("->")
     inputs, weight = operands.replace("...", "").split(",")
     leading, _, outputs = outputs.rpartition("...")
@@ -83,11 +83,11 @@ def form_of(layer: Dense) -> DenseForm:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedProduct(Product):
-    """A product, with its bias, plus a product with two low-rank matrices.
+    """A matmul with its bias, plus a matmul with two low-rank matrices.
 
     Attributes:
       base: The product with `w`.
-      scale: The factor of the low-rank product.
+      scale: The factor that multiplies the low-rank product.
       weights: The names of the adapter's weights in the layer.
     """
 
@@ -103,7 +103,7 @@ class AdaptedProduct(Product):
         return self.merge(layer, self.base.kernel(layer), *adapters)
 
     def merge(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
-        """Returns a weight with its adapter merged, in the weight's dtype; also for stacks.
+        """Merges an adapter into its weight, in the weight's dtype; also supports stacks.
 
         Args:
           layer: The layer of the weight.
@@ -152,10 +152,10 @@ class AdaptedProduct(Product):
 
 @dataclasses.dataclass(frozen=True)
 class DecomposedProduct(AdaptedProduct):
-    """DoRA's product: the length of each column of the adapted weight is learned.
+    """DoRA's matmul, which learns the length of each column of the adapted weight.
 
-    Besides `w`, it stores no array of the weight's size: the squared lengths are sums of products
-    of w, a and b.
+    It stores no array of the weight's size except `w`: the squared lengths are computed as sums of
+    products of w, a and b.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("lora_a", "lora_b", "lora_m")

@@ -1,11 +1,11 @@
-"""LoRA and DoRA: dense layers that learn a low-rank change of w.
+"""LoRA and DoRA: dense layers that learn a low-rank update of w.
 
     linear_tpl=lora(Linear, rank=4)                        # one layer
-    tr_atten_tpl=lora(DotProductAttention, rank=4, only=("query", "value"))  # layers inside one
+    tr_atten_tpl=lora(DotProductAttention, rank=4, only=("query", "value"))  # several sublayers
 
-An adapted layer is its base layer with the weights `lora_a` and `lora_b` next to `w`. Other paths
-and initial values are the same as in the model without adapters. In a stack, adapt the block, not
-the stack. The product with `w` may be replaced before or after, for example by a rounded one
+An adapted layer is its base layer with additional weights `lora_a` and `lora_b`. All other paths
+and initial values are the same as without adapters. To adapt a stack, adapt its block. The product
+with `w` may be replaced before or after adding the adapter, for example by a rounded product
 (quantization.py).
 """
 
@@ -28,7 +28,7 @@ from praxis_lite.layers.whole_model.adapted_products import (
     form_of,
 )
 
-# Those of DoRA, which include LoRA's.
+# The weights of DoRA include those of LoRA.
 ADAPTER_WEIGHTS = DecomposedProduct.weights
 
 
@@ -42,21 +42,23 @@ def lora(
 ) -> Callable[..., Any]:
     """Returns a template like `base_tpl` whose dense layers add `alpha / rank * x @ a @ b`.
 
-    b starts as zeros, so the adapted layer starts as the base layer (arXiv:2106.09685).
+    b starts as zeros, so the adapted layer starts out equal to the base layer (arXiv:2106.09685).
 
     Args:
       base_tpl: A template of a dense layer (praxis_lite.layers.Dense), or of a layer that contains
-        some.
+        dense layers.
       rank: The rank of a @ b.
-      alpha: The numerator of the scale; None: rank, for a scale of 1.
-      only: Adapt only layers whose path contains one of these names, such as "query"; None: all.
-      use_dora: Also learn the length of each output's column of w + a @ b (DoRA,
-        arXiv:2402.09353). It is the length in w plus `lora_m`, which starts as zeros. The current
-        length, which divides, is a constant in the backward pass (section 4.3 of the paper).
+      alpha: The numerator of the scale. If None, rank, which gives a scale of 1.
+      only: Names of which the path of an adapted layer must contain one, such as "query". If None,
+        all layers are adapted.
+      use_dora: Whether to also learn the length of each column of w + a @ b (DoRA,
+        arXiv:2402.09353). The learned length is the length in w plus `lora_m`, which starts as
+        zeros. The current length, by which columns are divided, is treated as a constant in the
+        backward pass (section 4.3 of the paper).
 
     Raises:
-      ConfigError: rank is not positive; or, in a call, there is no layer to adapt, or a layer
-        already has an adapter.
+      ConfigError: rank is not positive. When called: there is no layer to adapt, or a layer already
+        has an adapter.
     """
     _check_rank(rank)
     return functools.partial(
@@ -76,8 +78,8 @@ def adapted(
 ) -> Any:
     """Returns `lora(base_tpl, rank=rank, ...)(*args, rngs=rngs, **kwargs)`.
 
-    For experiments: --set can change the rank of `fdl.Partial(adapted,
-    base_tpl=fdl.Partial(Linear), rank=4)`.
+    Use it in experiments, as `fdl.Partial(adapted, base_tpl=fdl.Partial(Linear), rank=4)`, so that
+    --set can change the rank.
     """
     _check_rank(rank)
     layer = base_tpl(*args, rngs=rngs, **kwargs)
@@ -89,16 +91,16 @@ def adapted(
     if not dense:
         raise ConfigError(
             f"lora found no layer to adapt in {type(layer).__name__}"
-            + (f" under the names {tuple(only)}" if only is not None else "")
-            + "; expected a Linear or another Dense layer, or a layer that contains one."
+            + (f" with the names {tuple(only)}" if only is not None else "")
+            + "; expected a Linear or other Dense layer, or a layer that contains one."
         )
     already = ["/".join(map(str, path)) for path, node in dense if is_adapted(node)]
     if already:
         raise ConfigError(
-            f"lora: {few(already)} of {type(layer).__name__} already has an adapter. Remove one, "
-            "or select the layers of each with `only`."
+            f"lora: {few(already)} of {type(layer).__name__} already has an adapter. Remove one of "
+            "the two adapters, or select different layers with `only`."
         )
-    # Drawn from a copy, so that layers created later get the same keys as without adapters.
+    # Draw the key from a copy, so that layers created later get the same keys as without adapters.
     key = jax.random.fold_in(nnx.compat.clone(rngs).params(), rank)
     for i, (_, node) in enumerate(sorted(dense, key=lambda item: list(map(str, item[0])))):
         layer_rngs = nnx.Rngs(jax.random.fold_in(key, i))
@@ -111,7 +113,7 @@ def _check_rank(rank: int) -> None:
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:
-    """Returns a copy of `module` with each adapter merged into its weight; also in stacks."""
+    """Returns a copy of `module` with all adapters merged into their weights."""
     module = nnx.compat.clone(module)
     for node in adapted_layers(module).values():
         adapters = [getattr(node, name)[...] for name in node.product.weights]
@@ -138,7 +140,7 @@ def adapted_layers(module: nnx.Module) -> dict[str, Any]:
 
 
 def is_adapted(node: Any) -> bool:
-    """Returns True for a dense layer with an adapter."""
+    """Returns whether `node` is a dense layer with an adapter."""
     return isinstance(node, Dense) and isinstance(node.product, AdaptedProduct)
 
 
@@ -147,7 +149,7 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
     layer.product = (DecomposedProduct if use_dora else AdaptedProduct)(layer.product, scale)
     form, sizes = form_of(layer), layer.kernel(layer.w.dtype).shape
     size_of = dict(zip(form.weight, sizes, strict=True)) | {form.rank: rank}
-    # Of merged dims, the first has the split. The rank is not split.
+    # A merged dim's split belongs to its first letter. The rank is not split.
     mapping = layer.w.get_metadata().get("split_dims_mapping")
     split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
     fan_in = math.prod(size_of[letter] for letter in form.summed)
@@ -166,10 +168,10 @@ REFERENCE = "reference"
 def with_reference(
     *args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any
 ) -> Any:
-    """Returns `base_tpl(*args, rngs=rngs, **kwargs)` with a copy of itself as `reference`.
+    """Builds `base_tpl(*args, rngs=rngs, **kwargs)` with a copy of itself as `reference`.
 
-    The copy starts with the same weights. Exclude it from training:
-    `learner.bprop_variable_exclusion="reference/.*"`. A model with adapters does not need it.
+    The copy starts with the same weights. Exclude it from training with
+    `learner.bprop_variable_exclusion="reference/.*"`. Models with adapters do not need a copy.
     """
     same_rngs = nnx.compat.clone(rngs)
     module = base_tpl(*args, rngs=rngs, **kwargs)
@@ -178,10 +180,10 @@ def with_reference(
 
 
 def reference_of(module: nnx.Module) -> nnx.Module:
-    """Returns the initial model of `module`: its copy, or the module without its adapters.
+    """Returns the initial model of `module`: its reference copy, or `module` without adapters.
 
     Raises:
-      ConfigError: The module has neither a copy nor adapters.
+      ConfigError: The module has neither a reference copy nor adapters.
     """
     if hasattr(module, REFERENCE):
         return getattr(module, REFERENCE)

@@ -18,11 +18,11 @@ from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order
 )
 @dataclasses.dataclass(frozen=True)
 class Int8Weight(StoredWeight):
-    """A weight as integers from -127 to 127 times a scale.
+    """A weight stored as integers from -127 to 127, times a scale.
 
     Attributes:
       values: Int8, with the weight's shape.
-      scale: The scales, with the weight's dtype and rank; dims that a product sums over are 1.
+      scale: The scales, with the weight's dtype and rank; contracted dims have size 1.
     """
 
     values: Any
@@ -36,7 +36,7 @@ class Int8Weight(StoredWeight):
         return (self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)).astype(dtype)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        # The barrier keeps the int8 in a loop; otherwise XLA converts it to floats before the loop.
+        # The barrier prevents XLA from converting int8 to floats before an enclosing loop.
         values, inputs = jax.lax.optimization_barrier((self.values, inputs))
         kernel = values.astype(inputs.dtype).reshape(layer.kernel_shape)
         outputs = jnp.einsum(
@@ -46,11 +46,11 @@ class Int8Weight(StoredWeight):
 
 
 def to_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
-    """Returns a weight rounded to nearest; the largest value of each output channel becomes 127.
+    """Rounds a weight to nearest, so that the largest value of each output channel becomes 127.
 
     Args:
       weight: The weight.
-      summed_dims: The dims that a product with the weight sums over.
+      summed_dims: The contracted dims of the weight.
     """
     exact = weight.astype(jnp.float32)
     largest = jnp.max(jnp.abs(exact), axis=tuple(summed_dims), keepdims=True)
@@ -66,12 +66,12 @@ def to_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
 class TransposedWeight(StoredWeight):
     """A weight stored transposed, [out, in], for faster decoding on CPU.
 
-    XLA's CPU backend repacks the second factor of a product for each token, but reads the first in
-    place. With few rows, repacking takes most of the time.
+    XLA's CPU backend repacks the second operand of a matmul for each token, but reads the first
+    operand in place. With few rows, repacking takes most of the time.
 
     Attributes:
       values: The transposed weight.
-      summed_dims: The dims of the weight that are last in `values`, counted from the end.
+      summed_dims: Negative indices of the weight's contracted dims, which are last in `values`.
     """
 
     values: Any
@@ -79,7 +79,7 @@ class TransposedWeight(StoredWeight):
 
     @staticmethod
     def supports(equation: str) -> bool:
-        """Returns whether inputs and outputs have the weight's letters in the weight's order."""
+        """Returns whether inputs and outputs use the weight's letters in the weight's order."""
         operands, results = equation.split("->")
         input_letters, weight_letters = operands.split(",")
         kept = "".join(letter for letter in weight_letters if letter in results)
@@ -102,12 +102,12 @@ class TransposedWeight(StoredWeight):
         num_rows_dims = inputs.ndim - len(summed)
         rows_RD = inputs.reshape(math.prod(inputs.shape[:num_rows_dims]), -1)
         weight_FD = self.values.reshape(-1, rows_RD.shape[1]).astype(inputs.dtype)
-        # Without the barriers, XLA turns it back into the product of inputs and a weight.
+        # Without the barriers, XLA would swap the operands back.
         barrier = jax.lax.optimization_barrier
         outputs_RF = barrier(weight_FD @ barrier(rows_RD.T)).T
         dims = [sizes[letter] for letter in weight_letters if letter in results]
         outputs = outputs_RF.reshape(*inputs.shape[:num_rows_dims], *dims)
-        # Dims that precede the rows in the equation.
+        # Move the dims that precede the rows in the equation.
         num_before = len(results.split("...")[0])
         return jnp.moveaxis(
             outputs, range(num_rows_dims, num_rows_dims + num_before), range(num_before)
@@ -115,7 +115,7 @@ class TransposedWeight(StoredWeight):
 
 
 def to_transposed(weight: jax.Array, summed_dims: Sequence[int]) -> TransposedWeight:
-    """Returns a weight whose last dims are those to sum over, which are counted from the end."""
+    """Transposes a weight so that its contracted dims (negative indices) are last."""
     summed_dims = tuple(summed_dims)
     return TransposedWeight(jnp.transpose(weight, _order(weight.ndim, summed_dims)), summed_dims)
 

@@ -1,8 +1,8 @@
-"""Weights in 4 bits with a scale per block: rounding, packing, multiplication.
+"""4-bit weights with a scale per block: rounding, packing and multiplication.
 
-A byte holds two numbers in memory, files and communication. The float32 scales of blocks of 64 add
-half a bit per weight. Qwix has the same types, but its "nf4" flattens a weight, which gathers a
-split one, and each of its numbers takes a byte.
+A byte stores two numbers in memory, files and communication. One float32 scale per block of 64 adds
+half a bit per weight. Qwix has the same types, but its "nf4" stores each number in a byte and
+flattens weights, which requires gathering sharded weights.
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order, is_dens
 from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.whole_model.packed_weights import Pack
 
-# The types that round only the weight.
+# Types that are only used for weights.
 WEIGHT_QTYPES = ("int4", "nf4")
-BLOCK_SIZE = 64  # The block size of QLoRA.
-# The NormalFloat of QLoRA: quantiles of a normal distribution (arXiv:2305.14314, appendix E).
+BLOCK_SIZE = 64  # As in QLoRA.
+# QLoRA's NormalFloat: quantiles of a normal distribution (arXiv:2305.14314, appendix E).
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -37,15 +37,15 @@ NF4 = (
 )
 @dataclasses.dataclass(frozen=True)
 class FourBitWeight(StoredWeight):
-    """A weight as 16 numbers times scales.
+    """A weight whose elements are one of 16 numbers, times a scale per block.
 
     Attributes:
       codes: Uint8, with the weight's shape except in `dim`; two numbers per byte.
-      scale: Float32, with the weight's shape except in `dim`: one per block.
+      scale: Float32, with the weight's shape except in `dim`; one scale per block.
       qtype: "int4" or "nf4".
-      dim: The dim that is divided into blocks, counted from the end.
-      size: The size of the weight in this dim.
-      block_size: The number of elements that share a scale.
+      dim: Negative index of the dim that is divided into blocks.
+      size: Size of this dim in the weight.
+      block_size: Number of elements that share a scale.
     """
 
     codes: Any
@@ -72,7 +72,7 @@ class FourBitWeight(StoredWeight):
         return jax.lax.slice_in_dim(values, 0, self.size, axis=dim).astype(dtype)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        # The backward pass recomputes the floats, so the residual has only 4 bits.
+        # The backward pass recomputes the floats, so only the 4-bit weight is a residual.
         @jax.checkpoint
         def product(weight: FourBitWeight, inputs: jax.Array) -> jax.Array:
             kernel = weight.astype(inputs.dtype).reshape(layer.kernel_shape)
@@ -82,16 +82,16 @@ class FourBitWeight(StoredWeight):
 
 
 def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourBitWeight:
-    """Returns a weight rounded to the nearest of 16 numbers.
+    """Rounds a weight to the nearest of 16 numbers.
 
-    "int4" has the integers from -7 to 7; "nf4" has the numbers NF4, which equal those of
-    bitsandbytes bit for bit.
+    "int4" uses the integers from -7 to 7. "nf4" uses the numbers in NF4, which are bit-identical to
+    those of bitsandbytes.
 
     Args:
       weight: The weight.
       qtype: "int4" or "nf4".
-      block_size: The number of elements that share a scale.
-      dim: The dim to divide into blocks, counted from the end; the last block is padded with zeros.
+      block_size: Number of elements that share a scale.
+      dim: Negative index of the dim to divide into blocks; the last block is padded with zeros.
     """
     size, pos_dim = weight.shape[dim], weight.ndim + dim
     block_size = min(block_size, size)
@@ -111,7 +111,7 @@ def to_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
 
 
 def four_bit_packs(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
-    """Returns packing functions by path, for all dense layers except those that compute logits."""
+    """Returns packing functions by path for all dense layers that do not compute logits."""
     return {
         "/".join(("params", *map(str, path), "w")): functools.partial(
             to_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
@@ -122,7 +122,7 @@ def four_bit_packs(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
 
 
 def _codes(x: jax.Array, qtype: str) -> jax.Array:
-    """Returns uint8 codes from 0 to 15 of numbers in units of their scales."""
+    """Returns the uint8 codes, 0 to 15, for numbers that were divided by their scales."""
     if qtype == "int4":
         return jnp.clip(jnp.round(x), -7, 7).astype(jnp.int8).astype(jnp.uint8) & 15
     bounds = [(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)]
@@ -133,7 +133,7 @@ def _values(codes: jax.Array, qtype: str) -> jax.Array:
     """Returns the float32 values of codes."""
     if qtype == "int4":
         return (codes ^ 8).astype(jnp.float32) - 8
-    # Selects between pairs for each bit, since a table lookup would be a gather for each weight.
+    # Select between pairs for each bit; a table lookup would be a gather for each weight.
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1

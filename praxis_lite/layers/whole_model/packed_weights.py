@@ -1,4 +1,4 @@
-"""Weights that a state stores in another form than their layers declare, such as in 4 bits."""
+"""Weights that a state stores in a different format than their layers declare, such as 4 bits."""
 
 import dataclasses
 import functools
@@ -15,18 +15,18 @@ from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 
-# A function from a weight to the tree of arrays to store. The arrays have the weight's rank, with
+# Takes a weight, and returns the tree of arrays to store. The arrays have the weight's rank, with
 # stacked dims first.
 Pack = Callable[[jax.Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedForm:
-    """The form in which a state stores a weight.
+    """The format in which a state stores a weight.
 
     Attributes:
-      pack: Computes the form from the weight.
-      spec: The declaration of the weight by its layer.
+      pack: Computes the stored arrays from the weight.
+      spec: The weight's declaration in its layer.
     """
 
     pack: Pack
@@ -38,7 +38,7 @@ class PackedForm:
 
     @functools.cached_property
     def parts(self) -> dict[str, WeightSpec]:
-        """The arrays by name; each is split like the weight."""
+        """Specs of the stored arrays by name; each array is split like the weight."""
         return {
             name: dataclasses.replace(self.spec, shape=x.shape, dtype=x.dtype)
             for name, x in leaves_with_path(self._abstract)
@@ -49,20 +49,20 @@ class PackedForm:
         return dict(leaves_with_path(self.pack(weight)))
 
     def from_parts(self, parts: Mapping[str, Any]) -> Any:
-        """Returns the result of `pack` from its arrays."""
+        """Rebuilds the result of `pack` from the stored arrays."""
         leaves = [parts[name] for name in self.parts]
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
 
 class PackedModel(NnxModel):
-    """An NNX module with some weights stored in another form, in which they cannot be trained.
+    """An NNX module with some weights stored in a packed format, which cannot be trained.
 
-    The state has a dict of arrays instead of such a weight, and its layer gets a `StoredWeight`.
+    In the state, such a weight is a dict of arrays. Its layer receives a `StoredWeight`.
 
     Args:
       build: See NnxModel.
-      forms: A function from the module, with abstract weights, to packing functions by path, such
-        as "params/ffn/w".
+      forms: Takes the module with abstract weights, and returns packing functions by path, such as
+        "params/ffn/w".
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PackedModel(NnxModel):
         flat = traverse_util.flatten_dict(mdl_vars)
         for path, form in self.packed_forms.items():
             keys = tuple(path.split("/"))
-            # Gathered here, while a device's block is still packed.
+            # Gather here, while a device's block is still packed.
             parts = {name: whole(flat.pop((*keys, name))) for name in form.parts}
             flat[keys] = form.from_parts(parts)
         return super().module(traverse_util.unflatten_dict(flat), key, eval_key)
@@ -106,10 +106,10 @@ class PackedModel(NnxModel):
 
 
 def check_frozen(model: PackedModel, learner: Learner) -> None:
-    """Raises an error if a learner would train a packed weight.
+    """Checks that a learner trains no packed weight.
 
     Raises:
-      ConfigError: It would; the message names the weights and the settings that freeze them.
+      ConfigError: It trains one. The message names the weights and the settings that freeze them.
     """
     specs = {"/".join(path): spec for path, spec in spec_items(model.weight_specs()["params"])}
     packed = {

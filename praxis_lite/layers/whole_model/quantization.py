@@ -1,26 +1,27 @@
-"""Matrix products in int8 or float8, or with weights rounded to 4 bits.
+"""Matmuls in int8 or float8, or with weights rounded to 4 bits.
 
     task.model = fdl.Partial(
         quantized, model=fdl.Partial(TransformerLm, ...),
         rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
 
-Weights, slots and checkpoints are those of the model without rules. A weight is rounded every time
-it is used, with a scale per output channel, and activations with a scale per token; or each with a
-single scale (`scales="tensor"`). Products are summed in int32 (in float32 for float8) and rescaled.
-Devices sum rescaled products in the dtype of activations, as far as the splits of layers determine
-which devices sum together (`summing_devices`). Gradients ignore the rounding (straight-through).
-Without a `bwd_qtype`, both products of the backward pass use unrounded factors in the model's
-dtype.
+Rules do not change the weights, slots and checkpoints of a model. A weight is rounded every time it
+is used. By default, weights have a scale per output channel and activations a scale per token; with
+`scales="tensor"`, each array has a single scale. Products are summed in int32 (in float32 for
+float8) and rescaled. Sums over devices are of rescaled products in the activations' dtype, wherever
+the layers' splits determine which devices sum together (`summing_devices`). Gradients ignore the
+rounding (straight-through). Without a `bwd_qtype`, both matmuls of the backward pass use unrounded
+operands in the model's dtype.
 
 With "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, with a scale for every
 `block_size` inputs of a channel. The backward pass uses the rounded weight.
 
-Products of two activations (attention's logits), experts, convolutions, recurrences, embeddings and
-LoRA's low-rank products are never rounded; the log names matching layers that are not rounded. The
-weight of a softmax with a `chunk_size` cannot be rounded. Stored weights are float32 (for 4 bits
-see four_bit_weights.py), so decoding rounds them for every token. Rounding is to nearest, also in
-the backward pass. A sum of more than 133,000 int8 products can overflow int32 if nearly all of them
-are the largest (with a `bwd_qtype`, the gradient of a weight sums over all tokens of a device).
+Matmuls of two activations (attention logits), experts, convolutions, recurrences, embeddings and
+LoRA's low-rank matmuls are never rounded; the log names matching layers that are not rounded. The
+weight of a softmax with a `chunk_size` cannot be rounded. Stored weights are float32 (see
+four_bit_weights.py for 4 bits), so decoding rounds them for every token. Rounding is to nearest,
+including in the backward pass. A sum of more than 133,000 int8 products can overflow int32 if
+nearly all of them have the maximum size. With a `bwd_qtype`, a weight gradient sums over all tokens
+of a device.
 
 `task.quantization = "float8"` (of a LanguageModelTask) or `--set task.quantization=float8` applies
 a recipe of QUANTIZATION_RECIPES to all dense layers except the one that computes logits, forward
@@ -64,23 +65,24 @@ from praxis_lite.layers.whole_model.rounded_products import (
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRule:
-    """How to round the products of layers whose weight's path matches a pattern.
+    """Rounds the matmuls of layers whose weight's path matches a pattern.
 
     Attributes:
-      regex: A pattern that is matched from the start of a weight's path (`re.match`), such as
-        "transformer/.*/ffn_layer"; the first matching rule applies.
-      qtype: The type of inputs and weight: "int8", "float8_e4m3fn", "float8_e5m2"; or only of the
-        weight: "int4", "nf4"; None: no rounding.
-      bwd_qtype: The type of the incoming gradient in both products of the backward pass, where the
-        other factor is rounded to `qtype`; None: the backward pass is not rounded. Not with 4 bits.
-      block_size: The number of inputs of a channel, in the last dim of inputs, that share a scale
-        of a weight in 4 bits; None: 64.
-      scales: For 8 bits, "channel": one scale for each output channel of a weight and each token;
-        or "tensor": one for each factor, over all devices.
-      but_logits: Exclude layers that compute logits.
+      regex: A pattern for the beginning of a weight's path (`re.match`), such as
+        "transformer/.*/ffn_layer". The first matching rule applies.
+      qtype: "int8", "float8_e4m3fn" or "float8_e5m2" to round inputs and weight to this type;
+        "int4" or "nf4" to round only the weight; None for no rounding.
+      bwd_qtype: Type to which both matmuls of the backward pass round the incoming gradient; the
+        other operand is rounded to `qtype`. If None, the backward pass is not rounded. Not
+        supported with 4 bits.
+      block_size: Number of inputs, along the last input dim, that share a scale in a 4-bit weight.
+        If None, 64.
+      scales: For 8 bits: "channel" for one scale per output channel of a weight and per token, or
+        "tensor" for one scale per array, over all devices.
+      but_logits: Whether to exclude layers that compute logits.
 
     Raises:
-      ConfigError: A type is unknown, types mix integers and floats, `regex` is invalid, or a
+      ConfigError: A type is unknown, the types mix integers and floats, `regex` is invalid, or a
         setting does not apply to the type.
     """
 
@@ -105,26 +107,27 @@ class QuantizationRule:
             )
         if has_blocks and self.bwd_qtype is not None:
             raise ConfigError(
-                f"QuantizationRule: qtype is {self.qtype!r}, for weights only, but bwd_qtype is "
-                f"{self.bwd_qtype!r}; the backward pass is then not rounded. Omit bwd_qtype."
+                f"QuantizationRule: qtype {self.qtype!r} rounds only weights, and cannot be "
+                f"combined with bwd_qtype {self.bwd_qtype!r}. Omit bwd_qtype."
             )
         if self.bwd_qtype is not None and (self.qtype or "")[:3] != self.bwd_qtype[:3]:
             raise ConfigError(
-                f"QuantizationRule: qtype is {self.qtype!r} and bwd_qtype {self.bwd_qtype!r}; the "
-                "backward pass multiplies the two. Use int8 for both, or float8 types for both."
+                f"QuantizationRule: qtype {self.qtype!r} cannot be combined with bwd_qtype "
+                f"{self.bwd_qtype!r}, because the backward pass multiplies the two types. Use int8 "
+                "for both, or float8 types for both."
             )
         path_pattern("QuantizationRule.regex", self.regex)
 
     def apply(self, product: Product, rows_split: SplitDims = None) -> Product:
-        """Returns `product` with its product with `w` rounded; adapters are not rounded.
+        """Returns `product` with a rounded matmul with `w`; adapters are not rounded.
 
         Args:
           product: The product of a dense layer.
-          rows_split: The split of the inputs' batch and time.
+          rows_split: Split of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
-        assert self.qtype is not None, "Layers that stay exact are left out."
+        assert self.qtype is not None, "Layers that stay exact are skipped."
         return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split))
 
 
@@ -135,11 +138,10 @@ def quantized(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> nnx.Module:
-    """Returns the layer that `model` builds, with its dense layers quantized by rules.
+    """Builds a layer with `model`, and quantizes its dense layers according to rules.
 
     Raises:
-      ConfigError: Qwix is not installed, there are no rules, or a rule matches no layer; the
-        message lists the weights.
+      ConfigError: Qwix is not installed, there are no rules, or a rule matches no layer.
     """
     optional_module("qwix", "quantized")
     if not rules:
@@ -172,9 +174,9 @@ def quantized(
 
 
 def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
-    """Returns the split of batch and time of a dense layer, from its or its parent's settings."""
+    """Returns the split of a dense layer's batch and time, from its or its parent's settings."""
     parent, _, name = path.rpartition("/")
-    parent_array = "output" if name == "post" else "activation"  # post returns the outputs.
+    parent_array = "output" if name == "post" else "activation"  # `post` computes the outputs.
     for layer, array in ((nodes[path], "activation"), (nodes[parent], parent_array)):
         mapping = getattr(layer, f"{array}_split_dims_mapping", None)
         if mapping is not None:
@@ -208,22 +210,22 @@ def log_rounding(
         what = "not rounded, because of a rule" if qtype == "None" else f"products in {qtype}"
         logger.info("%s: %s", what, ", ".join(paths))
     if not_dense:
-        logger.info("not rounded, because they are no dense layers: %s", ", ".join(not_dense))
+        logger.info("not rounded, because they are not dense layers: %s", ", ".join(not_dense))
 
 
 _rule = functools.partial(QuantizationRule, "", but_logits=True)
-# float8 as in arXiv:2209.05433: more digits in the forward pass, a wider range in the backward.
+# As in arXiv:2209.05433: more digits in the forward pass, a wider range in the backward pass.
 _float8 = functools.partial(_rule, "float8_e4m3fn", "float8_e5m2")
 
 # The values of `task.quantization`; a str is the type in which weights are stored.
 QUANTIZATION_RECIPES: Mapping[str, QuantizationRule | str] = {
-    # One scale for each output channel and each token; the most exact.
+    # One scale per output channel and per token; the most accurate.
     "int8": _rule("int8", "int8"),
     "float8": _float8(),
-    # One scale for each weight, and one for all tokens of a product: fewer operations, less exact.
+    # One scale per weight, and one for all tokens: fewer operations, but less accurate.
     "int8_per_tensor": _rule("int8", "int8", scales="tensor"),
     "float8_per_tensor": _float8(scales="tensor"),
-    # Frozen weights are stored in 4 bits, with adapters (QLoRA, arXiv:2305.14314).
+    # Frozen 4-bit weights, for training adapters (QLoRA, arXiv:2305.14314).
     "nf4": "nf4",
     "int4": "int4",
 }
@@ -232,24 +234,24 @@ QUANTIZATION_RECIPES: Mapping[str, QuantizationRule | str] = {
 def with_recipe(
     model: Model | Callable[..., nnx.Module], recipe: str | None, learner: Learner
 ) -> Model | Callable[..., nnx.Module]:
-    """Returns a task's model with products rounded by a recipe; None: unchanged.
+    """Applies a quantization recipe to a task's model.
 
     Args:
       model: The model, or a function that builds it.
-      recipe: A name in QUANTIZATION_RECIPES.
-      learner: The learner of the task, which must not train weights in 4 bits.
+      recipe: A name in QUANTIZATION_RECIPES. If None, the model is returned unchanged.
+      learner: The learner of the task, which must not train 4-bit weights.
 
     Raises:
-      ConfigError: The recipe is unknown, the model has no layers of this library, or the learner
-        trains weights in 4 bits.
+      ConfigError: The recipe is unknown, the model is not built from this library's layers, or the
+        learner trains 4-bit weights.
     """
     if recipe is None:
         return model
     require_choice("task.quantization", recipe, QUANTIZATION_RECIPES)
     if isinstance(model, Model):
         raise ConfigError(
-            f"task.quantization is {recipe!r}, but the model is a {type(model).__name__}; products "
-            "are replaced only in dense layers of praxis_lite. Omit the setting."
+            f"task.quantization is {recipe!r}, but the model is a {type(model).__name__}; only "
+            "dense layers of praxis_lite can be quantized. Omit the setting."
         )
     rule = QUANTIZATION_RECIPES[recipe]
     if isinstance(rule, QuantizationRule):

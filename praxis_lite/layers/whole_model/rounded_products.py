@@ -1,4 +1,4 @@
-"""Products of dense layers with rounded factors: in 8 bits, by Qwix, or with weights in 4 bits."""
+"""Matmuls of dense layers with rounded operands: in 8 bits with Qwix, or with 4-bit weights."""
 
 import dataclasses
 import functools
@@ -22,12 +22,13 @@ from praxis_lite.layers.base.result_types import einsum, elementwise, product_ty
 from praxis_lite.layers.whole_model.four_bit_weights import to_4_bits
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-# The scales of a factor: one for each row or column that a product keeps, or one for all.
+# The scales of an operand: one for each row or column that is not contracted, or a single one.
 SCALES = ("channel", "tensor")
-# The number of devices that sum over a letter of an equation.
+# Pairs of a letter in an equation and the number of devices that sum over it.
 Counts = tuple[tuple[str, int], ...]
-# The largest int8 is 127. With Qwix's own bound of 127.5, each row's largest element is halfway
-# between two integers: the last bit of a float decides, which may differ between meshes.
+# The largest int8 is 127. With Qwix's default bound of 127.5, each row's largest element would be
+# halfway between two integers, so that the last bit of a float, which may differ between meshes,
+# would decide the rounding.
 _CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}"}
 
 
@@ -36,17 +37,18 @@ def quantized_einsum(
     equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array,
     scales: str = "channel", num_devices: Counts = (), out: PartitionSpec | None = None,
 ) -> jax.Array:
-    """Returns `einsum(equation, x, w)` of rounded factors, in x's dtype.
+    """Computes `einsum(equation, x, w)` with rounded operands, in x's dtype.
 
     Args:
-      equation: Such as "bd,df->bf": two factors; each letter occurs in two of the three arrays.
+      equation: An equation with two operands, such as "bd,df->bf". Each letter occurs in two of the
+        three arrays.
       qtype: See QuantizationRule.
       bwd_qtype: See QuantizationRule.
       x: The inputs.
       w: The weight.
       scales: See QuantizationRule.
       num_devices: The result of `summing_devices`.
-      out: The spec of the result's type over Explicit axes, otherwise None.
+      out: The spec of the result's type over Explicit axes, or None.
     """
     return _einsum(equation, scales, num_devices, x.dtype, out, (x, qtype), (w, qtype))
 
@@ -74,7 +76,7 @@ def _backward(
         settings = scales, num_devices, x.dtype
         dx = _einsum(dx_equation, *settings, x_spec, (g, bwd_qtype), (w, qtype))
         dw = _einsum(dw_equation, *settings, w_spec, (g, bwd_qtype), (x, qtype))
-    # Like an unrounded product, it is summed over devices in the dtype of activations.
+    # Like unrounded matmuls, these are summed over devices in the activations' dtype.
     return dx.astype(x.dtype), dw.astype(x.dtype).astype(w.dtype)
 
 
@@ -85,11 +87,11 @@ def _einsum(
     equation: str, scales: str, num_devices: Counts, dtype: Any, out: PartitionSpec | None,
     *factors: tuple[jax.Array, str],
 ) -> jax.Array:
-    """Returns the product of factors, each rounded to its type, in `dtype`.
+    """Multiplies two operands, each rounded to its type; returns the result in `dtype`.
 
-    A factor has a scale for each index that the product keeps, or a single scale. Devices that sum
-    over an index together do so in `dtype`: the index is divided into parts, because otherwise XLA
-    would sum int32 values before applying the scales.
+    An operand has a scale for each index that is not contracted, or a single scale. Devices that
+    sum over a contracted dim together do so in `dtype`. For this, the dim is divided into parts,
+    because XLA would otherwise sum int32 values before applying the scales.
 
     Args:
       equation: See `quantized_einsum`.
@@ -113,7 +115,7 @@ def _einsum(
         for local, (factor, qtype) in zip(letters.split(","), factors, strict=True)
     ]
     size_of = dict(zip(letters.partition(",")[0], factors[0][0].shape, strict=True))
-    parts = {  # The numbers of parts of summed dims, if all parts have equal sizes.
+    parts = {  # The number of parts of contracted dims, if all parts have equal sizes.
         letter: count for letter, count in num_devices
         if letter not in outputs and size_of[letter] % count == 0
     }
@@ -147,13 +149,13 @@ def _partial_sums_spec(
 
 
 def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Array:
-    """Returns the product of rounded factors, times their scales.
+    """Multiplies rounded operands, and applies their scales.
 
     Args:
       equation: See `quantized_einsum`.
       out: The spec of the product's type; None over Auto axes.
-      x: The first factor.
-      y: The second factor.
+      x: The first operand.
+      y: The second operand.
     """
     qwix = optional_module("qwix", "quantized")
     factors, outputs = equation.split("->")
@@ -161,7 +163,7 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
     shared = [letter for letter in y_letters if letter in x_letters]
     summed = [letter for letter in shared if letter not in outputs]
     batch = [letter for letter in shared if letter in outputs]
-    # The order of dot_general's results; as in qwix.einsum, the second factor comes first.
+    # The order of dot_general's results; as in qwix.einsum, the second operand comes first.
     order = [
         *batch,
         *(a for a in y_letters if a not in shared),
@@ -189,9 +191,9 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
 
 
 def _split_dims(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
-    """Returns an array where some dims are preceded by a dim of parts, of size 1 for a scale.
+    """Inserts a dim of parts before some dims of an array; for scales, it has size 1.
 
-    Over Explicit axes, the parts are split as the dim was.
+    Over Explicit axes, the parts are split like the original dim.
     """
     shape: list[int] = []
     split: list[Any] = []
@@ -208,13 +210,13 @@ def _split_dims(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class RoundedProduct(Product):
-    """The product of inputs and weight, both rounded.
+    """A matmul that rounds inputs and weight.
 
     Attributes:
       qtype: See QuantizationRule.
       bwd_qtype: See QuantizationRule.
       scales: See QuantizationRule.
-      rows_split: The split of the inputs' rows: batch and time.
+      rows_split: Split of the inputs' batch and time.
     """
 
     qtype: str
@@ -235,9 +237,9 @@ class RoundedProduct(Product):
         )
 
     def _type(self, equation: str, rows: str, x: jax.Array, w: jax.Array) -> PartitionSpec:
-        """Returns a spec of the product's type, with rows split as declared over the free axes.
+        """Returns the spec of the product's type, with rows split as declared over unused axes.
 
-        The gradient then arrives with this split, and is gathered after rounding.
+        The incoming gradient then has this split, and is gathered after rounding.
         """
         outputs, out = equation.partition("->")[2], product_type(equation, x, w)
         axis_names = jax.sharding.get_abstract_mesh().axis_names
@@ -252,9 +254,9 @@ class RoundedProduct(Product):
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         raise ConfigError(
-            "A softmax with a chunk_size slices the weight of its linear layer, but a rule rounds "
-            f"it to {self.qtype}. Set chunk_size to None, or put "
-            'QuantizationRule("softmax", qtype=None) before the other rules.'
+            "A softmax with a chunk_size slices the weight of its linear layer and cannot be "
+            f"quantized, but a rule rounds this weight to {self.qtype}. Set chunk_size to None, or "
+            'put QuantizationRule("softmax", qtype=None) before the other rules.'
         )
 
     def adds_up(self) -> bool:
@@ -263,7 +265,7 @@ class RoundedProduct(Product):
 
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight(Product):
-    """The product of inputs with a weight that is rounded in blocks.
+    """A matmul that rounds only the weight, in blocks.
 
     Attributes:
       qtype: See QuantizationRule.
@@ -282,7 +284,7 @@ class RoundedWeight(Product):
         operands, outputs = layer.equation.split("->")
         letters = operands.split(",")[1]
         *_, last = (i for i, letter in enumerate(letters) if letter not in outputs)
-        # The value of the rounded weight, with the gradient of the unrounded one.
+        # The value of the rounded weight, with the gradient of the unrounded weight.
         rounded = to_4_bits(
             jax.lax.stop_gradient(w), self.qtype, self.block_size, last - w.ndim
         ).astype(w.dtype)
@@ -299,17 +301,17 @@ class RoundedWeight(Product):
 
 
 def summing_devices(layer: Dense, rows: str, rows_split: SplitDims) -> Counts:
-    """Returns the number of devices with parts of a sum, by the letter that is summed over.
+    """Returns the number of devices that share a sum, for each contracted letter.
 
-    The products of outputs and of gradients of inputs sum over letters of the weight; the product
-    of the weight's gradient sums over letters of rows. A letter without an entry is not split, or
-    is gathered before the product: a weight is gathered over the axes that split the batch, and its
-    model dims also over those that split time.
+    The matmuls for outputs and input gradients contract letters of the weight; the matmul for
+    weight gradients contracts letters of the rows. A letter without an entry is not split, or is
+    gathered before the matmul: a weight is gathered over the axes that split the batch, and its
+    model dims also over the axes that split time.
 
     Args:
       layer: The dense layer.
       rows: The letters of the inputs' rows: batch and time.
-      rows_split: The split of the rows; None: unknown.
+      rows_split: Split of the rows, or None if unknown.
     """
     mesh, metadata = jax.sharding.get_abstract_mesh(), layer.w.get_metadata()
 

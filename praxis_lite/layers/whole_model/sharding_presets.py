@@ -1,12 +1,12 @@
-"""Sharding presets: the splits of a whole model under one name, as data to read, copy and change.
+"""Sharding presets: named dicts that define all splits of a model.
 
 The `splits` of a layer name the dims of its arrays. A preset in `SHARDING_PRESETS` maps these names
-to the mesh axes that split them; a name that a preset lacks is not split. `set_sharding_params`
-applies a preset. A changed preset is a dict,
+to the mesh axes that split them; names missing from a preset are not split. `set_sharding_params`
+applies a preset. To change a preset, copy it:
 
     {**SHARDING_PRESETS["megatron"], "mlp": ("data", "mdl")}
 
-and presets apply to your own layers when these name their dims:
+Presets also apply to custom layers that name their dims:
 
     class MyMlp(BaseLayer):
         splits = splits(weight=("embed", "mlp"))
@@ -21,8 +21,8 @@ from praxis_lite.layers.attention.relative_bias import RelativeBias
 from praxis_lite.layers.normalizations import Norm, WeightNormL2
 from praxis_lite.layers.stacking.tensor_parallel import TENSOR_PARALLEL
 
-# Mesh axes: weights are replicated over `replica`, and split over `data` and `mdl`. For a mesh with
-# other axis names, write dicts like these.
+# Weights are replicated over the mesh axis `replica`, and split over `data` and `mdl`. For a mesh
+# with other axis names, write similar dicts.
 _OVER_DATA, _OVER_ALL = ("replica", "data"), ("replica", "data", "mdl")
 
 # The first matmul of a pair splits its outputs, the second its inputs, with one sum over `mdl`
@@ -47,7 +47,7 @@ _CONTEXT: dict[str, DimSplit] = {
     "expert": None,
 }
 
-# The mesh axes of each logical dim by preset, for `set_sharding_params`.
+# Maps preset names to the mesh axes of each logical dim, for `set_sharding_params`.
 SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     # Data parallel: each device has all weights and a part of the batch.
     "replicated": {"batch": _OVER_ALL, "expert": None},
@@ -56,95 +56,95 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     "fsdp": {"batch": _OVER_ALL, "embed": ("data", "mdl"), "expert": None},
     # Tensor parallel over `mdl`, data parallel over the other axes; `data` does not split weights.
     "megatron": {"batch": _OVER_DATA, "expert": None, **_TENSOR_PARALLEL},
-    # Both of them: two dims of each weight are split. Between the pairs, `mdl` splits time
-    # (sequence parallelism, arXiv:2205.05198). As in Pax's set_sharding_params_v1, experts are not
-    # changed.
+    # Combines fsdp and megatron: two dims of each weight are split. Between the pairs, `mdl` splits
+    # time (sequence parallelism, arXiv:2205.05198). As in Pax's set_sharding_params_v1, experts are
+    # not changed.
     "fsdp+tensor": {
         "batch": _OVER_DATA, "embed": "data", "residual_length": "mdl", **_TENSOR_PARALLEL,
     },
-    # As megatron; between the pairs, `mdl` splits time.
+    # Like megatron, but between the pairs, `mdl` splits time.
     "sequence": {
         "batch": _OVER_DATA, "expert": None, "residual_length": "mdl", **_TENSOR_PARALLEL,
     },
-    # Weights as in fsdp+tensor. Between the parts of blocks, `mdl` splits the batch, and devices
-    # along `mdl` pass its rows around a ring while they compute (a collective matmul). The fastest
-    # for 2 to 8 devices along `mdl` if nothing hides a gather of weights (TPU v4, v5p).
+    # Weights are split as in fsdp+tensor. Between sublayers, `mdl` splits the batch, and devices
+    # along `mdl` pass rows around a ring while they compute (collective matmul). This is the
+    # fastest preset for 2 to 8 devices along `mdl` if nothing hides weight gathers (TPU v4, v5p).
     "fsdp+ring": {
         **_RING, "attention_collectives": "ring", "mlp_collectives": "ring",
     },
-    # The same, but `mdl` gathers attention's weights instead of its tokens. The fastest if matmuls
-    # hide a gather of weights (TPU v5e).
+    # Like fsdp+ring, but attention gathers its weights over `mdl` instead of its tokens. This is
+    # the fastest preset if matmuls hide weight gathers (TPU v5e).
     "fsdp+mlp_ring": {
         **_RING, "attention_collectives": "weights", "mlp_collectives": "ring",
     },
-    # For long sequences: weights as in fsdp, and `mdl` splits time. Devices split the heads of
-    # attention as far as these are divisible, and form rings for the rest.
+    # For long sequences: weights are split as in fsdp, and `mdl` splits time. Devices split the
+    # attention heads as far as their number is divisible, and form rings for the remaining factor.
     "fsdp+context": {**_CONTEXT, "attention_context": "all_to_all+ring"},
-    # The same with only one of the methods.
+    # Like fsdp+context, with a single method.
     "fsdp+context_gather": {**_CONTEXT, "attention_context": "gather"},
     "fsdp+context_ring": {**_CONTEXT, "attention_context": "ring"},
     "fsdp+context_heads": {**_CONTEXT, "attention_context": "all_to_all"},
-    # Weights as in fsdp+tensor, and experts over an axis of their own, which also splits the batch
-    # (GShard, arXiv:2006.16668). For a mesh with the axes data, expert and mdl.
+    # Weights are split as in fsdp+tensor, and experts over a separate axis, which also splits the
+    # batch (GShard, arXiv:2006.16668). For a mesh with the axes data, expert and mdl.
     "expert": {
         "batch": ("data", "expert"), "expert": "expert", "embed": "data", **_TENSOR_PARALLEL,
     },
-    # For large mixtures of experts on such a mesh: experts are split over `expert`, whose devices
-    # exchange tokens, and their model dims over the other axes; other weights are as in fsdp.
+    # For large mixtures of experts on such a mesh: experts are split over `expert`, with
+    # all-to-alls, and their model dims over the other axes. Other weights are split as in fsdp.
     "fsdp+expert": {
         "batch": ("data", "expert", "mdl"), "embed": ("data", "expert", "mdl"),
         "expert": "expert", "expert_embed": ("data", "mdl"),
     },
 }
 
-# Compiler options by preset and platform (`MeshConfig.compiler_options`) that make steps faster:
-# benchmarks/README.md, "Pods". If an option's name ends in "?", a compiler that lacks it warns and
-# compiles without it. By default, the compiler for TPUs passes parts of activations around while it
-# multiplies, in a way that costs more than it saves.
+# Compiler options by preset and platform (`MeshConfig.compiler_options`) that make steps faster;
+# see benchmarks/README.md, "Pods". If an option's name ends in "?", a compiler that lacks it warns
+# and compiles without it. By default, the TPU compiler uses windowed einsums, which send parts of
+# activations during matmuls and cost more than they save.
 _NO_WINDOWED_EINSUM = {
     "tpu": {
         "xla_tpu_enable_windowed_einsum_for_all_gather?": False,
         "xla_tpu_enable_windowed_einsum_for_reduce_scatter?": False,
     }
 }
-# Over a whole torus, gradients are summed by all-reduces, which can then run in parallel to
-# matmuls. The compiler rejects these options on other chips.
+# On a complete torus, gradients are summed with all-reduces. These options let them overlap with
+# matmuls. The compiler rejects them on other chips.
 _ASYNC_ALL_REDUCE = {
     "v5e": {
         "xla_enable_async_all_reduce?": True,
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce?": True,
     }
 }
-# An exchange of tokens overlaps with computations that need none of them, such as shared experts.
+# Lets the experts' all-to-alls overlap with independent computations, such as shared experts.
 _ASYNC_ALL_TO_ALL = {"tpu": {"xla_tpu_enable_async_all_to_all?": True}}
-# On v6e, matmuls take three quarters of the time if a fusion gets more of the chip's 128 MiB of
-# vector memory than by default; Google's recipes for v6e set the same limit.
+# On v6e, matmuls take 25 % less time if a fusion may use more of the chip's 128 MiB of vector
+# memory than by default. Google's recipes for v6e set the same limit.
 _ALL_PRESETS = {"v6e": {"xla_tpu_scoped_vmem_limit_kib?": 98_304}}
 _OPTIONS_BY_PRESET: dict[str, CompilerOptions] = {
     "fsdp": _ASYNC_ALL_REDUCE, "fsdp+tensor": _NO_WINDOWED_EINSUM,
     "fsdp+expert": _ASYNC_ALL_TO_ALL,
 }
-# Compiler options that make a preset faster, by platform or kind of TPU.
+# Compiler options that make a preset faster, by platform or TPU type.
 COMPILER_OPTIONS: dict[str, CompilerOptions] = {
     preset: {**_OPTIONS_BY_PRESET.get(preset, {}), **_ALL_PRESETS} for preset in SHARDING_PRESETS
 }
 
-# The names of weights' dims in this library's layers: model dims, hidden dims, and so on. If a
-# preset lacks expert_embed, model dims of experts are split like all model dims.
+# Names of weight dims in this library's layers: model dims, hidden dims, and so on. If a preset
+# lacks expert_embed, the experts' model dims are split like all other model dims.
 WEIGHT_DIMS = ("embed", "mlp", "heads", "head_dim", "vocab", "expert", "expert_embed")
-# The names of activations' dims. `residual_` are rows and time of the residual stream between the
-# parts of blocks; if a preset lacks residual_batch, the rows are split like the batch.
+# Names of activation dims. `residual_` marks rows and time of the residual stream between
+# sublayers. If a preset lacks residual_batch, these rows are split like the batch.
 ACTIVATION_DIMS = (
     "batch", "length", "residual_batch", "residual_length", "activation_embed", "activation_mlp",
     "activation_heads", "activation_head_dim", "activation_vocab",
 )
-# Names of settings instead of dims, with their possible values: tensor_parallel of attention and of
-# feed-forward layers, and context_parallel of attention.
+# Names that stand for settings instead of dims, with their valid values: tensor_parallel of
+# attention and feed-forward layers, and context_parallel of attention.
 PRESET_SETTINGS = {
     "attention_collectives": TENSOR_PARALLEL, "mlp_collectives": TENSOR_PARALLEL,
     "attention_context": CONTEXT_PARALLEL,
 }
 
 
-# Layers with such small weights that no preset splits them; there is no warning.
+# Layers whose weights are so small that no preset splits them and no warning is logged.
 REPLICATED_LAYERS = (Norm, WeightNormL2, RelativeBias)

@@ -26,36 +26,36 @@ from praxis_lite.layers.whole_model.sharding_presets import (
 )
 
 Preset = Mapping[str, DimSplit]
-# Layers without splits; they become configs so that --set can change their settings.
+# Layers without splits, which become configs so that --set can change their settings.
 _CONTAINERS = (Repeat, Transformer)
 
 
 def set_sharding_params(
     model: fdl.Buildable, preset: str | Preset = "fsdp+tensor"
 ) -> fdl.Buildable:
-    """Sets all splits in `model`, the config of a model or of a part of it, and returns it.
+    """Sets all splits in `model`, the config of a model or layer, and returns it.
 
-    This sets the splits of every layer that names its dims (`BaseLayer.splits`), and of the
-    templates in it, given or by default; other settings are not changed. A preset without the name
-    "expert" does not change experts, and one with None does not split them. Logs a warning, once
-    per class, if a layer has weights to split but neither its class nor the config defines how.
+    This sets the splits of every layer that names its dims (`BaseLayer.splits`), including layers
+    from default templates. Other settings are not changed. If the preset has no entry "expert",
+    experts are not changed; if the entry is None, experts are not split. Logs a warning, once per
+    class, if a layer has weights but neither its class nor the config defines their split.
 
-    Batches should be split by `preset["batch"]`: use an inputs_split_mapping of
-    {"map_2d": (preset["batch"], None)} for ids; None splits over all devices.
+    Split batches by `preset["batch"]`, for example with the inputs_split_mapping {"map_2d":
+    (preset["batch"], None)} for ids. An inputs_split_mapping of None splits over all devices.
 
     Args:
       model: The config.
-      preset: A name in SHARDING_PRESETS; or a dict from the layers' names of dims to the mesh axes
-        (one, a tuple, or None) that split them. A name that it lacks is not split.
+      preset: A name in SHARDING_PRESETS, or a dict from dim names to the mesh axes (one, a tuple,
+        or None) that split them. Dims that are missing from the dict are not split.
 
     Raises:
-      ConfigError: There is no such preset or name, or two dims of an array get the same axis.
+      ConfigError: The preset or a dim name is unknown, or two dims of an array get the same axis.
     """
     preset = _resolve(preset)
     unsplit: dict[str, str] = {}
     _set_splits(model, preset, False, unsplit)
     if not any(axes for name, axes in preset.items() if not name.endswith("batch")):
-        return model  # This preset splits no weight.
+        return model  # The preset does not split any weight.
     for name, fields in unsplit.items():
         logging.getLogger("praxis_lite").warning(
             "set_sharding_params does not change %s, which is replicated: the preset does not "
@@ -68,12 +68,12 @@ def set_sharding_params(
 
 
 def _resolve(preset: str | Preset) -> Preset:
-    """Returns the mesh axes by name, after checking the names."""
+    """Checks a preset's names, and returns the mesh axes by name."""
     setting = "set_sharding_params.preset"
     if not isinstance(preset, Mapping):
         require_choice(setting, preset, SHARDING_PRESETS)
         preset = SHARDING_PRESETS[preset]
-    # The library's names are listed, because not all of its layers may be imported.
+    # List the library's names, because some of its layers may not have been imported.
     known = dict.fromkeys((*WEIGHT_DIMS, *ACTIVATION_DIMS, *PRESET_SETTINGS))
     known |= dict.fromkeys(name for dims in _declared_dims() for name in _names(dims))
     for name, axes in preset.items():
@@ -108,13 +108,14 @@ def _declared_dims() -> list[Mapping[str, Any]]:
 def _set_splits(
     config: fdl.Buildable, preset: Preset, gets_splits: bool, unsplit: dict[str, str]
 ) -> None:
-    """Sets the splits of a config and of the templates in it.
+    """Sets the splits of a config and of its templates.
 
     Args:
       config: The config.
       preset: The mesh axes by name.
-      gets_splits: The config is a template of a layer that passes splits in its calls.
-      unsplit: Is filled with the names of classes whose weights are not split, and the fields that
+      gets_splits: Whether the config is the template of a layer that passes splits when it calls
+        the template.
+      unsplit: Output dict, from names of classes whose weights are not split to the fields that
         would split them.
     """
     layer = fdl.get_callable(config)
@@ -145,7 +146,7 @@ def _set_splits(
 
 
 def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> bool:
-    """Returns whether the config is of a TransformerLm with learned positions."""
+    """Returns whether the config describes a TransformerLm with learned positions."""
     if not {"max_seq_length", "position_emb_tpl"} <= parameters.keys():
         return False
     template = getattr(config, "position_emb_tpl", None)
@@ -156,7 +157,7 @@ def _learns_positions(config: fdl.Buildable, parameters: Mapping[str, Any]) -> b
 def _templates(
     config: fdl.Buildable, parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields a config's templates by name, given or by default, and configs under any name."""
+    """Yields (name, value) of a config's templates, including defaults, and of nested configs."""
     given = fdl.ordered_arguments(config)
     defaults = {name: p.default for name, p in parameters.items() if name not in given}
     for name, value in (defaults | given).items():
@@ -167,7 +168,7 @@ def _templates(
 
 
 def _with_splits(template: Any, *args: Any) -> Any:
-    """Returns a template as a config with its splits set; unchanged if there are none to set."""
+    """Converts a template to a config with splits; returns it unchanged if it has no splits."""
     if isinstance(template, fdl.Buildable):
         _set_splits(template, *args)
         return template
@@ -184,7 +185,7 @@ def _with_splits(template: Any, *args: Any) -> Any:
 
 
 def _row(layer: Any) -> Mapping[str, Any] | None:
-    """Returns the names of a class's dims by setting, and by template; None: none are declared."""
+    """Returns a class's dim names by setting and template, or None if it declares none."""
     if not (inspect.isclass(layer) and issubclass(layer, BaseLayer)):
         return None
     named = {name: dims for name, dims in layer.splits.items() if any(dims)}
@@ -197,7 +198,7 @@ def _name(layer: Any) -> str:
 
 
 def _in_preset(name: str | None, dims: Sequence[str | None], preset: Preset) -> str | None:
-    """Returns the preset's name for a dim of an array, where model dims of experts may differ."""
+    """Returns the preset's name for a dim; the experts' model dims may have a separate name."""
     is_of_experts = name == "embed" and "expert" in dims and "expert_embed" in preset
     return "expert_embed" if is_of_experts else name
 
@@ -219,10 +220,10 @@ def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> N
                     continue
                 if axis in name_of:
                     raise ConfigError(
-                        f"set_sharding_params: {_name(fdl.get_callable(config))}.{field} has the "
-                        f"dims {dims}, of which {name_of[axis]!r} and {name!r} both split over the "
-                        f"mesh axis {axis!r}. An axis splits one dim of an array: change one of "
-                        "the two names in the preset."
+                        "set_sharding_params: the preset splits two dims of "
+                        f"{_name(fdl.get_callable(config))}.{field} {dims} over the mesh axis "
+                        f"{axis!r}: {name_of[axis]!r} and {name!r}. An axis can split only one dim "
+                        "of an array. Change one of the two names in the preset."
                     )
                 name_of[axis] = name
         setattr(config, field, split)

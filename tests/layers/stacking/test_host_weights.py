@@ -105,7 +105,7 @@ def repeated(rngs, stack=Offloading):
 ])
 def test_what_would_keep_all_weights_on_the_device_is_refused(setting, value):
     stack = functools.partial(Offloading, **{setting: value})
-    with pytest.raises(ConfigError, match=f"Repeat.{setting} is .*with offload_weights"):
+    with pytest.raises(ConfigError, match=f"Repeat.offload_weights .*{setting}={value!r}"):
         repeated(nnx.Rngs(0), stack)
 
 

@@ -260,7 +260,7 @@ def test_rows_that_experts_would_count_cannot_be_filled_up():
     task = with_layers(config(TIED, EVEN), TransformerFeedForwardMoe, num_experts=2)
     gradients = OneForwardOneBackward().on(task, None, None, None)
     gradients.check_rows(jax.eval_shape(lambda: batch(12)), 1)
-    with pytest.raises(ConfigError, match="10 rows.*4 microbatches.*assign variables"):
+    with pytest.raises(ConfigError, match="batch size 10 .*4 microbatches.*assign variables"):
         gradients.check_rows(jax.eval_shape(lambda: batch(10)), 1)
 
 
@@ -268,7 +268,7 @@ def test_models_that_it_cannot_cut_are_errors():
     task_config = config(TIED, EVEN)
     kept = with_layers(task_config, Counting)
     del task_config.model.stacked_transformer_tpl
-    for task, message in ((fdl.build(task_config), "found 0 Pipelines"), (kept, "steps; expected")):
+    for task, message in ((fdl.build(task_config), "one Pipeline.* 0"), (kept, "contains .*steps")):
         with pytest.raises(ConfigError, match=message):
             OneForwardOneBackward().on(task, None, None, None)
 

@@ -261,7 +261,7 @@ WRONG = {
     "'ring'.*atten_dropout_prob.*relative_bias_tpl": lambda: attention(
         atten_dropout_prob=0.1, relative_bias_tpl=functools.partial(layers.RelativeBias)
     ),
-    "TransformerFeedForward.*None.*tensor_parallel='ring'": (
+    "TransformerFeedForward.tensor_parallel is 'ring'.*None": (
         lambda: feed_forward(split=("data", None))
     ),
     "ffn_layer1/linear/w.*'mdl'": (
@@ -270,13 +270,13 @@ WRONG = {
     "'ring'.*'gather'.*'mdl'.*residual_batch": (
         lambda: feed_forward(residual=SPLITS["no"])
     ),
-    r"DotProductAttention\.tensor_parallel.*'ring';.*None": (
+    r"DotProductAttention\.tensor_parallel.*'ring'.*None": (
         lambda: attention(residual=SPLITS["time"])
     ),
     r"\('mdl', 'data'\).*'mdl'": (
         lambda: feed_forward(residual=(("mdl", "data"), None, None))
     ),
-    "None.*'weights'.*ffn_layer2/": rounded,
+    "'ring'.*ffn_layer2/.*None.*'weights'": rounded,
 }
 
 

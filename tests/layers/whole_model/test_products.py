@@ -178,7 +178,7 @@ def test_weights_in_4_bits_with_adapters_are_on_a_mesh_what_they_are_on_one_devi
     "settings, message",
     [
         ({"qtype": "int5"}, r"qtype.*'int5'.*int4, nf4.*int4\?"),
-        ({"qtype": "int4", "bwd_qtype": "int8"}, "'int4', for weights only.*Omit bwd_qtype"),
+        ({"qtype": "int4", "bwd_qtype": "int8"}, "'int4' rounds only weights.*Omit bwd_qtype"),
         ({"qtype": "int8", "block_size": 64}, "block_size is 64.*'int4' or 'nf4'"),
         ({"qtype": "nf4", "block_size": 0}, "block_size is 0.*positive integer"),
         ({"qtype": "int8", "bwd_qtype": "nf4"}, "bwd_qtype is 'nf4'"),

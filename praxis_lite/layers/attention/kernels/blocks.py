@@ -1,8 +1,8 @@
-"""Attention in blocks of queries, each with only the keys that its queries may see.
+"""Blocked attention, in which a block of queries reads only the keys that it may see.
 
-Causal attention then computes little more than half of the logits, and a window fewer. The blocks
-are unrolled into plain matmuls, which the compiler schedules, fuses and costs like any others. The
-backward pass is a custom one.
+Causal attention then computes little more than half of the logits, and windowed attention even
+fewer. The blocks are unrolled into plain matmuls, which the compiler schedules, fuses and estimates
+like any other matmul. The backward pass is custom.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 
-# B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
-# these, K dims per head, C queries of a block.
+# B batch, T queries, S keys, G key/value heads, R query heads per key/value head, K dims per head,
+# C queries per block.
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -37,7 +37,7 @@ def blocked_attention(
       v_BSGK: See `einsum_attention`.
       mask: A mask without indices.
       options: See `einsum_attention`.
-      block_size: C, number of queries in a block.
+      block_size: C, the number of queries per block.
       sinks_N: See `einsum_attention`.
     """
     B, T, N, K = q_BTNK.shape
@@ -52,7 +52,7 @@ def blocked_attention(
 
 
 class _Block(NamedTuple):
-    """Queries [start, stop), which see only keys in [first, end)."""
+    """A block of queries [start, stop), which see only keys in [first, end)."""
 
     start: int
     stop: int
@@ -119,7 +119,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
         highest = highest.astype(jnp.float32)
         if sinks is not None:
             total += jnp.exp(sinks - highest)
-        # Queries without visible keys have exp = 1 for all keys; give these no weight.
+        # Queries without visible keys have exp = 1 for all keys; set their probabilities to zero.
         share = jnp.where(sees_any, 1.0 / total, 0.0)
         part = _einsum("bgrts,bsgk->btgrk", exp, block.keys(v)) * _to_output_layout(share)
         if _averages(q, k, mask, sinks, options):
@@ -131,7 +131,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
 
 
 def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
-    """Returns whether there may be queries without visible keys, which get the mean of values."""
+    """Returns whether some queries may see no keys, so that their output is the mean value."""
     may_see_none = mask.may_hide_all or q.shape[1] != k.shape[1]
     return options.averages and sinks is None and may_see_none
 
@@ -180,14 +180,14 @@ def _backward(options, block_size, residuals, d_encoded):
             dv += _einsum("bgrt,btgrk->bgk", sees_none, d_out)[:, None] / num_keys
         if sinks is not None:
             d_sinks -= jnp.sum(jnp.exp(sinks - highest) * inner, axis=(0, 3), keepdims=True)
-    if sinks is not None and sinks.size == 1:  # The setting `extra`.
+    if sinks is not None and sinks.size == 1:  # One sink for all heads: `options.extra`.
         d_sinks = jnp.sum(d_sinks, keepdims=True)
     dq = jnp.concatenate(dq[::-1], axis=1)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None if sinks is None else d_sinks
 
 
 def _added(total: jax.Array | None, part: jax.Array, first: int, num_keys: int) -> jax.Array:
-    """Adds `part` to `total` [B, S, G, K] at keys from `first` on; a total of None is zeros."""
+    """Adds `part` to `total` [B, S, G, K], starting at key `first`; None stands for zeros."""
     end = first + part.shape[1]
     if total is None:
         return jnp.pad(part, [(0, 0), (first, num_keys - end), (0, 0), (0, 0)])

@@ -70,7 +70,7 @@ KERNELS: dict[str, frozenset[str]] = {
 CONTEXT = "context"
 # Kernels that name their own residuals.
 _NAMING = ("chunked", *SPLASHES)
-# From this number of logits per head on, the chunked kernel's recomputation pays off.
+# Minimum number of logits per head for which the chunked kernel's recomputation pays off.
 CHUNKED_FROM = 4096 * 4096
 
 
@@ -96,18 +96,18 @@ class Workload:
 def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[str, str]:
     """Returns the name of a kernel, and the reason for the choice.
 
-    "auto" is the platform's kernel if it supports the call, chunks if there are many logits, and
-    otherwise the einsum. Calls with a cache, whose mask depends on positions, use the einsum or
-    chunks with any setting. "auto" never chooses "blocked", which is for platforms without a
-    kernel, and for programs whose cost must be predicted.
+    "auto" selects the platform's kernel if it supports the call. Otherwise it selects the chunked
+    kernel if there are many logits, and the einsum if not. It never selects "blocked", which is for
+    platforms without a kernel and for programs whose cost must be predicted. Calls with a cache,
+    whose mask depends on positions, use the einsum or the chunked kernel with any setting.
 
     Args:
       setting: A name in KERNELS, or "auto".
       needs: Names of the options in use, as in KERNELS.
-      work: The call.
+      work: Properties of the call.
 
     Raises:
-      ConfigError: The selected kernel does not support the call; suggests others.
+      ConfigError: The selected kernel does not support the call. The message lists those that do.
     """
     needs = frozenset(needs)
     check_kernel(setting, {})
@@ -133,7 +133,7 @@ def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
       needs: Whether each option is in use.
 
     Raises:
-      ConfigError: It does not support them on any platform; suggests others.
+      ConfigError: It does not, on any platform. The message lists kernels that do.
     """
     require_choice("DotProductAttention.atten_kernel", setting, ("auto", *KERNELS))
     if setting == "auto":
@@ -203,11 +203,11 @@ def attend(
     value_dims: int | None = None,
     is_part: bool = False,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K], computed by the kernel of `choose_kernel`.
+    """Computes attention outputs [B, T, N, K] with the kernel that `choose_kernel` selects.
 
     Residuals of the backward pass have the checkpoint name "context". The splash, chunked and ring
-    kernels name their own results, so that a policy that saves "context" runs the kernel once.
-    Activations that are offloaded to the host are named here.
+    kernels assign the name themselves, so that a policy that saves "context" runs the kernel once.
+    If "context" is offloaded to the host, the name is assigned here.
 
     Args:
       setting: A name in KERNELS, or "auto".
@@ -221,14 +221,14 @@ def attend(
       atten_mask: See `einsum_attention`.
       dropout: See `einsum_attention`.
       key: See `einsum_attention`.
-      chunk_size: Size of chunks or blocks, for the chunked and the blocked kernel.
+      chunk_size: Chunk size of the chunked kernel, or block size of the blocked kernel.
       split: Split of queries and outputs.
       sinks_N: See `einsum_attention`.
-      context_parallel: A name in CONTEXT_PARALLEL, if time is split over devices.
-      dtype: Dtype of the outputs; None: that of the queries.
-      value_dims: Number of dims of values without padding; None: all.
-      is_part: Whether this call computes a device's part of another call, which names offloaded
-        activations.
+      context_parallel: A name in CONTEXT_PARALLEL, or None; used if time is split over devices.
+      dtype: Dtype of the outputs. If None, the dtype of the queries.
+      value_dims: Number of value dims without padding. If None, values are not padded.
+      is_part: Whether this call runs on one device inside another `attend`, which then names
+        offloaded activations.
     """
     to_host = goes_to_host(CONTEXT)
     residual_name = None if to_host else CONTEXT
@@ -302,7 +302,7 @@ def attend(
             residual_name=residual_name,
         )
 
-    # JAX cannot type kernels or their gradients.
+    # JAX cannot infer the types of kernels or their gradients over Explicit axes.
     encoded_BTNK = untyped(kernel, *args, bias, sinks_N, out=type_spec)
     return finish(encoded_BTNK, is_named=name in _NAMING)
 

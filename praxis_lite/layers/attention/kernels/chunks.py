@@ -14,8 +14,8 @@ from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 from praxis_lite.layers.base.activation_names import name_residuals
 from praxis_lite.layers.base.base_layer import pad_to
 
-# B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
-# these, K dims per head, C queries or keys of a chunk.
+# B batch, T queries, S keys, G key/value heads, R query heads per key/value head, K dims per head,
+# C queries or keys per chunk.
 _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
@@ -24,14 +24,15 @@ def chunked_attention(
     options: LogitOptions, *, chunk_size: int, sinks_N: jax.Array | None = None,
     residual_name: str | None = None,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K], with one chunk of the logits in memory at a time.
+    """Computes attention outputs [B, T, N, K] with one chunk of the logits in memory at a time.
 
     A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135). The
     backward pass recomputes each chunk's logits. Chunks in which no query can see a key are
     skipped. Queries without visible keys get the same outputs as with the einsum.
 
-    Memory in addition to arguments and results: two numbers per query and head, and one chunk of
-    the logits with their derivatives; benchmarks/attention_memory.py has the formula.
+    In addition to arguments and results, it needs memory for two numbers per query and head, and
+    for one chunk of logits and their derivatives; see benchmarks/attention_memory.py for the
+    formula.
 
     Args:
       q_BTNK: See `einsum_attention`.
@@ -41,7 +42,7 @@ def chunked_attention(
       options: See `einsum_attention`.
       chunk_size: Number of queries and keys in a chunk.
       sinks_N: See `einsum_attention`.
-      residual_name: Checkpoint name of residuals; None: no name.
+      residual_name: Checkpoint name of the residuals, or None.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
@@ -68,7 +69,8 @@ def apply_sinks(
         visible keys.
       options: Provides `extra`, the logit of a sink.
       sinks_N: An additional logit per head.
-      mean_BGK: Mean of all values, for queries without visible keys; None: zeros.
+      mean_BGK: Mean of all values, which queries without visible keys output. If None, they output
+        zeros.
     """
     B, T, G, R, K = encoded.shape
     extra: float | jax.Array | None = options.extra
@@ -96,7 +98,7 @@ def attention_with_log_sums(q, k, v, mask, options, chunk_size, residual_name):
 
 
 class _Chunks:
-    """Arguments padded to multiples of the chunk size, and the masks of pairs of chunks."""
+    """Arguments padded to multiples of the chunk size, and the masks for pairs of chunks."""
 
     def __init__(self, q: Any, k: Any, v: Any, mask: AttentionMask, size: int):
         T, S = q.shape[1], k.shape[1]
@@ -132,7 +134,7 @@ class _Chunks:
         return _part(x, j, self.kv_size, 1)
 
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
-        """Returns the range [first, end) of chunks of keys that queries of chunk i may see."""
+        """Returns the range [first, end) of key chunks that the queries of chunk i may see."""
         first: int | jax.Array = 0
         end, index = self.num_kv, self.rows(self.q_index, i)
         if self.mask.kv_index_BS is not None:  # Keys may be in any order.
@@ -247,7 +249,7 @@ def _backward(options, chunk_size, residual_name, residuals, grads):
 
 
 def inner_products(d_encoded: jax.Array, encoded: jax.Array) -> jax.Array:
-    """Returns [B, G, R, T]: sums over s of p_s dp_s, which the softmax's derivative subtracts."""
+    """Returns the sums over s of p_s dp_s, [B, G, R, T], for the derivative of the softmax."""
     return _einsum("btgrk,btgrk->bgrt", d_encoded, encoded)
 
 
@@ -255,7 +257,7 @@ def gradients_in_chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, options: LogitOptions,
     chunk_size: int, log_sums: jax.Array, inner: jax.Array, d_encoded: jax.Array, dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gradients of q, and float32 gradients of k and v.
+    """Returns the gradients with respect to q, k and v; those of k and v are float32.
 
     Args:
       q: Queries [B, T, G, R, K].
@@ -264,10 +266,10 @@ def gradients_in_chunks(
       mask: Mask of queries and keys.
       options: Options of the logits.
       chunk_size: Number of queries and keys in a chunk.
-      log_sums: Logsumexp over all keys, of which k may be a part; float32 [B, G, R, T].
+      log_sums: Logsumexp over all keys, float32 [B, G, R, T]; k may contain only some of the keys.
       inner: `inner_products` of the outputs over all keys, minus the gradient of `log_sums`;
         [B, G, R, T].
-      d_encoded: Gradient of these outputs, [B, T, G, R, K].
+      d_encoded: Gradient with respect to these outputs, [B, T, G, R, K].
       dtype: Dtype of the gradient of q.
     """
     chunks = _Chunks(q, k, v, mask, chunk_size)
@@ -289,7 +291,7 @@ def gradients_in_chunks(
             d_probs = _einsum("btgrk,bsgk->bgrts", d_out, values)
             d_logits = probs * (d_probs - chunks.rows(inner, i, 3)[..., None])
             if options.cap > 0.0:
-                # Hidden logits have probs of 0, and so a derivative of 0.
+                # Hidden logits have probability 0, so their derivative is 0, too.
                 d_logits = d_logits * (1.0 - (logits / options.cap) ** 2)
             if options.scale != 1.0:
                 d_logits = d_logits * options.scale
@@ -316,7 +318,7 @@ def gradients_in_chunks(
 
 
 def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    """Adds `part` to the columns of `total` from `start` on."""
+    """Adds `part` to `total`, starting at column `start`."""
     old = jax.lax.dynamic_slice_in_dim(total, start, part.shape[1], axis=1)
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=1)
 

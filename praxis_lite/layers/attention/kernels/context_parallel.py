@@ -1,18 +1,20 @@
-"""Context parallelism: attention whose queries and keys are split over devices by time.
+"""Context parallelism: attention over sequences that are split over devices along time.
 
-Each device has a part of the sequence, whose queries see keys of other devices:
+Each device has a part of the sequence, and its queries also attend to keys on other devices:
 
-  gather: Keys and values of all devices are gathered (Llama 3, arXiv:2407.21783).
-  ring: Keys and values circulate in a ring. A device attends to one part while the next one is sent
+  gather: Keys and values are gathered from all devices (Llama 3, arXiv:2407.21783).
+  ring: Keys and values circulate in a ring. A device attends to one part while receiving the next
     (arXiv:2310.01889).
   all_to_all: Each device receives some heads of the complete sequence, attends, and sends the
     outputs back (DeepSpeed Ulysses, arXiv:2309.14509). Heads are padded with zeros if necessary.
-  all_to_all+ring: Devices exchange heads in groups whose size divides the number of heads, and
-    these groups form a ring (arXiv:2405.07719). If all devices divide the heads, there is no ring.
+  all_to_all+ring: Devices swap heads in groups whose size divides the number of heads, and the
+    groups form a ring (arXiv:2405.07719). If the number of heads is a multiple of the number of
+    devices, there is only one group and no ring.
 
-With a causal mask the device with the last part of the sequence would compute most. So with `ring`
-and `gather`, each device has two pieces of equal length, one from each end of the sequence
-(zig-zag). Time and heads are padded until the devices divide them; no query sees the padding.
+With a causal mask, the device with the last part of the sequence would do most of the work. With
+`ring` and `gather`, each device therefore has two pieces of equal length, one from each end of the
+sequence (zig-zag). Time and heads are padded to multiples of the number of devices; no query sees
+the padding.
 """
 
 import dataclasses
@@ -58,15 +60,15 @@ from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.calls import check_way
 from praxis_lite.layers.base.foreign_kernels import without_vma
 
-# B batch, T queries, S keys, N heads, G heads of keys and values, R heads of queries that share one
-# of these, K dims per head.
+# B batch, T queries, S keys, N query heads, G key/value heads, R query heads per key/value head,
+# K dims per head.
 
-# By value of the setting: what is communicated.
+# Values of the setting, with the data that is communicated.
 CONTEXT_PARALLEL = {
-    "gather": "keys and values: all are gathered",
+    "gather": "keys and values, gathered from all devices",
     "ring": "keys and values, in a ring",
     "all_to_all": "heads: each device receives some heads of the complete sequence",
-    "all_to_all+ring": "heads within groups whose size divides them, keys between the groups",
+    "all_to_all+ring": "heads within groups of devices, keys and values in a ring of groups",
 }
 Kernel = Callable[..., jax.Array]
 
@@ -77,7 +79,7 @@ def check_context_parallel(
     """Checks the setting `context_parallel` of a layer (see `check_way`), and its kernel.
 
     Raises:
-      ConfigError: As `check_way`; or the kernel does not support context parallelism.
+      ConfigError: See `check_way`; also if the kernel does not support context parallelism.
     """
     check_way(layer, "context_parallel", setting, CONTEXT_PARALLEL, unable, "attention by time")
     if setting in ("gather", "ring"):
@@ -101,10 +103,10 @@ def _block_attention(
     how: str, atten_kernel: str, why: str, mask: AttentionMask, options: LogitOptions,
     chunk_size: int, ring: Ring, num_queries: int, num_keys: int,
 ) -> BlockAttention:
-    """Returns attention to the keys of one group: splash if it is set or on TPU, otherwise chunks.
+    """Chooses the attention to one group's keys: splash if set or on TPU, otherwise chunked.
 
     Raises:
-      ConfigError: Splash is set, but does not support the mask.
+      ConfigError: atten_kernel selects splash, which does not support the mask.
     """
     in_chunks = ChunkedBlocks(options, chunk_size)
     if how == "gather" or atten_kernel == "chunked":
@@ -135,7 +137,7 @@ def context_parallel_attention(
     options: LogitOptions, kernel: Kernel, *, atten_kernel: str, chunk_size: int, split: SplitDims,
     sinks_N: jax.Array | None = None, residual_name: str | None = None,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K] if mesh axes split time.
+    """Computes attention outputs [B, T, N, K] if time is split over mesh axes.
 
     Args:
       how: A name in CONTEXT_PARALLEL.
@@ -144,12 +146,13 @@ def context_parallel_attention(
       v_BSGK: See `einsum_attention`.
       mask: A mask without indices.
       options: See `einsum_attention`.
-      kernel: Called on one device with q, k, v of complete sequences, mask, options and `sinks_N`.
+      kernel: Attention on one device; takes (q, k, v, mask, options, sinks_N=) for complete
+        sequences.
       atten_kernel: The layer's setting.
-      chunk_size: Number of queries and keys in a chunk, for attention in chunks.
+      chunk_size: Number of queries and keys per chunk, for chunked attention.
       split: Split of q.
       sinks_N: See `einsum_attention`.
-      residual_name: Checkpoint name of residuals; None: no name.
+      residual_name: Checkpoint name of the residuals, or None.
 
     Raises:
       ConfigError: A ring is needed, but the selected kernel does not support it.
@@ -229,7 +232,7 @@ def context_parallel_attention(
 def _ring_of(
     how: str, axes: tuple[str, ...], num: int, num_heads: int, mask: AttentionMask
 ) -> Ring:
-    """Returns the ring of groups that exchange heads; each device has `num_heads` heads."""
+    """Returns the ring of device groups for `how`; each device has `num_heads` heads."""
     size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(how, 1)
     is_causal = mask.right_context == 0 and mask.left_context is None
     return Ring(axes, num, num // size, is_causal and size < num)
@@ -240,7 +243,7 @@ def _mask_arrays(
 ) -> dict[str, jax.Array]:
     """Returns the arrays of a mask by name, including one that hides padding keys if necessary.
 
-    With a causal mask no query sees the padding keys, which come last.
+    A causal mask needs none, because padding keys come last and no query sees them.
     """
     arrays = {
         "q_segments_BT": mask.q_segments_BT, "kv_segments_BS": mask.kv_segments_BS,
@@ -252,7 +255,7 @@ def _mask_arrays(
 
 
 def _without_padding(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
-    """Returns the mask of complete sequences, without padding at their ends."""
+    """Truncates the mask of complete sequences to remove the padding at their ends."""
     def truncate(x: jax.Array | None, length: int) -> jax.Array | None:
         return None if x is None else x[:, :length]
 

@@ -10,8 +10,8 @@ from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 from praxis_lite.layers.stochastics import Dropout
 
-# B batch, T queries, S keys, N heads, G heads of keys and values, R heads that share one of
-# these (N = G R), K dims per head.
+# B batch, T queries, S keys, N query heads, G key/value heads, R query heads per key/value head
+# (N = G R), K dims per head.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +19,13 @@ class LogitOptions:
     """Options of the attention logits.
 
     Attributes:
-      scale: Factor of the logits.
-      cap: Logits become `cap * tanh(logits / cap)`; 0.0: no cap.
-      extra: An additional logit in the softmax, whose value is zero.
-      zero_fully_masked: Whether queries without visible keys give zeros instead of the mean of all
-        values, which a softmax of equal logits gives.
-      float32_logits: Whether logits and softmax are float32, as in Pax; False: the queries' dtype.
+      scale: Factor that multiplies the logits.
+      cap: Logits become `cap * tanh(logits / cap)`. If 0.0, they are not capped.
+      extra: An additional logit in the softmax, whose value vector is zero.
+      zero_fully_masked: Whether queries without visible keys output zeros instead of the mean of
+        all values (the result of a softmax over equal logits).
+      float32_logits: Whether to compute logits and softmax in float32, as in Pax, instead of the
+        queries' dtype.
     """
 
     scale: float = 1.0
@@ -35,7 +36,7 @@ class LogitOptions:
 
     @property
     def averages(self) -> bool:
-        """Whether queries without visible keys give the mean of all values instead of zeros."""
+        """Whether queries without visible keys output the mean of all values, not zeros."""
         return self.extra is None and not self.zero_fully_masked
 
     @property
@@ -64,14 +65,14 @@ def einsum_attention(
       q_BTNK: Scaled queries.
       k_BSGK: Keys; head n of queries reads head n // (N / G) of keys.
       v_BSGK: Values.
-      mask: Visibility of keys.
+      mask: Mask of queries and keys.
       options: Options of the logits.
-      bias: Float [B or 1, N, T, S], added to logits before they are scaled and capped.
-      atten_mask: Float [B or 1, 1 or N, 1 or T, S]; a key is hidden where it is below half of
-        LARGE_NEGATIVE. As in Pax it is not added to the logits.
-      dropout: Dropout of the probabilities.
-      key: Key for dropout; None: no dropout.
-      sinks_N: Float [N], an additional logit per head, whose value is zero.
+      bias: Float [B or 1, N, T, S], added to the logits before they are scaled and capped.
+      atten_mask: Float [B or 1, 1 or N, 1 or T, S]. Keys are hidden where it is below
+        LARGE_NEGATIVE / 2. As in Pax, it is not added to the logits.
+      dropout: Dropout for the attention probabilities.
+      key: Random key for dropout. If None, nothing is dropped.
+      sinks_N: Float [N], an additional logit per head, whose value vector is zero.
     """
     B, T, N, K = q_BTNK.shape
     S, G = k_BSGK.shape[1:3]
@@ -101,7 +102,7 @@ def einsum_attention(
         probs_BNTS = dropout(probs_BNTS, key)
     if G == N:
         encoded_BTNK = jnp.einsum("bnts,bsnk->btnk", probs_BNTS, v_BSGK)
-    elif G == 1:  # With a dim of groups, XLA's CPU backend would first transpose the values.
+    elif G == 1:  # With a group dim, XLA's CPU backend would first transpose the values.
         encoded_BTNK = jnp.einsum("bnts,bsk->btnk", probs_BNTS, v_BSGK[:, :, 0])
     else:
         probs_BGRTS = probs_BNTS.reshape(B, G, N // G, T, S)

@@ -1,4 +1,4 @@
-"""Attention by `jax.nn` (XLA or cuDNN), and the mapping of kernels over devices."""
+"""Attention with `jax.nn` (XLA or cuDNN), and a function that maps kernels over devices."""
 
 import math
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
 
-# B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
+# B batch, T queries, S keys, N query heads, G key/value heads, K dims per head.
 
 
 def dot_product_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K] by `jax.nn.dot_product_attention` in XLA."""
+    """Computes attention outputs [B, T, N, K] with XLA's `jax.nn.dot_product_attention`."""
     visible_BTS = mask.visible(q_BTNK.shape[1], k_BSGK.shape[1])
     return jax.nn.dot_product_attention(
         q_BTNK,
         k_BSGK,
         v_BSGK,
-        # jax.nn adds the bias to scaled logits, but Pax to unscaled ones.
+        # jax.nn adds the bias after scaling the logits; Pax adds it before.
         bias=None if bias is None else bias * options.scale,
         mask=None if visible_BTS is None else visible_BTS[:, None],
         scale=options.scale,
@@ -39,11 +39,11 @@ def cudnn_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, split: SplitDims = None,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K] by cuDNN's flash attention (arXiv:2307.08691).
+    """Computes attention outputs [B, T, N, K] with cuDNN's flash attention (arXiv:2307.08691).
 
-    Supports 16-bit inputs, and causal masks with or without a window, or no mask. Each device
-    processes its rows and heads, given by `split` [B, T, N, K]. It was lowered for CUDA, but not
-    yet run on a GPU.
+    Supports 16-bit inputs, without a mask or with a causal mask that may have a window. Each device
+    processes its rows and heads according to `split` [B, T, N, K]. The kernel was lowered for CUDA,
+    but has not been run on a GPU yet.
     """
     window = None if mask.left_context is None else (mask.left_context - 1, 0)
 
@@ -60,10 +60,10 @@ def per_device(
     attend: Callable[..., jax.Array], q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
     rest: tuple[jax.Array, ...], split: SplitDims,
 ) -> jax.Array:
-    """Returns `attend(q, k, v, *rest)`, mapped over the devices' rows and heads by `shard_map`.
+    """Runs `attend(q, k, v, *rest)` on each device's rows and heads with `shard_map`.
 
     XLA cannot partition a custom kernel, and would gather its operands. Rows and heads are padded
-    until the devices divide them.
+    to multiples of the number of devices.
 
     Args:
       attend: Kernel for one device.

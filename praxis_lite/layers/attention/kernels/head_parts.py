@@ -1,4 +1,4 @@
-"""Pads and copies heads until they can be divided equally among devices."""
+"""Pads and copies heads so that they can be split evenly over devices."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,10 @@ from praxis_lite.layers.base.base_layer import pad_to
 
 
 def padded_num_heads(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[int, int, int]:
-    """Returns the numbers of (heads of queries, heads of keys, copies of a head of keys).
+    """Returns (number of query heads, number of key heads, copies of each key head).
 
-    They are such that `num_parts` divides both numbers of heads, and that each part has the heads
-    of keys that its queries read. If there are too few heads of keys, they are copied. Padding
-    heads come last.
+    Both numbers of heads are multiples of `num_parts`, and each part contains the key heads that
+    its query heads read. If there are too few key heads, they are copied. Padding heads come last.
     """
     num_shared = num_heads // num_kv_heads
 
@@ -27,7 +26,7 @@ def padded_num_heads(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple
 def pad_heads(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, num_parts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Copies and pads the heads of queries, keys and values as by `padded_num_heads`."""
+    """Copies and pads the heads of queries, keys and values according to `padded_num_heads`."""
     num_q, num_kv, num_copies = padded_num_heads(q_BTNK.shape[2], k_BSGK.shape[2], num_parts)
     if num_copies > 1:
         k_BSGK, v_BSGK = (jnp.repeat(x, num_copies, axis=2) for x in (k_BSGK, v_BSGK))

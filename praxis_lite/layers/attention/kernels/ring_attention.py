@@ -1,4 +1,4 @@
-"""Ring attention: keys and values circulate while each group attends to those that it has.
+"""Ring attention: keys and values circulate, and each group attends to one part at a time.
 
 Liu et al. 2023, arXiv:2310.01889. For use inside `jax.shard_map`; the backward pass is custom.
 """
@@ -21,14 +21,13 @@ from praxis_lite.layers.attention.kernels.ring_groups import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.activation_names import name_residuals
 
-# B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
-# these, K dims per head.
+# B batch, T queries, S keys, G key/value heads, R query heads per key/value head, K dims per head.
 
 
 class BlockAttention(Protocol):
     """Attention of this group's queries to the keys of the group `step` positions before it.
 
-    `mask` is for the complete sequence; other arrays belong to a group.
+    `mask` is for the complete sequence; all other arrays belong to one group.
     """
 
     def attend(
@@ -47,7 +46,7 @@ class BlockAttention(Protocol):
 
 
 def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
-    """Returns the number of groups, including the group itself, whose keys queries may see."""
+    """Returns the number of groups whose keys the queries may see, including their own group."""
     if mask.right_context != 0 or mask.left_context is None:
         return ring.num_groups
     return min(ring.num_groups, 1 + -(-(mask.left_context - 1) // num_keys))
@@ -57,8 +56,9 @@ def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
 def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
     """Returns attention outputs of this group's queries [B, T, G, R, K] and their logsumexp.
 
-    Like `attention_with_log_sums`. The backward pass sends keys and values around the ring again,
-    with their gradients; the residuals are the group's own arrays.
+    Like `attention_with_log_sums`, but over the keys of all groups. The backward pass sends keys
+    and values around the ring again, together with their gradients. Only the arrays of this group
+    are saved as residuals.
     """
     num_steps = _num_steps(ring, mask, k.shape[1])
 
@@ -67,7 +67,7 @@ def ring_attention(q, k, v, mask, ring, block_attention, residual_name):
 
     def ring_step(step: Any, carry: Any) -> Any:
         kv, result = carry
-        following = ring.shift(kv, 1)  # Sent while this device attends.
+        following = ring.shift(kv, 1)  # Overlaps with the attention.
         return following, add_step(step, kv, result)
 
     following = ring.shift((k, v), 1) if num_steps > 1 else (k, v)
@@ -119,7 +119,7 @@ def _backward(ring, block_attention, residual_name, residuals, grads):
         carry = jax.lax.fori_loop(1, num_steps - 1, ring_step, (following, dq, d_kv))
         following, dq, d_kv = carry
         dq, d_kv = add_step(num_steps - 1, following, dq, d_kv)
-        d_kv = ring.shift(d_kv, 1 - num_steps)  # Back to the group of the keys.
+        d_kv = ring.shift(d_kv, 1 - num_steps)  # Return to the group that owns the keys.
     dk, dv = d_kv
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
@@ -128,7 +128,7 @@ ring_attention.defvjp(_forward, _backward)
 
 
 class ChunkedBlocks(NamedTuple):
-    """A BlockAttention in chunks of `chunk_size`, for any mask."""
+    """A BlockAttention that works in chunks of `chunk_size` and supports any mask."""
 
     options: LogitOptions
     chunk_size: int
@@ -162,7 +162,7 @@ def mask_of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> Attent
 def _pieces(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, q: jax.Array, *kv: jax.Array
 ) -> list[tuple[AttentionMask, list[jax.Array]]]:
-    """Returns (mask, [keys, values]) for each piece of the keys of the group `step` before."""
+    """Returns (mask, [keys, values]) for each piece of the group `step` positions before."""
     query_mask = mask_of_queries(mask, ring, q.shape[1])
     group = (ring.group_index() - step) % ring.num_groups
     pieces, first = [], 0
@@ -172,7 +172,7 @@ def _pieces(
             for name in ("kv_segments_BS", "kv_visible_BS")
             if (x := getattr(mask, name)) is not None
         }
-        # Indices are relative to the piece's first key, so that chunks that no query sees are
+        # Make indices relative to the piece's first key, so that chunks that no query sees are
         # skipped.
         assert query_mask.q_index_BT is not None
         index_BT = query_mask.q_index_BT - start

@@ -1,4 +1,4 @@
-"""Ring: devices that share a sequence, as a ring of groups of devices that exchange heads."""
+"""Ring: the devices that share a sequence, as a ring of groups that swap heads internally."""
 
 from typing import Any, NamedTuple
 
@@ -32,7 +32,8 @@ class Ring(NamedTuple):
     def groups(self) -> list[list[int]]:
         """The devices of each group, in the order of their tokens.
 
-        In a zig-zag with an even group size, each group already has its two pieces.
+        For a zig-zag with an even group size, devices are grouped such that each group already has
+        its two pieces.
         """
         if not self.is_paired:
             size = self.group_size
@@ -57,7 +58,7 @@ class Ring(NamedTuple):
         return jnp.asarray(group_of_device, jnp.int32)[jax.lax.axis_index(self.axes)]
 
     def shift(self, tree: Any, step: int) -> Any:
-        """Returns the arrays of the group `step` positions before this one."""
+        """Receives the arrays of the group `step` positions before this one."""
         pairs = [
             (device, self.groups[(i + step) % self.num_groups][rank])
             for i, group in enumerate(self.groups) for rank, device in enumerate(group)
@@ -65,14 +66,15 @@ class Ring(NamedTuple):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
     def by_heads(self, x: jax.Array) -> jax.Array:
-        """Exchanges a device's tokens [B, T, N, ...] for all of its group's, with fewer heads."""
-        return self._exchanged(x, 2, 1)
+        """Swaps all heads of a device's tokens [B, T, N, ...] for some heads of its group's tokens.
+        """
+        return self._all_to_all(x, 2, 1)
 
     def by_time(self, x: jax.Array) -> jax.Array:
         """Inverts `by_heads`."""
-        return self._exchanged(x, 1, 2)
+        return self._all_to_all(x, 1, 2)
 
-    def _exchanged(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+    def _all_to_all(self, x: jax.Array, split: int, concat: int) -> jax.Array:
         if self.group_size == 1:
             return x
         groups = None if self.num_groups == 1 else self.groups
@@ -81,16 +83,16 @@ class Ring(NamedTuple):
         )
 
     def heads_of(self, x_N: jax.Array) -> jax.Array:
-        """Returns this device's part of an array with a value per head, in a ring of one group."""
+        """Returns this device's part of a per-head array; the ring must have only one group."""
         size = x_N.shape[0] // self.group_size
         return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(self.axes) * size, size)
 
     def to_zigzag(self, x: jax.Array) -> jax.Array:
-        """Returns the tokens [B, T, ...] of this group's two pieces, given consecutive tokens.
+        """Rearranges consecutive tokens [B, T, ...] so that each group has its two pieces.
 
         Group i has pieces 2 i and 2 i + 1 of the sequence, and receives piece i and its mirror
-        image. Of these, one index is even and one is odd. So all even pieces move in one permute,
-        and all odd pieces in a second.
+        image. One of these two has an even index and the other an odd index. Therefore one permute
+        can move all even pieces, and a second permute all odd pieces.
         """
         if not self.is_zigzag or self.is_paired:
             return x
@@ -111,7 +113,7 @@ class Ring(NamedTuple):
         ], axis=1)
 
     def _ways(self, parity: int) -> list[tuple[int, int]]:
-        """Returns (source, target) groups of the even or odd pieces."""
+        """Returns the (source, target) groups for all even or all odd pieces."""
         num_pieces = 2 * self.num_groups
         return [(i // 2, min(i, num_pieces - 1 - i)) for i in range(parity, num_pieces, 2)]
 

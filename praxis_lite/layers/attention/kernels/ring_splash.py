@@ -1,4 +1,4 @@
-"""SplashBlocks: ring attention to the keys of one group by splash attention for TPU."""
+"""SplashBlocks: attention to one group's keys in ring attention, with splash kernels for TPU."""
 
 from typing import Any, NamedTuple
 
@@ -10,16 +10,16 @@ from praxis_lite.layers.attention.kernels.ring_groups import Ring
 from praxis_lite.layers.attention.kernels.splash_kernels import LANES, RowSplash
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 
-# B batch, T queries, S keys, N heads, G heads of keys and values, R heads of queries that share one
-# of these, K dims per head.
-Segments = tuple[jax.Array, jax.Array] | None  # Of queries [B, T] and of keys [B, S].
+# B batch, T queries, S keys, N query heads, G key/value heads, R query heads per key/value head,
+# K dims per head.
+Segments = tuple[jax.Array, jax.Array] | None  # Segments of queries [B, T] and of keys [B, S].
 
 
 def unsupported_feature(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
     """Returns the feature of a mask that splash does not support in a ring, or "".
 
-    The blocks that splash computes are fixed before a program runs. With a causal mask the blocks
-    of two groups depend only on the groups' order; with a window they depend on their distance.
+    The blocks that splash computes must be known at compile time. With a causal mask, they depend
+    only on the order of the two groups; with a window, they depend on the distance between them.
     """
     if mask.left_context is not None:
         return "a window"
@@ -29,7 +29,7 @@ def unsupported_feature(mask: AttentionMask, num_queries: int, num_keys: int) ->
 
 
 class SplashBlocks(NamedTuple):
-    """A BlockAttention by splash. If the mask is causal, the ring must be a zig-zag."""
+    """A BlockAttention with splash kernels. If the mask is causal, the ring must be a zig-zag."""
 
     options: LogitOptions
     interpret: bool
@@ -109,7 +109,7 @@ class SplashBlocks(NamedTuple):
         inner: jax.Array, d_encoded: jax.Array, *, is_causal: bool,
     ) -> tuple[jax.Array, ...]:
         shape = (q.shape[0], -1, q.shape[1])
-        # For queries that see no key, whose logits equal their logsumexp, the softmax must be zero.
+        # The logits of queries that see no key equal their logsumexp, but their softmax must be 0.
         sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
         dq, dk, dv = jax.vmap(self._row_kernel(q, k, is_causal).gradients)(
             _rows(q * self.options.scale), _rows(k), _rows(v), segments, sums.reshape(shape),
@@ -124,10 +124,11 @@ class SplashBlocks(NamedTuple):
 def _by_order(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, all_keys: Any, earlier: Any, later: Any
 ) -> Any:
-    """Returns the result for a group's own keys, or for those of an earlier or later group.
+    """Calls the function for a group's own keys, or for the keys of an earlier or later group.
 
-    In a zig-zag, all queries see the first piece of an earlier group, and none sees its second
-    piece. The queries of the second piece see both pieces of a later group, and others see none.
+    In a zig-zag, all queries see the first piece of an earlier group, but not its second piece.
+    Queries in the second piece see both pieces of a later group, and queries in the first piece see
+    neither.
     """
     is_causal = mask.right_context == 0
     if not is_causal or (isinstance(step, int) and step == 0):
@@ -138,7 +139,7 @@ def _by_order(
 def _segments(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, num_queries: int, num_keys: int
 ) -> Segments:
-    """Returns the segments of this group's queries and of the keys; hidden keys have -1."""
+    """Returns the segments of this group's queries and of the keys; -1 for hidden keys."""
     if mask.q_segments_BT is None and mask.kv_visible_BS is None:
         return None
     group = ring.group_index()
@@ -169,7 +170,7 @@ def _rows(x: jax.Array) -> jax.Array:
 
 
 def _to_query_layout(x_BNTK: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns float32 [B, T, G, R, K], where `shape` is that of the queries."""
+    """Returns float32 [B, T, G, R, K], where `shape` is the shape of the queries."""
     return x_BNTK.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(*shape[:-1], -1)
 
 
@@ -179,5 +180,5 @@ def _with_zeros_before(x: jax.Array, count: int, dim: int, value: float = 0.0) -
 
 
 def length_multiple(num_groups: int) -> int:
-    """Returns the number of which sequence lengths must be multiples, by padding."""
+    """Returns the number to whose multiples sequence lengths must be padded."""
     return 2 * num_groups * LANES

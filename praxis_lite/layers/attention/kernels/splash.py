@@ -1,4 +1,4 @@
-"""Splash attention: flash attention that skips hidden blocks, by kernels of JAX or tokamax."""
+"""Splash attention: flash attention that skips hidden blocks, with JAX's or tokamax's kernels."""
 
 import importlib.util
 
@@ -18,7 +18,7 @@ from praxis_lite.layers.attention.kernels.splash_kernels import (
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import pad_to_multiple
 
-# B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
+# B batch, T queries, S keys, N query heads, G key/value heads, K dims per head.
 SPLASHES = ("splash", "tokamax")
 _OF_JAX = "jax.experimental.pallas.ops.tpu.splash_attention"
 
@@ -26,7 +26,8 @@ _OF_JAX = "jax.experimental.pallas.ops.tpu.splash_attention"
 def splash_of(name: str) -> type[RowSplash]:
     """Returns the kernels for a name in SPLASHES.
 
-    "splash" means JAX's kernels, or tokamax's if this jax version has none. Results are the same.
+    "splash" selects JAX's kernels, or tokamax's if this jax version has none. The results are the
+    same.
     """
     is_in_jax = name == "splash" and importlib.util.find_spec(_OF_JAX) is not None
     return JaxSplash if is_in_jax else TokamaxSplash
@@ -41,7 +42,7 @@ def require_splash(name: str) -> None:
     """Checks that the kernels for a name are installed.
 
     Raises:
-      ConfigError: They are not. The message says how to install them.
+      ConfigError: They are not installed. The message explains how to install them.
     """
     if splash_of(name) is TokamaxSplash:
         why = f", as jax {jax.__version__} has no splash attention," if name == "splash" else ""
@@ -53,11 +54,11 @@ def splash_attention(
     options: LogitOptions, *, name: str = "splash", split: SplitDims = None,
     interpret: bool = False, residual_name: str | None = None,
 ) -> jax.Array:
-    """Returns attention outputs [B, T, N, K] by splash attention for TPU.
+    """Computes attention outputs [B, T, N, K] with splash attention for TPU.
 
     Blocks of logits that the causal mask or the window hides are never computed. Each device
-    processes its rows and heads, given by `split` [B, T, N, K]. It was compiled for a TPU v5e that
-    was not attached, and run in interpret mode, which is slow but works on any platform.
+    processes its rows and heads according to `split` [B, T, N, K]. The kernels were compiled for a
+    TPU v5e without hardware, and tested in interpret mode, which is slow but works on any platform.
 
     Args:
       q_BTNK: See `einsum_attention`.
@@ -65,15 +66,15 @@ def splash_attention(
       v_BSGK: See `einsum_attention`.
       mask: See `einsum_attention`.
       options: See `einsum_attention`.
-      name: Selects the kernels, see `splash_of`.
+      name: A name in SPLASHES; see `splash_of`.
       split: Split of q.
       interpret: Whether to run in interpret mode.
-      residual_name: Checkpoint name of residuals; None: no name.
+      residual_name: Checkpoint name of the residuals, or None.
     """
     T, S = q_BTNK.shape[1], k_BSGK.shape[1]
     q, k, v = (pad_to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
     lengths = q.shape[1], k.shape[1]
-    # Padding keys, of the input or of a block, are a segment that no query belongs to.
+    # Padding keys (in the input or up to LANES) get a segment that no query belongs to.
     needs_segments = (
         mask.q_segments_BT is not None
         or mask.kv_visible_BS is not None
@@ -104,7 +105,8 @@ def splash_attention(
     outputs = per_device(on_one_device, q, k, v, segments, split)[:, :T]
     if not mask.may_hide_all:
         return outputs
-    # Queries that see no key get the mean of all values; splash uses only the blocks it computes.
+    # Queries that see no key output the mean of all values; splash would average only over the
+    # blocks that it computes.
     visible = mask.visible(T, S)
     assert visible is not None
     sees_any_BT = jnp.any(visible, axis=-1)

@@ -1,4 +1,4 @@
-"""Splash attention for one row, by the kernels of JAX or of tokamax."""
+"""Splash attention for one row, with the kernels of JAX or tokamax."""
 
 import abc
 import contextlib
@@ -14,8 +14,8 @@ from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.foreign_kernels import share_of_blocks
 from praxis_lite.layers.base.tokamax_internals import splash_kernels, splash_masks
 
-# N heads, T queries, G heads of keys and values, S keys, K dims per head.
-LANES = 128  # Of a TPU's vector registers; splash's block sizes are multiples of it.
+# N query heads, T queries, G key/value heads, S keys, K dims per head.
+LANES = 128  # Lanes of a TPU's vector registers; splash's block sizes are multiples of this.
 Ids = tuple[jax.Array, jax.Array] | None  # Segments of queries [T] and of keys [S].
 
 
@@ -29,7 +29,7 @@ class RowSplash(abc.ABC):
       mask: Provides the contexts; its arrays are not used.
       options: Provides the cap; other options are not used.
       interpret: Whether to run in interpret mode, which is slow but works on any platform.
-      residual_name: Checkpoint name of residuals; None: no name.
+      residual_name: Checkpoint name of the residuals, or None.
     """
 
     lengths: tuple[int, int]
@@ -40,7 +40,7 @@ class RowSplash(abc.ABC):
     residual_name: str | None = None
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
-        """Returns the attention outputs [N, T, K], which are differentiable."""
+        """Returns attention outputs [N, T, K]; differentiable."""
         with self.annotated():
             return self.kernel()(q, k, v, self.segments(ids))
 
@@ -55,7 +55,7 @@ class RowSplash(abc.ABC):
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
         inner: jax.Array, d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the gradients of q, k and v for a softmax over more keys than k.
+        """Returns the gradients with respect to q, k and v for a softmax over more keys than k.
 
         Args:
           q: Scaled queries [N, T, K].
@@ -63,20 +63,20 @@ class RowSplash(abc.ABC):
           v: Values [G, S, K].
           ids: Segments.
           log_sums: Logsumexp over all keys, [N, T].
-          inner: Products of outputs and their gradients, [N, T].
-          d_encoded: Gradients of the outputs, [N, T, K].
+          inner: Inner products of the outputs and their gradients, [N, T].
+          d_encoded: Gradients with respect to the outputs, [N, T, K].
         """
 
     @abc.abstractmethod
     def kernel(self, *, save_residuals: bool = False) -> Any:
-        """Returns the library's kernel of (q, k, v, segments); no gradient with residuals."""
+        """Returns the library's kernel; with save_residuals, it is not differentiable."""
 
     @abc.abstractmethod
     def segments(self, ids: Ids) -> Any:
         """Returns segments in the library's format."""
 
     def mask_of_head(self, masks: ModuleType) -> Any:
-        """Returns the mask of a head, from the library's module of masks."""
+        """Builds the mask of a head with the library's mask module."""
         left = None if self.mask.left_context is None else self.mask.left_context - 1
         if left is None and self.mask.right_context is None:
             return masks.FullMask(self.lengths)
@@ -85,15 +85,15 @@ class RowSplash(abc.ABC):
     @property
     def block_sizes(self) -> tuple[int, int]:
         """The block sizes of queries and keys."""
-        # With at most 512, the tiles of a fused backward kernel with 256 dims per head fit into a
-        # v5e's vector memory.
+        # Up to a size of 512, the tiles of a fused backward kernel with 256 dims per head fit into
+        # a v5e's vector memory.
         block_q, block_kv = (
             max(size for size in (128, 256, 512) if length % size == 0) for length in self.lengths
         )
         return block_q, block_kv
 
     def annotated(self) -> contextlib.AbstractContextManager[Any]:
-        """Annotates kernels in the body with the fraction of blocks that they compute."""
+        """Annotates kernels inside the `with` block with the fraction of blocks they compute."""
         return share_of_blocks(self.share_of_blocks())
 
     def share_of_blocks(self) -> float:
@@ -125,8 +125,8 @@ class JaxSplash(RowSplash):
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
         inner: jax.Array, d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Splash's own gradient is for a softmax over its keys. These private functions accept sums
-        # over all keys.
+        # The kernel's own gradient assumes a softmax over k. These private functions accept the
+        # logsumexp over all keys.
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
         kernel = self.kernel(save_residuals=True)
@@ -173,16 +173,16 @@ class JaxSplash(RowSplash):
         return ids and splash_attention_kernel.SegmentIds(*ids)
 
 
-# Up to this number of blocks of keys, each has a separate dq, and these are summed after the
-# kernel. With more, the kernel sums them into three arrays in the dtype of q.
+# Up to this number of key blocks, each block has a separate dq, and they are summed after the
+# kernel. With more blocks, the kernel sums them into three arrays in the dtype of q.
 _MAX_SEPARATE_DQ = 4
 
 
 class TokamaxSplash(RowSplash):
     """Tokamax's kernels: one forward (two matmuls) and one backward (five; JAX's two have seven).
 
-    Results equal JAX's: it uses exp, and not tokamax's optional exp2, which rounds queries again.
-    For 16-bit queries dq is rounded for each block of keys.
+    Results equal those of JAX's kernels: tokamax's optional exp2, which rounds queries once more,
+    is disabled. With 16-bit queries, dq is rounded for each key block.
     """
 
     def with_log_sums(
@@ -209,8 +209,8 @@ class TokamaxSplash(RowSplash):
     def kernel(self, *, save_residuals: bool = False) -> Any:
         splash = splash_kernels()
         block_q, block_kv = self.block_sizes
-        # dq is summed in an output that aliases an input, which JAX's plain interpreter does not
-        # support.
+        # To sum dq, the kernel uses an output that aliases an input. JAX's plain interpreter does
+        # not support this.
         adds_up = self.lengths[1] // block_kv > _MAX_SEPARATE_DQ and self.interpret is not True
         config = splash.SplashConfig(
             block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,

@@ -1,4 +1,4 @@
-"""Buffers of a pipeline's waiting microbatches, and the transfer between stages."""
+"""Buffers for a pipeline's waiting microbatches, and the transfer between stages."""
 
 import functools
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 
-# S stages, M microbatches. Suffixes of names are the leading dims of arrays.
+# S stages, M microbatches. Name suffixes give the leading dims of arrays.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -25,15 +25,15 @@ def _shift_bwd(by: int, _: None, gradient_S: jax.Array) -> tuple[jax.Array]:
     return (jnp.roll(gradient_S, -by, axis=0),)
 
 
-# JAX's own gradient of a roll, pads and an addition, would become two collective-permutes.
+# JAX differentiates a roll into pads and an addition, which would need two collective-permutes.
 shift.defvjp(_shift_fwd, _shift_bwd)
 
 
 class Buffer:
-    """A buffer of all microbatches on every stage, of which only that of stage 0 is used.
+    """A buffer for all microbatches, allocated on every stage but used only on stage 0.
 
     A microbatch waits there before, between and after its repeats, always at the same index. The
-    other stages also have the buffer, because all stages run the same program.
+    other stages allocate the buffer too, because all stages run the same program.
 
     Args:
       schedule: The pipeline's schedule.
@@ -45,8 +45,8 @@ class Buffer:
 
     def start(self, x_M: jax.Array) -> jax.Array:
         """Returns the buffer before the first tick: [S, M + 1, rows, ...]."""
-        # Results that leave the last stage before the first microbatch's are written to the last
-        # index. A select would work too, but the backward pass would save its mask in each tick.
+        # Until the first microbatch leaves the last stage, outputs are written to an extra last
+        # index. A select would also work, but each tick would save its mask for the backward pass.
         x_M = jnp.concatenate([x_M, x_M[:1]])
         x_SM = jnp.broadcast_to(x_M, (self._schedule.num_stages, *x_M.shape))
         return self._layout.constrain(x_SM, row_dim=2)
@@ -62,7 +62,7 @@ class Buffer:
     def put(
         self, stored_SM: jax.Array, x_S: jax.Array, arrived_S: jax.Array, t: jax.Array
     ) -> jax.Array:
-        """Returns the buffer after tick t, given the stages' results x_S, shifted: arrived_S."""
+        """Returns the buffer after tick t, given the stages' outputs before and after `shift`."""
         schedule = self._schedule
         since = t - (schedule.num_stages - 1)
         place, num_places = since % schedule.period, schedule.num_microbatches
@@ -76,11 +76,11 @@ class Buffer:
 
 
 class StreamBuffer:
-    """A buffer of the microbatches, split over the stages, in C = M / S columns (rounded up).
+    """A buffer for the microbatches, split over the stages, with C = ceil(M / S) columns.
 
-    At tick t, stage 0 takes its part of column t % C. The column then moves one stage towards stage
-    0, and the last stage writes its result to the element that became free. Between two repeats,
-    microbatches wait on stage 0, which has a buffer for M - S of them.
+    At tick t, stage 0 takes its element of column t % C. The column then moves one stage towards
+    stage 0, and the last stage writes its output to the free element. Between repeats, up to M - S
+    microbatches wait in a second buffer on stage 0.
     """
 
     def __init__(self, schedule: Schedule, layout: Any):
@@ -91,7 +91,7 @@ class StreamBuffer:
     def start(self, x_M: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         num_stages = self._schedule.num_stages
         if num_free := num_stages * self._num_columns - len(x_M):
-            # Copies of rows, as for stages that wait for their first microbatch.
+            # Pad with copies of the first microbatch, as in `Handover.start`.
             x_M = jnp.concatenate([x_M, jnp.broadcast_to(x_M[:1], (num_free, *x_M.shape[1:]))])
         stream = x_M.reshape(num_stages, self._num_columns, *x_M.shape[1:])
         waiting = None
@@ -125,7 +125,7 @@ class StreamBuffer:
         return self._layout.constrain(stream, row_dim=2), waiting
 
     def outputs(self, stored: tuple) -> jax.Array:
-        # The last microbatch left at the last tick, the others are in the preceding columns.
+        # The last microbatch was written in the last tick; the others are in preceding columns.
         stream = jnp.roll(stored[0], -(self._schedule.num_ticks % self._num_columns), axis=1)
         x_M = stream.reshape(-1, *stream.shape[2:])
         return x_M[len(x_M) - self._schedule.num_microbatches :]
@@ -136,7 +136,7 @@ class StreamBuffer:
 
 
 class Handover:
-    """The transfer between stages before and after their work in a tick.
+    """The transfer of activations between stages at the start and end of a tick.
 
     It is linear in all arrays, so its gradient does not depend on their values.
 
@@ -151,8 +151,8 @@ class Handover:
         self._buffer = (StreamBuffer if stream_io else Buffer)(schedule, layout)
 
     def start(self, x_M: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns (x_S, stored) before the first tick, where `stored` are the buffers."""
-        # Stages that wait for their first microbatch also process rows of the batch.
+        """Returns (x_S, stored) before the first tick, where `stored` contains the buffers."""
+        # Until its first microbatch arrives, a stage processes rows of the batch as dummy inputs.
         x_S = jnp.broadcast_to(x_M[:1], (self._num_stages, *x_M.shape[1:]))
         return self._layout.constrain(x_S, row_dim=1), self._buffer.start(x_M)
 
@@ -163,7 +163,7 @@ class Handover:
         return self._layout.constrain(jnp.where(is_first, entering, x_S), row_dim=1), stored
 
     def leave(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
-        """Returns the stages' results, each on the next stage, and the buffers after tick t."""
+        """Moves the stages' outputs to the next stages; returns them and the buffers."""
         arrived_S = self._layout.constrain(shift(x_S, 1), row_dim=1)
         return arrived_S, self._buffer.put(stored, x_S, arrived_S, t)
 
@@ -173,30 +173,30 @@ class Handover:
 
 
 class HandoverGradient:
-    """The gradient of a Handover, which is linear: its methods map gradients to gradients.
+    """The transpose of a Handover: maps gradients of its results to gradients of its arguments.
 
     Args:
       handover: The Handover.
-      grad_outputs: Gradient of the outputs of all ticks, [M, rows, ...].
+      grad_outputs: Gradient with respect to `Handover.outputs`, [M, rows, ...].
     """
 
     def __init__(self, handover: Handover, grad_outputs: jax.Array):
         self._handover, self._grad_outputs = handover, grad_outputs
 
     def _vjp(self, function: Any, grad_results: Any) -> Any:
-        # The function is linear, so its gradient is the same at all values.
+        # The function is linear, so any point gives the same gradient.
         started = jax.eval_shape(self._handover.start, self._grad_outputs)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), started)
         return jax.vjp(function, *zeros)[1](grad_results)
 
     def start(self) -> tuple[jax.Array, Any]:
-        """Returns the gradients of (x_S, stored) after the last tick."""
+        """Returns the gradients with respect to (x_S, stored) after the last tick."""
         return self._vjp(
             lambda x_S, stored: self._handover.outputs(stored), self._grad_outputs
         )
 
     def leave(self, grad_arrived_S: jax.Array, grad_stored: Any, t: jax.Array) -> tuple:
-        """Returns the gradients of the stages' results, [S, rows, ...], and of the buffers."""
+        """Returns the gradients of the stages' outputs, [S, rows, ...], and of the buffers."""
         return self._vjp(
             lambda x_S, stored: self._handover.leave(x_S, stored, t), (grad_arrived_S, grad_stored)
         )

@@ -1,9 +1,10 @@
-"""The ticks of 1F1B: each processes one microbatch forward and another one backward.
+"""The 1F1B tick loop: a tick runs one microbatch forward and another one backward.
 
 The loss of a microbatch is computed in the tick in which it leaves the last stage, and its backward
-pass begins in the same tick. So a stage stores the inputs of at most 2 R S - 1 microbatches.
+pass begins in the same tick. A stage therefore stores the inputs of at most 2 R S - 1 microbatches.
 
-Skip this file on a first read: `ticks.py` is the same loop without a backward pass of its own.
+Skip this file on a first read: `ticks.py` contains a simpler loop, which runs only forward passes
+and leaves the backward pass to JAX.
 """
 
 import dataclasses
@@ -19,19 +20,19 @@ from praxis_lite.layers.stacking.pipelining.split_model import SplitModel
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
 
-# R repeats, S stages, P layers of one stage in one repeat, M microbatches, K saved inputs. Suffixes
-# of names are the leading dims of arrays.
+# R repeats, S stages, P layers per stage and repeat, M microbatches, K saved inputs. Name suffixes
+# give the leading dims of arrays.
 
 PyTree = Any
 
 
 class Carry(NamedTuple):
-    """The carry of the scan over ticks; `grad_x` is the gradient of `x`."""
+    """The carry of the scan over ticks."""
 
     x_S: jax.Array
     grad_x_S: jax.Array
-    kept_SK: jax.Array  # Inputs of the stages whose backward pass is still to come.
-    residuals: list[jax.Array]  # [S, ticks, ...], of the last S ticks, or of this tick.
+    kept_SK: jax.Array  # Stage inputs whose backward pass has not run yet.
+    residuals: list[jax.Array]  # [S, ticks, ...], from the last S ticks or from this tick only.
     grad_floats: list[jax.Array]  # [X, S, ...], float32.
     grad_ends: PyTree
     values: Values  # Values assigned by the blocks, [S, M, R, P, ...].
@@ -42,14 +43,14 @@ class Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class InterleavedTicks:
-    """1F1B over all microbatches.
+    """Runs 1F1B over all microbatches.
 
     Attributes:
-      schedule: The schedule of the ticks.
-      work: The work of a stage.
-      ends: The model before and after its pipeline.
-      arrays: Arrays of `work`, [X, S, ...].
-      keys_M: Keys of the microbatches, or None.
+      schedule: The tick schedule.
+      work: The computation of a stage.
+      ends: The parts of the model before and after its pipeline.
+      arrays: Arguments of `work`, [X, S, ...]; X is R for weights and M for inputs.
+      keys_M: One random key per microbatch, or None.
     """
 
     schedule: InterleavedSchedule
@@ -64,9 +65,12 @@ class InterleavedTicks:
         return [i for i in floats_of(self.arrays) if i < self.work.num_leaves]
 
     def run(self) -> tuple[list[jax.Array], PyTree, PyTree, jax.Array]:
-        """Returns (gradients by `floats`, gradients of the ends, reports [M, ...], weights [M]).
+        """Runs all ticks and returns the gradients and metrics.
 
-        The gradients are sums over microbatches, each multiplied by the microbatch's weight.
+        Returns:
+          (gradients of the arrays at `floats`, gradients of the ends' weights, metrics [M, ...],
+          loss weights [M]). The gradients are sums over microbatches, each multiplied by its loss
+          weight.
         """
         carry = self.start()
         for ticks, does_forward, does_inputs, does_weights in self.schedule.phases:
@@ -80,9 +84,9 @@ class InterleavedTicks:
         return grad_floats, carry.grad_ends, carry.reported_M, carry.weight_M
 
     def start(self) -> Carry:
-        """Returns the carry of the first tick."""
+        """Returns the initial carry."""
         num_stages, num_microbatches = self.schedule.num_stages, self.schedule.num_microbatches
-        # Stages that wait for their first microbatch process rows of the batch, too.
+        # Until its first microbatch arrives, a stage processes rows of the batch as dummy inputs.
         x = self.ends.enter(jnp.array(0))
         x_S = self.constrain_activations(jnp.broadcast_to(x, (num_stages, *x.shape)))
         assigned = self.work.assigned(self.arrays)
@@ -114,7 +118,7 @@ class InterleavedTicks:
     def tick(
         self, does_forward: bool, does_inputs: bool, does_weights: bool, carry: Carry, t: jax.Array
     ) -> tuple[Carry, None]:
-        """Returns the carry of the next tick."""
+        """Returns the carry after tick t."""
         if does_forward:
             carry, y_S = self.forward(carry, t)
             if does_inputs:
@@ -127,7 +131,7 @@ class InterleavedTicks:
         return carry, None
 
     def forward(self, carry: Carry, t: jax.Array) -> tuple[Carry, jax.Array]:
-        """Returns the carry with the stages' inputs, and the stages' results [S, rows, ...]."""
+        """Runs the stages forward; returns the carry and their outputs [S, rows, ...]."""
         microbatch, repeat, is_valid = self.schedule.forward(t, self.work.stages)
         is_entering = is_valid[0] & (repeat[0] == 0)
         x = self.if_any(is_entering, self.ends.enter, microbatch[0])
@@ -151,7 +155,7 @@ class InterleavedTicks:
         return carry._replace(kept_SK=kept_SK, values=values), self.constrain_activations(y_S)
 
     def leave(self, carry: Carry, y_S: jax.Array, t: jax.Array) -> Carry:
-        """Returns the carry with the report and gradient of the microbatch that leaves."""
+        """Computes the loss and its gradient if a microbatch leaves the last stage."""
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
@@ -176,7 +180,7 @@ class InterleavedTicks:
         )
 
     def backward(self, carry: Carry, t: jax.Array) -> Carry:
-        """Returns the carry with the gradients of the stages' inputs."""
+        """Computes the gradients with respect to the stages' inputs."""
         stages, layout = self.work.stages, self.work.layout
         microbatch, repeat, is_valid = self.schedule.backward(t, stages)
         counts = is_valid & (carry.weight_M[microbatch] != 0)
@@ -185,7 +189,7 @@ class InterleavedTicks:
         grad_x_S, residuals = self.by_inputs(
             microbatch, repeat, x_S, self.constrain_activations(carry.grad_x_S), carry.grad_values
         )
-        # Results of idle stages, and of microbatches of weight 0, may be NaN.
+        # Idle stages and microbatches with weight 0 may produce NaN.
         counts = counts.reshape(-1, *[1] * (x_S.ndim - 1))
         grad_x_S = self.constrain_activations(jnp.where(counts, grad_x_S, 0))
         microbatch, repeat, is_valid = self.schedule.backward(t, 0)
@@ -207,7 +211,7 @@ class InterleavedTicks:
         self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, grad_y_S: jax.Array,
         grad_values: Values,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Returns the gradients of all stages' inputs, and residuals."""
+        """Returns the gradients with respect to all stages' inputs, and residuals for weights."""
 
         def first(
             arrays: list, stage: Any, m: Any, r: Any, x: Any, grad_y: Any, grad_values: Values
@@ -220,7 +224,7 @@ class InterleavedTicks:
         )
 
     def weights(self, carry: Carry, t: jax.Array) -> Carry:
-        """Returns the carry with gradients of weights added."""
+        """Adds this tick's weight gradients to the carry."""
         stages = self.work.stages
         since = stages if self.schedule.split_backward else 0 * stages
         microbatch, repeat, is_valid = self.schedule.weights(t, stages)
@@ -237,7 +241,7 @@ class InterleavedTicks:
                 lambda total, part: added(total, _if(counts, part), r), totals, parts
             )
 
-        slot_axis = 0 if microbatch.ndim else None  # Of each stage, or the same of all.
+        slot_axis = 0 if microbatch.ndim else None  # None if all stages share one microbatch.
         grad_floats = self.work.vmap(
             second, self.split, in_axes=(1, 1, 0, 0, 0, *[slot_axis] * 3), out_axes=1
         )(
@@ -250,7 +254,7 @@ class InterleavedTicks:
 
     @functools.cached_property
     def split(self) -> Any:
-        """A stage's backward pass, split in two parts."""
+        """A stage's backward pass, split into two programs."""
         x = jax.eval_shape(self.ends.enter, jnp.array(0))
         x_S = jax.ShapeDtypeStruct((self.schedule.num_stages, *x.shape), x.dtype)
         key = None if self.keys_M is None else self.keys_M[0]
@@ -260,9 +264,9 @@ class InterleavedTicks:
     def picked(
         self, arrays: list, stage: Any, microbatch: Any, repeat: Any
     ) -> tuple[list[jax.Array], Any, Any, Any, Any]:
-        """Returns the arguments of a stage's work except x."""
+        """Returns all arguments of `StageWork.work` except x."""
         key = None if self.keys_M is None else pick(self.keys_M, microbatch)
-        # The key is already the microbatch's, so the index that `work` folds in is 0.
+        # The key is already specific to the microbatch, so `work` folds in index 0.
         return self.work.picked(arrays, microbatch, repeat), key, stage, 0 * microbatch, repeat
 
     def if_any(self, is_any: jax.Array, function: Any, *args: Any) -> Any:
@@ -275,7 +279,7 @@ class InterleavedTicks:
         return jax.lax.cond(is_any, function, zeros, *args)
 
     def at_stage(self, number: int, condition: jax.Array, x_S: jax.Array) -> jax.Array:
-        """Returns bools [S, 1, ...]: the condition at one stage, False at the others."""
+        """Returns a mask [S, 1, ...] with the condition at one stage and False at all others."""
         is_there = (self.work.stages == number) & condition
         return is_there.reshape(-1, *[1] * (x_S.ndim - 1))
 
@@ -285,12 +289,12 @@ class InterleavedTicks:
 
 
 def _at(x_S: jax.Array, stage: int) -> jax.Array:
-    """Indexes a stage's array; without the barrier, XLA first reshards it like the ends."""
+    """Returns `x_S[stage]`; without the barrier, XLA would first reshard x_S like the ends."""
     return jax.lax.optimization_barrier(x_S)[stage]
 
 
-# On TPU, XLA moves the reduction of gradients over devices out of the loop over ticks only if there
-# is nothing but a select between it and the sum over ticks, such as a product with a weight.
+# On TPU, XLA moves the cross-device reduction of gradients out of the tick loop only if at most a
+# select separates it from the sum over ticks. A multiplication by a weight would prevent this.
 
 
 def _if(counts: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -301,12 +305,12 @@ def _sum(total: PyTree, gradients: PyTree, counts: jax.Array) -> PyTree:
     return jax.tree.map(lambda a, g: a + _if(counts, g), total, gradients)
 
 
-# Values that stages assign are stored per microbatch until its loss. `values` are [R, S, P, ...],
-# as in the model; `kept` are [S, M, R, P, ...].
+# Values that the stages assign are stored per microbatch until its loss is computed. `values` has
+# the model's layout [R, S, P, ...]; `kept` has the layout [S, M, R, P, ...].
 
 
 def room_for_values(values: Values, num_microbatches: int) -> Values:
-    """Returns zeros for the values of all microbatches, [S, M, R, P, ...]."""
+    """Returns a buffer of zeros for the values of all microbatches, [S, M, R, P, ...]."""
     return {
         path: jnp.zeros((a.shape[1], num_microbatches, a.shape[0], *a.shape[2:]), a.dtype)
         for path, a in values.items()
@@ -316,7 +320,7 @@ def room_for_values(values: Values, num_microbatches: int) -> Values:
 def with_stage_values(
     kept: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
 ) -> Values:
-    """Updates a stage's stored values [M, R, P, ...] with those of its tick, [P, ...], if valid."""
+    """Writes a tick's values [P, ...] into a stage's stored values [M, R, P, ...], if valid."""
     return {
         path: a.at[microbatch, repeat].set(jnp.where(is_valid, new[path], a[microbatch, repeat]))
         for path, a in kept.items()
@@ -324,14 +328,14 @@ def with_stage_values(
 
 
 def values_of_microbatch(kept: Values, microbatch: jax.Array) -> Values:
-    """Returns the values of one microbatch."""
+    """Returns the stored values of one microbatch, [R, S, P, ...]."""
     return {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in kept.items()}
 
 
 def with_values_of_microbatch(
     kept: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
 ) -> Values:
-    """Updates the stored values of one microbatch, if valid."""
+    """Overwrites the stored values of one microbatch, if valid."""
     return {
         path: a.at[:, microbatch].set(
             jnp.where(is_valid, jnp.moveaxis(values[path], 1, 0), a[:, microbatch])

@@ -1,4 +1,4 @@
-"""The number of microbatches of a batch, and their rows."""
+"""Divides a batch into microbatches."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ from praxis_lite.layers.base.calls import require_positive
 def check_microbatches(
     layer: Any, num_microbatches: int | None, microbatch_size: int | None
 ) -> None:
-    """Raises ConfigError unless exactly one of a Pipeline's two settings is set, and positive."""
+    """Raises ConfigError unless exactly one of the two settings is set, to a positive number."""
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigError(
-            f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
-            f"{microbatch_size}; expected exactly one of the two. Set num_microbatches."
+            "Pipeline requires exactly one of num_microbatches and microbatch_size, but "
+            f"num_microbatches is {num_microbatches} and microbatch_size is {microbatch_size}."
         )
     if num_microbatches is not None:
         require_positive(layer, num_microbatches=num_microbatches)
@@ -31,17 +31,17 @@ def num_microbatches_of(
     num_rows: int, num_microbatches: int | None, microbatch_size: int | None, *,
     must_divide: bool = False,
 ) -> int:
-    """Returns M for a batch.
+    """Returns the number of microbatches for a batch.
 
     Args:
-      num_rows: Number of rows of the batch.
+      num_rows: Number of rows in the batch.
       num_microbatches: See Pipeline.
-      microbatch_size: See Pipeline; one of the two is None.
-      must_divide: Whether M must divide the rows, because blocks assign variables, which would
-        count padding rows.
+      microbatch_size: See Pipeline. Exactly one of the two is None.
+      must_divide: Whether to reject batches that need padding rows, because the blocks assign
+        variables, which would include these rows.
 
     Raises:
-      ConfigError: M must divide the rows, but does not.
+      ConfigError: must_divide is set, and the batch needs padding rows.
     """
     by_size = num_microbatches is None
     name = "microbatch_size" if by_size else "num_microbatches"
@@ -49,9 +49,9 @@ def num_microbatches_of(
     assert actual is not None
     if must_divide and num_rows % actual:
         raise ConfigError(
-            f"Pipeline.{name} is {actual}; expected a divisor of {num_rows}, the rows of the "
-            "batch: its blocks assign variables, which would count the padding rows of the "
-            f"last microbatches. Change {name} or the batch size."
+            f"Pipeline.{name} is {actual}; expected a divisor of the batch size {num_rows}, "
+            "because the blocks assign variables, which would include the padding rows of the last "
+            f"microbatches. Change {name} or the batch size."
         )
     return -(-num_rows // actual) if by_size else actual
 
@@ -60,7 +60,7 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
     """Splits inputs into those with rows and the others (None, flags, scalars).
 
     Raises:
-      ConfigError: An array has neither `num_rows` rows nor one.
+      ConfigError: The first dim of an array is neither `num_rows` nor 1.
     """
     arrays: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -71,8 +71,8 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
         for leaf in leaves if has_rows else ():
             if leaf.shape[0] not in (1, num_rows):
                 raise ConfigError(
-                    f"Pipeline's input {name!r} has the shape {leaf.shape}; expected x's "
-                    f"{num_rows} rows, or 1, as its first dim."
+                    f"Pipeline's input {name!r} has shape {leaf.shape}; expected its first dim to "
+                    f"be {num_rows}, the number of rows of x, or 1."
                 )
     return arrays, others
 

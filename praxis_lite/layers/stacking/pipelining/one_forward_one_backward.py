@@ -1,4 +1,4 @@
-"""OneForwardOneBackward: gradients of a pipelined model by 1F1B, with the loss in the ticks."""
+"""OneForwardOneBackward: trains a pipelined model with 1F1B, computing the loss in the ticks."""
 
 import dataclasses
 import functools
@@ -38,13 +38,13 @@ class OneForwardOneBackward:
     """Computes the gradients of a model with one Pipeline by 1F1B (arXiv:2104.04473).
 
     The backward pass of a microbatch begins as soon as it has left the last stage, so a stage
-    stores the inputs of 2 R S - 1 microbatches, independent of M. The model before and after the
-    Pipeline, such as embedding and loss, is computed per microbatch within the ticks. With
-    `Pipeline.split_backward`, gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
+    stores the inputs of 2 R S - 1 microbatches, regardless of M. The parts of the model before and
+    after the Pipeline, such as the embedding and the loss, run per microbatch within the ticks.
+    With `Pipeline.split_backward`, weight gradients have no bubbles (ZB-H1, arXiv:2401.10241).
 
-    The results equal those of gradient accumulation over the Pipeline's microbatches, which is used
-    on meshes without the stage axis. If the loss is a weighted mean over rows, they equal those of
-    the complete batch.
+    Gradient accumulation over the same microbatches gives the same results, and is used instead on
+    meshes without the stage axis. If the loss is a weighted mean over rows, a pass over the
+    complete batch gives the same results as well.
     """
 
     def on(
@@ -53,7 +53,8 @@ class OneForwardOneBackward:
         """Returns the functions that compute gradients and metrics of a task on a mesh.
 
         Raises:
-          ConfigError: The model does not have exactly one Pipeline, or a pass updates variables.
+          ConfigError: The model does not contain exactly one Pipeline, or it contains variables
+            that each pass updates.
         """
         pipeline = _pipeline_of(task)
         return Gradients(
@@ -70,8 +71,9 @@ def _pipeline_of(task: Task) -> Pipeline:
     pipelines = [node for node in modules if isinstance(node, Pipeline)]
     if len(pipelines) != 1:
         raise ConfigError(
-            f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; expected one. "
-            "Omit the Partitioner's gradients, or make the model's stack a Pipeline."
+            "OneForwardOneBackward requires a model with exactly one Pipeline, but found "
+            f"{len(pipelines)}. Omit the Partitioner's gradients, or make the model's stack a "
+            "Pipeline."
         )
     updated = {
         str(path[-1]) for path, node in nnx.compat.iter_graph(module)
@@ -79,16 +81,16 @@ def _pipeline_of(task: Task) -> Pipeline:
     }
     if updated:
         raise ConfigError(
-            "OneForwardOneBackward found variables that are updated in each pass: "
-            f"{', '.join(sorted(updated))}; expected a model without batch statistics, because a "
-            "stage does not know yet which microbatches have weight 0. Omit the Partitioner's "
-            "gradients: the Pipeline alone supports such variables."
+            "OneForwardOneBackward does not support variables that each pass updates, such as "
+            "batch statistics, because a stage does not know yet which microbatches have weight 0. "
+            f"The model contains {', '.join(sorted(updated))}. Omit the Partitioner's gradients: "
+            "without OneForwardOneBackward, the Pipeline supports such variables."
         )
     return pipelines[0]
 
 
 def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
-    """Returns M for a batch, summed over its micro-batches of accumulation."""
+    """Returns the number of microbatches in a batch, summed over the accumulation steps."""
     num_rows = -(-num_rows_of(inputs) // num_micro_batches)
     num_microbatches = num_microbatches_of(
         num_rows, pipeline.num_microbatches, pipeline.microbatch_size
@@ -97,14 +99,14 @@ def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
 
 
 def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
-    """Returns the number of padding rows that a batch needs for its microbatches."""
+    """Returns the number of padding rows needed to split a batch into equal microbatches."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
     num_rows = num_rows_of(inputs)
     if num_rows % num_microbatches and assigned_values(pipeline.blocks):
         raise ConfigError(
-            f"A batch has {num_rows} rows, which {num_microbatches} microbatches do not divide, "
-            "and the Pipeline's blocks assign variables, which would count padding rows. "
-            f"Make the batch size a multiple of {num_microbatches}."
+            f"The batch size {num_rows} is not divisible by the {num_microbatches} microbatches. "
+            "Padding rows cannot be added, because the Pipeline's blocks assign variables, which "
+            f"would include these rows. Make the batch size a multiple of {num_microbatches}."
         )
     return num_missing_rows(inputs, num_microbatches, f"{num_microbatches} microbatches")
 
@@ -115,7 +117,7 @@ def _value_and_grad(
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
     """Implements `accumulation.value_and_grad` over all microbatches.
 
-    Ticks are computed over Auto axes, because JAX cannot type the work of a stage.
+    The ticks run with Auto axes, because the computation of a stage cannot be typed in JAX.
     """
     def types(results: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         replicated = jax.tree.map(lambda x: PartitionSpec(), results[0])
@@ -145,7 +147,7 @@ def _grads_in_ticks(
     batches = accumulation.cut(inputs, num_microbatches)
 
     def batch_loss(params: PyTree, microbatch: Any) -> tuple:
-        """Returns the loss of a microbatch, and metrics."""
+        """Returns the loss and the metrics of a microbatch."""
         batch = jax.tree.map(lambda a: a[microbatch], batches)
         batch = accumulation.constrain_rows(batch, inputs_split_mapping)
         batch_key = key if num_microbatches == 1 else jax.random.fold_in(key, microbatch)

@@ -1,9 +1,8 @@
-"""Schedules of pipelines: the microbatch and repeat that each stage processes in each tick.
+"""Pipeline schedules: which microbatch and repeat each stage processes in each tick.
 
-Pure arithmetic on Python ints, NumPy or traced arrays. GPipe (arXiv:1811.06965) is the schedule for
-one repeat. With more repeats a microbatch passes through all stages once per repeat (the circular
-schedule of arXiv:2104.04473 and of Pax), which divides the fraction of bubbles by about the number
-of repeats.
+The functions accept Python ints, NumPy arrays and traced arrays. With one repeat, the schedule is
+GPipe (arXiv:1811.06965). With R repeats, a microbatch passes through all stages R times (the
+circular schedule of arXiv:2104.04473 and Pax), and the bubbles shrink by a factor of about R.
 """
 
 import dataclasses
@@ -18,8 +17,8 @@ __all__ = ("Schedule",)
 class Schedule:
     """The ticks of a pipeline with S stages, M microbatches and R repeats.
 
-    At tick t, stage s continues the microbatch that stage s - 1 had at tick t - 1. Stage 0
-    continues those of the last stage once all microbatches have started their repeat.
+    At tick t, stage s continues with the microbatch that stage s - 1 processed at tick t - 1. Once
+    all microbatches have started a repeat, stage 0 continues with those from the last stage.
     """
 
     num_stages: int
@@ -48,25 +47,25 @@ class Schedule:
 
     @property
     def num_weight_ticks(self) -> int:
-        """Number of backward ticks with gradients of weights, in a split backward pass.
+        """Number of ticks of a split backward pass that compute weight gradients.
 
-        The S - 1 ticks before have none. It is R M if M >= S or R = 1, and then no stage is idle in
-        these ticks.
+        The first S - 1 backward ticks compute none. If M >= S or R = 1, the number is R M, and no
+        stage is idle in these ticks.
         """
         return self.num_ticks - (self.num_stages - 1)
 
     def split_bubble_share(
         self, forward: float = 1.0, by_inputs: float = 1.0, by_weights: float = 1.0
     ) -> float:
-        """Returns the fraction of a step's time in which a stage is idle, if backward is split.
+        """Returns the fraction of time that a stage is idle if the backward pass is split.
 
         It is (S - 1) (F + I) / ((R M + S - 1) (F + I) + R M W) if M >= S or R = 1, and equals
         `bubble_share` for W = 0.
 
         Args:
-          forward: F, time of a stage's forward tick, including recomputation.
-          by_inputs: I, time for the gradient of its inputs.
-          by_weights: W, time for the gradients of its weights.
+          forward: F, the time of a stage's forward tick, including recomputation.
+          by_inputs: I, the time of its input gradients.
+          by_weights: W, the time of its weight gradients.
         """
         num_busy, with_bubbles = self.circular_repeat * self.num_microbatches, forward + by_inputs
         time = self.num_ticks * with_bubbles + self.num_weight_ticks * by_weights
@@ -75,7 +74,7 @@ class Schedule:
     def work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) of `stage` at `tick`, as ints or arrays.
 
-        For idle stages is_valid is False, and microbatch and repeat are within range.
+        For an idle stage, is_valid is False, and microbatch and repeat are arbitrary valid indices.
         """
         since = tick - stage
         repeat, microbatch = since // self.period, since % self.period
@@ -89,17 +88,18 @@ class Schedule:
 class InterleavedSchedule:
     """The ticks of interleaved 1F1B (arXiv:2104.04473) with S stages, M microbatches, R repeats.
 
-    A tick has up to three parts, the same on all stages: the forward pass of one microbatch, the
-    gradient of the inputs of another, and the gradients of weights of a third. With several repeats
-    microbatches circulate in groups of S. A stage's work is numbered by slots in the order of its
-    forward passes, each for one repeat of one microbatch; backward passes start with the last
-    repeat.
+    A tick has up to three parts: the forward pass of one microbatch, the input gradients of a
+    second, and the weight gradients of a third. All stages run the same parts in a tick. With
+    several repeats, microbatches circulate in groups of S.
+
+    Forward passes on a stage are numbered by slots; a slot is one repeat of one microbatch.
+    Backward passes start with the last repeat.
 
     Attributes:
       num_stages: S.
       num_microbatches: M.
       circular_repeat: R.
-      split_backward: Whether stage s computes gradients of weights s ticks after those of inputs.
+      split_backward: Whether stage s computes weight gradients s ticks after input gradients.
     """
 
     num_stages: int
@@ -109,7 +109,7 @@ class InterleavedSchedule:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots: R M if S divides M or R is 1; otherwise the last group has idle ones."""
+        """Number of slots: R M, plus idle slots if R > 1 and M is not a multiple of S."""
         if self.circular_repeat == 1:
             return self.num_microbatches
         group = self.num_stages * self.circular_repeat
@@ -117,17 +117,17 @@ class InterleavedSchedule:
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks with forward passes, and of ticks with backward passes."""
+        """Number of ticks with forward passes; equal to the number with backward passes."""
         return self.num_slots + self.num_stages - 1
 
     @property
     def first_backward(self) -> int:
-        """The tick of the last stage's first result, in which its backward pass begins."""
+        """The tick in which the first microbatch leaves the last stage and turns backward."""
         return self.circular_repeat * self.num_stages - 1
 
     @property
     def first_weights(self) -> int:
-        """The first tick that computes gradients of weights."""
+        """The first tick that computes weight gradients."""
         return self.first_backward + (self.num_stages - 1 if self.split_backward else 0)
 
     @property
@@ -138,12 +138,12 @@ class InterleavedSchedule:
 
     @property
     def num_residuals(self) -> int:
-        """Number of ticks whose residuals for the gradients of weights a stage stores."""
+        """Number of ticks whose residuals a stage stores for the weight gradients."""
         return self.num_stages if self.split_backward else 1
 
     @property
     def phases(self) -> list[tuple[range, bool, bool, bool]]:
-        """Ranges of ticks with three bools: forward, gradients of inputs, gradients of weights."""
+        """Ranges of ticks, each with flags for forward passes, input and weight gradients."""
         begins, end = self.first_backward, self.first_backward + self.num_ticks
         bounds = sorted({0, begins, min(self.first_weights, end), self.num_ticks, end})
         return [
@@ -154,15 +154,15 @@ class InterleavedSchedule:
     def bubble_share(
         self, forward: float = 1.0, by_inputs: float = 2.0, by_weights: float = 1.0
     ) -> float:
-        """Returns the fraction of a step's time in which a stage is idle, from the phases' ticks.
+        """Returns the fraction of a step's time that a stage is idle.
 
-        It is (S - 1) / (R M + S - 1) if S divides M; with split_backward the gradients of weights
+        It is (S - 1) / (R M + S - 1) if M is divisible by S. With split_backward, weight gradients
         have no bubbles.
 
         Args:
-          forward: F, time of a stage's forward tick.
-          by_inputs: Time for the gradient of its inputs, including the recomputed F.
-          by_weights: Time for the gradients of its weights.
+          forward: The time of a stage's forward tick.
+          by_inputs: The time of its input gradients, including the recomputed forward pass.
+          by_weights: The time of its weight gradients.
         """
         times = forward, by_inputs, by_weights
         time = sum(
@@ -176,21 +176,21 @@ class InterleavedSchedule:
         return self._at(tick - stage)
 
     def backward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) for a stage's gradient of inputs."""
+        """Returns (microbatch, repeat, is_valid) of a stage's input gradients."""
         microbatch, repeat, is_valid = self._at(self._slot_backward(tick, stage))
         return microbatch, self.circular_repeat - 1 - repeat, is_valid
 
     def weights(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Returns (microbatch, repeat, is_valid) for a stage's gradients of weights.
+        """Returns (microbatch, repeat, is_valid) of a stage's weight gradients.
 
-        With split_backward they are scalars, the same for all stages.
+        With split_backward, they are scalars, because they are equal on all stages.
         """
         if not self.split_backward:
             return self.backward(tick, stage)
         return self.backward(tick - (self.num_stages - 1), self.num_stages - 1)
 
     def tick_forward(self, tick: Any, stage: Any) -> Any:
-        """Returns the tick of the forward pass whose backward pass the stage computes now."""
+        """Returns the tick in which a stage ran the forward pass that `tick` runs backward."""
         slot = self._slot_backward(tick, stage)
         _, repeat, _ = self._at(slot)  # Counted from the last repeat.
         forward_slot = slot + (self.circular_repeat - 1 - 2 * repeat) * self.num_stages

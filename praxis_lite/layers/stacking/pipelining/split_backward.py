@@ -1,7 +1,8 @@
-"""Splits a jaxpr in two: the operations that some results need, and the remaining ones.
+"""Splits a jaxpr into two programs: one computes the results needed first, one the others.
 
-A split backward pass first computes the gradient of its inputs, which the previous stage waits for,
-and the gradients of weights later (zero bubble, arXiv:2401.10241). No operation is in both parts.
+A split backward pass first computes the gradient with respect to its inputs, because the previous
+stage is waiting for it, and later the weight gradients (zero bubble, arXiv:2401.10241). No
+operation runs in both programs.
 """
 
 import dataclasses
@@ -15,18 +16,19 @@ from praxis_lite.core.jaxprs import all_eqns, expand_high_level, open_jaxpr
 
 PyTree = Any
 
-# Operations that only call a jaxpr, which is split as well. Loops are not split.
+# Primitives that only call a jaxpr; they are inlined and split. Loops are not split.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitProgram:
-    """A function in two parts.
+    """A function that was split into two programs.
 
     Attributes:
-      first: (*args) -> (results needed first, residuals for `second`).
-      second: (residuals, *leading args) -> other results.
-      manual_axes: Mesh axes that are manual in all `jax.shard_map`s; None if there are none.
+      first: Takes (*args), and returns (results needed first, residuals for `second`).
+      second: Takes (residuals, *leading args), and returns the other results.
+      manual_axes: Mesh axes that are manual in every `jax.shard_map` of the function; None if it
+        contains no `jax.shard_map`.
     """
 
     first: Callable[..., tuple[PyTree, list[jax.Array]]]
@@ -41,8 +43,8 @@ def split_program(
 
     Args:
       program: The function.
-      args: Its arguments, as arrays or their shapes and dtypes, for tracing it.
-      num_again: Number of leading arguments that are passed to `second` again, so that they are not
+      args: Arguments to trace the function with: arrays or `jax.ShapeDtypeStruct`s.
+      num_again: Number of leading arguments that `second` also takes; they are not saved as
         residuals.
     """
     closed, results = jax.make_jaxpr(program, return_shape=True)(*args)
@@ -78,7 +80,7 @@ def split_program(
 
 
 def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
-    """Returns for each leaf of `args` whether results of `program` depend on it."""
+    """Returns, for each leaf of `args`, whether a result of `program` depends on it."""
     closed = jax.make_jaxpr(program)(*args)
     eqns: list[core.JaxprEqn] = []
     outvars = _inlined(closed, open_jaxpr(closed).invars, eqns, {})
@@ -89,7 +91,7 @@ def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> li
 
 
 def _common_manual_axes(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
-    """Returns the mesh axes that are manual in all `jax.shard_map`s; None if there are none."""
+    """Returns the axes that are manual in every `jax.shard_map`; None without a shard_map."""
     manual_axes = []
     for eqn in all_eqns(eqns):
         if eqn.primitive.name == "shard_map":
@@ -101,7 +103,7 @@ def _common_manual_axes(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
 def _inlined(
     program: Any, arguments: Sequence[Any], eqns: list[core.JaxprEqn], constants: dict
 ) -> list[Any]:
-    """Appends a jaxpr's equations to `eqns`, with calls inlined, and returns its results."""
+    """Appends a jaxpr's equations to `eqns`, inlining calls, and returns its output variables."""
     jaxpr = open_jaxpr(program)
     names = dict(zip(jaxpr.invars, arguments, strict=True))
     for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
@@ -123,7 +125,7 @@ def _inlined(
 
 
 def _needed(eqns: Sequence[core.JaxprEqn], atoms: Iterable[Any]) -> list[core.JaxprEqn]:
-    """Returns the equations that compute `atoms`, in order."""
+    """Returns the equations needed to compute `atoms`, in their original order."""
     needed = {atom for atom in atoms if not isinstance(atom, core.Literal)}
     used = []
     for eqn in reversed(eqns):

@@ -1,8 +1,8 @@
 """Splits a model at its pipeline into functions for the parts before and after it.
 
-While a cut is active, a Pipeline that is called without a cache calls the cut instead of its
-blocks. So layers and tasks need not declare where to split the model: each function traces the
-complete model, and what its results do not need is dead code.
+While a cut function is active, a Pipeline that is called without a cache calls this function
+instead of its blocks. Layers and tasks therefore need not declare where to split the model: each
+function traces the complete model, and XLA removes the operations that its results do not need.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from praxis_lite.layers.stacking.pipelining.ticks import Values
 
 __all__ = ("in_one_microbatch",)
 
-# R repeats, S stages, P layers of one stage in one repeat, M microbatches.
+# R repeats, S stages, P layers per stage and repeat, M microbatches.
 
 PyTree = Any
 
@@ -33,13 +33,13 @@ _CUT: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default
 
 
 def active_cut() -> Cut | None:
-    """Returns the function that replaces calls of pipelines, or None."""
+    """Returns the function that currently replaces calls of Pipelines, or None."""
     return _CUT.get()
 
 
 @contextlib.contextmanager
 def cutting(cut: Cut) -> Iterator[None]:
-    """Activates a cut in the body."""
+    """Makes Pipelines call `cut` instead of their blocks inside the `with` block."""
     token = _CUT.set(cut)
     try:
         yield
@@ -48,26 +48,26 @@ def cutting(cut: Cut) -> Iterator[None]:
 
 
 def in_one_microbatch() -> contextlib.AbstractContextManager[None]:
-    """Makes pipelines process all rows of a call as one microbatch, in the body."""
+    """Makes Pipelines process all rows of a call as one microbatch inside the `with` block."""
     return cutting(lambda pipeline, x, key, inputs: pipeline.apply_in_microbatches(
         x, 1, key=key, cache=None, **inputs
     )[0])
 
 
 class SplitModel:
-    """A model's loss of a microbatch, split into `enter`, before its pipeline, and `leave`.
+    """A model's loss function, split into `enter` before its pipeline and `leave` after it.
 
-    Weights that are used at both ends, such as a tied embedding, get the sum of both gradients.
+    Weights that are used at both ends, such as a tied embedding, receive the sum of both gradients.
 
     Args:
-      loss: (params, microbatch) -> (loss, metrics).
+      loss: Takes (params, microbatch), and returns (loss, metrics).
       params: The weights.
-      num_microbatches: M.
-      full_weight: Expected weight of a microbatch. Weights are divided by it, so that weighted
-        gradients have the size of the loss's, which matters for the range of float16.
+      num_microbatches: Number of microbatches, M.
+      full_weight: Expected loss weight of a microbatch. Weights are divided by it, so that weighted
+        gradients are as large as unweighted ones and stay within the range of float16.
 
     Raises:
-      ConfigError: The pipeline is not called exactly once, or its inputs other than x depend on
+      ConfigError: The pipeline is not called exactly once, or an input other than x depends on
         weights.
     """
 
@@ -81,8 +81,8 @@ class SplitModel:
         x, *_ = jax.eval_shape(self._called, self._params, jnp.array(0))
         if any(self._used(lambda params: self._called(params, 0)[1])):
             raise ConfigError(
-                "OneForwardOneBackward: inputs of the Pipeline other than x depend on weights, "
-                "such as an encoder's; expected inputs that depend only on data. Omit the "
+                "OneForwardOneBackward requires that the inputs of the Pipeline, except x, depend "
+                "only on data, but some depend on weights, such as those of an encoder. Omit the "
                 "Partitioner's gradients."
             )
         before = self._used(lambda params: self._called(params, 0)[0])
@@ -91,7 +91,7 @@ class SplitModel:
         self._ends = [i for i, is_used in enumerate(at_ends) if is_used]
 
     def parts(self) -> tuple[StageWork, "SplitModel", list[jax.Array], jax.Array | None]:
-        """Returns (the stages' work, self, the arrays of the work, the microbatches' keys)."""
+        """Returns the arguments (work, ends, arrays, keys_M) of InterleavedTicks."""
         leaves = self._leaves(self._params)
         _, inputs_M, keys_M = jax.lax.map(
             lambda microbatch: (0, *self._called(self._params, microbatch)[1:]),
@@ -105,7 +105,7 @@ class SplitModel:
         return work, self, work.arrays(leaves, inputs), keys_M
 
     def grad_params(self, grad_leaves: dict[int, jax.Array], grad_ends: list[jax.Array]) -> PyTree:
-        """Combines gradients of blocks and ends to float32 gradients of the model's weights."""
+        """Combines the gradients of blocks and ends into float32 gradients of all weights."""
         numbers = list(grad_leaves)
 
         def floats(params: list) -> list[jax.Array]:
@@ -115,7 +115,8 @@ class SplitModel:
         leaves, pull = jax.vjp(floats, self._params)
         grads = [jnp.zeros(w.shape, jnp.float32) for w in self._params]
         rests = list(grad_leaves.values())
-        # A cast to 16 bits in between would round gradients; they pass through it in three parts.
+        # If `pull` casts to 16 bits, each gradient is passed as a sum of three 16-bit terms, so
+        # that the cast does not round it.
         num_parts = 3 if any(leaf.dtype != jnp.float32 for leaf in leaves) else 1
         for _ in range(num_parts):
             parts = [rest.astype(leaf.dtype) for rest, leaf in zip(rests, leaves, strict=True)]
@@ -125,27 +126,26 @@ class SplitModel:
             grads[i] += g
         return jax.tree.unflatten(self._form, grads)
 
-    # The ends.
-
     def enter(self, microbatch: jax.Array) -> jax.Array:
-        """Returns the input x of the pipeline."""
+        """Returns the pipeline's input x for a microbatch."""
         return self._called(self._params, microbatch)[0]
 
     def enter_gradient(self, microbatch: jax.Array, grad_x: jax.Array) -> list[jax.Array]:
-        """Returns the gradients of the ends' weights through x."""
+        """Backpropagates the gradient of x to the ends' weights."""
         ends = [self._params[i] for i in self._ends]
         _, pull = jax.vjp(lambda ends: self._called(self._with(ends), microbatch)[0], ends)
         return pull(grad_x)[0]
 
     def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
-        """Returns (metrics, weight, gradients of x, of the ends' weights and of values).
+        """Returns (metrics, weight, grad_x, grad_ends, grad_values) for a microbatch.
 
-        The gradients are multiplied by the weight, a float32 scalar; they may be NaN if it is 0.
+        The weight is a float32 scalar. The gradients are multiplied by it, and may be NaN if it
+        is 0.
 
         Args:
           microbatch: Index of the microbatch.
           x: Output of the pipeline.
-          values: Values assigned by the blocks, [R, S, P, ...]; float ones have a gradient.
+          values: Values assigned by the blocks, [R, S, P, ...]; only float values have gradients.
         """
         ends = [self._params[i] for i in self._ends]
         floats = {path: value for path, value in values.items() if floats_of([value])}
@@ -185,17 +185,17 @@ class SplitModel:
             result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
         if len(calls) != 1:
             raise ConfigError(
-                f"OneForwardOneBackward: a pass calls the Pipeline {len(calls)} times; expected "
-                "once. Omit the Partitioner's gradients."
+                "OneForwardOneBackward requires that each pass calls the Pipeline once, but it was "
+                f"called {len(calls)} times. Omit the Partitioner's gradients."
             )
         return result, calls[0]
 
     def _left(self, params: list, microbatch: Any, x: jax.Array, values: Values) -> tuple:
-        """Returns the loss and metrics, given the pipeline's output and its blocks' values."""
+        """Returns the loss and metrics, given the pipeline's output and its assigned values."""
         return self._cut(params, microbatch, lambda _: x, values)[0]
 
     def _called(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:
-        """Returns the pipeline's x, inputs and key."""
+        """Returns the arguments (x, inputs, key) that the model passes to the pipeline."""
         _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x, {})
         arrays, others = arrays_of(inputs, x.shape[0])
         scalars = {

@@ -1,10 +1,12 @@
-"""The ticks of a pipeline with a split backward pass: gradients of inputs, then of weights.
+"""The tick loop of a pipeline with a split backward pass: input gradients, then weight gradients.
 
-In a backward tick a stage computes the gradient of its inputs, which the previous stage waits for.
-Stage s computes the gradients of weights s ticks later. So all stages do this for the same
-microbatch in the same tick, and none is idle: only forward ticks and gradients of inputs have
-bubbles (zero bubble, arXiv:2401.10241). There is one scan forward and two backward: S - 1 ticks
-without gradients of weights, and the others with them.
+In a backward tick, a stage computes the gradient with respect to its inputs, because the previous
+stage is waiting for it. Stage s computes its weight gradients s ticks later. In this way, all
+stages compute the weight gradients of the same microbatch in the same tick, and none is idle: only
+forward passes and input gradients have bubbles (zero bubble, arXiv:2401.10241).
+
+The forward pass is one scan. The backward pass is two scans: the first runs S - 1 ticks without
+weight gradients, the second runs the remaining ticks with them.
 """
 
 import dataclasses
@@ -20,8 +22,8 @@ from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import StageLayout, Values, gathered, pick
 
-# R repeats, S stages, P layers of one stage in one repeat, M microbatches, T ticks. Suffixes of
-# names are the leading dims of arrays: x_M is [M, rows, ...]. X is R for weights and M for inputs.
+# R repeats, S stages, P layers per stage and repeat, M microbatches, T ticks. Name suffixes give
+# the leading dims of arrays: x_M is [M, rows, ...]. X is R for weights and M for inputs.
 
 PyTree = Any
 
@@ -30,12 +32,13 @@ def run_split_ticks(
     blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
     *, schedule: Schedule, num_layers: int, stream_io: bool, layout: StageLayout,
 ) -> tuple[jax.Array, Values]:
-    """Returns x_M after all blocks, and the new values of assigned variables.
+    """Runs all ticks; returns x_M after all blocks, and the assigned values.
 
-    The backward pass saves the inputs of each tick, and recomputes the tick. It stores residuals
-    for the gradients of weights of S microbatches. Arguments are those of `run_ticks`.
+    The inputs of each tick are saved, and the backward pass recomputes the tick from them. It also
+    stores the residuals of S microbatches for their weight gradients. See `run_ticks` for the
+    arguments.
     """
-    # A custom_vjp needs all arrays as arguments; arrays without rows get a dim of rows.
+    # A custom_vjp needs all arrays as arguments. Arrays without rows get a row dim.
     scalars = {
         name: jax.tree.map(lambda a: a[None], value) for name, value in others.items()
         if jax.tree.leaves(value)
@@ -63,7 +66,7 @@ def run_split_ticks(
 
 @dataclasses.dataclass(frozen=True)
 class _Ticks:
-    """The ticks forward and backward."""
+    """The forward and backward tick loops."""
 
     work: StageWork
     schedule: Schedule
@@ -97,9 +100,9 @@ class _Ticks:
         return (self.handover.outputs(stored), values), x_TS
 
     def backward(self, saved: tuple, gradients: tuple) -> tuple:
-        """Returns the gradients of `forward`'s arguments, or None.
+        """Returns the gradients with respect to `forward`'s arguments; None for integers and keys.
 
-        Its ticks are those of `forward` in reverse order.
+        Runs the ticks of `forward` in reverse order.
         """
         leaves, inputs, key, x_TS = saved
         arrays = self.work.arrays(leaves, inputs)
@@ -131,7 +134,7 @@ class _Ticks:
             grad_x_S, new_residuals = first_S(
                 arrays, self.work.stages, microbatch, repeat, x_S, grad_y_S, grad_values
             )
-            # Results of idle stages may be NaN.
+            # Idle stages may produce NaN.
             is_valid = is_valid.reshape(-1, *[1] * (grad_x_S.ndim - 1))
             grad_x_S = self.work.layout.constrain(jnp.where(is_valid, grad_x_S, 0), row_dim=1)
             residuals = [

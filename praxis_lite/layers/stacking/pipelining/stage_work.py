@@ -1,4 +1,4 @@
-"""The work of a stage on one microbatch: the forward pass, and the backward pass in two parts."""
+"""The computation of a stage for one microbatch: the forward pass and the split backward pass."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
     pick,
 )
 
-# R repeats, S stages, P layers of one stage in one repeat, M microbatches. Suffixes of names are
-# the leading dims of arrays.
+# R repeats, S stages, P layers per stage and repeat, M microbatches. Name suffixes give the leading
+# dims of arrays.
 
 PyTree = Any
 
@@ -31,7 +31,9 @@ def floats_of(arrays: Sequence[jax.Array]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class StageWork:
-    """The work of all stages; `arrays` are those of blocks [R, S, P, ...] and inputs [M, S, ...].
+    """The computation of all stages.
+
+    Its `arrays` are the arrays of the blocks [R, S, P, ...], followed by the inputs [M, S, ...].
 
     Attributes:
       form: Tree structure of the blocks.
@@ -39,7 +41,7 @@ class StageWork:
       inputs_form: Tree structure of the inputs.
       others: Inputs that are not arrays.
       num_stages: S.
-      num_layers: Number of layers in a repeat, of at most S P.
+      num_layers: Number of layers per repeat, at most S P.
       layout: Layout of the stages.
     """
 
@@ -53,7 +55,7 @@ class StageWork:
 
     @property
     def stages(self) -> jax.Array:
-        """0 to S - 1."""
+        """Stage indices, 0 to S - 1."""
         return jnp.arange(self.num_stages)
 
     def vmap(
@@ -62,7 +64,7 @@ class StageWork:
         """Returns `jax.vmap(function, **settings)` over the stages.
 
         Args:
-          function: Function of one stage's arrays.
+          function: A function of the arrays of one stage.
           split: A split program that the function calls, if any.
           settings: Arguments of `jax.vmap`.
         """
@@ -72,28 +74,28 @@ class StageWork:
         return vmap_over(axes, function, **settings)
 
     def arrays(self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Returns the arrays, [X, S, ...], with a copy of the inputs per stage."""
+        """Returns the blocks' arrays and a copy of the inputs for each stage, [X, S, ...]."""
         return [*leaves, *of_each_stage(list(inputs), self.num_stages, self.layout, dim=1)]
 
     def assigned(self, arrays: Sequence[jax.Array]) -> Values:
-        """Returns the variables that the blocks assign, [R, S, P, ...]."""
+        """Returns the values of the variables that the blocks assign, [R, S, P, ...]."""
         return assigned_values(jax.tree.unflatten(self.form, arrays[: self.num_leaves]))
 
     def picked(self, arrays: Sequence[jax.Array], microbatch: Any, repeat: Any) -> list[jax.Array]:
-        """Returns the arrays of one microbatch and repeat."""
+        """Indexes the arrays by a repeat (weights) or a microbatch (inputs)."""
         return [pick(a, self.index(i, microbatch, repeat)) for i, a in enumerate(arrays)]
 
     def index(self, number: int, microbatch: Any, repeat: Any) -> Any:
-        """Returns the index of an array's part for this microbatch and repeat."""
+        """Returns the repeat if array `number` is a weight, or the microbatch if it is an input."""
         return repeat if number < self.num_leaves else microbatch
 
     def work(
         self, arrays: Sequence[jax.Array], key: Any, stage: jax.Array, microbatch: jax.Array,
         repeat: jax.Array, x: jax.Array,
     ) -> tuple[jax.Array, Values]:
-        """Returns a stage's (x, assigned values [P, ...]) in a tick, given `picked` arrays.
+        """Runs a stage on `picked` arrays; returns (x, assigned values [P, ...]).
 
-        Layers are unrolled, because a loop could not be split in two.
+        Layers are unrolled, because `split_program` does not split loops.
         """
         leaves_P = arrays[: self.num_leaves]
         inputs = jax.tree.unflatten(self.inputs_form, arrays[self.num_leaves :])
@@ -110,10 +112,10 @@ class StageWork:
         return x, jax.tree.map(lambda *values: jnp.stack(values), *values_P)
 
     def apart(self, number: int, array: jax.Array, dim: int) -> PyTree:
-        """Returns an array of the blocks as a list along its dim of layers; inputs are unchanged.
+        """Unstacks an array of the blocks along its layer dim; returns inputs unchanged.
 
-        Gradients are summed in this form. JAX would stack the gradients of layers by pads, and on
-        TPU, XLA does not find reductions over devices behind pads.
+        Gradients are accumulated unstacked. JAX would stack the gradients of the layers with pads,
+        and on TPU, XLA does not recognize cross-device reductions that are followed by pads.
         """
         if number >= self.num_leaves:
             return array
@@ -129,19 +131,19 @@ class StageWork:
     def split(
         self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, values: Values
     ) -> SplitProgram:
-        """Splits a stage's backward pass: first the gradient of x, then those of arrays.
+        """Splits a stage's backward pass: first the gradient of x, then the array gradients.
 
-        Its arguments are those of `work`, then the gradients of x and of assigned values. Gradients
-        of arrays have the form of `apart`.
+        The backward pass takes the arguments of `work`, followed by the gradients with respect to
+        its results. It returns array gradients unstacked, as by `apart`.
 
         Args:
-          arrays: Arrays of the work.
+          arrays: All arrays, [X, S, ...].
           floats: Indices of the arrays whose gradients are needed.
-          key: Key of the pass, or None.
-          x_S: An array [S, rows, ...], or its shape and dtype.
-          values: Assigned values, [R, S, P, ...], or their shapes; float ones have gradients.
+          key: Random key of the pass, or None.
+          x_S: An array [S, rows, ...], or its `jax.ShapeDtypeStruct`.
+          values: Assigned values [R, S, P, ...], or their shapes; only floats have gradients.
         """
-        num_again = 5  # Arguments of `work` before x.
+        num_again = 5  # The arguments of `work` before x.
 
         def program(*args: Any) -> tuple[jax.Array, list[jax.Array]]:
             arrays, key, stage, microbatch, repeat, x, grad_y, grad_values = args

@@ -1,7 +1,7 @@
-"""The ticks of a pipeline: a scan in which each stage works and then passes its result on.
+"""The tick loop of a pipeline: in each tick, every stage runs and passes its output on.
 
-Stages are a dim of every array. XLA compiles a `jax.vmap` over it, and a roll along it, to one
-program per device and a collective-permute.
+Every array has a stage dim. XLA compiles a `jax.vmap` over this dim to one program per device, and
+a roll along it to a collective-permute.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.buffers import Handover
 from praxis_lite.layers.stacking.pipelining.pipeline_schedules import Schedule
 
-# R repeats, S stages, P layers of one stage in one repeat, M microbatches. Suffixes of names are
-# the leading dims of arrays: x_M is [M, rows, ...].
+# R repeats, S stages, P layers per stage and repeat, M microbatches. Name suffixes give the leading
+# dims of arrays: x_M is [M, rows, ...].
 
 PyTree = Any
 Values = dict[tuple, jax.Array]
@@ -37,11 +37,11 @@ Values = dict[tuple, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """The layout of arrays with a dim of stages on the current mesh.
+    """The sharding of arrays with a stage dim on the current mesh.
 
     Attributes:
-      stage_axis: Split of the dim of stages.
-      row_split: Split of activations [rows, ...]; None: XLA chooses it.
+      stage_axis: Split of the stage dim.
+      row_split: Split of activations [rows, ...]. If None, XLA chooses it.
     """
 
     stage_axis: DimSplit
@@ -58,16 +58,17 @@ class StageLayout:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices along the stages; 1 if the mesh has no such axis."""
+        """Number of devices along the stage axis; 1 if the mesh does not have this axis."""
         mesh = jax.sharding.get_abstract_mesh()
         if isinstance(self.stage_axis, str) and self.stage_axis not in mesh.axis_names:
             return 1
         return math.prod(mesh.shape[axis] for axis in axes_of(self.axis))
 
     def vmapped_axes(self, num_stages: int) -> tuple[str, ...]:
-        """Returns the axes over which stages can be vmapped; () if they do not divide the stages.
+        """Returns the mesh axes over which a vmap over the stages can be sharded.
 
-        Also () inside a `jax.shard_map`, where JAX rejects values that vary over the vmap's axes.
+        Returns () if the number of stages is not divisible by the number of devices, or inside a
+        `jax.shard_map`, where JAX rejects values that vary over the vmap's axes.
         """
         is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
         divides = num_stages % self.num_devices == 0
@@ -76,13 +77,13 @@ class StageLayout:
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
     ) -> jax.Array:
-        """Constrains the sharding of `x`: stages along `dim`, rows from `row_dim` on.
+        """Constrains the sharding of `x`: its stage dim, and the activation dims from `row_dim` on.
 
         Args:
-          x: An array with a dim of stages.
-          dim: The dim of stages.
-          row_dim: The dim of rows; None: rows are not constrained.
-          rank: Number of entries of row_split to use; None: all.
+          x: An array with a stage dim.
+          dim: Index of the stage dim.
+          row_dim: Index of the row dim. If None, the activation dims are not constrained.
+          rank: Number of leading entries of row_split to apply. If None, all are applied.
         """
         axis, mesh = self.axis, jax.sharding.get_abstract_mesh()
         if axis is None:
@@ -103,7 +104,11 @@ def apply_layer(
     block: Any, x: jax.Array, layer: jax.Array, microbatch: jax.Array | int, *,
     key: jax.Array | None, cache: PyTree, **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Returns (x, cache, assigned values) of a block; its key folds in layer and microbatch."""
+    """Applies a block with the key of this layer and microbatch.
+
+    Returns:
+      (x, cache, assigned values).
+    """
     if key is not None:
         key = jax.random.fold_in(jax.random.fold_in(key, layer), microbatch)
     x, cache = block(x, key=key, cache=cache, **inputs)
@@ -115,19 +120,19 @@ def run_ticks(
     cache: PyTree, *, schedule: Schedule, num_layers: int, stream_io: bool,
     rematerialized: Callable[..., AbstractContextManager[Any]], layout: StageLayout,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Returns x_M after all blocks, the cache, and the new values of assigned variables.
+    """Runs all ticks; returns x_M after all blocks, the cache, and the assigned values.
 
     Args:
       blocks: Module with arrays [R, S, P, ...].
       x_M: Input of the first block, [M, rows, ...].
       inputs_M: Other inputs of the blocks, [M, rows, ...], or [1, 1, ...] if shared by all rows.
       others: Inputs that are not arrays.
-      key: Key of the pass, or None.
+      key: Random key of the pass, or None.
       cache: Cache [R, S, P, ...] for one microbatch, or None.
-      schedule: The schedule of the ticks.
-      num_layers: Number of layers in a repeat, of at most S P.
+      schedule: The tick schedule.
+      num_layers: Number of layers per repeat, at most S P.
       stream_io: See Pipeline.
-      rematerialized: `remat` for a function of x and more, with its other arguments bound.
+      rematerialized: `remat` with every argument bound except the function.
       layout: Layout of the stages.
     """
     num_stages = schedule.num_stages
@@ -137,10 +142,10 @@ def run_ticks(
         x: jax.Array, blocks_RP: Any, cache_RP: PyTree, inputs_M: PyTree,
         stage: jax.Array, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array,
     ) -> tuple[jax.Array, PyTree, Values]:
-        """Returns a stage's results in a tick."""
+        """Runs one stage in one tick."""
         inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
-        # Idle stages process rows of the batch with any layer.
+        # Idle stages compute too: an arbitrary layer, on rows of the batch.
         block_P, x, inputs = without_gradient_unless(is_valid, (block_P, x, inputs))
         num_layers_here = jax.tree.leaves(block_P)[0].shape[0]
         first = stage * num_layers_here
@@ -197,7 +202,7 @@ def apply_layer_at(
     block: Any, x: jax.Array, place: jax.Array, repeat: jax.Array, microbatch: jax.Array, *,
     num_layers: int, has_padding_layers: bool, cache: PyTree, **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Applies the layer at index `place` of a repeat; an index after the last layer returns x."""
+    """Applies layer `place` of a repeat, or returns x unchanged if `place` is a padding layer."""
     layer = repeat * num_layers + place
     if not has_padding_layers:
         return apply_layer(block, x, layer, microbatch, cache=cache, **inputs)
@@ -210,7 +215,7 @@ def apply_layer_at(
 def without_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
     """Stops the gradient of `tree` unless a condition holds.
 
-    Unused results may be NaN, and so would their gradient: zero times NaN.
+    Unused results may be NaN, and their gradient would then be NaN as well (zero times NaN).
     """
 
     def cut(a: jax.Array) -> jax.Array:
@@ -224,9 +229,9 @@ def without_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
 def of_each_stage(
     inputs_M: PyTree, num_stages: int, layout: StageLayout, *, dim: int = 0
 ) -> PyTree:
-    """Returns a copy of the blocks' inputs per stage: [S, M, rows, ...], or with dim 1 [M, S, ...].
+    """Copies the blocks' inputs to every stage; S is inserted as dim `dim` of [M, rows, ...].
 
-    Gradients of the stages are then summed once, after the last tick.
+    The stages' gradients are then summed only once, after the last tick.
     """
 
     def copied(a: jax.Array) -> jax.Array:
@@ -242,15 +247,15 @@ def gathered(
     values: Values, old_values: Values, new_values: Values, repeat: jax.Array,
     is_valid: jax.Array, schedule: Schedule, layout: StageLayout,
 ) -> Values:
-    """Returns `mean_update` of assigned variables, [R, S, P, ...], after one more tick.
+    """Adds a tick to the running `mean_update` of the assigned variables, [R, S, P, ...].
 
     Args:
-      values: Their values before the tick.
-      old_values: Their values before the pass.
-      new_values: The tick's values, [S, P, ...].
-      repeat: Repeat of each stage's work, [S].
-      is_valid: Whether each stage's work is valid, [S].
-      schedule: The schedule of the ticks.
+      values: The running values before the tick.
+      old_values: Values before the pass.
+      new_values: Values assigned in the tick, [S, P, ...].
+      repeat: The repeat that each stage processed, [S].
+      is_valid: False for stages that were idle, [S].
+      schedule: The tick schedule.
       layout: Layout of the stages.
     """
     repeats = jnp.arange(schedule.circular_repeat)[:, None]
@@ -264,10 +269,10 @@ def gathered(
 
 
 def mean_update(old: jax.Array, new_M: jax.Array) -> jax.Array:
-    """Returns a variable's value after microbatches that each started with `old`."""
+    """Returns the mean of a variable over microbatches that all started from `old`."""
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return new_M[-1]
-    # A mean of differences, so that a value that no microbatch changed keeps its bits.
+    # Average the differences, so that a value that no microbatch changed stays bit-identical.
     return old + jnp.mean(new_M - old[None], axis=0)
 
 
@@ -275,7 +280,7 @@ def _gathered(
     value_RSP: jax.Array, old_RSP: jax.Array, new_SP: jax.Array, is_worked_RS: jax.Array,
     num_microbatches: int,
 ) -> jax.Array:
-    """Returns `mean_update` for the microbatches so far."""
+    """Returns the running `mean_update` of one variable."""
     is_worked = is_worked_RS.reshape(*is_worked_RS.shape, *[1] * (value_RSP.ndim - 2))
     if num_microbatches == 1 or not jnp.issubdtype(value_RSP.dtype, jnp.inexact):
         return jnp.where(is_worked, new_SP[None], value_RSP)
