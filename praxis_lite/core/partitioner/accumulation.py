@@ -210,8 +210,8 @@ def cut(inputs: Batch, num_micro_batches: int) -> Batch:
     if num_rows % num_micro_batches:
         divisors = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
         raise ConfigError(
-            f"The training batch size {num_rows} is not divisible by "
-            f"Learner.gradient_accumulation_steps, {num_micro_batches}. Make the batch size a "
+            f"Learner.gradient_accumulation_steps is {num_micro_batches}, but the training batch "
+            f"size {num_rows} is not divisible by {num_micro_batches}. Make the batch size a "
             f"multiple of {num_micro_batches}, or set gradient_accumulation_steps to one of "
             f"{divisors}."
         )
