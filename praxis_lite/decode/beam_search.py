@@ -70,9 +70,9 @@ class BeamSearch(Decoder):
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
         """Implements `__call__`; the search is deterministic, and ignores keys and temperature.
 
-        The outputs also have done, bool [B, K], whether each hypothesis of the open beam contains
-        an end of text at the last step, and hyp_ids, int32 [B, K], the indices of those hypotheses
-        in the beam of the step before.
+        There are two additional outputs. done, bool [B, K], is True for hypotheses of the open beam
+        that contain an end of text at the last step. hyp_ids, int32 [B, K], are the indices of
+        these hypotheses in the beam of the previous step.
         """
         prefix, ids = prefill(self, model, prompts), prompts.ids
         self.check_vocabulary(prefix.logits.shape[-1])
@@ -169,7 +169,8 @@ class BeamSearch(Decoder):
     def _update_ended(
         self, carry: dict[str, Any], logprobs_BKV: jax.Array, is_open_B: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the best of the ended hypotheses and of the open ones with an end appended."""
+        """Returns the best hypotheses among those that have ended and the open ones that end now.
+        """
         t, going = carry["step"], carry["going"]
         num_classes = logprobs_BKV.shape[-1]
         eos_ids = jnp.asarray([i for i in self.eos_ids if i < num_classes], jnp.int32)
@@ -195,7 +196,7 @@ class BeamSearch(Decoder):
     def _extend_open(
         self, scores_BK: jax.Array, logprobs_BKV: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Extends open hypotheses, and returns the scores, parents and new ids of the K best."""
+        """Extends open hypotheses, and returns scores, parents and new ids of the K best ones."""
         num_classes = logprobs_BKV.shape[-1]
         num_tokens = min(self.tokens_per_beam or self.beam_size, num_classes)
         logprobs_BKN, ids_BKN = jax.lax.top_k(logprobs_BKV, num_tokens)
