@@ -266,9 +266,9 @@ def require_unpacked(inputs: Mapping[str, Any], why: str) -> None:
     """
     if "segment_ids" in inputs:
         raise ConfigError(
-            f"{why}, so it cannot use the batch's segment_ids, and documents packed into a row "
-            "would attend to each other. Train a model whose compute_loss takes segment_ids and "
-            "positions, or use unpacked batches without the leaf 'segment_ids'."
+            f"{why}, so it cannot use the segment_ids of the batch, and documents that are packed "
+            "into a row would attend to each other. Train a model whose compute_loss takes "
+            "segment_ids and positions, or use unpacked batches without the leaf 'segment_ids'."
         )
 
 
@@ -299,7 +299,7 @@ def outputs_of_logits(
 
 
 def _mean_summaries(model: nnx.Module) -> dict[str, jax.Array]:
-    """Returns the layers' summaries, averaged over layers, by the last component of their path."""
+    """Returns the layers' summaries by the last component of their paths, averaged over layers."""
     by_name: dict[str, list[jax.Array]] = {}
     for path, value in intermediates(model, Summary).items():
         by_name.setdefault(path.rsplit("/", 1)[-1], []).append(jnp.ravel(value))

@@ -25,7 +25,7 @@ from praxis_lite.layers.embedding.rotary_scaling import (
 )
 
 WHERE = "config.json: rope_scaling"  # Or rope_parameters, its name in transformers 5.
-# Required and optional fields per kind of scaling, in addition to _SHARED.
+# Required and optional fields for each kind of scaling, in addition to _SHARED.
 KINDS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[set[str], set[str]]] = {
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor"}),
 }
 _SHARED = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-# Fields of published files that do not change the computation.
+# Fields that occur in published files but do not change the computation.
 _IGNORED = {"type", "rope_type", "finetuned"}
 
 
