@@ -17,7 +17,7 @@ from praxis_lite.layers.base.variables import rebuilt
 # B prompts, K hypotheses per prompt, N tokens tried per hypothesis, V classes, M maximum number of
 # new tokens.
 
-# Pax's score of an empty slot of a beam; log-prob sums below half of it also mean "empty".
+# Pax's score for an empty slot in a beam. Slots whose log-prob sum is below half of it are empty.
 NEVER = -1e9
 
 
@@ -26,21 +26,22 @@ class BeamSearch(Decoder):
     """Searches for the most likely continuations that end with an end-of-text token.
 
     At each step, every open hypothesis is also continued with an end of text, and the beam_size
-    best ended hypotheses so far are stored. So each result ends with an end of text, within
-    max_decode_steps. Scores are sums of log-probs divided by ((5 + new tokens) / 5) ** alpha, the
-    length normalization of Wu et al. 2016 (arXiv:1609.08144), except that they divide by 6.
+    best ended hypotheses so far are stored. Each result therefore contains an end of text within
+    max_decode_steps. Scores are sums of log-probs divided by ((5 + new tokens) / 5) ** alpha. This
+    is the length normalization of Wu et al. 2016 (arXiv:1609.08144), but with 5 instead of 6 in the
+    denominator.
 
     Attributes:
       beam_size: Number of hypotheses per prompt, K. An empty slot has length 0 and a score of at
         most -1e8.
-      tokens_per_beam: Number of tokens that are tried per hypothesis and step, N; None uses
+      tokens_per_beam: Number of tokens that are tried per hypothesis and step, N. If None,
         beam_size.
       length_norm_alpha: Exponent of the length normalization; 0 disables it.
-      early_exit: Whether hypotheses that ended also take slots in the open beam, as in Pax, and the
-        search stops when they take all of them.
-      ends_when_decided: Whether to stop when no open hypothesis can still beat those that have
-        ended, because further log-probs only lower its score. The results are the same except done
-        and hyp_ids, which are those of the last step.
+      early_exit: Whether ended hypotheses also take slots in the open beam, as in Pax. The search
+        then stops when they take all slots.
+      ends_when_decided: Whether to stop when no open hypothesis can still beat the ended
+        hypotheses, because further log-probs only lower its score. The results do not change,
+        except for done and hyp_ids, which describe the last step.
     """
 
     beam_size: int = 1

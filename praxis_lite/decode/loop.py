@@ -22,7 +22,7 @@ from praxis_lite.layers.base.variables import rebuilt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The state of R sequences, each at its own step.
+    """The state of R sequences, which may be at different steps.
 
     The tokens of a row depend only on that row's entries, so rows can be added, removed and
     reordered between steps.

@@ -163,18 +163,18 @@ class Greedy(Decoder):
 class Sample(Greedy):
     """Samples each token from the candidates that remain after k, p and min_p.
 
-    The three filters apply to the model's probabilities after penalties: first k, then p among the
-    k, then min_p. As in Pax, the temperature applies to the remaining candidates; other libraries
-    apply it before the filters.
+    The filters apply to the model's probabilities after penalties: first k, then p to the remaining
+    k tokens, then min_p. As in Pax, the temperature applies to the remaining candidates. Other
+    libraries apply it before the filters.
 
     Attributes:
       num_samples: Number of continuations per prompt; the model reads the prompt once.
       temperature: Temperature of the distribution; 0 chooses the most likely token.
-      k: Number of most likely tokens to sample from; 0 samples from all.
-      p: Sample from the smallest set of most likely tokens whose total probability exceeds p; None
-        samples from all (Holtzman et al. 2020, arXiv:1904.09751).
-      min_p: Sample only tokens that are at least min_p times as likely as the most likely one
-        (Nguyen et al. 2024, arXiv:2407.01082).
+      k: Number of most likely tokens to sample from, or 0 to sample from all tokens.
+      p: Total probability that the most likely tokens to sample from must exceed, or None to sample
+        from all tokens (Holtzman et al. 2020, arXiv:1904.09751).
+      min_p: Minimum probability of tokens to sample from, as a fraction of the probability of the
+        most likely token (Nguyen et al. 2024, arXiv:2407.01082).
       sort_samples: Whether to sort the samples of a prompt by their scores, best first.
     """
 

@@ -97,7 +97,7 @@ def check_supports_drafts(model: Any, setting: str, num_drafts: int) -> None:
 def _states(model: Any) -> Iterator[Any]:
     """Yields the path of each cache leaf that does not grow with the length of the cache.
 
-    The constant cache of cross-attention, whose length is that of the inputs, is excluded.
+    The cache of cross-attention is excluded, because it is constant and as long as the inputs.
     """
     one, two = (jax.eval_shape(lambda n=n: model.init_cache(2, n)) for n in (1, 2))
     rows = jax.tree.leaves(batch_dims(model.init_cache))

@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioners.
 
 Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam"
-(https://arxiv.org/abs/2409.11321), algorithms 3 and 4. Defaults are those of the authors' code.
+(https://arxiv.org/abs/2409.11321), algorithms 3 and 4. Defaults are taken from the authors' code.
 
 The slots of a weight [d0, .., dk] are float32. Two slots have the shape of the weight, as in Adam.
 For each dim of size d up to `max_precond_dim`, there are two more slots [d, d]: the covariance of

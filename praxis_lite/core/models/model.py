@@ -55,7 +55,7 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def weight_specs(self) -> MdlVars:
-        """Returns a tree like that of `init`, but with WeightSpecs; creates no arrays."""
+        """Returns the tree of `init` with WeightSpecs instead of arrays; creates no arrays."""
 
     @abc.abstractmethod
     def module(

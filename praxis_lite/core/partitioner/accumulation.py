@@ -217,12 +217,12 @@ def cut(inputs: Batch, num_micro_batches: int) -> Batch:
         )
     shape = (num_rows // num_micro_batches, num_micro_batches)
 
-    def divide(x: jax.Array) -> jax.Array:
+    def split(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return jnp.broadcast_to(x, (num_micro_batches,))
         return jnp.swapaxes(x.reshape(shape + x.shape[1:]), 0, 1)
 
-    micro_batches: Batch = jax.tree.map(divide, inputs)
+    micro_batches: Batch = jax.tree.map(split, inputs)
     return micro_batches
 
 

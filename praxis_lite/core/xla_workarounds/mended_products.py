@@ -33,7 +33,7 @@ __all__ = ("MendedFunction", "mended", "mended_export")
 _COMPARE = "compare the job with one device by --mode=check"
 _NOT_PATCHED = f"It could not be patched: before you rely on it, {_COMPARE}"
 _NOT_SEARCHED = "The program was not searched for matmuls that XLA may permute on 3-axis meshes"
-# The constraints of one round may change the shardings of other matmuls, which need a next round.
+# Each round's constraints may change the shardings of other matmuls, which the next round patches.
 _MAX_ROUNDS = 4
 
 
