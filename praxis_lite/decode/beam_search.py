@@ -158,7 +158,7 @@ class BeamSearch(Decoder):
         return ((num_tokens + 5).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
 
     def _is_decided(self, carry: dict[str, Any], max_steps: jax.Array) -> jax.Array:
-        """Returns whether no open hypothesis can still beat an ended one, bool [B].
+        """Returns a bool array [B]: True if no open hypothesis can still beat an ended one.
 
         Scores are at most 0, so the bound divides by the largest norm of the remaining steps.
         """

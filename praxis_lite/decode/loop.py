@@ -188,7 +188,7 @@ def advance(
 
 
 def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
-    """Appends a token to each row that has not ended, and computes the logits of the next one."""
+    """Appends a token to each row that has not ended, and computes the next token's logits."""
     is_active, positions = ~state.done, state.positions
     new_ids, state = append_tokens(decoder, state, is_active)
     logits, cache = rebuilt(model)(

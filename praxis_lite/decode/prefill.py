@@ -108,7 +108,7 @@ def read_blocks(
     model: Any, ids: jax.Array, lengths: jax.Array, cache: Any, start: jax.Array | int, size: int,
     *, has_logprobs: bool = False,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Reads the rest of prompts into the cache, a block of tokens per forward pass.
+    """Reads the remaining tokens of prompts into the cache, a block per forward pass.
 
     Args:
       model: The model.

@@ -23,8 +23,7 @@ NUM_RECENT_PROMPTS = 64
 
 
 def block_size(decoder: Decoder, prompt_length: int) -> int:
-    """Returns the number of prompt tokens per forward pass, of which prefix lengths are multiples.
-    """
+    """Returns the number of prompt tokens per forward pass; prefix lengths are multiples of it."""
     largest, smallest = decoder.prefill_chunk_size, min(8, prompt_length)
     if largest is None:
         largest = max(min(DEFAULT_BLOCK_SIZE, prompt_length // 4), smallest)

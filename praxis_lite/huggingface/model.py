@@ -75,7 +75,7 @@ def load_on_devices(
     directory: str | os.PathLike[str], mesh: MeshConfig | Literal["attached", "job"], *,
     settings: Sequence[str] = (),
 ) -> "HuggingFaceModel":
-    """Loads a Hugging Face model onto a mesh that is specified by its config; see `load`.
+    """Loads a Hugging Face model onto the mesh for a MeshConfig; see `load`.
 
     Args:
       directory: See `load`.

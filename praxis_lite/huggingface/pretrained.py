@@ -210,7 +210,7 @@ class FromHuggingFace:
         self.paths = {f"mdl_vars/{path}" for path in self._pretrained.paths}
 
     def keep(self, files: JobDir) -> None:
-        """Copies the files that an export needs, such as config.json, to the job's directory."""
+        """Copies the files that an export needs, such as config.json, to the job directory."""
         if jax.process_index() == 0:
             write_description(self.directory, files.huggingface)
 

@@ -82,6 +82,6 @@ def adam(
 
 
 def _bias_corrected(beta: float, count: jax.Array) -> jax.Array:
-    """Returns the decay rate for which a moment that starts from the first gradient is unbiased."""
+    """Returns the decay rate of the next update that keeps a moment unbiased."""
     t = count.astype(jnp.float32)
     return beta * (1.0 - beta**t) / (1.0 - beta ** (t + 1.0))

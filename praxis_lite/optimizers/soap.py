@@ -167,7 +167,7 @@ def scale_by_soap(
 
 
 def _is_basis(square: jax.Array) -> bool:
-    """Returns whether a dim is rotated; an array [1, 1] means that it is not."""
+    """Returns whether a dim is rotated; if it is not, its array is [1, 1]."""
     return square.shape[0] > 1
 
 

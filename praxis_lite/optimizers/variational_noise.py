@@ -46,7 +46,7 @@ class VariationalNoise:
         compiled_patterns("VariationalNoise.regex", (self.regex,))
 
     def check(self, weights: PyTree) -> None:
-        """Raises a ConfigError if the pattern matches no weight of the nested dict `weights`."""
+        """Raises ConfigError if the regex matches no weight in the nested dict `weights`."""
         paths = [path for path, _ in leaves_with_path(weights)]
         if any(self._matches(path) for path in paths):
             return

@@ -24,7 +24,7 @@ def begin_job(
     settings: Sequence[str] = (), ignore: Sequence[str] = (), new: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> "JobDir":
-    """Creates a job whose checkpoint at step 0 has the weights of a Pax checkpoint.
+    """Creates a job whose checkpoint at step 0 contains the weights of a Pax checkpoint.
 
     Optimizer slots are initialized, and the training data starts at the first batch.
 

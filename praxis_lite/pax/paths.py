@@ -1,4 +1,4 @@
-"""Splits paths of variables, in Pax's models and in ours, into a stack and a layer in the stack.
+"""Splits paths of variables, in Pax's models and in ours, at stacks of layers.
 
 Layers are stored in one of these ways:
 - unrolled: `x_layers_0`, `x_layers_1`, ...

@@ -335,7 +335,7 @@ def with_nonzero_weights(
 
 
 def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
-    """Sums a gradient over the data axes that the backward pass of its gather did not sum over."""
+    """Sums a gradient over the data axes that its gather's backward pass has not reduced."""
     reduced = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
     axes = tuple(axis for axis in data_axes if axis not in reduced)
     return jax.lax.psum(grad, axes) if axes else grad

@@ -78,7 +78,7 @@ def gather_of(
 
 @dataclasses.dataclass(frozen=True)
 class MappedWeight:
-    """How a weight is passed into a `jax.shard_map`.
+    """A description of how a weight enters a `jax.shard_map`.
 
     Attributes:
       path: Path of the weight.

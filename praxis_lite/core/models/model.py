@@ -80,7 +80,7 @@ class Model(abc.ABC):
         return {}
 
     def moved(self, params: Any, sums: Mapping[str, jax.Array]) -> Any:
-        """Updates the weights in `params` that are set from tallies, given the step's sums."""
+        """Updates weights in `params` from the step's sums of tallies."""
         return params
 
     def abstract_module(self) -> Any:

@@ -1,4 +1,4 @@
-"""Tally: a variable that counts over a training batch, and from which a weight is updated."""
+"""Tally: a variable with counts over a training batch that are used to update a weight."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

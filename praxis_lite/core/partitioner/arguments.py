@@ -24,7 +24,7 @@ PyTree = Any
 
 
 def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args: Any) -> Any:
-    """Returns `compiled(*args)`, and lets `check` explain errors that JAX raises.
+    """Returns `compiled(*args)`, and calls `check` to explain errors that JAX raises.
 
     Args:
       compiled: A step, as returned by `jax.jit`.
@@ -78,7 +78,7 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
 
 
 def check_type(layout: "StateLayout", tree: PyTree, name: str) -> None:
-    """Raises ConfigError unless a tree is a TrainState or a dict, whichever the layout is for."""
+    """Raises ConfigError unless a tree has the type that the layout requires."""
     if type(tree) is not type(layout.shapes):
         raise ConfigError(f"{name} is {_described(tree)}; {_expected(layout.shapes, tree)}")
 

@@ -1,4 +1,4 @@
-"""The XLA options that steps are compiled with."""
+"""XLA options for compiling steps."""
 
 import functools
 import re

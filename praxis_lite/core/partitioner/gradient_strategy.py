@@ -1,4 +1,4 @@
-"""Strategies for computing gradients and metrics on a mesh; by default the compiler partitions."""
+"""Strategies for computing gradients and metrics on a mesh; by default, XLA partitions them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class RowsCheck(Protocol):
-    """Raises ConfigError if the rows of a batch cannot be divided into micro-batches."""
+    """Raises ConfigError if the rows of a batch cannot be split into micro-batches."""
 
     def __call__(self, element_spec: PyTree, /, num_micro_batches: int) -> object: ...
 

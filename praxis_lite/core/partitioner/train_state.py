@@ -28,7 +28,7 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of training, with Pax's fields.
+    """The training state, with the same fields as in Pax.
 
     Attributes:
       step: Number of steps, including skipped ones, as an int32 scalar.
@@ -111,7 +111,7 @@ class StateLayout:
 
     @property
     def padded_shapes(self) -> PyTree:
-        """The tree of ShapeDtypeStructs that arrays have at a jit boundary."""
+        """Tree of ShapeDtypeStructs with the shapes of arrays at a jit boundary."""
 
         def padded(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(padded_shape(x.shape, spec, self.axis_sizes), x.dtype)

@@ -152,7 +152,7 @@ def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
-    """Returns the shapes and shardings that `global_batch` returns for an `element_spec`."""
+    """Returns the result of `global_batch` for an `element_spec` as ShapeDtypeStructs."""
     num_rows = num_rows_of(element_spec)
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
 

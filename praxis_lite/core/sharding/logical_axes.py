@@ -14,12 +14,12 @@ LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
 
 
 def axes_of(entry: MeshAxes | Iterable[str]) -> tuple[str, ...]:
-    """Returns an entry of a PartitionSpec as a tuple of axis names."""
+    """Converts an entry of a PartitionSpec to a tuple of axis names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def entry_of(axes: tuple[str, ...]) -> MeshAxes:
-    """Returns a tuple of axis names as an entry of a PartitionSpec: None, a name, or the tuple."""
+    """Converts a tuple of axis names to a PartitionSpec entry: None, a name, or the tuple."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 

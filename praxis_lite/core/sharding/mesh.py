@@ -30,7 +30,7 @@ _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfig:
-    """Replaces a size of -1 so that the mesh uses all devices.
+    """Replaces the size -1 in a config so that the mesh uses all devices.
 
     Args:
       config: A mesh config. If it contains no -1, it is returned unchanged.

@@ -19,7 +19,7 @@ TPUS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """The number of devices along each named axis.
+    """Names and sizes of the mesh axes, and settings for their devices.
 
     Attributes:
       ici_mesh_shape: Number of devices along each axis within a slice (fast interconnect). One size

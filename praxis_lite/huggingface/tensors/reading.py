@@ -24,7 +24,7 @@ SECONDS_BETWEEN_NOTES = 5.0
 def parts_in_files(
     family: Family, parts: Sequence[Part], files: TensorFiles, skipped_layers: Sequence[int] = ()
 ) -> list[Part]:
-    """Matches the parts with the tensors in the files, whose names may have a prefix.
+    """Matches parts with the tensors in the files, whose names may have an additional prefix.
 
     Args:
       family: Table of the model's family.

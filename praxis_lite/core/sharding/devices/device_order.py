@@ -14,7 +14,7 @@ from praxis_lite.core.sharding.mesh_config import MeshConfig
 def devices_per_process(
     config: MeshConfig, devices: Sequence[jax.Device], num_processes: int
 ) -> list[jax.Device]:
-    """Selects the same number of simulated devices from each process; a process acts as a slice."""
+    """Selects the same number of simulated devices from each process, which acts as a slice."""
     expected, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
     if expected % num_processes:
         raise ConfigError(
@@ -65,7 +65,7 @@ def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
 
 
 def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
-    """Returns whether each host is a slice, as with GPUs, rather than each `slice_index`.
+    """Returns whether slices are hosts, as with GPUs, instead of being numbered by `slice_index`.
 
     Raises:
       ConfigError: The DCN shape matches neither the number of slices nor the number of hosts.
