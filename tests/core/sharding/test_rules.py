@@ -223,8 +223,8 @@ def test_a_dim_of_layers_is_split_where_no_other_will_do():
         ((8, 8), "fsdp('data')", MESH, ["fsdp('data'): replicated, size at most 4 MiB"]),
         ((8,), "fsdp('data', min_weight_size=2048)", MESH, ["replicated, size at most 2,048"]),
         ((13, 7), "fsdp('data', 0)", MESH, ["no unsplit dim is divisible by 4 devices"]),
-        ((3, 3), "fsdp('data', 0)", PADDED, ["has as many elements as the 4 devices"]),
-        ((), "fsdp('data', 0)", PADDED, ["has as many elements as the 4 devices"]),
+        ((3, 3), "fsdp('data', 0)", PADDED, ["no unsplit dim has at least 4 elements"]),
+        ((), "fsdp('data', 0)", PADDED, ["no unsplit dim has at least 4 elements"]),
         ((8,), "shard_dim('mdl', 1, True)", MESH, ["shard_dim('mdl', 1, ignore_ndim_error=True)"]),
         ((8,), "logical_partitioning", MESH, ["logical_partitioning: replicated, no logical"]),
         # Whole is what was asked for, and what another rule splits is not whole.
