@@ -47,8 +47,8 @@ def to_partition_spec(
     is_sequence = isinstance(split_dims_mapping, Sequence | PartitionSpec)
     if isinstance(split_dims_mapping, str) or not is_sequence:
         raise ConfigError(
-            f"{path}: split dims {split_dims_mapping!r} are not a sequence with an entry per "
-            f"dimension. Use a tuple, such as ({split_dims_mapping!r},)."
+            f"{path}: split dims {split_dims_mapping!r} must be a sequence with an entry per "
+            f"dimension, such as ({split_dims_mapping!r},)."
         )
     mapping = tuple(split_dims_mapping)
     message = f"{path}: split dims {mapping}"

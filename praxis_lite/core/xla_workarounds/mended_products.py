@@ -210,7 +210,7 @@ def _sentence(copies: Sequence[Product], outcome: str) -> str:
     return (
         f"XLA may permute the results of the matmul {copies[0].name}: it sums over {summed}, which "
         f"also splits the results, and the other axes are in the order {axes_text(risk.before)} in "
-        f"an operand, but {axes_text(risk.after)} in the results (docs/upstream/matmul_rows.md). "
+        f"an operand and {axes_text(risk.after)} in the results (docs/upstream/matmul_rows.md). "
         f"{outcome}. To avoid this, split both in the same order, or do not split the results over "
         f"{summed}."
     )

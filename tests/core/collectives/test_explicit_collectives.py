@@ -396,7 +396,7 @@ def test_data_axes_are_axes_of_the_mesh():
         r"\('dat',\); .* \('data', 'mdl'\), without duplicates. Did you mean data",
         data_axes=("dat",),
     )
-    refused("expected one or more axes", data_axes=())
+    refused("expected one or more of the mesh axes", data_axes=())
     refused("without duplicates", data_axes=("data", "data"))
     refused(r"data_axes \('data',\) is 1; expected 2 or more.*gradients", mesh_shape=(1, 2))
 
