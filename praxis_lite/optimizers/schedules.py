@@ -172,8 +172,8 @@ def _points(name: str, start: Any, limit: Any) -> tuple[Point, Point]:
         require(len(point) == 2, f"{name}: {setting}", point, "a pair (step, value)")
     if start[0] > limit[0]:
         raise ConfigError(
-            f"{name}: the start step {start[0]} is after the limit step {limit[0]}. Swap start and "
-            "limit."
+            f"{name}: the start is at step {start[0]}, but the limit is at the earlier step "
+            f"{limit[0]}. Swap start and limit."
         )
     return tuple(start), tuple(limit)
 
