@@ -1,4 +1,4 @@
-"""A small classifier of synthetic points."""
+"""A small classifier for synthetic points."""
 
 import fiddle as fdl
 import numpy as np
@@ -24,7 +24,7 @@ def spirals(num_examples: int, seed: int) -> dict[str, np.ndarray]:
 
 @register
 class Spirals(Experiment):
-    """Trains an MLP to classify points of three spirals in seconds; its widths are prime."""
+    """Trains an MLP with prime widths to classify points on three spirals; takes seconds."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))

@@ -1,4 +1,4 @@
-"""Data parallelism with explicit collectives: a classifier from JAX's shard_map notebook; an LM."""
+"""Data parallelism with explicit collectives: an LM, and a classifier from a JAX notebook."""
 
 import fiddle as fdl
 import jax
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Classifier(nn.Module):
-    """The notebook's classifier: two dense layers without sharding annotations."""
+    """The classifier of JAX's shard_map notebook: two dense layers without annotations."""
 
     hidden_size: int = 512
     dropout_rate: float = 0.1
@@ -53,7 +53,7 @@ def loss(model, inputs, key):
 
 @register
 class NotebookDp(Experiment):
-    """Data parallel on 8 devices: one all-reduce for the gradients of four microbatches."""
+    """Data parallelism on 8 devices, with a single all-reduce for four micro-batches."""
 
     def mesh(self):
         return fdl.Config(MeshConfig, ici_mesh_shape=(8,), axis_names=("data",))
@@ -76,7 +76,7 @@ class NotebookDp(Experiment):
 
 @register
 class NotebookFsdp(NotebookDp):
-    """Fully sharded (FSDP): weights with more than 16 elements are gathered when they are used."""
+    """NotebookDp with FSDP: weights with more than 16 elements are gathered when they are used."""
 
     def task(self):
         task = super().task()
@@ -87,7 +87,8 @@ class NotebookFsdp(NotebookDp):
 
 @register
 class DigitsDp(NotebookDp):
-    """Classifies handwritten digits; neither devices nor microbatches divide the batch size."""
+    """Classifies handwritten digits; batches need padding to split over devices and micro-batches.
+    """
 
     def task(self):
         task = super().task()
@@ -106,7 +107,7 @@ class DigitsDp(NotebookDp):
 
 @register
 class DigitsFsdp(DigitsDp):
-    """DigitsDp fully sharded, with a hidden dim that no mesh divides."""
+    """DigitsDp with FSDP and a prime hidden dim."""
 
     def task(self):
         task = super().task()
@@ -117,7 +118,7 @@ class DigitsFsdp(DigitsDp):
 
 @register
 class PyDocs(LayersPyDocs):
-    """lm.PyDocs with explicit 4-way FSDP, and 2-way tensor parallelism by the compiler."""
+    """lm.PyDocs with explicit 4-way FSDP and compiler-partitioned 2-way tensor parallelism."""
 
     def partitioner(self):
         collectives = fdl.Config(ExplicitCollectives, data_axes=("replica", "data"))

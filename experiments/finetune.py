@@ -18,7 +18,7 @@ LORA = r".*/lora_[abm]$"
 
 
 def code():
-    """Returns the config of a corpus that is installed with Python: the source of asyncio."""
+    """Returns the config of a corpus that comes with Python: the source code of asyncio."""
     files = f"{sysconfig.get_path('stdlib')}/asyncio/*.py"
     return fdl.Config(TextCorpus, files=files, heldout_percent=20)
 
@@ -40,7 +40,7 @@ def from_pydocs(run, **rules):
 class PyDocsLora(lm.PyDocs):
     """Fine-tunes lm.PyDocs on Python code, with rank-5 LoRA adapters on its attention layers.
 
-    Starts from the lm.PyDocs job in /tmp/docs; for another one, use
+    Starts from the lm.PyDocs job in /tmp/docs. To start from a different job, use
     --set run.init_from_checkpoint_rules.pretrained.directory=DIR.
     """
 
@@ -60,9 +60,9 @@ class PyDocsLora(lm.PyDocs):
 
 @register
 class PyDocsFull(lm.PyDocs):
-    """Fine-tunes all weights of lm.PyDocs on Python code, the embedding at a lower learning rate.
+    """Fine-tunes lm.PyDocs on Python code, with a lower learning rate for the embedding.
 
-    Starts from the lm.PyDocs job in /tmp/docs; for another one, use
+    Starts from the lm.PyDocs job in /tmp/docs. To start from a different job, use
     --set run.init_from_checkpoint_rules.pretrained.directory=DIR.
     """
 

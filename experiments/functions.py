@@ -15,8 +15,8 @@ from praxis_lite.tasks.loss import LossTask
 
 __all__ = ["DigitsMlp", "DigitsMlpFsdp", "init", "loss", "predict"]
 
-SIZES = (64, 131, 67, 10)  # Pixels, hidden dims that no mesh divides, digits.
-# Specs with the structure of the params; None for a weight or a layer without specs.
+SIZES = (64, 131, 67, 10)  # Pixels, hidden dims (primes, to require padding), digits.
+# PartitionSpecs with the structure of the params. None for weights or layers without specs.
 SPECS = [{"w": ("data", "mdl"), "b": ("mdl",)}, {"w": ("mdl", "data"), "b": None}, None]
 
 
@@ -29,7 +29,8 @@ def init(key):
 
 
 def mlp(params, images, key=None):
-    """Returns logits [B, 10] of images [B, 8, 8, 1]; a key enables dropout of 10% of the pixels."""
+    """Returns logits [B, 10] for images [B, 8, 8, 1]; a key enables dropout of 10% of the pixels.
+    """
     x = images.reshape(len(images), -1)
     if key is not None:
         x = jnp.where(jax.random.bernoulli(key, 0.9, x.shape), x / 0.9, 0.0)

@@ -1,4 +1,4 @@
-"""Training and fine-tuning of Hugging Face models, loaded from their directories."""
+"""Training and fine-tuning of Hugging Face models that are loaded from local directories."""
 
 import functools
 from collections.abc import Iterator
@@ -37,17 +37,17 @@ TINY = DecoderSettings(
     dim_per_head=12, use_gated_activation=True,
 )
 QUESTIONS = "questions.jsonl"
-# Shard experts as well, along their other dims: presets without "expert" leave experts unchanged.
+# Also shard the dims of each expert: presets without the key "expert" do not change experts.
 PRESET = {**SHARDING_PRESETS["fsdp+tensor"], "expert": None}
 
 
 @register
 class CausalLm(lm.PyDocs):
-    """Fine-tunes the model of --set HF_DIR=DIRECTORY on text, or trains a new tiny Llama.
+    """Fine-tunes the model in --set HF_DIR=DIRECTORY on text, or trains a new tiny Llama.
 
-    To train the architecture of HF_DIR from scratch, add run.init_from_huggingface=None. The
-    learning rate is one for fine-tuning. The tokenizer is that of the model, if it has one, unless
-    corpus.tokenizer is set.
+    To train the architecture in HF_DIR from scratch, add run.init_from_huggingface=None. The
+    default learning rate is meant for fine-tuning. If corpus.tokenizer is not set, the tokenizer of
+    the model is used, if it has one.
     """
 
     HF_DIR: str | None = None
@@ -68,7 +68,7 @@ class CausalLm(lm.PyDocs):
             Learner, optimizer=fdl.Partial(optax.adamw, b2=0.95, weight_decay=0.1),
             learning_rate=1e-4, clip_gradient_norm_to_value=1.0,
         )
-        # The router's correction bias has no gradient: it is not a trained weight.
+        # Freeze the router's correction bias, because it has no gradient.
         if settings.score_func == "sigmoid":
             learner.bprop_variable_exclusion = ".*/gate_correction"
         return fdl.Config(
@@ -110,9 +110,8 @@ def lines_of(files, folder):
 class ChatFull(CausalLm):
     """Fine-tunes all weights of a Hugging Face model on the answers of conversations.
 
-    --set CHAT_FILES=GLOB selects JSON lines files with "messages". The default is generated
-    questions about Python, which are written to `folder` once. The chat template is the
-    tokenizer's.
+    --set CHAT_FILES=GLOB selects JSON lines files with "messages". By default, questions about
+    Python are generated and written to `folder` once. The tokenizer provides the chat template.
     """
 
     folder = "~/.cache/praxis_lite/questions"
@@ -162,7 +161,7 @@ def with_adapters(task, rank, alpha, use_dora=False):
 
 @register
 class ChatLora(ChatFull):
-    """ChatFull with LoRA adapters on attention and feed-forward layers; all else is frozen."""
+    """ChatFull with LoRA on attention and feed-forward layers; all other weights are frozen."""
 
     RANK = 8
     ALPHA = 16.0
@@ -176,10 +175,10 @@ class ChatLora(ChatFull):
 
 @register
 class ChatDpo(ChatFull):
-    """Trains all weights of a Hugging Face model with DPO, on pairs of answers.
+    """Trains all weights of a Hugging Face model with DPO on pairs of answers.
 
     --set CHAT_FILES=GLOB selects JSON lines files with "prompt", "chosen" and "rejected". The
-    reference is a frozen copy of the model.
+    reference model is a frozen copy of the model.
     """
 
     def datasets(self):
@@ -201,7 +200,7 @@ class ChatDpo(ChatFull):
 
 @register
 class ChatDpoLora(ChatDpo):
-    """ChatDpo with LoRA adapters; the reference is the model without them."""
+    """ChatDpo with LoRA adapters; the reference is the same model without adapters."""
 
     RANK = 8
     ALPHA = 16.0

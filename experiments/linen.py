@@ -68,7 +68,7 @@ def continued(model, inputs, key, *, num_tokens):
 
 @register
 class PyDocs(LayersPyDocs):
-    """Trains a plain Linen LM on Python's language reference; rules map its logical axes."""
+    """Trains a plain Linen LM on Python's language reference, with rules for its logical axes."""
 
     def task(self):
         model = fdl.Config(LinenModel, fdl.Config(CausalLm), {"ids": ("int32", (1, 128))})

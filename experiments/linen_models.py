@@ -1,4 +1,4 @@
-"""Two models in plain Flax Linen, which import nothing from this library."""
+"""Two models in plain Flax Linen, without imports from this library."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ LECUN = nn.initializers.lecun_normal()
 
 
 def named(*names: str | None, draw: Any = LECUN) -> Any:
-    """Wraps an initializer so that its weight has a logical axis name per dim."""
+    """Wraps an initializer so that the dims of its weight have logical axis names."""
     return nn.with_logical_partitioning(draw, names)
 
 
@@ -90,7 +90,7 @@ class DecoderBlock(nn.Module):
 
 
 class CausalLm(nn.Module):
-    """Maps tokens [B, T] to logits [B, T, V] of the next tokens; blocks are scanned with remat."""
+    """Maps tokens [B, T] to logits [B, T, V] for next tokens; blocks are scanned with remat."""
 
     vocab_size: int = 257
     model_dims: int = 145
@@ -107,7 +107,7 @@ class CausalLm(nn.Module):
             self.vocab_size, self.model_dims, embedding_init=named("vocab", "embed", draw=small)
         )
         x_BTD = embed(ids) * self.model_dims**0.5
-        # A short causal convolution learns n-grams much sooner than attention does.
+        # A short causal convolution learns n-grams much earlier than attention.
         x_BTD = nn.Conv(
             self.model_dims, (4,), padding="CAUSAL", use_bias=False,
             kernel_init=named(None, None, "embed"), name="neighbours",

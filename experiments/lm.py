@@ -39,15 +39,16 @@ BATCH_OVER_DATA = {
 
 @register
 class PyDocs(Experiment):
-    """Trains a byte LM on Python's language reference, with sizes that the mesh does not divide.
+    """Trains a byte-level LM on Python's language reference, with sizes that require padding.
 
-    The vocabulary (257), the hidden dims (435) and the 5 heads are split over two model-parallel
-    devices, the model dims (145) over four data-parallel ones, and evaluation batches of 47 windows
-    over all eight. The last batch has fewer real rows than there are devices.
+    No size is divisible by the number of devices that it is split over: the vocabulary (257), the
+    hidden dims (435) and the 5 heads are split over two devices (model parallelism), the model dims
+    (145) over four devices (data parallelism), and evaluation batches of 47 windows over all eight
+    devices. The last batch has fewer real rows than there are devices.
 
-    To train on other text, use --set datasets.train.corpus.files=GLOB; held-out text and prompts
-    come from the same files. For tokens other than bytes, use --set corpus.tokenizer=DIRECTORY with
-    the directory of a tokenizer of transformers.
+    To train on different text, use --set datasets.train.corpus.files=GLOB. Held-out text and
+    prompts come from the same files. For tokens other than bytes, use --set
+    corpus.tokenizer=DIRECTORY with the directory of a transformers tokenizer.
     """
 
     corpus = fdl.Config(TextCorpus)
@@ -57,7 +58,7 @@ class PyDocs(Experiment):
 
     @property
     def text(self):
-        """Config of the corpus, whose tokenizer is also the task's."""
+        """Config of the corpus, whose tokenizer the task also uses."""
         return self.corpus
 
     @property
@@ -112,7 +113,7 @@ class Llama(PyDocs):
     """Trains a small Llama: gated SiLU, grouped-query attention, untied embedding and softmax.
 
     It has four layers. The hidden dims (320), the 6 query heads and the 2 key/value heads are split
-    over two model-parallel devices.
+    over two devices (model parallelism).
     """
 
     def task(self):
@@ -145,7 +146,7 @@ class Llama(PyDocs):
 
 @register
 class Synthetic(Experiment):
-    """Trains two layers on synthetic tokens in seconds; needs neither text nor tensorflow."""
+    """Trains two layers on synthetic tokens in seconds; requires neither text nor tensorflow."""
 
     mesh = PyDocs.mesh
 

@@ -8,14 +8,14 @@ from praxis_lite.layers import SHARDING_PRESETS, TransformerFeedForwardMoe, set_
 
 __all__ = ["PyDocs", "Synthetic"]
 
-# Tokens are split over the expert axis too; an all-to-all sends them to their experts and back.
+# Tokens are also split over the expert axis. An all-to-all sends them to their experts and back.
 BATCH = SHARDING_PRESETS["expert"]["batch"]
 
 
 def with_experts(task, **settings):
     """Replaces every second feed-forward layer of a task's model by experts, for `PyDocs.mesh`.
 
-    The weights of the auxiliary losses are those of ST-MoE (arXiv:2202.08906).
+    The weights of the auxiliary losses are the same as in ST-MoE (arXiv:2202.08906).
     """
     model = task.model
     dense = model.transformer_layer_tpl
@@ -35,8 +35,8 @@ def with_experts(task, **settings):
 class PyDocs(lm.PyDocs):
     """lm.PyDocs with five experts in every second layer, and top-2 routing.
 
-    The expert axis of size 2 divides neither the five experts nor the 145 model dims and 435 hidden
-    dims: three experts are stored on one half of the devices, two on the other.
+    The expert axis of size 2 splits the five experts, the 145 model dims and the 435 hidden dims
+    unevenly: one half of the devices stores three experts, and the other half stores two.
     """
 
     def mesh(self):

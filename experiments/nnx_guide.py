@@ -1,7 +1,7 @@
 """The unmodified models of Flax's guide to scaling NNX modules, trained on a mesh.
 
-https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html. The guide's calls that shard the
-model, optimizer and checkpoint are not needed. Sizes that no mesh axis divides work too:
+See https://flax.readthedocs.io/en/latest/guides/flax_gspmd.html. The guide's calls that shard the
+model, optimizer and checkpoint are not needed. Any size works, even a prime:
 `--set task.model.depth=1021 --set datasets.train.arrays.depth=1021`.
 """
 
@@ -45,7 +45,7 @@ class DotReluDotModel(nnx.Module):
 
 
 class LogicalDotReluDotModel(nnx.Module):
-    """The same model with logical axes: `dot1` has its own rules, `w2` uses those of the job."""
+    """The same model with logical axes: `dot1` declares rules, and `w2` uses the job's rules."""
 
     def __init__(self, depth: int, rngs: nnx.Rngs):
         init_fn = nnx.initializers.lecun_normal()
@@ -66,7 +66,7 @@ class LogicalDotReluDotModel(nnx.Module):
 
 
 def noise(depth: int) -> dict[str, jax.Array]:
-    """Returns the guide's only batch: 8 random rows `x` and their targets `y`."""
+    """Returns the guide's single batch: 8 random rows `x` and their targets `y`."""
     return {name: jax.random.normal(jax.random.key(seed), (8, depth))
             for name, seed in (("x", 1), ("y", 2))}
 
@@ -104,7 +104,7 @@ class DotReluDot(Experiment):
 
 @register
 class LogicalDotReluDot(DotReluDot):
-    """DotReluDot with logical axes, which rules of the model and of the job map to mesh axes."""
+    """DotReluDot with logical axes, which the rules of the model and the job map to mesh axes."""
 
     def task(self):
         task = super().task()

@@ -1,4 +1,4 @@
-"""Pipeline-parallel language models, with layers split into stages along a mesh axis."""
+"""Pipeline-parallel language models, whose layers are split into stages along a mesh axis."""
 
 import fiddle as fdl
 
@@ -19,10 +19,10 @@ BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
 
 
 def pipelined(task, **settings):
-    """Changes the layer stack of a task's language model to a Pipeline, for `PyDocs.mesh`."""
+    """Replaces the layer stack of a task's model by a Pipeline, for `PyDocs.mesh`."""
     model = task.model
     model.stacked_transformer_tpl = fdl.Partial(Pipeline, num_stages=2, **settings)
-    # Replicate weights along "data": otherwise every tick of the pipeline would gather them again.
+    # Replicate weights along "data", because every tick of the pipeline would gather them again.
     set_sharding_params(model, {**SHARDING_PRESETS["megatron"], "batch": BATCH_OF_STAGE})
     model.softmax_tpl.activation_split_dims_mapping = (BATCH, None, "mdl")
     model.softmax_tpl.lookup_split_dims_mapping = (BATCH, None, None)
@@ -32,10 +32,10 @@ def pipelined(task, **settings):
 
 @register
 class PyDocs(lm.PyDocs):
-    """lm.PyDocs as a circular pipeline: each microbatch passes twice through the two stages.
+    """lm.PyDocs as a circular pipeline: each microbatch passes through the two stages twice.
 
     With four microbatches, 1/9 of the ticks are idle. The 145 model dims and 5 heads are split over
-    two devices, each with two rows of a microbatch. Decoding runs through the stages too.
+    two devices, and each device has two rows of a microbatch. Decoding also uses the pipeline.
     """
 
     def mesh(self):
@@ -49,7 +49,7 @@ class PyDocs(lm.PyDocs):
 
     def datasets(self):
         datasets = super().datasets()
-        datasets["heldout"].batch_size = 48  # A multiple of the microbatches.
+        datasets["heldout"].batch_size = 48  # Divisible by the number of microbatches.
         return datasets
 
     def run(self):
@@ -82,9 +82,9 @@ class SplitBackward(Synthetic):
 
 @register
 class ZeroBubble(Synthetic):
-    """Synthetic with interleaved 1F1B, a split backward pass and sizes that do not divide.
+    """Synthetic with interleaved 1F1B, a split backward pass and uneven microbatches.
 
-    16 rows in three microbatches pass twice through two stages, with 6 layers.
+    16 rows in three microbatches pass through two stages twice. The model has 6 layers.
     """
 
     def task(self):

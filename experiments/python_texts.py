@@ -1,8 +1,8 @@
 """A language model on a filtered, packed mixture of three text datasets in three file formats.
 
-The texts are installed with Python: its documentation, its source code and the licences of
-packages. They are written once, as .jsonl.gz, .parquet and .jsonl.zst, and then read like any
-other files.
+The text comes with a Python installation: documentation, source code and the licences of packages.
+It is written to .jsonl.gz, .parquet and .jsonl.zst files once, which are then read like any other
+files.
 """
 
 import ast
@@ -31,7 +31,7 @@ Texts = Iterator[tuple[str, str]]
 
 
 def docs() -> Texts:
-    """Yields topics of the language reference and docstrings of the standard library."""
+    """Yields (title, text) for topics of the language reference and for docstrings."""
     for name, text in language_reference():
         yield name, text.decode()
     for path, text in code():
@@ -42,13 +42,13 @@ def docs() -> Texts:
 
 
 def code() -> Texts:
-    """Yields the source of the top-level modules of the standard library."""
+    """Yields (name, source) for the top-level modules of the standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         yield path.name, path.read_text(encoding="utf-8", errors="replace")
 
 
 def licences() -> Texts:
-    """Yields the licences of the installed packages, without duplicates."""
+    """Yields (path, text) for the licences of installed packages, without duplicates."""
     seen = set()
     for package in sorted(importlib.metadata.distributions(), key=lambda dist: dist.name.lower()):
         for file in sorted(package.files or (), key=str):
@@ -61,13 +61,13 @@ def licences() -> Texts:
 
 
 def examples_of(folder: str, texts: Callable[[], Texts]) -> Iterator[dict[str, str]]:
-    """Yields (title, text) pairs as examples with "name" and "text"."""
+    """Converts (title, text) pairs to examples with the keys "name" and "text"."""
     for title, text in texts():
         yield {"name": title, "text": text}
 
 
 def is_worth_learning(example: dict[str, str]) -> bool:
-    """Returns whether a text has at least 200 characters."""
+    """Returns whether the text of an example has at least 200 characters."""
     return len(example["text"]) >= 200
 
 
@@ -83,7 +83,7 @@ class PythonTexts(lm.Llama):
     folder = "~/.cache/praxis_lite/python_texts"
 
     def documents(self, source, name: str, texts: Callable[[], Texts]):
-        """Returns the config of a dataset of documents, with its file in the folder."""
+        """Returns the config of a document dataset whose file is in `folder`."""
         make = fdl.Partial(examples_of, texts=texts)
         files = fdl.Config(source, f"{self.folder}/{name}", make=make)
         return fdl.Config(

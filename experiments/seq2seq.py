@@ -30,13 +30,13 @@ class ReversedWords(IndexedPipeline):
     Labels end with END; the ids of a target start with END.
 
     Args:
-      num_letters: Number of letters; the vocabulary also has a padding and an end token.
-      max_letters: Length of the longest word; the shortest is half as long.
+      num_letters: Number of letters. The vocabulary also contains a padding and an end token.
+      max_letters: Length of the longest words. The shortest words are half as long.
       batch_size: Number of words per batch.
-      seed: Seed of the words.
-      num_batches: Number of batches of a single pass; None means endless training batches.
-      for_decoding: Whether batches are prompts: `ids` are the starts of the targets, with
-        `prefix_lengths` and a weight per row.
+      seed: Seed for generating words.
+      num_batches: Number of batches in a single pass, or None for endless training batches.
+      for_decoding: Whether to return prompts for decoding, where `ids` are the beginnings of the
+        targets and there are `prefix_lengths` and a weight per row.
     """
 
     def __init__(
@@ -102,8 +102,9 @@ class ReversedWords(IndexedPipeline):
 class Reverse(Experiment):
     """Trains an encoder-decoder to spell words backwards, and decodes with beam search.
 
-    The mesh divides no size: 70 model dims over four data-parallel devices, 3 heads and 141 hidden
-    dims over two model-parallel ones. Evaluation batches are smaller than training batches.
+    All splits are uneven: 70 model dims over four devices (data parallelism), and 3 heads and 141
+    hidden dims over two devices (model parallelism). Evaluation batches are smaller than training
+    batches.
     """
 
     def mesh(self):

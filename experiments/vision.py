@@ -1,4 +1,4 @@
-"""Classifiers of scikit-learn's handwritten digits, which are installed without a download."""
+"""Classifiers for handwritten digits; the images come with scikit-learn and need no download."""
 
 import fiddle as fdl
 import numpy as np
@@ -31,21 +31,22 @@ from praxis_lite.tasks.image_classification import ClassificationTask
 
 __all__ = ["BATCH", "Digits", "DigitsResNet", "DigitsViT", "digits"]
 
-NUM_HELDOUT = 359  # Of 1797 images; the split is always the same.
-# The mesh axes that the rows of a batch are split over.
+NUM_HELDOUT = 359  # Out of 1797 images. The split is always the same.
+# Mesh axes that the rows of a batch are split over.
 BATCH = ("replica", "data")
 
 
 def digits(split: str) -> dict[str, np.ndarray]:
     """Returns images of digits, float32 [n, 8, 8, 1] in [0, 1], and their labels, int32 [n].
 
-    The data is the test set of UCI's optdigits: 1797 digits by 43 writers, reduced to 8 x 8 pixels.
+    The images are the test set of UCI's optdigits: 1797 digits by 43 writers, scaled down to 8 x 8
+    pixels.
 
     Args:
       split: "train" or "heldout".
     """
     require_package("sklearn", "vision.digits")
-    # Import sklearn here, because it takes half a second, which `--list` would wait for.
+    # Import sklearn here, because its import would slow down `--list` by half a second.
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -56,7 +57,7 @@ def digits(split: str) -> dict[str, np.ndarray]:
 
 
 class Digits(Experiment):
-    """Base class of the digit classifiers: the task, the datasets and the number of steps."""
+    """Base class of the digit classifiers; defines the task, the datasets and the run."""
 
     def network(self) -> fdl.Partial:
         """Returns the config of a module that maps images to `num_features` features."""
@@ -108,7 +109,7 @@ class DigitsViT(Digits):
         return fdl.Config(MeshConfig, ici_mesh_shape=(2, 2, 2))
 
     def network(self):
-        # 3 heads, 45 model dims, 91 hidden dims and 17 tokens over axes of 2.
+        # 3 heads, 45 model dims, 91 hidden dims and 17 tokens are split over axes of size 2.
         vit = build_vision_transformer(
             pos_emb_shapes=(4, 4), patch_size=2, image_channels=1, model_dims=45, mlp_dims=91,
             num_xformer_layers=3, num_heads=3,
@@ -137,7 +138,7 @@ class DigitsViT(Digits):
 
 @register
 class DigitsResNet(Digits):
-    """Classifies digits with a ResNet; batch norms use the global batch of 8 devices."""
+    """Classifies digits with a ResNet whose batch norms use the global batch of 8 devices."""
 
     num_features, peak_learning_rate, num_steps = 26, 1e-2, 200
 
@@ -145,7 +146,7 @@ class DigitsResNet(Digits):
         return fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))
 
     def network(self):
-        # 13 and 26 channels over axes of 4 and 2.
+        # 13 and 26 channels are split over axes of size 4 and 2.
         conv = fdl.Partial(
             ConvBNAct, batch_norm_tpl=fdl.Partial(BatchNorm, decay=0.9),
             weight_split_dims_mapping=(None, None, "data", "mdl"),

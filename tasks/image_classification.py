@@ -15,17 +15,17 @@ __all__ = ["ClassificationTask"]
 
 
 class ClassificationTask(Task):
-    """Trains a classifier, a model of inputs [B, ...] -> logits [B, V], with cross-entropy.
+    """Trains a classifier that maps inputs [B, ...] to logits [B, V] with cross-entropy.
 
-    Batches have `inputs` [B, ...], `labels` int32 [B] and `weights` float32 [B]. If the model has a
-    `compute_loss`, that is called instead of the model. A model whose call takes a `key` is given
-    one in training (for dropout and batch statistics), and None in evaluation.
+    Batches contain `inputs` [B, ...], `labels` int32 [B] and `weights` float32 [B]. If the model
+    has a method `compute_loss`, it is called instead of the model. If the model takes a `key`, it
+    receives a key in training (for dropout and batch statistics) and None in evaluation.
     """
 
     required_inputs = ("inputs", "labels", "weights")
 
     def num_ids(self) -> dict[str, int]:
-        """Returns the number of classes, as the limit of `labels`, or {} if it is not known."""
+        """Returns the number of classes as the limit for `labels`, or {} if it is unknown."""
         if not isinstance(self.model, NnxModel):
             return {}
         module = self.model.abstract_module()
@@ -35,9 +35,9 @@ class ClassificationTask(Task):
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
-        """Returns the metrics "loss", "accuracy" and, if layers add one, "aux_loss".
+        """Returns the metrics "loss", "accuracy" and, if layers add an auxiliary loss, "aux_loss".
 
-        All are means over examples; the loss is in nats and includes the auxiliary loss.
+        All metrics are means over examples. The loss is in nats and includes the auxiliary loss.
         """
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
         num_examples = jnp.sum(weights)

@@ -53,27 +53,27 @@ PER_ROW_SETTINGS = ("temperature", "per_example_max_decode_steps")
 class LanguageModelTask(Task):
     """Trains a model of ids [B, T] -> (logits [B, T, V], cache) on next tokens, and decodes.
 
-    Training batches have `ids` and `labels` int32 [B, T] and `weights` float32 [B, T]. For models
-    with a `compute_loss` they may also have `segment_ids` and `segment_pos` int32 [B, T] (packed
-    rows, an error for other models), `paddings` float32 [B, T] and `inputs_indicator` (prefix
-    models). Decoding batches have `ids` int32 [B, P], `prefix_lengths` int32 [B] and `weights`
-    float32 [B], which are 0 for padding rows.
+    Training batches contain `ids` and `labels` int32 [B, T] and `weights` float32 [B, T]. If the
+    model has a method `compute_loss`, they may also contain `segment_ids` and `segment_pos` int32
+    [B, T] for packed rows, `paddings` float32 [B, T] and `inputs_indicator` for prefix models.
+    Packed rows are an error for other models. Decoding batches contain `ids` int32 [B, P],
+    `prefix_lengths` int32 [B] and `weights` float32 [B], which are 0 for padding rows.
 
     Args:
-      model: As in Task.
-      learner: As in Task.
-      weight_sharding: As in Task.
-      inputs_split_mapping: As in Task.
-      fprop_dtype: As in Task.
+      model: See Task.
+      learner: See Task.
+      weight_sharding: See Task.
+      inputs_split_mapping: See Task.
+      fprop_dtype: See Task.
       quantization: A name in QUANTIZATION_RECIPES. "int8", "float8" and similar recipes quantize
-        the products of dense layers; "nf4" and "int4" store frozen weights in 4 bits. None disables
+        the matmuls of dense layers; "nf4" and "int4" store frozen weights in 4 bits. None disables
         quantization.
-      tokenizer: Tokenizer of the datasets, or its directory, for converting decoded ids to text;
-        None means bytes. Its `token_unit` names the metric bits_per_<token unit>.
-      decoder: How prompts are continued: greedily by default, by sampling if its temperature is
-        set. The tokenizer resolves its eos_id and stop strings.
-      metrics: As in Task. Metrics receive the outputs of the model's `compute_loss`, or the logits
-        if it has none.
+      tokenizer: Tokenizer of the datasets, or its directory, for converting decoded ids to text. If
+        None, tokens are bytes. Its `token_unit` is part of the metric bits_per_<token unit>.
+      decoder: Decoder that continues prompts. By default, it is greedy, or samples if its
+        temperature is set. The tokenizer sets its eos_id and encodes its stop strings.
+      metrics: See Task. Metrics receive the outputs of the model's `compute_loss`, or the logits if
+        the model has no such method.
     """
 
     weight_unit = "tokens"
@@ -101,7 +101,7 @@ class LanguageModelTask(Task):
         self.decoder = for_tokenizer(decoder, self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
-        """Also checks that ids are integers, and that the model has enough positions for them."""
+        """Also checks that ids are integers, and that the model supports their positions."""
         super().check_inputs(inputs, required, what)
         dtype = inputs["ids"].dtype
         require(jnp.issubdtype(dtype, jnp.integer), f"{what}: the dtype of ids", dtype, "int32")
@@ -110,22 +110,22 @@ class LanguageModelTask(Task):
             length = cache_length(self.decoder, length)
         is_causal = getattr(model, "model_type", "causal") == "causal"
         if hasattr(model, "init_cache") and (is_causal or required == self.required_decode_inputs):
-            # Raises ConfigError if the cache is longer than the model's positions.
+            # Raises ConfigError if the cache is longer than the model's number of positions.
             jax.eval_shape(lambda: model.init_cache(1, length))
         if required == self.required_decode_inputs:
             self.decoder.check_model(model)
 
     def _token_unit(self, model: nnx.Module) -> str:
-        # Without a tokenizer, tokens are bytes unless the vocabulary is larger than that.
+        # Without a tokenizer, tokens are bytes unless the vocabulary is larger.
         num_ids = 0 if self._has_tokenizer else getattr(model, "vocab_size", 0)
         return "token" if num_ids > ByteTokenizer.vocab_size else self.tokenizer.token_unit
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Returns functions that compress weights for decoding, by path; see `weights_dtype`."""
+        """Maps paths of weights to functions that convert them for decoding; see Decoder."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
-        """Returns the limits of ids, labels and positions, as far as the model declares them."""
+        """Returns the limits for ids, labels and positions that the model declares."""
         model = self.model.abstract_module()
         sizes = {name: getattr(model, "vocab_size", None) for name in ("ids", "labels")}
         sizes["segment_pos"] = getattr(model, "num_positions", None)
@@ -136,9 +136,9 @@ class LanguageModelTask(Task):
     ) -> WeightedScalars:
         """Returns metrics, as means over tokens.
 
-        "loss" is in nats and includes the layers' auxiliary loss, which is also reported as
-        "aux_loss". "bits_per_<token unit>" is the cross-entropy alone. The others are "accuracy"
-        and the layers' summaries, averaged over the layers that report the same name.
+        "loss" is in nats and includes the auxiliary loss of layers, which is also reported as
+        "aux_loss". "bits_per_<token unit>" is only the cross-entropy. The other metrics are
+        "accuracy" and the summaries of layers, averaged over layers that report the same name.
         """
         outputs = _outputs_of(model, inputs, key)
         share_outputs(outputs)
@@ -222,7 +222,7 @@ def paddings_with_filler(
 ) -> jax.Array:
     """Returns float32 paddings [B, T] that also mark rows whose weights are all 0.
 
-    Without this, padding rows would use the capacity of experts and count in their load and loss.
+    Otherwise, padding rows would use the capacity of experts and affect their load and loss.
 
     Args:
       weights: Weights of the tokens, [B, any].
@@ -266,9 +266,9 @@ def require_unpacked(inputs: Mapping[str, Any], why: str) -> None:
     """
     if "segment_ids" in inputs:
         raise ConfigError(
-            f"{why}, so it cannot use the batch's segment_ids, and documents packed into a row "
-            "would attend to each other. Train a model whose compute_loss takes segment_ids and "
-            "positions, or use unpacked batches without the leaf 'segment_ids'."
+            f"{why}, so it cannot use the segment_ids of the batch, and documents that are packed "
+            "into a row would attend to each other. Train a model whose compute_loss takes "
+            "segment_ids and positions, or use unpacked batches without the leaf 'segment_ids'."
         )
 
 
@@ -299,7 +299,7 @@ def outputs_of_logits(
 
 
 def _mean_summaries(model: nnx.Module) -> dict[str, jax.Array]:
-    """Returns the layers' summaries, averaged over layers, by the last component of their path."""
+    """Returns the layers' summaries by the last component of their paths, averaged over layers."""
     by_name: dict[str, list[jax.Array]] = {}
     for path, value in intermediates(model, Summary).items():
         by_name.setdefault(path.rsplit("/", 1)[-1], []).append(jnp.ravel(value))

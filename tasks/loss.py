@@ -42,28 +42,27 @@ class LossTask(Task):
     a `FunctionModel`. `inputs` is a batch, a dict of arrays [B, ...]. `key` is None in evaluation.
 
     A loss function returns the loss, or (loss, {name: metric}). The loss and each metric are one of
-      - an array with the shape of inputs["weights"] (a value per row, or per token). Its weighted
-        mean is taken, so padding rows (weight 0) do not count, and --mode=eval also writes the
-        values of each row.
-      - a scalar, which is a mean with the weight sum(inputs["weights"]). If a batch may have
-        padding rows, return sum(x * weights) / sum(weights).
-      - a pair of scalars (value, weight), for a mean with another weight.
-    A batch without "weights" has weight 1 for each row.
+      - an array with the shape of inputs["weights"] (a value per row or token). Its weighted mean
+        ignores padding rows (weight 0), and --mode=eval also writes the values of each row.
+      - a scalar, which is treated as a mean with the weight sum(inputs["weights"]). If a batch may
+        contain padding rows, return sum(x * weights) / sum(weights).
+      - a pair of scalars (value, weight), for a mean with a different weight.
+    If a batch has no "weights", each row has weight 1.
 
     Args:
-      model: As in Task.
-      loss: Function that training minimizes.
-      learner: As in Task.
-      eval_loss: Loss function for evaluations that need random numbers; it is called with the `key`
-        of `Task.compute_eval_loss`. None means `loss` without a key.
-      predict: Function that returns an array [B, ...], or a dict of them, which --mode=decode
+      model: See Task.
+      loss: Loss function that training minimizes.
+      learner: See Task.
+      eval_loss: Loss function for evaluations that need random numbers. It is called with the `key`
+        of `Task.compute_eval_loss`. If None, `loss` is called without a key.
+      predict: Function that returns an array [B, ...] or a dict of arrays, which --mode=decode
         writes for each row.
-      weight_sharding: As in Task.
-      inputs_split_mapping: As in Task.
-      fprop_dtype: As in Task.
-      required_inputs: Keys that batches of `datasets` must have.
-      metrics: As in Task. Metrics receive the values that the loss function returns, by name, and
-        those that it passes to `share_outputs`.
+      weight_sharding: See Task.
+      inputs_split_mapping: See Task.
+      fprop_dtype: See Task.
+      required_inputs: Keys that batches of `datasets` must contain.
+      metrics: See Task. Metrics receive the values that the loss function returns or passes to
+        `share_outputs`, by name.
 
     Raises:
       ConfigError: A function does not take three arguments, or returns an unsupported value while a
@@ -94,7 +93,7 @@ class LossTask(Task):
             if function is not None:
                 check_takes(f"LossTask.{setting}", function, "model", "inputs", "key")
         is_keys = not isinstance(required_inputs, str)
-        require(is_keys, "LossTask.required_inputs", required_inputs, "keys in brackets")
+        require(is_keys, "LossTask.required_inputs", required_inputs, "a tuple of keys")
         self.loss, self.eval_loss, self.predict = loss, eval_loss, predict
         self.required_inputs = tuple(required_inputs)
 
@@ -103,11 +102,11 @@ class LossTask(Task):
         return self._outputs(self.loss, model, inputs, key)[0]
 
     def compute_eval_loss(self, model: Any, inputs: Batch, key: jax.Array) -> LossOutputs:
-        """Returns the means as `compute_loss`, and the arrays with a value per weight."""
+        """Returns the same means as `compute_loss`, and the arrays with a value per weight."""
         if self.eval_loss is not None:
             return self._outputs(self.eval_loss, model, inputs, key)
         if type(self).compute_loss is not LossTask.compute_loss:
-            # A subclass overrides compute_loss; the base class calls it.
+            # The base class calls compute_loss, which a subclass overrides.
             return super().compute_eval_loss(model, inputs, key)
         return self._outputs(self.loss, model, inputs, None)
 
@@ -120,8 +119,8 @@ class LossTask(Task):
         weights = weights_of(inputs)
         if "loss" in metrics:
             raise ConfigError(
-                f"{function_name(function)} returns a metric named 'loss', which is reserved for "
-                "the loss itself. Rename the metric."
+                f"{function_name(function)} returns a metric with the reserved name 'loss'. Rename "
+                "the metric."
             )
         returned = {"loss": loss, **metrics}
         share_outputs(returned)
@@ -129,7 +128,7 @@ class LossTask(Task):
         for name, actual in returned.items():
             is_scalar = isinstance(actual, int | float) or getattr(actual, "shape", None) == ()
             pair = (actual, jnp.sum(weights)) if is_scalar else actual
-            # A pair of arrays is more likely a loss and an unnamed metric than values and weights.
+            # A pair of arrays is probably a loss with an unnamed metric, not values with weights.
             is_mistake = isinstance(actual, tuple | list) and any(
                 getattr(x, "shape", ()) != () for x in actual
             )
@@ -165,7 +164,7 @@ class LossTask(Task):
             if not hasattr(x, "shape") or x.shape[:1] != (num_rows,):
                 raise ConfigError(
                     f"{function_name(self.predict)} returns {_describe(x)} as {name!r}; expected "
-                    f"an array with {num_rows} rows, as the batch has, or a dict of such arrays."
+                    f"an array with {num_rows} rows, like the batch, or a dict of such arrays."
                 )
         return dict(outputs)
 

@@ -18,18 +18,18 @@ __all__ = ["DpoTask"]
 class DpoTask(LanguageModelTask):
     """Trains a language model with DPO (Rafailov et al. 2023, arXiv:2305.18290, equation 7).
 
-    Batches have `ids` and `labels` int32 [B, 2, T], `answers` float32 [B, 2, T], which is 1 for
-    labels that belong to the answer, and `weights` float32 [B]. The reference model is the model
-    without its adapters, or the frozen copy that `with_reference` creates. Auxiliary losses of
+    Batches contain `ids` and `labels` int32 [B, 2, T], `answers` float32 [B, 2, T], which is 1 for
+    labels that belong to the answer, and `weights` float32 [B]. The reference model is either the
+    model without its adapters or the frozen copy that `with_reference` creates. Auxiliary losses of
     layers, such as load balancing, are ignored. Decoding is the same as in `LanguageModelTask`.
 
-    Both models run in evaluation mode, because separate dropout masks would appear as a difference
-    between them. TRL does the same (`disable_dropout=True`).
+    Both models run in evaluation mode, because different dropout masks would make them differ. TRL
+    does the same (`disable_dropout=True`).
 
     Args:
       args: Positional arguments of LanguageModelTask.
-      beta: Weight of the implicit KL penalty; smaller values let the model move farther from the
-        reference.
+      beta: Weight of the implicit KL penalty. Smaller values let the model move farther away from
+        the reference.
       label_smoothing: Assumed fraction of pairs with swapped labels, below 0.5 (Mitchell 2023,
         conservative DPO).
       settings: Keyword arguments of LanguageModelTask.
@@ -64,10 +64,10 @@ class DpoTask(LanguageModelTask):
         """Returns metrics with TRL's names, each a mean over pairs.
 
         "loss" is the DPO loss. "rewards/chosen" and "rewards/rejected" are beta times the
-        difference in an answer's log-probability (nats) between the model and the reference.
-        "rewards/margins" is their difference. "rewards/accuracies" is the fraction of pairs whose
-        margin is positive by more than rounding errors, so it is 0 for an untrained model, which
-        equals the reference.
+        difference between the log-probabilities (in nats) of an answer under the model and under
+        the reference. "rewards/margins" is the difference of these rewards. "rewards/accuracies" is
+        the fraction of pairs whose margin exceeds rounding errors. It is 0 before training, when
+        the model equals the reference.
         """
         require_unpacked(inputs, "DpoTask reads one answer per row")
         reference_log_probs = jax.lax.stop_gradient(_log_probs(reference_of(model), inputs))
@@ -92,7 +92,7 @@ class DpoTask(LanguageModelTask):
 
 
 def _log_probs(model: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the log-probabilities of the answers in nats, [B, 2]."""
+    """Returns the log-probabilities [B, 2] of the answers in nats."""
     ids, labels, answers = (
         inputs[name].reshape(-1, inputs[name].shape[-1]) for name in ("ids", "labels", "answers")
     )

@@ -44,27 +44,27 @@ _GREEDY = Sample(temperature=0.0)
 class SequenceToSequenceTask(Task):
     """Trains a TransformerEncoderDecoder on the next tokens of targets, and decodes targets.
 
-    Training batches have `src_ids` int32 [B, S] and `src_paddings` float32 [B, S] (1.0 for
-    padding), and for the targets `ids` and `labels` int32 [B, T] and `weights` float32 [B, T].
-    Optional leaves are `paddings` and, for packed rows, `segment_ids`, `segment_pos`,
-    `src_segment_ids` and `src_segment_pos`. Decoding batches have the source, prompts of the
-    targets as `ids` int32 [B, P] and `prefix_lengths` int32 [B], and `weights` float32 [B], which
-    are 0 for padding rows; optional `labels` int32 [B, T] are the targets, 0 after the end.
+    Training batches contain sources, `src_ids` int32 [B, S] and `src_paddings` float32 [B, S] (1.0
+    for padding), and targets, `ids` and `labels` int32 [B, T] and `weights` float32 [B, T]. They
+    may also contain `paddings` and, for packed rows, `segment_ids`, `segment_pos`,
+    `src_segment_ids` and `src_segment_pos`. Decoding batches contain sources, prompts for the
+    targets, `ids` int32 [B, P] and `prefix_lengths` int32 [B], and `weights` float32 [B], which are
+    0 for padding rows. They may also contain targets, `labels` int32 [B, T], with 0 after the end.
 
     Args:
-      model: As in Task.
-      learner: As in Task.
-      weight_sharding: As in Task.
-      inputs_split_mapping: As in Task.
-      fprop_dtype: As in Task.
-      tokenizer: Tokenizer, or its directory, for converting decoded ids to text; None writes only
-        ids to the records.
-      decoder: How targets are decoded, greedily by default.
-      metrics: As in Task. Metrics receive the outputs of the model's `compute_loss`.
+      model: See Task.
+      learner: See Task.
+      weight_sharding: See Task.
+      inputs_split_mapping: See Task.
+      fprop_dtype: See Task.
+      tokenizer: Tokenizer, or its directory, for converting decoded ids to text. If None, records
+        contain only ids.
+      decoder: Decoder of the targets; greedy by default.
+      metrics: See Task. Metrics receive the outputs of the model's `compute_loss`.
 
     Raises:
-      ConfigError: The decoder sets `num_cache_slots` or `num_cached_prefixes`, which mix or share
-        rows, although each row has its own source.
+      ConfigError: The decoder sets `num_cache_slots` or `num_cached_prefixes`, which are not
+        supported, because each row has a different source.
     """
 
     weight_unit = "tokens"
@@ -92,14 +92,14 @@ class SequenceToSequenceTask(Task):
             actual = getattr(decoder, name, 0)
             require(
                 not actual, f"SequenceToSequenceTask.decoder.{name}", actual,
-                "0", "Each row of a batch has its own source, so rows cannot share a cache.",
+                "0", "Rows of a batch cannot share a cache, because their sources differ.",
             )
         self.decoder = decoder
         if self.tokenizer is not None:
             self.decoder = for_tokenizer(decoder, self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
-        """Also checks that the model has enough positions for decoding."""
+        """Also checks that the model supports the positions that decoding needs."""
         super().check_inputs(inputs, required, what)
         if required == self.required_decode_inputs:
             model, length = self.model.abstract_module(), inputs["ids"].shape[1]
@@ -107,11 +107,11 @@ class SequenceToSequenceTask(Task):
             jax.eval_shape(lambda: model.init_cache(1, length, encoded_length=encoded_length))
 
     def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
-        """Returns functions that compress weights for decoding, by path; see `weights_dtype`."""
+        """Maps paths of weights to functions that convert them for decoding; see Decoder."""
         return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
-        """Returns the model's `vocab_size`, if it has one, as the limit of ids and labels."""
+        """Returns the model's `vocab_size` as the limit for ids and labels, or {}."""
         vocab_size = getattr(self.model.abstract_module(), "vocab_size", None)
         if not isinstance(vocab_size, int):
             return {}
@@ -120,10 +120,11 @@ class SequenceToSequenceTask(Task):
     def compute_loss(
         self, model: nnx.Module, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> WeightedScalars:
-        """Returns the metrics "loss", "accuracy", "exact_match" and, if layers add one, "aux_loss".
+        """Returns the metrics "loss", "accuracy" and "exact_match", and optionally "aux_loss".
 
-        The loss is in nats per token and includes the auxiliary loss. "exact_match" is the fraction
-        of rows in which every token is predicted correctly, given the previous target tokens.
+        The loss is in nats per token and includes the auxiliary loss of layers. "exact_match" is
+        the fraction of rows in which every token is predicted correctly from the preceding target
+        tokens.
         """
         optional = {name: inputs[key] for key, name in OPTIONAL_INPUTS.items() if key in inputs}
         labels, weights = inputs["labels"], inputs["weights"].astype(jnp.float32)
@@ -167,9 +168,10 @@ class SequenceToSequenceTask(Task):
     ) -> list[dict[str, Any]]:
         """Returns a record per real row and hypothesis, with the best hypothesis first.
 
-        Records have source_ids, output_ids (including the end token) and log_prob; with a tokenizer
-        also source and output as text; with labels also target_ids and is_match; and with several
-        hypotheses also the rank ("sample") and the score.
+        Records contain source_ids, output_ids (including the end token) and log_prob. With a
+        tokenizer, they also contain source and output as text. With labels, they also contain
+        target_ids and is_match. With several hypotheses, they also contain the rank ("sample") and
+        the score.
         """
         records = []
         for row in np.flatnonzero(inputs["weights"] > 0):

@@ -1,7 +1,7 @@
-"""The framework: a model, its Task, and a Partitioner that compiles its steps for any mesh.
+"""The core framework: models, tasks, and a Partitioner that compiles their steps for any mesh.
 
-This package needs only jax, flax, optax and numpy. It never imports the packages built on it:
-layers, optimizers, data, experiments, checkpoints.
+This package requires only jax, flax, optax and numpy. It never imports the packages that are built
+on it: layers, optimizers, data, experiments and checkpoints.
 """
 
 from praxis_lite.public_names import public_names

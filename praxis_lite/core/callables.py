@@ -1,4 +1,4 @@
-"""Names and argument checks of functions that the user passes in."""
+"""Names of user-provided functions, and checks of their signatures."""
 
 import importlib
 import inspect
@@ -30,7 +30,7 @@ def imported_module(name: str) -> types.ModuleType | None:
 
 
 def function_name(function: Any) -> str:
-    """Returns the name of a function; for a partial, that of the wrapped function."""
+    """Returns the name of a function, or of the function that a partial wraps."""
     return callable_name(getattr(function, "func", function))
 
 
@@ -38,7 +38,7 @@ def check_takes(what: str, function: Any, *arguments: str) -> None:
     """Raises ConfigError unless the user's function can be called with these arguments.
 
     Args:
-      what: Path of the setting that the function comes from, for the message.
+      what: Path of the setting that contains the function, for the error message.
       function: The function, possibly a `functools.partial`.
       arguments: Names of the arguments, passed by position.
     """
@@ -53,6 +53,6 @@ def check_takes(what: str, function: Any, *arguments: str) -> None:
     except TypeError as error:
         raise ConfigError(
             f"{what} is called with {call}, but {function_name(function)} has the signature "
-            f"{signature}: {error}. Change its arguments, or bind the others with "
-            "functools.partial (in an experiment: fdl.Partial)."
+            f"{signature}: {error}. Change its arguments, or bind the additional ones with "
+            "functools.partial (fdl.Partial in an experiment)."
         ) from None

@@ -1,4 +1,4 @@
-"""The exceptions that praxis_lite raises for its users, and helpers for their messages."""
+"""Exceptions for errors that users can fix, and helpers for their messages."""
 
 import difflib
 import functools
@@ -14,37 +14,39 @@ __all__ = (
 
 
 class Error(Exception):
-    """Base class of the errors that users can act on; the subclass says what kind it is.
+    """Base class for errors that users can act on.
 
-    The message is one paragraph: what was found, what was expected, what to change. `main` prints
-    only the message and exits with `exit_status`; other exceptions keep their traceback.
+    The message is one paragraph that describes what was found, what was expected and what to
+    change. `main` prints only the message and exits with `exit_status`. Other exceptions are
+    printed with their traceback.
     """
 
     exit_status = 2
 
 
 class ConfigError(Error, ValueError):
-    """A setting, an input, a file or a call is wrong; the same call will fail again."""
+    """A setting, an input, a file or a call is invalid; retrying without a change will fail."""
 
 
 class OutOfMemory(Error):
-    """The compiler, a device or the host has too little memory for the job."""
+    """The compiler, a device or the host does not have enough memory for the job."""
 
 
 class PeerLost(Error):
-    """Another process of the job was lost or did not respond, so this process cannot continue."""
+    """This process cannot continue, because another process of the job failed or is unresponsive.
+    """
 
 
 class FailedSave(Error):
-    """A checkpoint could not be written; the message gives the step, the reason and what to do."""
+    """A checkpoint could not be written; the message contains the step, the reason and a fix."""
 
 
 class StepLost(ConfigError):
-    """A step of a checkpoint is missing, is damaged, or was deleted while it was read."""
+    """A checkpoint step is missing or damaged, or was deleted while it was being read."""
 
 
 class NotCertified(Error):
-    """A certificate found a difference. The state is saved, and all hosts of the job end."""
+    """Certification of a step found a difference; the state is saved, and all hosts stop."""
 
 
 def require(condition: bool, setting: str, found: object, expected: str, change: str = "") -> None:
@@ -53,9 +55,10 @@ def require(condition: bool, setting: str, found: object, expected: str, change:
     Args:
       condition: Whether the setting is valid.
       setting: Path or name of the setting, such as "Linear.num_heads" or "run.seed".
-      found: Its value. The message shows a shortened, printable repr.
+      found: Value of the setting. The message contains a truncated, printable repr.
       expected: A short description of valid values, such as "a positive integer".
-      change: What to change, in complete sentences, unless that follows from `expected`.
+      change: Complete sentences that say what to change. Omit them if this is obvious from
+        `expected`.
 
     Raises:
       ConfigError: The condition is False.
@@ -66,12 +69,13 @@ def require(condition: bool, setting: str, found: object, expected: str, change:
 
 
 def require_choice(setting: str, found: object, choices: Collection[str]) -> None:
-    """Checks that a setting is one of several names.
+    """Checks that a setting is one of the valid names.
 
     Raises:
-      ConfigError: It is not one of them. The message lists all names and suggests similar ones.
+      ConfigError: `found` is not a valid name. The message lists all valid names and suggests
+        similar ones.
     """
-    if found not in list(choices):  # A list, because `found` may not be hashable.
+    if found not in list(choices):  # Use a list, because `found` may not be hashable.
         hint = did_you_mean(str(found), choices)
         raise ConfigError(
             f"{setting} is {shown(repr(found))}; expected one of {', '.join(choices)}.{hint}"
@@ -79,12 +83,12 @@ def require_choice(setting: str, found: object, choices: Collection[str]) -> Non
 
 
 def is_number(value: object) -> bool:
-    """Returns whether `value` is an int or a float; bools are not numbers."""
+    """Returns whether `value` is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_whole(value: object) -> bool:
-    """Returns whether `value` is a positive int; True is not."""
+    """Returns whether `value` is a positive int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -118,12 +122,12 @@ def printable(text: str) -> str:
 
 
 def format_bytes(size: int) -> str:
-    """Returns a size in bytes as text: "512 B", "1.5 KiB", "3.2 GiB"."""
+    """Formats a size in bytes, such as "512 B", "1.5 KiB" or "3.2 GiB"."""
     power = min(int(math.log2(max(size, 1)) // 10), 5)
     return f"{size / 1024**power:.1f} {'KMGTP'[power - 1]}iB" if power else f"{size} B"
 
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Logs a warning the first time that this process calls it with `message`."""
+    """Logs a warning once per process and message."""
     logging.getLogger("praxis_lite").warning("WARNING: %s", message)

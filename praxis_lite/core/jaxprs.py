@@ -1,7 +1,7 @@
 """Visits, rewrites and evaluates jaxprs; works with jax 0.10 to 0.12.
 
-Callers say what to do with one equation. This file knows how jaxprs are nested in loops, branches
-and calls.
+Callers provide a function for a single equation. This module handles the nesting of jaxprs in
+loops, branches and calls.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ __all__ = (
     "is_widening_cast", "open_jaxpr", "split_loop_operands",
 )
 
-# Name scope of operations that are recomputed by jax.checkpoint or by our own backward passes.
+# Name scope of operations that are recomputed by jax.checkpoint or by our custom backward passes.
 RECOMPUTED = "rematted_computation"
 # Name scope of the extra all-to-all rounds of a mixture of experts, which run only when expert
 # loads are uneven. The number of rounds is not known at compile time.
@@ -24,17 +24,17 @@ EXTRA_ROUNDS = "further_turns_of_experts"
 
 
 def open_jaxpr(jaxpr: Any) -> core.Jaxpr:
-    """Returns the open jaxpr of a ClosedJaxpr; from jax 0.11 on the two are the same object."""
+    """Returns the open jaxpr of a ClosedJaxpr; since jax 0.11, both are the same object."""
     opened: core.Jaxpr = jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
     return opened
 
 
 def expand_high_level(eqn: core.JaxprEqn) -> core.JaxprEqn:
-    """Returns an equation with JAX's high-level primitives expanded to a call of their jaxpr.
+    """Expands a high-level primitive of JAX to a call of its jaxpr.
 
-    With the flags jax_remat3, jax_custom_vjp3 and jax_custom_jvp3, JAX keeps the operations of a
-    remat or custom derivative in a Python object until it compiles. Names for the policies of
-    jax.checkpoint are not expanded.
+    With the flags jax_remat3, jax_custom_vjp3 and jax_custom_jvp3, JAX stores the operations of a
+    remat or custom derivative in a Python object until compilation. The primitive that names values
+    for jax.checkpoint policies is not expanded.
     """
     high_level = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
     if high_level is None or type(high_level).__name__ == "CheckpointName":
@@ -46,7 +46,7 @@ def expand_high_level(eqn: core.JaxprEqn) -> core.JaxprEqn:
 
 
 def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
-    """Yields equations, each followed by those of its loops, branches and calls."""
+    """Yields all equations, each followed by the equations in its loops, branches and calls."""
     for eqn in map(expand_high_level, eqns):
         yield eqn
         for inner in core.jaxprs_in_params(eqn.params):
@@ -54,12 +54,12 @@ def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
 
 
 def rewrite_jaxpr(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]) -> Any:
-    """Returns a jaxpr in which each equation is replaced by the equations `rule` returns for it.
+    """Replaces each equation of a jaxpr by the equations that `rule` returns for it.
 
     Inner jaxprs are rewritten before the equation that contains them. An unchanged jaxpr is
     returned as the same object, and a jaxpr that is called twice is rewritten once.
     """
-    # From id to (old, new); holding the old jaxpr keeps its id from being reused.
+    # Maps id to (old, new). Storing the old jaxpr keeps its id from being reused.
     done: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
 
     def rewrite_param(value: Any) -> Any:
@@ -99,17 +99,17 @@ def evaluate_jaxpr(
     jaxpr: Any, arguments: Iterable[Any], rule: Callable[[core.JaxprEqn, list[Any]], Iterable[Any]],
     constant: Callable[[Any, Any], Any] = lambda value, aval: None,
 ) -> list[Any]:
-    """Evaluates a jaxpr on abstract values of the caller's choice, such as sets of dependencies.
+    """Evaluates a jaxpr on abstract values that the caller defines, such as sets of dependencies.
 
     Args:
       jaxpr: A Jaxpr or ClosedJaxpr.
-      arguments: A value per input of the jaxpr.
-      rule: Called with an equation and its operands' values; returns a value per result.
-      constant: Called with a constant (None if only its type is known) and its type; returns its
+      arguments: One value per input of the jaxpr.
+      rule: Takes an equation and the values of its operands, and returns one value per result.
+      constant: Takes a constant (or None if only its type is known) and its type, and returns a
         value.
 
     Returns:
-      A value per output of the jaxpr.
+      One value per output of the jaxpr.
     """
     inner = open_jaxpr(jaxpr)
     known = dict(zip(inner.invars, arguments, strict=True))
@@ -134,26 +134,26 @@ def split_loop_operands(
     """Splits the operands of a loop by their role.
 
     Returns:
-      (constants, initial carry, scanned arrays) for a scan; (constants of the condition, constants
-      of the body, initial carry) for a while loop.
+      (constants, initial carry, scanned arrays) for a scan, or (constants of the condition,
+      constants of the body, initial carry) for a while loop.
     """
     params = eqn.params
     if eqn.primitive.name == "while":
         first, second = params["cond_nconsts"], params["body_nconsts"]
     elif "num_consts" in params:
         first, second = params["num_consts"], params["num_carry"]
-    else:  # From jax 0.11 or so.
+    else:  # Newer jax versions, since about 0.11.
         first, second, _ = map(len, params["ft_in"].unpack())
     return operands[:first], operands[first : first + second], operands[first + second :]
 
 
 def array_type(var: core.Var | core.Literal) -> Any:
-    """Returns the shape and dtype (a ShapedArray) of a variable that is an array."""
+    """Returns the ShapedArray (shape and dtype) of an array variable."""
     return var.aval
 
 
 def is_widening_cast(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an equation casts floats to another type that represents them exactly."""
+    """Returns whether an equation casts floats to a wider type that represents them exactly."""
     if eqn.primitive.name != "convert_element_type":
         return False
     old, new = array_type(eqn.invars[0]).dtype, eqn.params["new_dtype"]

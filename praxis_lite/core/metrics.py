@@ -1,6 +1,6 @@
-"""Metrics of a batch as (value, weight) pairs: those of the task and those that users add.
+"""Computes metrics of a batch as (value, weight) pairs, including user-defined metrics.
 
-Means over micro-batches, devices, hosts and evaluation sets weight each value by its weight.
+Means over micro-batches, devices, hosts and evaluation sets are weighted by these weights.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import numpy as np
 from praxis_lite.core.callables import check_takes, function_name
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 
-# (outputs, inputs) -> a value per weight of the batch, or a pair (values, weights).
+# (outputs, inputs) -> values with the shape of the batch's weights, or a pair (values, weights).
 Metric = Callable[[Mapping[str, Any], Mapping[str, jax.Array]], Any]
 Pairs = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -25,10 +25,10 @@ _shared: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
 
 
 def share_outputs(outputs: Mapping[str, Any]) -> None:
-    """Makes intermediate arrays, such as logits, available to the user's metrics (`Task.metrics`).
+    """Makes intermediate arrays, such as logits, available to the metrics in `Task.metrics`.
 
-    A task calls this in `compute_loss`; a loss function may, too. Arrays that no metric reads cost
-    nothing. Call it outside scans and remat, because arrays cannot leave their bodies.
+    Call this in `compute_loss` or in a loss function, but outside scans and remat, because arrays
+    cannot leave their bodies. Arrays that no metric reads cost nothing.
     """
     shared = _shared.get()
     if shared is not None:
@@ -37,7 +37,7 @@ def share_outputs(outputs: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def collect_shared_outputs() -> Iterator[dict[str, Any]]:
-    """Yields a dict that collects what the body passes to `share_outputs`."""
+    """Yields a dict that collects the arrays that the body passes to `share_outputs`."""
     shared: dict[str, Any] = {}
     token = _shared.set(shared)
     try:
@@ -47,7 +47,7 @@ def collect_shared_outputs() -> Iterator[dict[str, Any]]:
 
 
 def check_metrics(task: str, metrics: Any) -> dict[str, Metric]:
-    """Returns the metrics as a dict; raises ConfigError unless they are functions by name."""
+    """Returns the metrics as a dict; raises ConfigError if they are not functions by name."""
     expected = '{"entropy": fdl.Partial(entropy)}, a function of (outputs, inputs) for each name'
     is_named = isinstance(metrics, Mapping) and all(
         isinstance(name, str) and name for name in metrics
@@ -62,18 +62,18 @@ def compute_metrics(
     task: str, metrics: Mapping[str, Metric], outputs: Mapping[str, Any],
     inputs: Mapping[str, jax.Array], before: Mapping[str, Any],
 ) -> Pairs:
-    """Returns a (value, weight) pair per metric; gradients are not propagated through them.
+    """Returns a (value, weight) pair per user-defined metric; stops gradients through metrics.
 
     Args:
       task: Name of the task, for messages.
-      metrics: The user's metrics by name.
+      metrics: User-defined metrics by name.
       outputs: Arrays that the task shared during the forward pass.
       inputs: The batch.
-      before: The task's own metrics by name.
+      before: Metrics by name that the task returned.
 
     Raises:
-      ConfigError: A metric has the name of one of the task's own, reads a missing key, or does not
-        return a value per weight or a valid pair. The message names the metric.
+      ConfigError: A metric has the same name as a metric of the task, reads a missing key, or
+        returns neither a value per weight nor a valid pair. The message names the metric.
     """
     pairs = {}
     if metrics:
@@ -84,8 +84,8 @@ def compute_metrics(
         where = f"{task}.metrics[{name!r}], {function_name(function)},"
         if name in before:
             raise ConfigError(
-                f"{where} has the name of a metric that {task} reports itself: {sorted(before)}. "
-                "Rename it."
+                f"{where} has the same name as one of the metrics that {task} already reports: "
+                f"{sorted(before)}. Rename it."
             )
         actual = function(
             _Named(f"{where} reads outputs", f"{task} shares (share_outputs)", outputs),
@@ -94,10 +94,10 @@ def compute_metrics(
         pair = weighted_mean(actual, weights_of(inputs))
         if pair is None:
             raise ConfigError(
-                f"{where} returns {kind_of(actual)}; expected values of the shape of the batch's "
+                f"{where} returns {kind_of(actual)}; expected values with the shape of the batch's "
                 f"weights, {list(weights_of(inputs).shape)}, or a pair (values, weights) of two "
-                "scalars or of two arrays with a row per example. A mean would include the padding "
-                "rows: return the values that are averaged."
+                "scalars or of two arrays with a row per example. Return the values before "
+                "averaging, because a mean would include padding rows."
             )
         pairs[name] = pair
     return pairs
@@ -118,7 +118,7 @@ class _Named(dict[str, Any]):
 
 
 def weights_of(inputs: Mapping[str, Any]) -> jax.Array:
-    """Returns a batch's weights in float32, [B, ...]; ones, [B], if the batch has no weights."""
+    """Returns the float32 weights [B, ...] of a batch, or ones [B] if the batch has no weights."""
     if "weights" in inputs:
         weights: jax.Array = inputs["weights"].astype(jnp.float32)
         return weights
@@ -127,15 +127,15 @@ def weights_of(inputs: Mapping[str, Any]) -> jax.Array:
 
 
 def weighted_mean(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """Returns the float32 (mean, weight) of a metric's result, or None if it has an invalid form.
+    """Returns the float32 (mean, weight) of a metric's result, or None if the result is invalid.
 
-    Padding rows, whose weights are all 0, do not count, even if the metric returns nonzero weights
-    for them. A pair of scalars is returned as it is.
+    Padding rows, whose weights are all 0, are ignored, even if the metric returns nonzero weights
+    for them. A pair of scalars is returned unchanged.
 
     Args:
-      found: Values of the shape of `weights`; or a pair (values, weights) of two scalars, or of two
-        arrays of the same shape, [B, ...].
-      weights: The batch's weights, [B, ...].
+      found: Values with the shape of `weights`, or a pair (values, weights) of two scalars or of
+        two arrays [B, ...] of equal shape.
+      weights: Weights [B, ...] of the batch.
     """
     is_pair = isinstance(found, tuple | list) and len(found) == 2
     value, weight = [_real(x) for x in (found if is_pair else (found, weights))]
@@ -164,17 +164,20 @@ def _real(x: Any) -> jax.Array | None:
 
 _EXPECTED = (
     'expected a pair (value, weight) of scalars per name, including "loss": return '
-    '{"loss": (loss, weight)}, where the weight is what the loss is averaged over, such as '
-    'jnp.sum(inputs["weights"]) or the number of rows'
+    '{"loss": (loss, weight)}, where the weight is the total weight that the loss is averaged '
+    'over, such as jnp.sum(inputs["weights"]) or the number of rows'
 )
 
 
 def checked_scalars(name: str, found: Any) -> Pairs:
-    """Returns the result of the function `name`; raises ConfigError unless it is pairs with a loss.
+    """Checks that a function returned (value, weight) pairs including "loss", and returns them.
 
     Args:
       name: Name of the function, for messages.
-      found: Its result: a (value, weight) pair of scalars per metric.
+      found: Result of the function: a (value, weight) pair of scalars per metric.
+
+    Raises:
+      ConfigError: The result has a different structure, or the loss is not a float.
     """
     if not isinstance(found, Mapping) or "loss" not in found:
         names = f"{sorted(found)} without 'loss'" if isinstance(found, Mapping) else kind_of(found)
@@ -183,14 +186,14 @@ def checked_scalars(name: str, found: Any) -> Pairs:
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not all(map(_is_scalar, pair)):
             raise ConfigError(
-                f"{name} returns {kind_of(pair)} as {metric!r}; {_EXPECTED}. To write a value per "
-                "row, return it as a per-example output: "
+                f"{name} returns {kind_of(pair)} as {metric!r}; {_EXPECTED}. To write one value "
+                "per row, return per-example outputs: "
                 f"(metrics, {{{metric!r}: ...}})."
             )
     if not jnp.issubdtype(jnp.result_type(found["loss"][0]), jnp.floating):
         raise ConfigError(
             f"{name} returns {kind_of(found['loss'][0])} as the loss, which has no gradient; "
-            "expected a float. Counts can be other metrics."
+            "expected a float. Return counts as additional metrics."
         )
     return dict(found)
 
@@ -200,7 +203,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def kind_of(found: Any) -> str:
-    """Returns the kind of a value as text: "float32[7, 3]", "a tuple of (...)", "None"."""
+    """Describes the type of a value, as "float32[7, 3]", "a tuple of (...)" or "None"."""
     if isinstance(found, tuple | list):
         return f"a {type(found).__name__} of ({', '.join(map(kind_of, found))})"
     if hasattr(found, "dtype") and hasattr(found, "shape"):

@@ -1,4 +1,4 @@
-"""Task: a model, its loss, its metrics, its decoding, and how it learns."""
+"""Task: a model with its loss, metrics, decoding and learner."""
 
 import abc
 import dataclasses
@@ -26,44 +26,46 @@ from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.sharding.batch_sharding import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.weight_sharding import WeightSharding
 
-# A (value, weight) pair of scalars per name; means over batches and hosts weight by the weight.
+# A (value, weight) pair of scalars per name. Means over batches and hosts are weighted.
 WeightedScalars = Mapping[str, tuple[jax.Array, jax.Array]]
-# An array [B, ...] per name, with a row per example of the batch.
+# An array [B, ...] per name, with one row per example.
 PerExampleOut = Mapping[str, jax.Array]
-# Metrics including "loss", alone or with per-example outputs, which --mode=eval writes.
+# Metrics including "loss", optionally with per-example outputs, which --mode=eval writes.
 LossOutputs = WeightedScalars | tuple[WeightedScalars, PerExampleOut]
-# Names of a batch's arrays, or their numbers among the arguments of a model's call.
+# Names of arrays in a batch, or their positions among the arguments of a model.
 _Name = TypeVar("_Name", str, int)
 
 
 class Task(abc.ABC):
-    """The computation of a job, written as if for a single device. Subclass it.
+    """Base class for the computation of a job, written as if for a single device.
 
     Args:
       model: A `Model`, or a function that takes `rngs` and returns an NNX module.
-      learner: How the weights are updated.
-      weight_sharding: Rules for weights whose layers declare no mesh axes; None: no rules.
-      inputs_split_mapping: How batches are resharded by rank inside every step: `map_1d`,
-        `map_2d`, ... to split dims. None: rows stay split over the whole mesh.
-      fprop_dtype: Dtype that float32 weights and inputs (except `weights`) are cast to for each
-        forward pass, for models without such a setting. Stored weights stay float32. None: nothing
-        is cast.
-      metrics: Additional metrics for training and evaluation: functions of (outputs, inputs) by
-        name. `outputs` is what `compute_loss` shares (`share_outputs`), `inputs` the batch. Each
-        returns a value for each of `inputs["weights"]`, [B] or [B, T], or a pair (values, weights)
-        of arrays of the same shape with a row per example, or of scalars. Padding rows do not
-        count, except in a pair of scalars, which is taken as it is.
+      learner: The Learner that updates the weights.
+      weight_sharding: Rules for weights whose layers declare no mesh axes, or None.
+      inputs_split_mapping: Maps the rank of an input (`map_1d`, `map_2d`, ...) to the split dims
+        that it is resharded to inside every step. If None, rows stay split over all mesh axes.
+      fprop_dtype: Dtype that float32 weights and inputs (except `weights`) are cast to in each
+        forward pass, for models without such a setting. Stored weights stay float32. If None,
+        nothing is cast.
+      metrics: Additional metrics for training and evaluation. Maps names to functions of (outputs,
+        inputs), where `outputs` are the arrays that `compute_loss` passes to `share_outputs`, and
+        `inputs` is the batch. A function returns a value for each element of `inputs["weights"]`,
+        [B] or [B, T]; or a pair (values, weights) of arrays of equal shape with a row per example;
+        or a pair of scalars. Padding rows are ignored, except that pairs of scalars are used
+        unchanged.
 
     Raises:
-      ConfigError: `fprop_dtype` is not a float, or a metric is not a function of two arguments. At
-        tracing time: the model has its own `fprop_dtype`, or a metric has an invalid result.
+      ConfigError: `fprop_dtype` is not a float, or a metric is not a function of two arguments.
+        While tracing: the model also has a setting `fprop_dtype`, or a metric has an invalid
+        result.
     """
 
-    weight_unit = "examples"  # What the weight of "loss" counts; part of the speed metric's name.
+    weight_unit = "examples"  # Unit of the weight of "loss"; part of the speed metric's name.
     required_inputs: tuple[str, ...] = ()
     required_decode_inputs: tuple[str, ...] = ()
-    # Set by tasks whose loss is not a sum over rows, such as "a contrast of all pairs". Then
-    # --mode=check compares parts of a batch with the same parts on one device.
+    # Set by tasks whose loss is not a sum over rows, such as "a contrast of all pairs".
+    # --mode=check then compares parts of a batch with the same parts on one device.
     couples_rows: str | None = None
     # A Decoder and a Tokenizer, for tasks that continue prompts.
     decoder: Any = None
@@ -85,7 +87,7 @@ class Task(abc.ABC):
         if fprop_dtype is not None and not jnp.issubdtype(fprop_dtype, jnp.floating):
             raise ConfigError(
                 f"{name}.fprop_dtype is {jnp.dtype(fprop_dtype).name}; expected a float, such as "
-                "bfloat16, or None to cast nothing."
+                "bfloat16, or None to disable casting."
             )
         self.fprop_dtype = fprop_dtype
         if not isinstance(learner, Learner):
@@ -112,13 +114,13 @@ class Task(abc.ABC):
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> Any:
-        """Returns the module of `Model.module` with its float32 weights cast to `fprop_dtype`."""
+        """Calls `Model.module` with float32 weights cast to `fprop_dtype`."""
         if self.fprop_dtype is None:
             return self.model.module(mdl_vars, key, eval_key)
 
         def cast(weight: Any) -> Any:
             if isinstance(weight, ShardedWeight):
-                # Cast after gathering: gradients of the blocks are then summed in float32.
+                # Cast after gathering, so that gradients of the blocks are summed in float32.
                 return dataclasses.replace(weight, gather=lambda x: self._cast(weight.gather(x)))
             return self._cast(weight)
 
@@ -129,8 +131,8 @@ class Task(abc.ABC):
         if hasattr(model, "fprop_dtype"):
             raise ConfigError(
                 f"{type(self).__name__}.fprop_dtype is {jnp.dtype(self.fprop_dtype).name}, but "
-                f"{type(model).__name__} has its own fprop_dtype. Omit the task's, and set the "
-                "model's: task.model.fprop_dtype."
+                f"{type(model).__name__} also has a setting fprop_dtype. Set "
+                "task.model.fprop_dtype instead of task.fprop_dtype."
             )
         return module
 
@@ -150,29 +152,31 @@ class Task(abc.ABC):
     def compute_loss(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
     ) -> LossOutputs:
-        """Returns metrics, including "loss": the value that training minimises, and its weight.
+        """Returns metrics as (value, weight) pairs; training minimizes the metric "loss".
 
-        It may also return a pair (metrics, per-example outputs). `--mode=eval` writes these
-        outputs, arrays [B, ...] by name, as one line per real row; training discards them.
+        The result may also be a pair (metrics, per-example outputs), where the outputs are arrays
+        [B, ...] by name. `--mode=eval` writes them as one line per real row; training discards
+        them.
 
         Args:
           model: The module with its weights (see `Model.module`).
           inputs: A batch without padding rows.
-          key: Key for dropout and other random draws; None in evaluation.
+          key: Key for dropout and other random draws, or None in evaluation.
         """
 
     def compute_eval_loss(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> LossOutputs:
-        """Returns the metrics of an evaluation batch; by default `compute_loss` without a key.
+        """Returns the metrics for an evaluation batch; by default, `compute_loss` without a key.
 
-        Override it if evaluation draws random numbers, such as the time steps of a diffusion model.
+        Override this method if evaluation draws random numbers, such as the time steps of a
+        diffusion model.
 
         Args:
-          model: The module with its weights.
+          model: The module with its weights, with dropout disabled.
           inputs: A batch without padding rows.
-          key: Derived from the run's seed, the step of the weights and the index of the batch, so
-            that repeated evaluations of the same weights draw the same numbers. Dropout is off.
+          key: Key derived from the run's seed, the step of the weights and the index of the batch,
+            so that repeated evaluations of the same weights draw the same random numbers.
         """
         return self.compute_loss(model, inputs, None)
 
@@ -189,15 +193,15 @@ class Task(abc.ABC):
           method: `self.compute_loss` or `self.compute_eval_loss`.
           model: The module with its weights.
           inputs: A batch without padding rows.
-          key: The key that `method` is called with.
+          key: Key to call `method` with.
 
         Returns:
           Metrics, name -> (value, weight), and per-example outputs, name -> [B, ...].
 
         Raises:
-          ConfigError: The method takes other arguments, or does not return (value, weight) pairs
-            of scalars including "loss" and outputs with a row per example; or one of the user's
-            metrics has an invalid result. The message describes what was found.
+          ConfigError: The method takes different arguments, its metrics are not (value, weight)
+            pairs of scalars including "loss", its outputs do not have a row per example, or one of
+            the additional metrics has an invalid result. The message describes what was found.
         """
         name = f"{type(self).__name__}.{callable_name(method).rpartition('.')[2]}"
         check_takes(name, method, "model", "inputs", "key")
@@ -211,8 +215,8 @@ class Task(abc.ABC):
             if jnp.shape(x)[:1] != (num_rows,):
                 raise ConfigError(
                     f"{name} returns the per-example output {output!r} as {kind_of(x)}; expected "
-                    f"an array with the {num_rows} rows of the batch as its first dim. Return "
-                    "means over rows as metrics."
+                    f"an array whose first dim has size {num_rows}, the number of rows in the "
+                    "batch. Return means over rows as metrics."
                 )
         own = checked_scalars(name, scalars)
         added = compute_metrics(type(self).__name__, self.metrics, shared, inputs, own)
@@ -221,15 +225,16 @@ class Task(abc.ABC):
     def decode(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns arrays with a row per example; `key` is derived as in `compute_eval_loss`."""
-        raise ConfigError(f"{type(self).__name__} does not decode: it has no method `decode`.")
+        """Returns arrays with a row per example; for `key`, see `compute_eval_loss`."""
+        raise ConfigError(f"{type(self).__name__} cannot decode: it has no method `decode`.")
 
     def stored_for_decoding(self) -> Mapping[str, Callable[[jax.Array], Any]]:
-        """Returns, by path, functions that convert a layer's weight to its form for decoding.
+        """Maps paths of weights to functions that convert a layer's weight for decoding.
 
-        A function returns an array, or a tree of arrays, each with the weight's rank and with the
-        weight's size or 1 in each dim. The model must accept this form in place of the weight.
-        Weights without a function are stored unchanged; by default that is all of them.
+        A function returns an array or a tree of arrays. Each has the rank of the weight, and each
+        dim has either the size of the weight's dim or size 1. The model must accept the result in
+        place of the weight. Weights without a function are not converted. By default, no weights
+        are converted.
         """
         return {}
 
@@ -240,19 +245,20 @@ class Task(abc.ABC):
         raise ConfigError(f"{type(self).__name__} has no method `decode_to_records`.")
 
     def num_ids(self) -> Mapping[str, int]:
-        """Returns the number of valid ids of each integer leaf of a batch, by the leaf's name.
+        """Maps names of integer leaves of a batch to their number of valid ids.
 
-        Batches with other ids are rejected, see `check_ids`. By default nothing is checked.
+        Batches that contain invalid ids are rejected; see `check_ids`. By default, ids are not
+        checked.
         """
         return {}
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
-        """Checks that a batch has the leaves that the task reads.
+        """Checks that a batch contains the leaves that the task reads.
 
         Args:
           inputs: The batch.
           required: Names of the leaves.
-          what: The dataset, for the message.
+          what: Name of the dataset, for messages.
 
         Raises:
           ConfigError: A leaf is missing. The message lists the leaves of the batch.
@@ -262,16 +268,16 @@ class Task(abc.ABC):
                 raise ConfigError(
                     f"{type(self).__name__} reads the key '{name}', but batches of {what} have the "
                     f"keys {sorted(inputs)}.{did_you_mean(name, inputs)} Rename the key in the "
-                    "input pipeline, or use a pipeline made for this task."
+                    "input pipeline, or use an input pipeline for this task."
                 )
 
 
 def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, Any]]:
-    """Returns a record per real row: its numbers, or lists of numbers, by name.
+    """Returns a JSON-serializable dict per real row, with numbers or nested lists of numbers.
 
     Args:
-      outputs: Arrays [B, ...] of any number type.
-      is_true_row: Bool [B]: False for padding rows.
+      outputs: Numeric arrays [B, ...] by name.
+      is_true_row: Bool array [B] that is False for padding rows.
     """
     arrays = {name: _as_numpy_type(np.asarray(x)) for name, x in outputs.items()}
     rows = np.flatnonzero(np.asarray(is_true_row))
@@ -279,5 +285,5 @@ def records_of(outputs: Mapping[str, Any], is_true_row: Any) -> list[dict[str, A
 
 
 def _as_numpy_type(x: np.ndarray) -> np.ndarray:
-    # The floats of ml_dtypes, such as bfloat16, do not become Python numbers.
+    # Cast the floats of ml_dtypes, such as bfloat16, because `tolist` does not convert them.
     return x if x.dtype.kind in "biuf" else x.astype(np.float32)

@@ -1,7 +1,7 @@
-"""Decoders: how a model continues prompts.
+"""Decoders, which continue prompts with a model.
 
-A decoder decides how tokens are chosen and when a row ends. It never sees a dataset, a mesh or a
-checkpoint.
+A decoder decides how tokens are chosen and when a row ends. It does not depend on datasets, meshes
+or checkpoints.
 """
 
 from praxis_lite.public_names import public_names

@@ -17,7 +17,7 @@ from praxis_lite.layers.base.variables import rebuilt
 # B prompts, K hypotheses per prompt, N tokens tried per hypothesis, V classes, M maximum number of
 # new tokens.
 
-# Pax's score of an empty slot of a beam; log-prob sums below half of it also mean "empty".
+# Pax's score for an empty slot in a beam. Slots whose log-prob sum is below half of it are empty.
 NEVER = -1e9
 
 
@@ -26,21 +26,22 @@ class BeamSearch(Decoder):
     """Searches for the most likely continuations that end with an end-of-text token.
 
     At each step, every open hypothesis is also continued with an end of text, and the beam_size
-    best ended hypotheses so far are stored. So each result ends with an end of text, within
-    max_decode_steps. Scores are sums of log-probs divided by ((5 + new tokens) / 5) ** alpha, the
-    length normalization of Wu et al. 2016 (arXiv:1609.08144), except that they divide by 6.
+    best ended hypotheses so far are stored. Each result therefore contains an end of text within
+    max_decode_steps. Scores are sums of log-probs divided by ((5 + new tokens) / 5) ** alpha. This
+    is the length normalization of Wu et al. 2016 (arXiv:1609.08144), but with 5 instead of 6 in the
+    denominator.
 
     Attributes:
       beam_size: Number of hypotheses per prompt, K. An empty slot has length 0 and a score of at
         most -1e8.
-      tokens_per_beam: Number of tokens that are tried per hypothesis and step, N; None uses
+      tokens_per_beam: Number of tokens that are tried per hypothesis and step, N. If None,
         beam_size.
       length_norm_alpha: Exponent of the length normalization; 0 disables it.
-      early_exit: Whether hypotheses that ended also take slots in the open beam, as in Pax, and the
-        search stops when they take all of them.
-      ends_when_decided: Whether to stop when no open hypothesis can still beat those that have
-        ended, because further log-probs only lower its score. The results are the same except done
-        and hyp_ids, which are those of the last step.
+      early_exit: Whether ended hypotheses also take slots in the open beam, as in Pax. The search
+        then stops when they take all slots.
+      ends_when_decided: Whether to stop when no open hypothesis can still beat the ended
+        hypotheses, because further log-probs only lower its score. The results do not change,
+        except for done and hyp_ids, which describe the last step.
     """
 
     beam_size: int = 1
@@ -70,9 +71,9 @@ class BeamSearch(Decoder):
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
         """Implements `__call__`; the search is deterministic, and ignores keys and temperature.
 
-        The outputs also have done, bool [B, K], whether each hypothesis of the open beam contains
-        an end of text at the last step, and hyp_ids, int32 [B, K], the indices of those hypotheses
-        in the beam of the step before.
+        There are two additional outputs. done, bool [B, K], is True for hypotheses of the open beam
+        that contain an end of text at the last step. hyp_ids, int32 [B, K], are the indices of
+        these hypotheses in the beam of the previous step.
         """
         prefix, ids = prefill(self, model, prompts), prompts.ids
         self.check_vocabulary(prefix.logits.shape[-1])
@@ -157,7 +158,7 @@ class BeamSearch(Decoder):
         return ((num_tokens + 5).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
 
     def _is_decided(self, carry: dict[str, Any], max_steps: jax.Array) -> jax.Array:
-        """Returns whether no open hypothesis can still beat an ended one, bool [B].
+        """Returns a bool array [B]: True if no open hypothesis can still beat an ended one.
 
         Scores are at most 0, so the bound divides by the largest norm of the remaining steps.
         """
@@ -169,7 +170,8 @@ class BeamSearch(Decoder):
     def _update_ended(
         self, carry: dict[str, Any], logprobs_BKV: jax.Array, is_open_B: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the best of the ended hypotheses and of the open ones with an end appended."""
+        """Returns the best hypotheses among those that have ended and the open ones that end now.
+        """
         t, going = carry["step"], carry["going"]
         num_classes = logprobs_BKV.shape[-1]
         eos_ids = jnp.asarray([i for i in self.eos_ids if i < num_classes], jnp.int32)
@@ -195,7 +197,7 @@ class BeamSearch(Decoder):
     def _extend_open(
         self, scores_BK: jax.Array, logprobs_BKV: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Extends open hypotheses, and returns the scores, parents and new ids of the K best."""
+        """Extends open hypotheses, and returns scores, parents and new ids of the K best ones."""
         num_classes = logprobs_BKV.shape[-1]
         num_tokens = min(self.tokens_per_beam or self.beam_size, num_classes)
         logprobs_BKN, ids_BKN = jax.lax.top_k(logprobs_BKV, num_tokens)

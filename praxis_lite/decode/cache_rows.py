@@ -1,4 +1,4 @@
-"""Repeats, restores, reorders and inserts rows of a cache, whatever the layout of its leaves."""
+"""Repeats, restores, reorders and inserts rows of a cache with any layout of its leaves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ PyTree = Any
 
 
 def batch_dims(init_cache: Callable[[int, int], PyTree]) -> PyTree:
-    """Returns the batch dim of each cache leaf, or -1 for a leaf without one.
+    """Returns the batch dim of each cache leaf, or -1 for a leaf without a batch dim.
 
-    The batch dim is the one that differs between caches of two batch sizes, so layers do not have
-    to declare it. It need not be the first: scanned layers are stacked in front of it.
+    Layers do not declare the batch dim: it is the dim whose size differs between caches for two
+    batch sizes. It is not always dim 0, because scanned layers are stacked in front of it.
     """
     two, three = (jax.eval_shape(lambda num=num: init_cache(num, 1)) for num in (2, 3))
 
@@ -42,7 +42,7 @@ def keep_rows(old: PyTree, new: PyTree, dims: PyTree, is_kept_B: jax.Array) -> P
     """Returns the cache `new`, but with the rows of `old` where `is_kept_B` is True.
 
     Raises:
-      ConfigError: A leaf has no batch dim; the message has its path.
+      ConfigError: A leaf has no batch dim. The message contains its path.
     """
 
     def keep(path: tuple, before: jax.Array, after: jax.Array, dim: int) -> jax.Array:
@@ -59,9 +59,10 @@ def keep_rows(old: PyTree, new: PyTree, dims: PyTree, is_kept_B: jax.Array) -> P
 
 
 def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
-    """Reorders the K hypotheses of each batch element b to `hyps_BK[b]`, in a cache of B x K rows.
+    """Selects the hypotheses `hyps_BK` of each batch element in a cache with B x K rows.
 
-    The gather is local to each b, so a batch that is split over devices needs no communication.
+    The gather is local to each batch element, so a batch that is split over devices requires no
+    communication.
     """
     num_rows, num_hyps = hyps_BK.shape
 
@@ -78,7 +79,7 @@ def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
 
 
 def put_rows(cache: PyTree, dims: PyTree, new: PyTree, rows: jax.Array) -> PyTree:
-    """Overwrites the rows `rows` of the cache with those of `new`; other leaves are replaced."""
+    """Overwrites rows of the cache with the rows of `new`, and replaces leaves without rows."""
 
     def put_row(i: jax.Array, cache: PyTree) -> PyTree:
         def put(x: jax.Array, array: jax.Array, dim: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Continuous batching: when the sequence of a row ends, the next prompt takes its row."""
+"""Continuous batching: as soon as a sequence ends, its row is assigned to the next prompt."""
 
 import dataclasses
 import functools
@@ -26,27 +26,27 @@ __all__ = ("ContinuousBatching", "Prompt")
 PyTree = Any
 Program = Callable[..., Any]
 
-# Maximum number of prompt tokens per prefill call. Several short prompts take as long as one, since
-# most of the time is spent on reading the weights. Long prompts gain nothing, and need memory.
+# Maximum number of prompt tokens per prefill call. Several short prompts take as long as one,
+# because reading the weights takes most of the time. Batching long prompts would only use memory.
 MAX_TOKENS_PER_PREFILL = 1024
 
 
 class ContinuousBatching:
     """Decodes any number of prompts, `num_rows` at a time, with a few compiled programs.
 
-    One program runs decode steps. The others prefill prompts into rows: one per combination of a
-    padded length and a number of prompts from `sizes`. The state, including the caches, is donated
-    between calls. Each prompt gets the same tokens as it would alone.
+    One program runs decode steps. The other programs prefill prompts into rows; there is one per
+    combination of a padded length and a number of prompts from `sizes`. The state, including the
+    caches, is donated between calls. Each prompt gets the same tokens as if it were decoded alone.
 
-    Between calls, an array of the state keeps the model's sharding if that divides it evenly;
-    otherwise it is replicated. Choose num_rows divisible by the number of devices along the batch.
+    Between calls, an array of the state keeps the model's sharding if its split is even. Otherwise,
+    it is replicated. num_rows should be divisible by the number of devices along the batch.
 
     Args:
       decoder: Greedy or Sample; each sample of a prompt is a separate Prompt.
       module: Maps mdl_vars to the model, inside a compiled program.
       num_rows: Number of rows, R.
-      prompt_length: Padded length of prompts, P, or several lengths. All must have the same cache
-        length, which decoder.seqlen can set.
+      prompt_length: Padded length of prompts, P, or several lengths. All lengths must result in the
+        same cache length; use decoder.seqlen to set it.
       wrap: Transforms `function(mdl_vars, ...)` into a function to compile with jit. Pass the
         partitioner's `with_mdl_vars` with `has_splits`, which handles the mesh and the storage
         format of mdl_vars.
@@ -143,7 +143,7 @@ class ContinuousBatching:
         return Rows(self, mdl_vars)
 
     def prefix_cache(self, mdl_vars: PyTree) -> PrefixCache | None:
-        """Returns an LRU cache of prompt prefixes for these weights; None without sharing."""
+        """Returns an LRU cache of prompt prefixes for these weights, or None without sharing."""
         if self._block_size is None:
             return None
         empty = self._runs.run(self._empty_row, mdl_vars)

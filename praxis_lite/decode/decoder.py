@@ -40,7 +40,7 @@ class TokenizerIds(tuple[int, ...]):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder(abc.ABC):
-    """Continues prompts with a model. The settings have the names of Pax's DecoderHParams.
+    """Continues prompts with a model; settings are named as in Pax's DecoderHParams.
 
     Attributes:
       max_decode_steps: Maximum number of new tokens per prompt, including the end of text.
@@ -48,8 +48,8 @@ class Decoder(abc.ABC):
         max_decode_steps. (Pax's default of 0 means "must be set".)
       min_decode_steps: Minimum number of new tokens before an end of text. In Pax, only beam search
         supports it.
-      eos_id: A token or several tokens, each of which ends a row. None uses the tokenizer's; () has
-        none. (Pax's default is 2.)
+      eos_id: One or more tokens that end a row. If None, the end of text of the tokenizer is used.
+        If (), no token ends a row. (Pax's default is 2.)
       weights_dtype: Storage format of the weights while decoding. None leaves them unchanged.
         "activations" stores each weight that the model casts to a narrower dtype in that dtype,
         with the same results. "int8" also rounds the weights of dense layers, with a scale per
@@ -57,8 +57,8 @@ class Decoder(abc.ABC):
         and GPU, XLA materializes the cast, so int8 saves memory but slows down a step (on an H200,
         by a factor of 1.7 for a single row).
       weights_outputs_first: Whether to store the weights of dense layers as [out, in]. On CPU, this
-        is a third faster for batches of several rows. Sums are taken in another order, so the last
-        bits of float32 results differ.
+        is a third faster for batches of several rows. Sums are computed in a different order, so
+        the last bits of float32 results differ.
       fprop_for_prefix: Whether the model reads the prompt in a single forward pass. If False, it
         reads one token at a time, as Pax does by default. The continuation is the same.
       prefill_chunk_size: Maximum number of prompt tokens per forward pass, to limit the memory for
@@ -91,7 +91,7 @@ class Decoder(abc.ABC):
         size = self.prefill_chunk_size
         self._require(
             "prefill_chunk_size", size is None or (size >= 1 and self.fprop_for_prefix),
-            "None, or 1 or more; None with fprop_for_prefix=False, which reads a token at a time",
+            "None, or 1 or more; it must be None with fprop_for_prefix=False",
         )
         self._require(
             "min_decode_steps", 0 <= self.min_decode_steps < self.max_decode_steps,
@@ -118,8 +118,7 @@ class Decoder(abc.ABC):
 
         Args:
           size: Vocabulary size of the model.
-          of_tokenizer: Ids that also come from a tokenizer, in addition to those that
-            `for_tokenizer` set.
+          of_tokenizer: Additional ids from a tokenizer, besides the ids that `for_tokenizer` set.
 
         Raises:
           ConfigError: An id that the user set is not in the vocabulary.
@@ -150,7 +149,7 @@ class Decoder(abc.ABC):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a row; () if neither the decoder nor its tokenizer has any."""
+        """The tokens that end a row, or () if neither the decoder nor its tokenizer sets any."""
         if self.eos_id is None:
             return ()
         return self.eos_id if isinstance(self.eos_id, tuple) else (self.eos_id,)
@@ -182,11 +181,11 @@ class Decoder(abc.ABC):
             nnx.Module declare with `cache_skips_padding` that their caches do not store padding;
             see `BaseLayer`. Any other object must not store padding at all.
           ids: int32 [B, P], padded on the right with arbitrary ids.
-          prefix_lengths: int32 [B], the length of each prompt without padding; rows with length 0
+          prefix_lengths: int32 [B], the length of each prompt without padding. Rows of length 0
             have no prompt and are skipped.
           keys: Random keys [B], one per prompt.
-          temperature: Float [B], which replaces the decoder's temperature if it has one.
-          per_example_max_decode_steps: int [B], lower limits than max_decode_steps.
+          temperature: Float [B], which overrides the decoder's temperature if it has one.
+          per_example_max_decode_steps: int [B], limits below max_decode_steps.
 
         Returns:
           A dict of arrays; `pax_outputs` converts it to Pax's format.
@@ -194,9 +193,9 @@ class Decoder(abc.ABC):
           * decode_lengths: int32 [B, S], the number of new tokens, including the end of text.
           * logprobs: float32 [B, S, M], log-probs of the new tokens under the model before any
             filtering, and 0 after the end.
-          * scores: float32 [B, S], by which the hypotheses of a prompt are sorted.
-          * prefix_logprobs: float32 [B, P], log-probs of the prompt's tokens, 0 for the first. Only
-            if fprop_for_prefix is False.
+          * scores: float32 [B, S], the scores by which the hypotheses of a prompt are sorted.
+          * prefix_logprobs: float32 [B, P], log-probs of the prompt's tokens, and 0 for the first.
+            Only returned if fprop_for_prefix is False.
         """
         prompts = Prompts(ids, prefix_lengths, keys, temperature, per_example_max_decode_steps)
         return self.decode(model, prompts)

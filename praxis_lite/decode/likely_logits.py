@@ -1,7 +1,7 @@
-"""Thresholds of logits for top-k and top-p (nucleus) sampling, without a sort.
+"""Computes logit thresholds for top-k and top-p (nucleus) sampling without sorting.
 
-A binary search over the values of float32 takes 32 sums over the vocabulary. A sort takes many
-times as long, on CPUs and on accelerators.
+A binary search over float32 values requires 32 sums over the vocabulary. Sorting takes many times
+longer on CPUs and accelerators.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from praxis_lite.core.collectives.varying import varying_alike
 
 
 def kth_logit(logits_RV: jax.Array, k_R: jax.Array) -> jax.Array:
-    """Returns the k-th largest logit of each row, [R, 1], for 1 <= k <= V."""
+    """Returns the k-th largest logit [R, 1] of each row, for 1 <= k <= V."""
     return _smallest_threshold(
         logits_RV, lambda above_RV: jnp.sum(above_RV, axis=-1, dtype=jnp.int32) < k_R
     )
 
 
 def nucleus_end(logits_RV: jax.Array, p: float | jax.Array) -> jax.Array:
-    """Returns the smallest logit in the nucleus of each row, [R, 1].
+    """Returns the smallest logit [R, 1] in the nucleus of each row.
 
     A token is in the nucleus if the total probability of all more likely tokens is at most p.
 
     Args:
       logits_RV: Logits of each row.
-      p: A number for all rows, or [R].
+      p: Probability in (0, 1], either a number for all rows or an array [R].
     """
     probs_RV = jax.nn.softmax(logits_RV, axis=-1)
     return _smallest_threshold(
@@ -39,19 +39,19 @@ def nucleus_end(logits_RV: jax.Array, p: float | jax.Array) -> jax.Array:
 def _smallest_threshold(
     logits_RV: jax.Array, is_valid: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Returns the smallest valid threshold of each row, [R, 1], or -inf.
+    """Returns the smallest valid threshold [R, 1] for the logits of each row, or -inf.
 
     Args:
       logits_RV: Logits of each row.
-      is_valid: Maps bool [R, V], which logits are above a threshold, to bool [R], whether the
-        threshold is valid. Must be monotonic: all thresholds above a valid one are valid, and the
-        largest logit is.
+      is_valid: Takes a mask [R, V] of the logits that exceed a threshold, and returns a bool array
+        [R] that is True for rows whose threshold is valid. It must be monotonic: if a threshold is
+        valid, all larger thresholds are valid. The largest logit must be a valid threshold.
     """
-    # Search over int32 values with the same order as the floats.
+    # Search over int32 values that have the same order as the floats.
     keys_RV = _convert_ordered(logits_RV.astype(jnp.float32), jnp.int32)
     smallest_key = _convert_ordered(jnp.float32(-jnp.inf), jnp.int32)
 
-    # The invariant is that `low` is not valid and `high` is.
+    # The invariant is that `low` is invalid and `high` is valid.
     def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_R, high_R = ends
         middle_R = (low_R & high_R) + ((low_R ^ high_R) >> 1)  # The mean, without overflow.
@@ -65,6 +65,9 @@ def _smallest_threshold(
 
 
 def _convert_ordered(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Converts float32 to int32 with the same order, or back: flips all other bits if negative."""
+    """Converts float32 to int32 with the same order, or back.
+
+    If the sign bit is set, all other bits are flipped.
+    """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type(bits ^ ((bits >> 31) & 0x7FFFFFFF), dtype)

@@ -22,7 +22,7 @@ from praxis_lite.layers.base.variables import rebuilt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The state of R sequences, each at its own step.
+    """The state of R sequences, which may be at different steps.
 
     The tokens of a row depend only on that row's entries, so rows can be added, removed and
     reordered between steps.
@@ -36,17 +36,17 @@ class DecodeState:
       top_k: int32 [R] for a decoder with settings per row, else None.
       top_p: float32 [R] for a decoder with settings per row, else None.
       max_steps: int32 [R], the maximum number of new tokens.
-      done: bool [R], whether a row has ended; steps leave it unchanged then.
+      done: bool [R], True for rows that have ended, which steps do not change.
       output_ids: int32 [R, M], the new tokens, and 0 after the end.
       logprobs: float32 [R, M], log-probs of the new tokens, and 0 after the end.
       decode_lengths: int32 [R], the number of new tokens so far.
-      in_prompt: bool [R, V], which tokens occur in the prompt; None without penalties.
-      in_output: bool [R, V], which tokens occur in the output; None without penalties.
-      history: int32 [R, S], the tokens of prompt and output, and arbitrary ids after them; None
+      in_prompt: bool [R, V], True for tokens that occur in the prompt; None without penalties.
+      in_output: bool [R, V], True for tokens that occur in the output; None without penalties.
+      history: int32 [R, S], the tokens of prompt and output, followed by arbitrary ids; None
         without speculation.
       num_model_steps: int32 [R], the number of model calls that computed the new tokens; None
         without speculation.
-      num_shared: int32 [R], as in `Prefix`; None without prefix sharing.
+      num_shared: int32 [R], see `Prefix`; None without prefix sharing.
       likeliest: The likeliest tokens of recent steps, if the decoder stores them.
     """
 
@@ -88,7 +88,8 @@ def start(
       prefix: The model's state after the prompts, if they have been read already.
 
     Returns:
-      (state, logprobs): logprobs are those of the prompts, [B, P], or None; see `Prefix`.
+      (state, logprobs), where logprobs are the log-probs [B, P] of the prompts, or None; see
+      `Prefix`.
     """
     decoder.check_model(model)
     if prefix is None:
@@ -158,8 +159,8 @@ def advance(
 ) -> tuple[DecodeState, jax.Array]:
     """Runs up to `num_steps` steps of the loop.
 
-    Each step calls the model once and appends a token to every row that has not ended; with
-    speculation, also the accepted drafts. The loop stops early when all rows have ended.
+    Each step calls the model once and appends a token to every row that has not ended. With
+    speculation, it also appends the accepted drafts. The loop stops early when all rows have ended.
 
     Args:
       decoder: The decoder.
@@ -187,7 +188,7 @@ def advance(
 
 
 def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
-    """Appends a token to each row that has not ended, and computes the logits of the next one."""
+    """Appends a token to each row that has not ended, and computes the next token's logits."""
     is_active, positions = ~state.done, state.positions
     new_ids, state = append_tokens(decoder, state, is_active)
     logits, cache = rebuilt(model)(
@@ -202,13 +203,14 @@ def append_tokens(
 ) -> tuple[jax.Array, DecodeState]:
     """Chooses a token from the logits and appends it to the active rows.
 
-    The caller updates the logits and the cache, which remain those before the new tokens.
+    The logits and the cache are not changed; the caller must update them.
 
     Args:
       decoder: Chooses the tokens.
       state: The current state.
       is_active: bool [R], rows to which to append a token.
-      drafts: int32 [R]; if given, a row is extended only if the chosen token equals its draft.
+      drafts: int32 [R], or None. If given, a row is extended only if the chosen token equals its
+        draft.
 
     Returns:
       The chosen tokens, int32 [R] with 0 in other rows, and the new state.
@@ -249,13 +251,13 @@ def append_tokens(
 def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
     """Appends a token and its accepted drafts to each row that has not ended.
 
-    The model reads the token and K drafts in a single call. The next token is chosen from its
-    logits as in `step`, and a draft is accepted if it equals that token; the draft after it is
-    checked in the same way. So the outputs are those of `step`.
+    The model reads the token and K drafts in a single call. The next token is chosen from the
+    resulting logits as in `step`, and a draft is accepted if it equals the chosen token. The next
+    draft is checked in the same way. The outputs are therefore the same as with `step`.
 
-    Rejected drafts remain in the cache until later tokens overwrite them; no token attends to them
-    before. Near the end of a row, the model reads some tokens a second time, so that no draft lies
-    beyond the last cache slot.
+    Rejected drafts remain in the cache until later tokens overwrite them, but no token attends to
+    them. Near the end of a row, the model reads some tokens a second time, so that drafts do not
+    exceed the last cache slot.
     """
     num_slots = state.history.shape[1]
     num_drafts = min(decoder.num_speculative_tokens, num_slots - 1)
@@ -306,7 +308,7 @@ def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> Decode
 def ends_with_any(
     sequences: Sequence[Sequence[int]], output_ids: jax.Array, lengths: jax.Array
 ) -> jax.Array:
-    """Returns whether each row's first `lengths` ids end with one of `sequences`, bool [R]."""
+    """Returns a bool array [R] that is True for rows whose output ends with one of `sequences`."""
     is_match = jnp.zeros(lengths.shape, bool)
     for sequence in sequences:
         last = lengths[:, None] + jnp.arange(-len(sequence), 0)[None, :]

@@ -1,4 +1,4 @@
-"""Converts a decoder's outputs to Pax's format, in which a row has prompt and continuation."""
+"""Converts a decoder's outputs to Pax's format, whose rows contain prompts and continuations."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,20 +20,21 @@ def pax_outputs(
 ) -> dict[str, np.ndarray]:
     """Converts the outputs of a Decoder to NumPy arrays with Pax's names and meanings.
 
-    With fprop_for_prefix, T is P + M. Pax decodes with all prompts ending at P and then shifts each
-    row to the left, which fills its end with log-probs of 0.0; they are reproduced here.
+    With fprop_for_prefix, T is P + M. Pax aligns all prompts to end at P and, after decoding,
+    shifts each row to the left, which fills the end of the row with log-probs of 0.0. This function
+    reproduces them.
 
-    Without it, T is `seqlen`, the prompt's tokens have log-probs from the second one on, and a row
-    that neither ended nor reached its max_decode_steps has the length `seqlen`. In this case Pax's
-    max_decode_steps includes the prompt: max_decode_steps=7 and seqlen=12 in Pax correspond to a
-    Decoder with seqlen=8, and to `seqlen=12` here.
+    Without fprop_for_prefix, T is `seqlen`, and prompt tokens except the first have log-probs. A
+    row that neither ended nor reached its max_decode_steps has the length `seqlen`. In this mode,
+    Pax's max_decode_steps includes the prompt: max_decode_steps=7 and seqlen=12 in Pax correspond
+    to a Decoder with seqlen=8 and to `seqlen=12` here.
 
     Args:
       decoder: Decoder that computed the outputs.
       ids: int32 [B, P], the prompts.
       prefix_lengths: int32 [B], the length of each prompt.
       outputs: The outputs of `decoder`.
-      seqlen: Number of tokens in a row, T; None for P + M.
+      seqlen: Number of tokens per row, T. If None, T is P + M.
 
     Returns:
       A dict of arrays:

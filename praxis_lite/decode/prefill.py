@@ -25,10 +25,11 @@ class Prefix(NamedTuple):
     """A model's state after prefill.
 
     Attributes:
-      logits: float32 [B, V], of the token after each prompt.
+      logits: float32 [B, V], logits of the token after each prompt.
       cache: The model's cache, with room for the new tokens.
-      logprobs: float32 [B, P], of the prompts' tokens, 0 for the first and for padding. None unless
-        prompts were read a token at a time: a single pass would need [B, P, V] for them.
+      logprobs: float32 [B, P], log-probs of the prompt tokens, and 0 for the first token and for
+        padding. None unless prompts were read a token at a time, because a single pass would need
+        an array [B, P, V].
       max_steps: int32 [B], the maximum number of new tokens of each row.
       num_shared: int32 [B], the number of prompt tokens that were read once for several prompts;
         None without prefix sharing.
@@ -42,7 +43,7 @@ class Prefix(NamedTuple):
 
 
 def cache_length(decoder: Decoder, prompt_length: int) -> int:
-    """Returns the number of tokens for which a row of the cache needs room."""
+    """Returns the number of tokens that a row of the cache must have room for."""
     length = prompt_length + decoder.max_decode_steps
     return length if decoder.seqlen is None else max(prompt_length, min(length, decoder.seqlen))
 
@@ -50,10 +51,10 @@ def cache_length(decoder: Decoder, prompt_length: int) -> int:
 def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     """Returns the model's state after reading the prompts.
 
-    Padding must not affect the continuation. An attention cache may store padding: new tokens
-    overwrite it before any token attends to it, because they are stored directly after the prompt.
-    Recurrent layers and the ring buffers of local attention skip padding by means of `paddings`. If
-    some layer does not declare that it skips padding, prompts are read a token at a time, and the
+    Padding must not affect the continuation. An attention cache may store padding, because new
+    tokens are stored directly after the prompt and overwrite padding before any token attends to
+    it. Recurrent layers and the ring buffers of local attention use `paddings` to skip padding. If
+    a layer does not declare that it skips padding, prompts are read a token at a time, and the
     cache rows of prompts that have ended are restored after each token.
     """
     ids, lengths = prompts.ids, prompts.lengths
@@ -70,8 +71,8 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     size = decoder.prefill_chunk_size if decoder.fprop_for_prefix else 1
     if size is None or (decoder.fprop_for_prefix and size >= prompt_length):
         positions = {}
-        # Angles of dynamic rotary embeddings depend on the largest position, which must not be that
-        # of padding.
+        # The angles of dynamic rotary embeddings depend on the largest position, which must not be
+        # the position of padding.
         if any(isinstance(layer, DynamicRotary) for _, layer in layers_of(model)):
             clipped = jnp.minimum(jnp.arange(prompt_length, dtype=jnp.int32), jnp.max(last))
             positions = {"positions": clipped[None, :]}
@@ -107,7 +108,7 @@ def read_blocks(
     model: Any, ids: jax.Array, lengths: jax.Array, cache: Any, start: jax.Array | int, size: int,
     *, has_logprobs: bool = False,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Reads the rest of prompts into the cache, a block of tokens per forward pass.
+    """Reads the remaining tokens of prompts into the cache, a block per forward pass.
 
     Args:
       model: The model.
@@ -119,8 +120,9 @@ def read_blocks(
       has_logprobs: Whether to return log-probs; requires size=1.
 
     Returns:
-      (logits, cache, logprobs): float32 [B, V], of the token after each prompt; the cache with all
-      tokens; and float32 [B, P], of the prompts' tokens, 0 for the first and for padding, or None.
+      (logits, cache, logprobs): logits of the token after each prompt, float32 [B, V]; the cache
+      with all tokens; and log-probs of the prompt tokens, float32 [B, P], with 0 for the first
+      token and for padding, or None.
     """
     size = 1 if layers_that_keep_padding(model) else size
     num_rows, length = ids.shape

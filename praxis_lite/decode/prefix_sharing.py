@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prefill import Prefix, cache_length, max_steps, read_blocks
@@ -23,7 +23,7 @@ NUM_RECENT_PROMPTS = 64
 
 
 def block_size(decoder: Decoder, prompt_length: int) -> int:
-    """Returns the number of prompt tokens per forward pass; shared prefixes are multiples of it."""
+    """Returns the number of prompt tokens per forward pass; prefix lengths are multiples of it."""
     largest, smallest = decoder.prefill_chunk_size, min(8, prompt_length)
     if largest is None:
         largest = max(min(DEFAULT_BLOCK_SIZE, prompt_length // 4), smallest)
@@ -32,18 +32,18 @@ def block_size(decoder: Decoder, prompt_length: int) -> int:
         size for size in range(min(largest, prompt_length), 0, -1)
         if -(-prompt_length // size) * size <= row_length
     )
-    require(
-        size >= min(largest, smallest), f"{type(decoder).__name__}.num_cached_prefixes",
-        decoder.num_cached_prefixes,
-        f"0, because prompts are padded to {prompt_length} tokens and a row of the cache has room "
-        f"for {row_length}, which do not divide into blocks of {smallest} or more tokens",
-        "Or make the length of prompts a multiple of 64.",
-    )
+    if size < min(largest, smallest):
+        raise ConfigError(
+            f"{type(decoder).__name__}.num_cached_prefixes is {decoder.num_cached_prefixes}, but "
+            f"prompts padded to {prompt_length} tokens cannot be split into blocks of at least "
+            f"{smallest} tokens that fit into the {row_length} slots of a cache row. Make the "
+            "prompt length a multiple of 64, or set num_cached_prefixes=0."
+        )
     return size
 
 
 def prefill_shared(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
-    """Reads the prompts like `prefill`, but reads the common prefix of all of them once."""
+    """Reads the prompts like `prefill`, but reads the common prefix of all prompts only once."""
     ids, lengths = prompts.ids, prompts.lengths
     num_rows, prompt_length = ids.shape
     size = block_size(decoder, prompt_length)
@@ -67,8 +67,8 @@ def prefill_after(
 def common_prefix_length(ids: jax.Array, lengths: jax.Array) -> jax.Array:
     """Returns the length of the common prefix of all prompts, an int32 scalar.
 
-    The length is below that of the shortest prompt, since the model must read at least one token of
-    each prompt to compute its logits.
+    The prefix is shorter than the shortest prompt, because the model must read at least one token
+    of each prompt to compute its logits.
 
     Args:
       ids: int32 [B, P], the prompts, padded on the right.
@@ -85,16 +85,16 @@ def common_prefix_length(ids: jax.Array, lengths: jax.Array) -> jax.Array:
 class PrefixCache:
     """An LRU cache of model states after prefixes that several prompts have in common.
 
-    A prefix is stored when a second prompt begins with it, since only then its length is known; a
-    recurrent state cannot be shortened later. Each entry takes the memory of one row of the model's
-    cache.
+    A prefix is stored when a second prompt begins with it, because its length is not known earlier,
+    and a recurrent state cannot be shortened later. Each entry uses as much memory as one row of
+    the model's cache.
 
     Args:
-      max_prefixes: Maximum number of stored prefixes, in addition to the empty one.
-      block_size: The length of a prefix is a multiple of this number of tokens.
+      max_prefixes: Maximum number of stored prefixes, excluding the empty prefix.
+      block_size: Prefix lengths are multiples of this number of tokens.
       empty: A row of the model's cache without tokens.
-      read: Maps (row, ids, start, end) to the row after reading the tokens `start` to `end` of ids
-        [P].
+      read: Takes (row, ids, start, end), and returns the row after reading the tokens `start` to
+        `end` of ids [P].
 
     Attributes:
       num_read: Number of prefix tokens that the model has read so far.

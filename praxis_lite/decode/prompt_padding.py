@@ -1,7 +1,6 @@
 """Prevents the right padding of prompts from changing caches.
 
-The invariant is that after prefill, a row of the cache equals the cache of its prompt without
-padding.
+After prefill, each row of the cache must equal the cache of the same prompt without padding.
 """
 
 import functools
@@ -35,7 +34,7 @@ def read(
       cache: The cache before these tokens.
 
     Returns:
-      The logits [B, T, V], and the cache with the tokens that are not padding.
+      The logits [B, T, V], and the cache after the tokens that are not padding.
     """
     logits, new = rebuilt(model)(ids, positions=positions, paddings=paddings, cache=cache)
     if layers_that_keep_padding(model):
@@ -69,7 +68,7 @@ def check_has_rows(model: Any) -> None:
     """Checks that cache rows can be restored if the cache may store padding.
 
     Raises:
-      ConfigError: A leaf of the cache has no batch dim; the message has its path.
+      ConfigError: A leaf of the cache has no batch dim. The message contains its path.
     """
     if layers_that_keep_padding(model):
         dims = batch_dims(model.init_cache)
@@ -78,7 +77,11 @@ def check_has_rows(model: Any) -> None:
 
 
 def _declares(layer_class: type) -> bool:
-    """Returns the declared `cache_skips_padding`, which an override of `__call__` invalidates."""
+    """Returns whether a class declares `cache_skips_padding`.
+
+    Overriding `init_cache` or `__call__` in a subclass invalidates the declaration of its base
+    class.
+    """
     for owner in layer_class.__mro__:
         if "cache_skips_padding" in vars(owner):
             return bool(owner.cache_skips_padding)

@@ -18,14 +18,14 @@ PyTree = Any
 
 
 class Prompt(NamedTuple):
-    """A prompt and its settings; a setting of None uses that of the decoder.
+    """A prompt and its settings. If a setting is None, the decoder's setting is used.
 
     Attributes:
       ids: int32 [P], padded on the right.
       length: Length without padding.
       key: Random key of the sample, from `loop.sample_keys`.
       temperature: Temperature, if the decoder samples.
-      per_example_max_decode_steps: A lower limit than the decoder's max_decode_steps.
+      per_example_max_decode_steps: A limit below the decoder's max_decode_steps.
       top_k: For `SampleByRow`.
       top_p: For `SampleByRow`.
       wants_likeliest: Whether to return the likeliest tokens of each step.
@@ -62,17 +62,18 @@ class NewTokens(NamedTuple):
 
 
 class Rows:
-    """A fixed number of rows that are decoded together; each is free or has a prompt.
+    """A fixed number of rows that are decoded together; each row is free or contains a prompt.
 
-    Prompts may enter free rows between any two calls of `advance`, so its num_steps bounds their
-    waiting time. Prompts of the same length that enter together are prefilled together.
+    Prompts may enter free rows between two calls of `advance`, whose num_steps therefore limits the
+    waiting time of prompts. Prompts of the same length that enter together are prefilled together.
 
     Attributes:
       num_steps: Number of model steps so far, each of which advances all rows.
       num_prefills: Number of prompts so far.
       num_passes: Number of prefill calls of the model.
       num_prompt_tokens: Total number of tokens in these prompts.
-      num_read_tokens: Number of prompt tokens that the model has read; a shared prefix counts once.
+      num_read_tokens: Number of prompt tokens that the model has read. Shared prefixes are counted
+        once.
       num_row_tokens: Number of new tokens of prompts that have ended, with speculation only.
       num_row_steps: Number of model steps that computed these tokens.
     """
@@ -80,7 +81,7 @@ class Rows:
     def __init__(self, batching: "ContinuousBatching", mdl_vars: PyTree):
         self._batching, self._mdl_vars = batching, mdl_vars
         self._state = batching.empty(mdl_vars)
-        # By row: the index of its prompt, and the number of its tokens that were reported.
+        # Maps a row to the index of its prompt and to the number of tokens reported so far.
         self._taken: dict[int, tuple[int, int]] = {}
         self._entering: dict[int, Prompt] = {}  # Submitted prompts to prefill, by row.
         self._reset()
@@ -96,7 +97,7 @@ class Rows:
         for length in self._batching.prompt_lengths:
             ids = np.zeros(length, np.int32)
             prompt = Prompt(ids, length, key, per_example_max_decode_steps=0)
-            # Insert one more prompt: a shared prefix is read when the second prompt has it.
+            # Insert another prompt, because a shared prefix is read when a second prompt has it.
             for size in (*self._batching.sizes(length), 1):
                 self._insert(dict.fromkeys(range(size), prompt))
         self.advance(1)
@@ -122,7 +123,7 @@ class Rows:
         expected = [(length,) for length in self._batching.prompt_lengths]
         require(
             shape in expected, "The shape of a prompt's ids", shape,
-            " or ".join(map(str, expected)), "Pad it.",
+            " or ".join(map(str, expected)), "Pad the ids.",
         )
         row = next(row for row in range(self._batching.num_rows) if row not in self._taken)
         self._entering[row] = prompt
@@ -142,11 +143,11 @@ class Rows:
         )
         if self._prefixes is not None:
             line += (
-                f"; {self.num_read_tokens} of {self.num_prompt_tokens} tokens of prompts were "
-                "read, the others were in shared prefixes"
+                f"; {self.num_read_tokens} of {self.num_prompt_tokens} prompt tokens were read, "
+                "the others were in shared prefixes"
             )
         if self.num_row_steps:
-            line += f"; {self.num_row_tokens / self.num_row_steps:.2f} tokens of a row in a step"
+            line += f"; {self.num_row_tokens / self.num_row_steps:.2f} tokens per row and step"
         return line
 
     def cancel(self, index: int) -> None:

@@ -23,27 +23,28 @@ class Greedy(Decoder):
       repetition_penalty: Divides positive logits and multiplies negative logits of tokens that
         occur in the prompt or the output; 1 disables it (Keskar et al. 2019, arXiv:1909.05858).
       presence_penalty: Subtracted from the logits of tokens that occur in the output.
-      stop_sequences: Token sequences, each of which ends a row when its output ends with it. Pax
-        has them as `eos_id` of rank 2.
-      stop_strings: Texts that end a row and are removed together with all text after them. They may
-        contain special tokens. The task needs a tokenizer, which encodes them as stop sequences;
-        occurrences with another tokenization also end the text.
+      stop_sequences: Token sequences. A row ends when its output ends with one of them. In Pax,
+        this is an `eos_id` of rank 2.
+      stop_strings: Strings that end a row. They are removed together with all text after them, and
+        may contain special tokens. They require a tokenizer in the task, which encodes them as stop
+        sequences. Text also ends at occurrences that are tokenized differently.
       num_cache_slots: If positive, datasets of prompts are decoded by continuous batching with this
-        number of rows; the next prompt takes a row as soon as it is free. If 0, they are decoded
-        batch by batch, each of which takes as long as its longest row. (The name is Pax's.)
+        number of rows, where the next prompt takes a row as soon as it is free. If 0, they are
+        decoded batch by batch, and each batch takes as long as its longest row. (The name is from
+        Pax.)
       num_speculative_tokens: Number of draft tokens that each call of the model verifies in
         addition to a row's next token; 0 disables speculation. Drafts are the tokens that followed
-        an earlier occurrence of the row's last tokens, in the prompt or the output (prompt lookup,
-        vLLM's "ngram"). Drafts that differ from the decoder's choice are rejected, so the output is
-        the same, except for rounding. Useful for repetitive text. Adds `num_model_steps` to the
-        outputs.
-      prompt_lookup_max: Maximum number of last tokens to look up; fewer are tried if there is no
-        match.
+        an earlier occurrence of the row's last tokens in the prompt or the output (prompt lookup,
+        called "ngram" in vLLM). Drafts that differ from the decoder's choice are rejected, so the
+        output does not change, except for rounding. Speculation is useful for repetitive text. It
+        adds `num_model_steps` to the outputs.
+      prompt_lookup_max: Maximum number of last tokens to look up. If there is no match, fewer
+        tokens are looked up.
       num_cached_prefixes: If positive, the model reads a common prefix of several prompts, such as
         a system prompt, only once. The prefix is rounded down to blocks of prefill_chunk_size
-        tokens (64 for None). Within a batch, the prefix of all prompts is shared, and `num_shared`
-        in the outputs has its length. Continuous batching keeps an LRU cache of this number of
-        prefixes, each of which takes the memory of a row.
+        tokens (64 if that is None). Within a batch, the common prefix of all prompts is shared, and
+        the output `num_shared` contains its length. Continuous batching uses an LRU cache with this
+        number of prefixes, each of which uses as much memory as a row.
     """
 
     repetition_penalty: float = 1.0
@@ -69,7 +70,7 @@ class Greedy(Decoder):
         )
         self._require(
             "stop_strings", not isinstance(self.stop_strings, str) and all(self.stop_strings),
-            "a sequence of nonempty texts",
+            "a sequence of nonempty strings",
         )
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
         self._require("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
@@ -100,7 +101,7 @@ class Greedy(Decoder):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def init_likeliest(self, prompts: Prompts) -> Any:
-        """Returns the initial `DecodeState.likeliest`; None for decoders that do not use it."""
+        """Returns the initial `DecodeState.likeliest`, or None for decoders that do not use it."""
         del prompts
 
     def update_likeliest(self, state: DecodeState) -> Any:
@@ -162,18 +163,18 @@ class Greedy(Decoder):
 class Sample(Greedy):
     """Samples each token from the candidates that remain after k, p and min_p.
 
-    The three filters apply to the model's probabilities after penalties: first k, then p among the
-    k, then min_p. As in Pax, the temperature applies to the remaining candidates; other libraries
-    apply it before the filters.
+    The filters apply to the model's probabilities after penalties: first k, then p to the remaining
+    k tokens, then min_p. As in Pax, the temperature applies to the remaining candidates. Other
+    libraries apply it before the filters.
 
     Attributes:
       num_samples: Number of continuations per prompt; the model reads the prompt once.
       temperature: Temperature of the distribution; 0 chooses the most likely token.
-      k: Number of most likely tokens to sample from; 0 samples from all.
-      p: Sample from the smallest set of most likely tokens whose total probability exceeds p; None
-        samples from all (Holtzman et al. 2020, arXiv:1904.09751).
-      min_p: Sample only tokens that are at least min_p times as likely as the most likely one
-        (Nguyen et al. 2024, arXiv:2407.01082).
+      k: Number of most likely tokens to sample from, or 0 to sample from all tokens.
+      p: Total probability that the most likely tokens to sample from must exceed, or None to sample
+        from all tokens (Holtzman et al. 2020, arXiv:1904.09751).
+      min_p: Minimum probability of tokens to sample from, as a fraction of the probability of the
+        most likely token (Nguyen et al. 2024, arXiv:2407.01082).
       sort_samples: Whether to sort the samples of a prompt by their scores, best first.
     """
 

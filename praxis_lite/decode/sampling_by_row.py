@@ -22,8 +22,8 @@ class Likeliest(NamedTuple):
     """A ring buffer of the likeliest tokens of the last C steps; step t is at index t % C.
 
     Attributes:
-      is_wanted: bool [R], rows that request the likeliest tokens; those of other rows are
-        undefined.
+      is_wanted: bool [R], True for rows that request the likeliest tokens. The tokens of other rows
+        are undefined.
       ids: int32 [R, C, N].
       logprobs: float32 [R, C, N].
     """
@@ -37,14 +37,14 @@ class Likeliest(NamedTuple):
 class SampleByRow(Greedy):
     """Decodes greedy and sampled rows, each with its own settings, in a single program.
 
-    A row has the tokens of Greedy, or of Sample with k=0 and the row's temperature and p. Noise,
-    thresholds and the likeliest tokens are computed only if some row needs them.
+    A row gets the same tokens as with Greedy, or with Sample for k=0 and the row's temperature and
+    p. Noise, thresholds and the likeliest tokens are computed only if a row needs them.
 
     Attributes:
       temperature: Temperature of rows without a setting; 0 chooses the most likely token.
-      top_k: Number of most likely tokens to sample from, plus those that tie with the last one, in
-        rows without a setting; 0 samples from all.
-      top_p: Like `Sample.p`, applied after top_k, in rows without a setting.
+      top_k: Number of most likely tokens to sample from, in rows without a setting. Tokens that tie
+        with the last of them are included; 0 samples from all tokens.
+      top_p: Like `Sample.p`, applied after top_k, for rows without a setting.
       num_likeliest: Number of likeliest tokens to store per step for rows that request them, N.
       num_kept_steps: Number of recent steps whose likeliest tokens are stored, C.
     """

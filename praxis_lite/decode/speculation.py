@@ -21,9 +21,9 @@ def lookup_drafts(
 ) -> jax.Array:
     """Drafts the next tokens of each row by prompt lookup decoding (Saxena 2023).
 
-    Finds the earlier occurrence of the longest n-gram, of up to N tokens, that also ends the row;
-    among equally long ones, the latest. The drafts are the tokens after it, repeated periodically
-    if there are fewer than K. If not even the last token occurred before, it is repeated.
+    Finds the latest earlier occurrence of the longest n-gram, of up to N tokens, at the end of the
+    row. The drafts are the K tokens that follow this occurrence, repeated periodically if there are
+    fewer. If even the last token did not occur before, the drafts repeat it.
 
     Args:
       history: int32 [R, S], the tokens of each row so far, and arbitrary ids after them.
@@ -62,19 +62,20 @@ def check_supports_drafts(model: Any, setting: str, num_drafts: int) -> None:
       num_drafts: Value of the setting.
 
     Raises:
-      ConfigError: A layer has a recurrent state or a cache that may store padding, cannot remove so
-        many tokens from the ring buffer of a window, or lets tokens depend on later ones.
+      ConfigError: A layer has a recurrent state, has a cache that may store padding, cannot remove
+        this many tokens from the ring buffer of a local window, or lets tokens depend on later
+        tokens.
     """
     states = [jax.tree_util.keystr(path, simple=True, separator="/") for path in _states(model)]
     if states:
         raise ConfigError(
-            f"{setting} needs a cache with a slot for each token, to remove rejected drafts, but "
-            f"{', '.join(states[:3])} in the model's cache is a state that every token changes, "
-            f"like that of a recurrent layer. Set {setting} to 0."
+            f"{setting} requires a cache with a slot for each token, to remove rejected drafts, "
+            f"but {', '.join(states[:3])} in the model's cache is a state that every token "
+            f"changes, as in a recurrent layer. Set {setting} to 0."
         )
     if names := layers_that_keep_padding(model):
         raise ConfigError(
-            f"{setting} needs caches from which rejected drafts can be removed, but "
+            f"{setting} requires caches from which rejected drafts can be removed, but "
             f"{', '.join(names)} does not declare cache_skips_padding. Set {setting} to 0, or "
             "declare it (docs/how_to_add.md)."
         )
@@ -87,16 +88,16 @@ def check_supports_drafts(model: Any, setting: str, num_drafts: int) -> None:
             )
         if isinstance(layer, BaseLayer) and layer.couples_tokens is not None:
             raise ConfigError(
-                f"{setting} needs tokens that do not depend on later ones, but "
-                f"{'/'.join(map(str, path))} has {layer.couples_tokens}, so that rejected drafts "
-                f"would affect other tokens. Set {setting} to 0, or use dropless=True for experts."
+                f"{setting} requires a model in which tokens do not depend on later tokens, but "
+                f"{'/'.join(map(str, path))} has {layer.couples_tokens}, so rejected drafts would "
+                f"affect other tokens. Set {setting} to 0, or use dropless=True for experts."
             )
 
 
 def _states(model: Any) -> Iterator[Any]:
     """Yields the path of each cache leaf that does not grow with the length of the cache.
 
-    The cache of cross-attention is excluded: it has the length of the inputs, and is constant.
+    The cache of cross-attention is excluded, because it is constant and as long as the inputs.
     """
     one, two = (jax.eval_shape(lambda n=n: model.init_cache(2, n)) for n in (1, 2))
     rows = jax.tree.leaves(batch_dims(model.init_cache))

@@ -1,4 +1,4 @@
-"""The text of a continuation, and the stop strings that end it: on the devices and on the host."""
+"""Decodes continuations to text, and ends them at stop strings, on devices and on the host."""
 
 import dataclasses
 import itertools
@@ -11,15 +11,16 @@ from praxis_lite.inputs.tokenizers.streaming import StreamingDecoder
 
 __all__ = ("ContinuationText", "continuation_text", "for_tokenizer")
 
-# After these texts a stop string is tokenized as within a text.
+# A stop string is tokenized after each of these prefixes, because tokens depend on the context.
 _TEXTS_BEFORE = ("", "a", ".", "\n")
 
 
 def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
-    """Returns the decoder with its end of text and stop strings as this tokenizer's tokens.
+    """Returns a decoder whose end of text and stop strings are tokens of `tokenizer`.
 
     Args:
-      tokenizer: Its `eos_ids` replace an eos_id of None.
+      decoder: The decoder. If its `eos_id` is None, the tokenizer's `eos_ids` are used.
+      tokenizer: Encodes the stop strings.
     """
     if decoder.eos_id is None and tokenizer.eos_ids:
         decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
@@ -31,39 +32,39 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
 
 
 def _spellings(tokenizer: Tokenizer, text: str) -> list[TokenizerIds]:
-    """Returns ids that end in a text, at the beginning of a text and within one.
+    """Returns the id sequences that encode a string, at the start of a text and within it.
 
-    Tokenizers such as Llama's put a space before a text, so that "\\n" alone has one more token;
-    others have a token for a word with the space before it.
+    Some tokenizers, such as Llama's, prepend a space to a text, so that "\\n" alone is encoded as
+    an additional token. Others have tokens for a word together with the space before it.
     """
     found: dict[TokenizerIds, None] = {}
     for before, spaced in itertools.product(_TEXTS_BEFORE, (text, f" {text}")):
         ids = tokenizer.encode(before + spaced, False).tolist()
         first = tokenizer.encode(before, False).tolist()
         ids, is_split = TokenizerIds(ids[len(first) :]), ids[: len(first)] == first
-        # Not if a token belongs to both texts, or the text has characters without a token.
+        # Skip encodings in which a token spans both strings or in which characters are lost.
         if ids and is_split and _without_spaces(tokenizer.decode(ids)) == _without_spaces(text):
             found[ids] = None
-    return [  # A spelling that ends in another one is found by that.
+    return [  # Omit sequences that end with a shorter one, which matches first.
         ids for ids in found
         if not any(ids != other and ids[-len(other) :] == other for other in found)
     ]
 
 
 class ContinuationText:
-    """The text of a continuation while its tokens come, up to the first stop string.
+    """Decodes the tokens of a continuation incrementally, up to the first stop string.
 
-    Special tokens are not part of the text, but stop strings are compared with them included.
+    The text does not include special tokens, but stop strings may match them.
 
     Args:
       tokenizer: Decodes the tokens.
-      prompt_ids: The ids that are continued.
-      stop_strings: Texts that end the continuation.
+      prompt_ids: Ids of the prompt.
+      stop_strings: Strings that end the continuation.
 
     Attributes:
-      text: The text so far, without a character that is incomplete.
-      num_final: The number of its characters that no later token can take back.
-      is_stopped: True once there was a stop string; tokens after it change nothing.
+      text: The text so far, without an incomplete last character.
+      num_final: Number of characters in `text` that later tokens cannot change.
+      is_stopped: Whether a stop string has occurred. Later tokens are ignored.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class ContinuationText:
         self._longest = max(map(len, self._stop_strings), default=0)
         self.text, self.num_final, self.is_stopped = "", 0, False
         self._num_taken = 0
-        # The text with special tokens, and their places in it.
+        # The text including special tokens, and the (start, stop) range of each special token.
         self._compared, self._special = "", list[tuple[int, int]]()
 
     def push(self, token: int) -> str:
-        """Adds a token; returns the text that it completes, also where a stop string cuts it."""
+        """Adds a token, and returns the text that it completes, even past a stop string."""
         if self.is_stopped:
             return ""
         if token not in self._tokenizer.special_ids:
@@ -95,27 +96,27 @@ class ContinuationText:
         return new
 
     def end(self) -> str:
-        """Adds the text that was held back, because no token follows; returns it."""
+        """Ends the continuation, and returns the text of an incomplete last character, if any."""
         new = "" if self.is_stopped else self._add(self._decoder.flush())
         self.num_final = len(self.text)
         return new
 
     def replace(self, text: str) -> None:
-        """Sets the complete text, which replaces that of the tokens."""
+        """Replaces the decoded text by `text`, and marks it as final."""
         self.text, self.num_final = text, len(text)
 
     @property
     def waiting(self) -> str:
-        """The final text that was not taken yet."""
+        """The final text that `take` has not returned yet."""
         return self.text[self._num_taken : self.num_final]
 
     def take(self) -> str:
-        """Returns the text that has become final since the last call."""
+        """Returns the text that became final since the last call."""
         taken, self._num_taken = self.waiting, self.num_final
         return taken
 
     def text_of(self, token: int) -> str:
-        """Returns the text that a token would add next; the name of a special token."""
+        """Returns the text that a next token would add, or the name of a special token."""
         is_special = token in self._tokenizer.special_ids
         return self._tokenizer.decode([token]) if is_special else self._decoder.text_of(token)
 
@@ -125,19 +126,19 @@ class ContinuationText:
         return new
 
     def _compare(self, new: str) -> None:
-        """Looks for stop strings that end in the newest text, and for the beginning of one."""
+        """Searches new text for stop strings, and for prefixes of stop strings at its end."""
         if not new:
             return
         first = max(0, len(self._compared) - self._longest + 1)
         self._compared += new
-        places = [self._compared.find(stop, first) for stop in self._stop_strings]
-        places = [place for place in places if place >= 0]
-        self.is_stopped = bool(places)
+        starts = [self._compared.find(stop, first) for stop in self._stop_strings]
+        starts = [start for start in starts if start >= 0]
+        self.is_stopped = bool(starts)
         if self.is_stopped:
-            self.text = self.text[: self._num_in_text(min(places))]
+            self.text = self.text[: self._num_in_text(min(starts))]
             self.num_final = len(self.text)
         else:
-            # Text that may begin a stop string waits for the next tokens.
+            # Text that may be the beginning of a stop string is not final yet.
             num_held = max((
                 n for stop in self._stop_strings for n in range(len(stop))
                 if self._compared.endswith(stop[:n])
@@ -145,18 +146,16 @@ class ContinuationText:
             num_final = self._num_in_text(len(self._compared) - num_held)
             self.num_final = max(self.num_final, num_final)
 
-    def _num_in_text(self, place: int) -> int:
-        """Returns the number of characters before a place that are not special tokens."""
-        return place - sum(
-            min(stop, place) - start for start, stop in self._special if start < place
-        )
+    def _num_in_text(self, end: int) -> int:
+        """Returns the number of characters before index `end` outside special tokens."""
+        return end - sum(min(stop, end) - start for start, stop in self._special if start < end)
 
 
 def continuation_text(
     tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int],
     stop_strings: Sequence[str] = (),
 ) -> ContinuationText:
-    """Returns the text of complete ids, which continue a prompt, up to the first stop string."""
+    """Decodes a complete continuation of a prompt, up to the first stop string."""
     result = ContinuationText(tokenizer, prompt_ids, stop_strings)
     for token in ids:
         result.push(int(token))
@@ -165,7 +164,7 @@ def continuation_text(
 
 
 def _with_spaces(tokenizer: Tokenizer, text: str) -> Iterator[str]:
-    """Yields a stop string with the spaces that its tokens have, such as after a special token."""
+    """Yields a stop string as it is decoded, if decoding its tokens adds spaces."""
     decoded = tokenizer.decode(tokenizer.encode(text, False))
     if len(decoded) > len(text) and _without_spaces(decoded) == _without_spaces(text):
         yield decoded

@@ -1,4 +1,4 @@
-"""Forms in which decoding stores weights: a narrower dtype, int8, or their outputs first."""
+"""Storage formats of weights for decoding: a narrower dtype, int8, or transposed."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ from praxis_lite.layers.whole_model.decoding_weight_formats import (
 from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
 
 Stored = Callable[[jax.Array], Any]
-# What tasks decode, of one row.
+# Inputs of tasks for decoding, with a single row.
 _ROW = {
     "ids": jax.ShapeDtypeStruct((1, 1), jnp.int32),
     "prefix_lengths": jax.ShapeDtypeStruct((1,), jnp.int32),
@@ -37,7 +37,7 @@ _ROW = {
     "src_ids": jax.ShapeDtypeStruct((1, 1), jnp.int32),
     "src_paddings": jax.ShapeDtypeStruct((1, 1), jnp.float32),
 }
-# Operations that give the elements of their first operand, and no others.
+# Operations whose results contain only elements of the first operand.
 _VIEWS = frozenset((
     "broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather", "optimization_barrier",
     "reshape", "sharding_constraint", "slice", "squeeze", "transpose",
@@ -46,7 +46,7 @@ _VIEWS = frozenset((
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """Stores a weight in another dtype."""
+    """Stores a weight in a different dtype."""
 
     dtype: Any
 
@@ -56,7 +56,12 @@ class Cast:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """Stores a weight in int8; dims count from the end, so a stack's leading dims do not matter."""
+    """Stores a weight in int8.
+
+    Attributes:
+      summed_dims: Dims that a matmul sums over, as negative indices, so that they are the same with
+        and without stacked dims.
+    """
 
     summed_dims: tuple[int, ...]
 
@@ -65,8 +70,8 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """Stores a weight with its outputs first, in the dtype that another form gives it, if any."""
+class Transpose:
+    """Stores a weight with its output dims first, optionally in a different dtype."""
 
     summed_dims: tuple[int, ...]
     cast: Cast | None
@@ -76,33 +81,34 @@ class Turn:
 
 
 def stored_forms(task: Task) -> dict[str, Stored]:
-    """Returns functions by path, of weights that decoding keeps in another form.
+    """Maps paths of weights to the functions that convert them for decoding.
 
-    weights_dtype "activations": a weight that the task's decoding reads by casts to a single,
-    narrower dtype is stored in that dtype: no number changes. "int8": the same, and the weights
-    of dense layers are rounded, with a scale per output channel. weights_outputs_first: those of
-    dense layers that are not rounded are turned.
+    If `weights_dtype` is "activations", a weight that decoding only reads through casts to a single
+    narrower dtype is stored in that dtype, which does not change results. If it is "int8", weights
+    of dense layers are additionally rounded to int8, with a scale per output channel. If
+    `weights_outputs_first` is set, weights of dense layers that are not rounded are transposed.
 
     Args:
-      task: decodes rows of tokens; the settings of its Decoder choose the forms.
+      task: A task that decodes rows of tokens. The settings of its Decoder select the formats.
 
     Raises:
-      ConfigError: the model has no dense layer for one of them.
+      ConfigError: A setting applies to dense layers, but the model has none; or the task decodes
+        inputs that cannot be traced here.
     """
     decoder = task.decoder
     forms: dict[str, Stored] = {} if decoder.weights_dtype is None else _casts(task)
     if decoder.weights_outputs_first:
         layers = _dense_layers(task, "weights_outputs_first", True)
         forms |= {
-            path: Turn(dims, forms.get(path)) for path, (layer, dims) in layers.items()
+            path: Transpose(dims, forms.get(path)) for path, (layer, dims) in layers.items()
             if TransposedWeight.supports(layer.equation)
         }
     if decoder.weights_dtype == "int8":
         layers = _dense_layers(task, "weights_dtype", "int8")
         forms |= {path: Round(dims) for path, (_, dims) in layers.items()}
         paths = [path.removeprefix("params/") for path in layers]
-        left = [path for path, node in _nodes(task) if is_matrix(node) and path not in paths]
-        log_rounding((("int8", tuple(paths)),), tuple(left))
+        unrounded = [path for path, node in _nodes(task) if is_matrix(node) and path not in paths]
+        log_rounding((("int8", tuple(paths)),), tuple(unrounded))
     return forms
 
 
@@ -110,10 +116,10 @@ def _casts(task: Task) -> dict[str, Cast]:
     for name in task.required_decode_inputs:
         if name not in _ROW:
             raise ConfigError(
-                f"{type(task.decoder).__name__}.weights_dtype is {task.decoder.weights_dtype!r}: "
-                f"the casts of weights are found by tracing the decoding of {', '.join(_ROW)}, but "
-                f"{type(task).__name__} decodes {name!r} too. Leave weights_dtype out, or override "
-                "the task's stored_for_decoding."
+                f"{type(task.decoder).__name__}.weights_dtype {task.decoder.weights_dtype!r} "
+                f"supports only the inputs {', '.join(_ROW)}, but {type(task).__name__} also "
+                f"decodes {name!r}. Omit weights_dtype, or override stored_for_decoding of the "
+                "task."
             )
     inputs = {name: _ROW[name] for name in task.required_decode_inputs}
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -137,11 +143,15 @@ def _narrows(old: Any, new: Any) -> bool:
 def _follow(
     jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]
 ) -> list[str | None]:
-    """Returns the weight, by path, whose elements each result is; None: something else.
+    """Traces how a jaxpr uses weights.
 
     Args:
-      values: the same of the arguments.
-      uses: filled with the dtypes to which a weight is cast; None for another use.
+      jaxpr: The jaxpr.
+      values: For each argument, the path of the weight that it contains, or None.
+      uses: Is filled with the dtypes that each weight is cast to, and with None for other uses.
+
+    Returns:
+      For each result, the path of the weight whose elements it contains, or None.
     """
 
     def rule(eqn: core.JaxprEqn, values: list[str | None]) -> list[str | None]:
@@ -185,7 +195,7 @@ def _follow(
 
 
 def _nodes(task: Task) -> list[tuple[str, Any]]:
-    """Returns the layers and weights of a model, each with its path; of no NNX module none."""
+    """Returns (path, node) for the layers and weights of an NNX model, and [] for other models."""
     if not isinstance(task.model, NnxModel):
         return []
     graph = nnx.compat.iter_graph(task.model.abstract_module())
@@ -195,14 +205,14 @@ def _nodes(task: Task) -> list[tuple[str, Any]]:
 def _dense_layers(
     task: Task, setting: str, value: Any
 ) -> dict[str, tuple[Dense, tuple[int, ...]]]:
-    """Returns by their weight's path dense layers, and the weight's dims that they sum over."""
-    result = {
+    """Maps the paths of weights to their dense layers and to the dims that these sum over."""
+    dense_layers = {
         f"params/{path}/w".replace("//", "/"): (node, dims) for path, node in _nodes(task)
         if is_dense(node) and (dims := node.summed_dims)
     }
-    if not result:
+    if not dense_layers:
         raise ConfigError(
-            f"{type(task.decoder).__name__}.{setting} is {value!r}, but the model has no dense "
-            "layer of praxis_lite for it. Leave it out."
+            f"{type(task.decoder).__name__}.{setting} is {value!r}, but the model contains no "
+            f"dense layers of praxis_lite. Omit {setting}."
         )
-    return result
+    return dense_layers

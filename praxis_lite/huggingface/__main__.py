@@ -1,4 +1,4 @@
-"""Command line that imports Hugging Face models as jobs and exports jobs to their format.
+"""Command-line program that imports Hugging Face models as jobs, and exports jobs.
 
     python -m praxis_lite.huggingface import HF_DIR JOB_LOG_DIR [--set path=value ...]
     python -m praxis_lite.huggingface export JOB_LOG_DIR OUT_DIR [--step N] [--dtype NAME]

@@ -1,4 +1,4 @@
-"""Exports LoRA adapters: merged into the weights, or as separate files in PEFT's format."""
+"""Exports LoRA adapters, either merged into the weights or as separate files in PEFT's format."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from praxis_lite.huggingface.weights import Part
 from praxis_lite.layers.base.dims import Matrix, matrix_of
 from praxis_lite.layers.whole_model.adapted_products import DecomposedProduct, form_of
 
-# Layers with adapters by their path in the model, as `praxis_lite.layers.adapted_layers` returns.
+# Layers with adapters by path in the model; the result of `praxis_lite.layers.adapted_layers`.
 Layers = Mapping[str, Any]
 
 
@@ -56,7 +56,7 @@ def write_peft(
 
     Args:
       directory: Existing directory to write to.
-      parts: Tensors of the model, as `Pretrained.parts` lists them.
+      parts: Tensors of the model; see `Pretrained.parts`.
       arrays: Weights and adapters by path, padded and sharded.
       layers: Layers with adapters.
       mesh: Mesh of the arrays.
@@ -64,7 +64,7 @@ def write_peft(
       base_model: Name or directory of the model without adapters.
 
     Raises:
-      ConfigError: A layer's weight is only a part of a tensor, which PEFT does not support; or the
+      ConfigError: A layer's weight is only a slice of a tensor, which PEFT does not support; or the
         layers differ in rank, alpha or the use of DoRA.
     """
     pieces, tensors, modules, variants = Pieces(arrays, mesh), {}, [], set()
@@ -81,7 +81,8 @@ def write_peft(
                 for x in ("w", *layer.product.weights)
             )
             rank = layer.lora_a.shape[-1]
-            # Our matrices are [*inputs, rank] and [rank, *outputs]; PEFT's [rank, in], [out, rank].
+            # Our matrices are [*inputs, rank] and [rank, *outputs]. PEFT's matrices are [rank, in]
+            # and [out, rank].
             peft_tensors = {"A.weight": a.reshape(-1, rank).T, "B.weight": b.reshape(rank, -1).T}
             if m:  # Our m is the learned column norm minus the initial one; PEFT stores their sum.
                 norms = np.sqrt(np.square(w, dtype=np.float32).sum(axis=matrix.summed))
@@ -94,7 +95,7 @@ def write_peft(
     if len(variants) > 1:
         raise ConfigError(
             f"export: the adapters differ in (rank, alpha, use_dora): {sorted(variants)}. PEFT "
-            "stores only one value of each. Export the merged model instead: --adapters merge."
+            "supports only a single combination. Export the merged model instead: --adapters merge."
         )
     ((rank, alpha, is_dora),) = variants
     config = {
@@ -121,7 +122,10 @@ def _check_maps_to_one_tensor(part: Part, layer: Any, matrix: Matrix) -> None:
 
 
 def _targets(modules: Sequence[str]) -> list[str]:
-    """Returns PEFT's target_modules: last name components if every layer has the same adapters."""
+    """Returns PEFT's target_modules.
+
+    If all layers have the same adapters, these are only the last components of module names.
+    """
     counts: dict[str, int] = {}
     for module in modules:
         last = module.rpartition(".")[2]

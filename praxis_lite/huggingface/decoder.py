@@ -107,7 +107,7 @@ def _latent(
         options["use_bias"] = True
     return fdl.Partial(
         MultiHeadLatentAttention, **options, query_scale=scale * latent_scale(settings, kind),
-        # DeepSeek normalizes latents with a fixed epsilon, whatever rms_norm_eps is.
+        # DeepSeek normalizes latents with a fixed epsilon and ignores rms_norm_eps.
         ln_tpl=fdl.Partial(RmsNorm, epsilon=1e-6), rotary_position_emb_tpl=rotary(settings, kind),
     )
 

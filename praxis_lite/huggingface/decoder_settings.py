@@ -1,4 +1,4 @@
-"""Settings of decoder-only models of all families; the tables in `families` map fields to them."""
+"""Settings of decoder-only models; the tables in `families` map fields of config.json to them."""
 
 import dataclasses
 import functools
@@ -29,18 +29,18 @@ class DecoderSettings:
     """Settings of a decoder-only model; the tables in `families/` refer to these names.
 
     Attributes:
-      hidden_dims: Width of the feed-forward layers; 0 or None means 4 * model_dims.
-      num_kv_heads: Number of key and value heads; None means num_heads.
-      dim_per_head: Dims per head; None means model_dims / num_heads.
+      hidden_dims: Width of the feed-forward layers. If 0 or None, 4 * model_dims.
+      num_kv_heads: Number of key and value heads. If None, num_heads.
+      dim_per_head: Dims per head. If None, model_dims / num_heads.
       activation: Name of the activation in transformers, a key of `decoder.ACTIVATIONS`.
       norm: Kind of normalization, a key of `decoder.NORMS`.
-      norm_policy: Where a Transformer layer normalizes, as for `Transformer.norm_policy`.
+      norm_policy: Positions of normalization in a layer; see `Transformer.norm_policy`.
       is_tied: Whether the embedding and the head share a table.
       use_bias: Whether the query, key and value projections have a bias.
       use_output_bias: Whether attention's output projection has a bias.
       has_bias: Whether the feed-forward layers have a bias.
       qk_norm: Normalization of queries and keys before rotation: "", "head" or "all heads".
-      query_scalar: Queries are multiplied by query_scalar**-0.5; None means dim_per_head.
+      query_scalar: Queries are multiplied by query_scalar**-0.5. If None, dim_per_head.
       scales_queries: Whether queries are scaled at all.
       divides_by_layer: Whether the scores of layer i are divided by i + 1.
       atten_logit_cap: Soft cap of the attention scores; 0 or None disables it.
@@ -51,20 +51,21 @@ class DecoderSettings:
       max_window_layers: First sliding layer if windows is "from max_window_layers".
       window_period: Distance between full layers if windows is "all but each window_period-th".
       layer_types: Kind of each layer, SLIDING or FULL.
-      max_seq_length: Number of learned positions; None means rotary positions.
+      max_seq_length: Number of learned positions, or None for rotary positions.
       rope_theta: Base of the rotary frequencies.
-      local_rope_theta: Base for sliding layers, which then ignore rope_scaling; None means that
-        sliding layers rotate like the others.
+      local_rope_theta: Base for sliding layers, which then ignore rope_scaling. If None, sliding
+        layers rotate like the other layers.
       rotary_share: Fraction of a head's dims that is rotated.
-      is_rotary_in_part: Whether rope_scaling may set this fraction too.
-      rope_scaling: The field of config.json.
-      original_max_positions: Context length before RoPE scaling; None means max_positions.
-      num_experts: Number of experts; None means a dense model.
-      expert_hidden_dims: Width of each expert; None means hidden_dims.
+      is_rotary_in_part: Whether rope_scaling may also set this fraction.
+      rope_scaling: The field `rope_scaling` of config.json.
+      original_max_positions: Context length before RoPE scaling. If None, max_positions.
+      num_experts: Number of experts, or None for a dense model.
+      expert_hidden_dims: Width of each expert. If None, hidden_dims.
       sparse_step: Every sparse_step-th layer has experts, except dense_layers.
       dense_layers: Indices of layers without experts.
       first_dense_layers: Number of layers without experts at the start of the model.
-      is_parallel: Whether attention and feed-forward read the same input and are summed.
+      is_parallel: Whether attention and feed-forward layers read the same input, and their outputs
+        are summed.
       num_shared_experts, score_func, num_expert_groups, num_expert_groups_per_token, gates_scale:
         Arguments of TransformerFeedForwardMoe.
       attention_sinks: Argument of DotProductAttention.

@@ -30,14 +30,14 @@ def write_text_files(
     Args:
       target: Directory of the export.
       base: Directory of the model that the job started from. Its tokenizer files are copied if the
-        task has the same tokenizer. Its generation settings are always kept, except token ids
+        task has the same tokenizer. Its generation settings are always kept, except for token ids
         that no longer apply.
-      task: Task as the job ran it.
+      task: Task of the job.
       config: Fields of the model's config.json.
-      note: Called with a message about anything that the export lacks.
+      note: Called with a message about files that the export lacks.
 
     Returns:
-      `config`, with the task's special tokens if they differ from those of `base`.
+      `config`, updated with the task's special tokens if they differ from the tokens in `base`.
     """
     tokenizer = task.tokenizer
     has_files = isinstance(tokenizer, JsonTokenizer)
@@ -83,7 +83,7 @@ def _eos_ids(task: Task) -> tuple[list[int], bool]:
 def _base_eos_ids(
     tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any]
 ) -> set[int | None]:
-    """Returns the base model's end tokens: generation_config.json first, then config.json."""
+    """Returns the base model's end tokens from generation_config.json, or else config.json."""
     for fields in [generation] if generation else _nested_configs(config):
         if (eos_ids := fields.get("eos_token_id")) is not None:
             return set(eos_ids if isinstance(eos_ids, list) else [eos_ids])
@@ -107,7 +107,7 @@ def _nested_configs(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _with_ids(config: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config with these token ids, also in text_config where it repeats them."""
+    """Updates token ids in a config, and in its text_config if they are repeated there."""
     scalars = {name: x[0] if isinstance(x, list) and len(x) == 1 else x for name, x in ids.items()}
     config = {**config, **scalars}
     if isinstance(text_config := config.get("text_config"), Mapping):

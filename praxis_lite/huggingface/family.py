@@ -25,22 +25,22 @@ from praxis_lite.huggingface.decoder_settings import DecoderSettings
 
 __all__ = ("family_of", "settings_in")
 
-VALUES = ("constants", "defaults")  # Parts of a table in which false does not remove an entry.
+VALUES = ("constants", "defaults")  # Sections of a table where false does not remove an entry.
 _MERGED = ("settings", "unused", "only", "reasons", "read_as", *VALUES, "tensors")
 EMBEDDING, HEAD = "embedding", "head"
 
 
 class Entry(NamedTuple):
-    """An entry of a family's [tensors]: the weights that a tensor contains.
+    """An entry in the [tensors] of a family, which lists the weights that a tensor contains.
 
-    TOML tables write it as the path of a weight, a list of paths, or a table with these fields.
+    In TOML, an entry is the path of a weight, a list of paths, or a table with these fields.
 
     Attributes:
-      to: Paths of our weights, relative to the layer if the tensor's name has {layer}, else to the
-        model; or EMBEDDING or HEAD, which are the same weight in a tied model. Several weights are
-        concatenated along their output dim unless `joined` is set.
-      dims: Dims of the tensor in terms of our weight's dims, such as "embed (heads head_dim)"; None
-        means that `form_of` infers them.
+      to: Paths of our weights, relative to the layer if the tensor's name contains {layer},
+        otherwise relative to the model. Or EMBEDDING or HEAD, which are the same weight in a tied
+        model. Several weights are concatenated along their output dim unless `joined` is set.
+      dims: Dims of the tensor in terms of our weight's dims, such as "embed (heads head_dim)". If
+        None, `form_of` infers them.
       joined: How several weights are interleaved. With "heads", each head stores its slice of
         every weight in turn; with "interleaved", consecutive entries of the last dim belong to
         different weights.
@@ -53,24 +53,26 @@ class Entry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A table of `families/`, merged with the table that it extends; false removes an entry.
+    """A table in `families/`, merged with the table that it extends; false removes an entry.
 
     Attributes:
       name: Name of the TOML file.
-      architectures: Classes of transformers that the table describes.
+      architectures: Names of the classes in transformers that the table describes.
       settings: One or more `DecoderSettings` names for each field of config.json.
-      unused: Ignored fields and the reason, which is logged if the field is set.
-      only: Supported values per field, none of which changes the results; empty allows any value.
-      reasons: Why other values of a field in `only` are not supported.
+      unused: Maps ignored fields to the reason, which is logged if the field is set.
+      only: Supported values per field, none of which changes the results. An empty list allows any
+        value.
+      reasons: Reasons why other values of a field in `only` are not supported.
       read_as: Synonyms of values, per field.
       constants: Settings that are fixed for the family.
-      defaults: Settings for fields that config.json omits, as in the class of transformers.
-      tensors: The weights that each tensor of a checkpoint contains.
+      defaults: Settings for fields that config.json omits, as in the class in transformers.
+      tensors: The weights that each tensor in a checkpoint contains.
       without_effect: Fields that do not change the results.
-      refused: Unsupported fields and what to do about them.
-      null_is_none: Fields for which null is a value; other null fields count as absent.
-      harmless, harmless_prefixes: Fields of fine-tuned models that are ignored and logged.
-      inputs_first: Whether matrices are stored as [in, out], unlike those of PyTorch's Linear.
+      refused: Maps unsupported fields to instructions.
+      null_is_none: Fields for which null is a value. Other fields with null are treated as absent.
+      harmless: Fields of fine-tuned models that are ignored and logged.
+      harmless_prefixes: Prefixes of such fields.
+      inputs_first: Whether matrices are stored as [in, out], unlike in PyTorch's Linear.
       optional_prefix: Prefix of tensor names that some checkpoints omit.
       skipped: Patterns of tensors that are not weights.
     """
@@ -152,14 +154,14 @@ class Family:
                 if values.setdefault(name, value) != value:
                     raise ConfigError(
                         f"config.json of {self.name}: {field_of[name]} is "
-                        f"{shown(repr(values[name]))} but {field} is {shown(repr(value))}; both "
-                        "name the same setting. Remove the wrong field."
+                        f"{shown(repr(values[name]))}, but {field}, which means the same, is "
+                        f"{shown(repr(value))}. Remove the wrong field."
                     )
                 field_of[name] = field
         return values
 
     def _field_of(self, setting: str) -> str:
-        """Returns the config.json field that sets a setting, or the setting's name if none does."""
+        """Returns the config.json field for a setting, or the name of the setting."""
         for field, names in self.settings.items():
             if setting in ([names] if isinstance(names, str) else names):
                 return field
@@ -205,7 +207,7 @@ def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
     """Reads the settings of a model from the config.json in its directory.
 
     Raises:
-      ConfigError: There is no config.json, or it has an unknown field or value.
+      ConfigError: There is no config.json, or it contains an unknown field or value.
     """
     config = read_config(Path(directory))
     return family_of(config).decoder_settings(config)
@@ -227,19 +229,19 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Returns the family that describes the architecture of a config.json.
 
     Raises:
-      ConfigError: No table describes it. The message lists the known architectures.
+      ConfigError: No table describes the architecture. The message lists known architectures.
     """
     architectures = config.get("architectures")
     require(
         isinstance(architectures, list) and len(architectures) == 1, "config.json: architectures",
-        architectures, "a list of one name, such as ['LlamaForCausalLM']",
+        architectures, "a list with one name, such as ['LlamaForCausalLM']",
     )
     require_choice("config.json: architectures", architectures[0], sorted(families()))
     return families()[architectures[0]]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Returns the fields of a directory's config.json.
+    """Returns the fields of the config.json in a directory.
 
     Raises:
       ConfigError: The file is missing or unreadable, or is not a JSON object.

@@ -34,20 +34,20 @@ def begin_job(
 ) -> JobDir:
     """Creates a huggingface.CausalLm job whose checkpoint at step 0 contains a model's weights.
 
-    The job does not need the model's directory afterwards: config.json and the tokenizer are
-    copied to the job's directory, to which HF_DIR then points.
+    The job does not use the model's directory afterwards, because config.json and the tokenizer are
+    copied to the job directory, which HF_DIR then points to.
 
     Args:
       directory: Directory of the model.
       job_log_dir: New or empty directory for the job.
-      settings: Settings as for --set, "path=value" each.
+      settings: Settings "path=value", as for --set.
       note: Called with progress messages while the weights are read.
 
     Returns:
       The directory of the job.
 
     Raises:
-      ConfigError: As `Pretrained`, `new_job_dir` and `begin_job_with`.
+      ConfigError: See `Pretrained`, `new_job_dir` and `begin_job_with`.
     """
 
     def initial_state(partitioner: Partitioner, job: Job) -> FromHuggingFace:
@@ -76,15 +76,16 @@ def export_job(
     Args:
       job_log_dir: Directory of a job that started from a Hugging Face model.
       directory: New or empty directory for the export.
-      step: Step of the checkpoint; None means the latest.
-      dtype: As in `Pretrained.write`.
-      adapters: What to do with LoRA adapters: "merge" adds them to the weights, "peft" writes only
-        the adapters, in PEFT's format. Required if the model has adapters, else None.
+      step: Step of the checkpoint, or None for the latest.
+      dtype: See `Pretrained.write`.
+      adapters: How to export LoRA adapters: "merge" adds them to the weights, and "peft" writes
+        only the adapters, in PEFT's format. Required if the model has adapters, otherwise it must
+        be None.
       note: Called with progress messages.
 
     Raises:
-      ConfigError: The job did not start from a Hugging Face model; the model has adapters but
-        `adapters` is None; or it has none but `adapters` is set.
+      ConfigError: The job did not start from a Hugging Face model; the model has adapters, but
+        `adapters` is None; or the model has no adapters, but `adapters` is set.
     """
     if adapters is not None:
         require_choice("export: adapters", adapters, ("merge", "peft"))
@@ -104,8 +105,8 @@ def export_job(
         )
     if adapters is not None and not layers:
         raise ConfigError(
-            f"export: the job's model has no adapters; --adapters {adapters} needs some. Omit "
-            "--adapters."
+            f"export: --adapters {adapters} requires a model with adapters, but the job's model "
+            "has none. Omit --adapters."
         )
     paths = [leaf.path for leaf in stored_layout.leaves()]
     arrays = dict(zip(paths, jax.tree.leaves(model.mdl_vars), strict=True))

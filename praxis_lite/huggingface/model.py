@@ -1,4 +1,4 @@
-"""`load` and HuggingFaceModel: Hugging Face models on a mesh, for logits, generation and export."""
+"""`load` and HuggingFaceModel: logits, generation and export with Hugging Face models on a mesh."""
 
 import functools
 import os
@@ -44,15 +44,15 @@ def load(
 
     Args:
       directory: Directory with config.json and safetensors files.
-      mesh: Mesh with the axes replica, data and mdl; None means one device.
-      settings: Settings of the experiment huggingface.CausalLm as for --set, "path=value" each,
-        such as "SHARDING_PRESET=fsdp".
+      mesh: Mesh with the axes replica, data and mdl, or None for one device.
+      settings: Settings "path=value" of the experiment huggingface.CausalLm, as for --set, such as
+        "SHARDING_PRESET=fsdp".
       note: Called with progress messages, ignored fields of config.json and warnings about NaN
         weights.
 
     Raises:
       ConfigError: The architecture, a field or a tensor is unknown; files are missing, damaged or
-        pickled; or the mesh has other axes.
+        pickled; or the mesh has different axes.
     """
     if mesh is None:
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), allow_unused_devices=True))
@@ -75,13 +75,13 @@ def load_on_devices(
     directory: str | os.PathLike[str], mesh: MeshConfig | Literal["attached", "job"], *,
     settings: Sequence[str] = (),
 ) -> "HuggingFaceModel":
-    """Loads a Hugging Face model onto the mesh that a command line specifies; see `load`.
+    """Loads a Hugging Face model onto the mesh for a MeshConfig; see `load`.
 
     Args:
-      directory: As in `load`.
-      mesh: As in `praxis_lite.load`; "job" means the mesh of the experiment huggingface.CausalLm
-        with these settings. Its devices are simulated on CPU if there are no accelerators.
-      settings: As in `load`.
+      directory: See `load`.
+      mesh: See `praxis_lite.load`. "job" selects the mesh of the experiment huggingface.CausalLm
+        with these settings, whose devices are simulated on CPU if there are no accelerators.
+      settings: See `load`.
     """
     if isinstance(mesh, str):
         config = fdl.build(configured(registry.get_experiment(EXPERIMENT), settings).mesh)
@@ -94,13 +94,13 @@ def load_on_devices(
 class HuggingFaceModel:
     """A Hugging Face model whose weights are placed on a mesh.
 
-    Each method compiles on its first call with new shapes. `generate` caches an unstacked copy of
-    the weights of stacked layers (one array per layer).
+    Each method compiles when it is called with new shapes. `generate` caches an unstacked copy of
+    stacked weights (one array per layer).
 
     Attributes:
       partitioner: Partitioner of the task and the mesh.
       arrays: Weights by path, padded and sharded.
-      mdl_vars: The same weights as a tree, as the compiled steps take them.
+      mdl_vars: The same weights as a tree, as the compiled steps expect them.
       experiment: Config of the experiment huggingface.CausalLm, for training the model.
       pretrained: The files from which the model was loaded.
     """
@@ -130,10 +130,10 @@ class HuggingFaceModel:
         Args:
           ids: Token ids, int [B, T].
           attention_mask: [B, T], 0 for padding on the left or right, which is not attended to.
-          position_ids: Positions, int [B, T]. None counts from 0 in each segment, or without
-            segments over the tokens that attention_mask selects.
-          segment_ids: Segments of packed rows, int [B, T]: a token attends only to its own segment;
-            0 marks padding.
+          position_ids: Positions, int [B, T]. If None, positions count from 0 in each segment.
+            Without segments, they count the tokens that attention_mask selects.
+          segment_ids: Segments of packed rows, int [B, T]. A token attends only to tokens of the
+            same segment, and 0 marks padding.
 
         Raises:
           ConfigError: An argument has the wrong shape, or an id or position is out of range.
@@ -142,7 +142,7 @@ class HuggingFaceModel:
         if mask is not None:
             require(
                 mask.shape == np.shape(ids), "logits: the shape of attention_mask", mask.shape,
-                f"that of ids, {np.shape(ids)}",
+                f"the shape of ids, {np.shape(ids)}",
             )
         ids = token_ids(ids, "logits: ids", self._sizes["ids"], counts=mask)
         inputs: dict[str, Any] = {}
@@ -167,9 +167,10 @@ class HuggingFaceModel:
         """Continues each prompt by greedy decoding, and returns the new ids.
 
         Args:
-          prompts: Token ids of each prompt, at least one; lengths may differ.
+          prompts: Token ids of one or more prompts, which may differ in length.
           max_new_tokens: Maximum number of new tokens per prompt.
-          eos_id: Token, or tokens, that end a continuation; None always decodes max_new_tokens.
+          eos_id: One or more tokens that end a continuation. If None, max_new_tokens are always
+            decoded.
           settings: Other arguments of `praxis_lite.decode.Greedy`, such as
             num_speculative_tokens=4.
 
@@ -201,7 +202,7 @@ class HuggingFaceModel:
         ids = np.zeros((len(lengths), padded_length), np.int32)
         for padded, row in zip(ids, rows, strict=True):
             padded[: len(row)] = row
-        # Settings that decide how the weights are stored were fixed when the model was loaded.
+        # The storage format of weights was determined when the model was loaded.
         weights_form = self.partitioner.task.decoder.weights_form
         for name, expected in weights_form.items():
             actual = settings.get(name, expected)
@@ -233,17 +234,16 @@ class HuggingFaceModel:
     ) -> None:
         """Exports the model in Hugging Face format: config.json and safetensors files.
 
-        Weights that were not changed since `load` are written bit for bit as they were read.
+        Weights that have not changed since `load` are bitwise equal to the tensors that were read.
 
         Args:
           directory: New or empty directory.
-          dtype: "float32", "bfloat16" or "float16"; None keeps each tensor's dtype in the files
-            that were read.
+          dtype: "float32", "bfloat16" or "float16". If None, each tensor keeps its original dtype.
           max_file_bytes: Maximum size of a file.
           note: Called with progress messages.
 
         Raises:
-          ConfigError: The directory is not empty, or the dtype is not one of these.
+          ConfigError: The directory is not empty, or the dtype is not supported.
         """
         self.pretrained.write(
             directory, self.arrays, self.partitioner.mesh, self.partitioner.task, dtype,
@@ -251,7 +251,7 @@ class HuggingFaceModel:
         )
 
     def _require_positions(self, length: int, argument: str) -> None:
-        """Checks that a sequence is not longer than the model's maximum; `argument` names it."""
+        """Raises ConfigError if a sequence is longer than the model's number of positions."""
         num_positions = self._sizes.get("segment_pos")
         if num_positions is not None and length > num_positions:
             raise ConfigError(

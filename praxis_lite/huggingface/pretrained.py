@@ -40,14 +40,14 @@ class Pretrained:
 
     Args:
       directory: Directory with config.json and safetensors files.
-      layout: Layout of mdl_vars. Adapter weights in it are ignored, because the files have none. A
-        frozen reference copy of the model is read from the same tensors, but never written.
+      layout: Layout of mdl_vars. Adapter weights in it are ignored, because the files contain none.
+        A frozen reference copy of the model is read from the same tensors, but never written.
 
     Attributes:
       config: Fields of config.json.
-      files: Tensors of the directory.
-      parts: For each weight, the tensors or slices of tensors that it is made of.
-      reference_parts: The same for the weights of the frozen reference copy.
+      files: Tensors in the directory.
+      parts: Tensors, or slices of tensors, that store the weights.
+      reference_parts: Tensors, or slices of tensors, for the weights of the frozen reference copy.
 
     Raises:
       ConfigError: The architecture, a field or a tensor is unknown; files are missing, damaged or
@@ -59,8 +59,8 @@ class Pretrained:
         require_package("safetensors", f"The model {path}")
         self.config = read_config(path)
         family = family_of(self.config)
-        # `layout` may store some weights in another form (quantized, for example); `self.layout`
-        # has the logical weights, which the tensors map to.
+        # `layout` may store some weights in a different format (for example, quantized);
+        # `self.layout` contains the logical weights, which the tensors map to.
         self.layout, self._stored_layout = whole_layout(layout), layout
         self.files = TensorFiles(path)
         self._ignored_fields = family.ignored_fields(self.config)
@@ -68,8 +68,8 @@ class Pretrained:
         settings = family.decoder_settings(self.config)
         num_layers = settings.num_layers
         skipped_layers = range(num_layers, num_layers + settings.num_prediction_layers)
-        # Take the dims of the weights from the model that config.json describes: the trained task
-        # may use another class with the same weights.
+        # Take the dims of weights from the model that config.json describes, because the trained
+        # task may use a different class with the same weights.
         weights = weights_of(settings)
         self._check_shapes(
             {path: weight.shape for path, weight in weights.items()},
@@ -100,7 +100,7 @@ class Pretrained:
 
     @property
     def paths(self) -> set[str]:
-        """Paths of the arrays that `read` returns, in the form in which the layout stores them."""
+        """Paths of the arrays that `read` returns, as the layout stores them."""
         paths = {part.path for part in (*self.parts, *self.reference_parts)}
         return kept_paths(self._stored_layout, paths)
 
@@ -109,8 +109,8 @@ class Pretrained:
     ) -> dict[str, jax.Array]:
         """Reads the weights, and returns them by path, padded and sharded.
 
-        A weight that the layout stores in another form is converted before the next one is read,
-        which limits the peak memory.
+        If the layout stores a weight in a different format, it is converted before the next weight
+        is read, to limit the peak memory.
 
         Args:
           mesh: Mesh on which the weights are placed.
@@ -136,13 +136,12 @@ class Pretrained:
           arrays: Logical weights by path, padded and sharded as in `self.layout`.
           mesh: Mesh of the arrays.
           task: Task whose tokenizer, chat template and end tokens are written.
-          dtype: "float32", "bfloat16" or "float16"; None keeps each tensor's dtype in the files
-            that were read.
+          dtype: "float32", "bfloat16" or "float16". If None, each tensor keeps its original dtype.
           max_file_bytes: Maximum size of a file.
           note: Called with progress messages.
 
         Raises:
-          ConfigError: The directory is not empty, or the dtype is not one of these.
+          ConfigError: The directory is not empty, or the dtype is not supported.
         """
         _check_dtype(dtype)
         config, names = dict(self.config), dict.fromkeys(part.tensor for part in self.parts)
@@ -172,13 +171,13 @@ class Pretrained:
           arrays: Weights and adapters by path, padded and sharded.
           layers: Layers with adapters.
           mesh: Mesh of the arrays.
-          task: As in `write`.
-          dtype: As in `write`, but None means float32.
+          task: See `write`.
+          dtype: See `write`. If None, adapters are written in float32.
           base_model: Name or directory of the model without adapters.
-          note: As in `write`.
+          note: See `write`.
 
         Raises:
-          ConfigError: As `write` and `write_peft`.
+          ConfigError: See `write` and `write_peft`.
         """
         _check_dtype(dtype)
         tensor_dtype = FLOATS[dtype or "float32"]
@@ -200,7 +199,7 @@ class FromHuggingFace:
       layout: Layout of the TrainState.
 
     Raises:
-      ConfigError: As `Pretrained`.
+      ConfigError: See `Pretrained`.
     """
 
     step = 0
@@ -211,7 +210,7 @@ class FromHuggingFace:
         self.paths = {f"mdl_vars/{path}" for path in self._pretrained.paths}
 
     def keep(self, files: JobDir) -> None:
-        """Copies the files that an export needs, such as config.json, to the job's directory."""
+        """Copies the files that an export needs, such as config.json, to the job directory."""
         if jax.process_index() == 0:
             write_description(self.directory, files.huggingface)
 
@@ -225,14 +224,14 @@ class FromHuggingFace:
 
 
 def write_description(directory: str | os.PathLike[str], target: Path) -> None:
-    """Copies everything but the weights that an export needs: config.json, tokenizer, shapes.
+    """Copies the files that an export needs besides weights: config.json, tokenizer, shapes.
 
     Args:
       directory: Directory of the model.
-      target: Folder in the job's directory.
+      target: Folder in the job directory.
 
     Raises:
-      ConfigError: As `TensorFiles`.
+      ConfigError: See `TensorFiles`.
     """
     files = TensorFiles(local_directory(directory))
     target.mkdir(parents=True, exist_ok=True)
@@ -250,7 +249,7 @@ def _check_dtype(dtype: str | None) -> None:
 def _new_directory(
     directory: str | os.PathLike[str], last: str
 ) -> contextlib.AbstractContextManager[Path]:
-    """Returns a context that creates the directory; the file `last` marks it as complete."""
+    """Returns a context manager that creates a directory, which is complete once `last` exists."""
     path = local_directory(directory)
     # Only the first process writes.
     return new_directory(path, last) if jax.process_index() == 0 else contextlib.nullcontext(path)

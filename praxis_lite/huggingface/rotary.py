@@ -25,7 +25,7 @@ from praxis_lite.layers.embedding.rotary_scaling import (
 )
 
 WHERE = "config.json: rope_scaling"  # Or rope_parameters, its name in transformers 5.
-# Required and optional fields per kind of scaling, in addition to _SHARED.
+# Required and optional fields for each kind of scaling, in addition to _SHARED.
 KINDS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[set[str], set[str]]] = {
     "longrope": ({"short_factor", "long_factor"}, {"factor", "attention_factor"}),
 }
 _SHARED = {"rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
-# Fields of published files that do not change the computation.
+# Fields that occur in published files but do not change the computation.
 _IGNORED = {"type", "rope_type", "finetuned"}
 
 
@@ -87,7 +87,7 @@ def rotary(
 
 
 def latent_scale(settings: DecoderSettings, layer_kind: LayerKind) -> float:
-    """Returns the factor of DeepSeek's attention scores due to `mscale_all_dim`, 1.0 if unset."""
+    """Returns DeepSeek's factor for attention scores from `mscale_all_dim`, or 1.0 if unset."""
     kind, fields = _scaling(settings, layer_kind)
     if kind == "default" or not fields.get("mscale_all_dim"):
         return 1.0
@@ -96,17 +96,17 @@ def latent_scale(settings: DecoderSettings, layer_kind: LayerKind) -> float:
 
 
 def _scaling(settings: DecoderSettings, layer_kind: LayerKind) -> tuple[str, dict[str, Any]]:
-    """Returns a layer's kind of RoPE scaling and its checked fields, with defaults filled in."""
+    """Returns the kind of RoPE scaling in a layer and its checked fields, including defaults."""
     scaling = dict(settings.rope_scaling or {})
     local = settings.local_rope_theta
     is_local = layer_kind.slides and local is not None
     theta = local if is_local else settings.rope_theta
-    # transformers 5 may specify a separate scaling per kind of layer.
+    # transformers 5 may specify a separate scaling for each kind of layer.
     if local is not None and scaling.keys() & {SLIDING, FULL}:
         scaling = dict(scaling.get(SLIDING if layer_kind.slides else FULL) or {})
     elif is_local:
         scaling = {}
-    # transformers before 4.43 writes "type" only; later versions write one or both of the names.
+    # transformers before 4.43 writes only "type"; later versions write "rope_type", "type" or both.
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind
     require_choice(f"{WHERE}: rope_type", kind, KINDS)

@@ -30,20 +30,21 @@ _HEAD_PATH = "params/softmax/logits_ffn/linear/w"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor, or a slice of one, that stores a slice of one of our weights.
+    """A tensor, or a slice of a tensor, that stores a slice of one of our weights.
 
     Attributes:
       tensor: Name of the tensor.
       path: Path of our weight, such as "params/transformer/blocks/self_attention/query/w".
-      index: Index in the leading dims of our weight: the repeat of a scanned stack, the expert.
-      sizes: Sizes of the other dims of our weight. If weights are interleaved in the tensor, their
-        number is appended.
+      index: Index in the leading dims of our weight, such as the repeat of a scanned stack and the
+        expert.
+      sizes: Sizes of the other dims of our weight. If weights are interleaved in the tensor, the
+        number of weights is appended.
       form: Layout of `sizes` in the tensor.
-      dim: Dim of the tensor along which several parts are concatenated; None if the tensor is not a
-        concatenation.
+      dim: Dim of the tensor along which several parts are concatenated, or None if the tensor is
+        not a concatenation.
       start: Offset of this part along `dim`.
-      interleave_index: Index of this weight among those that are interleaved in the tensor; None
-        if they are not interleaved.
+      interleave_index: Index of this weight among the interleaved weights in the tensor, or None if
+        weights are not interleaved.
     """
 
     tensor: str
@@ -56,7 +57,7 @@ class Part:
     interleave_index: int | None = None
 
     def shape(self) -> tuple[int, ...]:
-        """Returns the part's shape in the tensor, counting all weights interleaved with it."""
+        """Returns the shape of the part in the tensor, including all interleaved weights."""
         return tuple(math.prod(self.sizes[i] for i in group) for group in self.form)
 
     def piece_shape(self) -> tuple[int, ...]:
@@ -81,7 +82,7 @@ class Part:
 
 
 def tensor_shape(tensor_parts: Sequence[Part]) -> tuple[int, ...]:
-    """Returns the shape of the tensor that consists of these parts."""
+    """Returns the shape of a tensor from its parts."""
     last, shape = tensor_parts[-1], list(tensor_parts[-1].shape())
     if last.dim is not None:
         shape[last.dim] += last.start
@@ -89,7 +90,7 @@ def tensor_shape(tensor_parts: Sequence[Part]) -> tuple[int, ...]:
 
 
 def as_tensor(tensor_parts: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Assembles a tensor from slices of our weights, one for each of its parts."""
+    """Assembles a tensor from slices of our weights, one slice per part."""
     first = tensor_parts[0]
     if first.interleave_index is not None:
         return first.to_tensor_layout(np.stack(pieces, axis=-1))
@@ -118,11 +119,11 @@ def map_tensors(
     Args:
       family: Table of the model's family.
       settings: Settings of the model.
-      weights: Our weights by path, as `weights_of` returns them.
+      weights: Our weights by path; see `weights_of`.
 
     Raises:
-      ConfigError: The family's table has no tensor or two tensors for a weight, or an entry does
-        not fit the dims of its weight.
+      ConfigError: The table of the family contains no tensor or two tensors for a weight, or an
+        entry does not fit the dims of its weight.
     """
     parts: list[Part] = []
     for name in family.tensors:
@@ -156,7 +157,7 @@ def _parts_of(
         path = _path(target, layer, settings)
         weight = weights.get(path)
         if weight is None:
-            continue  # A bias that this config lacks, or the head of a tied model.
+            continue  # This model has no such bias, or its head is tied.
         where = f"The table of {family.name}: {name}: {path}"
         piece = piece_of(weight, layer is not None, has_expert, where)
         sizes, dim, interleave_index = piece.sizes, None, None

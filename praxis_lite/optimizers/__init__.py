@@ -1,12 +1,13 @@
 """Optimizers that optax lacks, or whose numerics differ between optax and Pax.
 
-The `optimizer` of a Learner is one of these or one of optax's, such as
-`fdl.Partial(optax.sgd, momentum=0.9)`. The optimizer classes of Pax correspond to (with settings
-to get Pax's defaults where optax's differ):
+The `optimizer` of a Learner is either one of these or an optax optimizer, such as
+`fdl.Partial(optax.sgd, momentum=0.9)`. Pax's optimizer classes correspond to the following
+functions. Settings are listed where Pax's defaults differ from optax's:
 
     Sgd, ShardedSgd              optax.sgd
     Adagrad                      optax.adagrad, eps=1e-10 (optax: 1e-7)
-    ShardedAdagrad               the same, eps=1e-12, initial_accumulator_value=1e-12 (optax: 0.1)
+    ShardedAdagrad               optax.adagrad, eps=1e-12,
+                                 initial_accumulator_value=1e-12 (optax: 0.1)
     Adam                         adam
     Adam, sharded_adam=False     optax.adam, eps=1e-6 (optax: 1e-8)
     Lion                         lion
@@ -14,13 +15,13 @@ to get Pax's defaults where optax's differ):
     ShardedAdafactor             adafactor
 
 Wrap them in `regularized` for l1_regularizer_weight, l2_regularizer_weight, skip_lp_1d_vectors,
-decoupled_weight_decay and SKIP_LP_REGULARIZATION. The Learner itself clips gradients and has the
-EMA; its learning_rate is Pax's learning_rate times lr_schedule (`schedules.scaled`).
+decoupled_weight_decay and SKIP_LP_REGULARIZATION. The Learner itself clips gradients and maintains
+the EMA. Its learning_rate is Pax's learning_rate times lr_schedule (`schedules.scaled`).
 
 A Learner also accepts `DynamicLossScale`, for float16, and `VariationalNoise`.
 
-Newer than Pax are `soap`, Muon (from optax, with `muon_matrices`), and schedule-free AdamW (from
-optax; evaluation uses its averages, see `evaluation_params`).
+There are also optimizers that Pax does not have: `soap`, Muon (from optax, with `muon_matrices`),
+and schedule-free AdamW (from optax; evaluation uses its averages, see `evaluation_params`).
 """
 
 from praxis_lite.core.learner.path_masks import collected_patterns, path_mask

@@ -1,4 +1,4 @@
-"""Adafactor as in Pax: factored second moments, and a momentum that can be stored in int8.
+"""Adafactor as in Pax, with factored second moments and an optional int8 momentum.
 
 Shazeer & Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018
 (https://arxiv.org/abs/1804.04235).
@@ -26,17 +26,17 @@ MOMENTUM_DTYPES = ("int8", "int16", "bfloat16", "float32")
 
 
 class WeightSlots(NamedTuple):
-    """Slots of a weight; as in Pax, an unused slot is zeros of shape [1].
+    """Slots of a weight; as in Pax, unused slots are zeros of shape [1].
 
-    This way the state has the same leaves for all settings, and `slots.py` can compare states of
-    different sizes. Orbax does not save empty arrays.
+    The state thus has the same leaves for all settings, and `slots.py` can compare states of
+    different sizes. Empty arrays are not possible, because Orbax does not save them.
 
     Attributes:
-      m: The momentum, with the weight's shape.
-      m_scale: The scales of an integer momentum: the weight's shape without the first dim.
-      vr: The row means of the second moment: the weight's shape without one dim.
-      vc: The column means of the second moment, in the same form.
-      v: The second moment of a weight that is not factored, with the weight's shape.
+      m: Momentum, with the shape of the weight.
+      m_scale: Scales of an integer momentum, with the shape of the weight without its first dim.
+      vr: Row means of the second moment, with the shape of the weight without one dim.
+      vc: Column means of the second moment, with the shape of the weight without another dim.
+      v: Second moment of a weight that is not factored, with the shape of the weight.
     """
 
     m: jax.Array
@@ -47,7 +47,7 @@ class WeightSlots(NamedTuple):
 
 
 class AdafactorState(NamedTuple):
-    """The number of updates, and a nested dict for each slot of `WeightSlots`."""
+    """The number of updates, and a nested dict for each field of `WeightSlots`."""
 
     count: jax.Array
     m: PyTree
@@ -80,45 +80,48 @@ def adafactor(
     """Returns Pax's `ShardedAdafactor` with its setting names and defaults; updates are float32.
 
     `optax.adafactor` computes the same steps for decay_method="pow", a float32 momentum, sorted
-    dims and no weight decay. It has no "adam" decay, integer momentum or layer-wise adaptation,
-    factors the two largest dims instead of the last two, and does not multiply its weight decay by
-    the learning rate.
+    dims and no weight decay. It does not support "adam" decay, an integer momentum or layer-wise
+    adaptation, factors the two largest dims instead of the last two, and does not multiply its
+    weight decay by the learning rate.
 
     Pax adds 1e-30 mean(gradient^2) to the decay rate and to the step size, to prevent a fusion in
-    XLA. This term is omitted here; the difference is visible for gradients of 1e9 and more. With
-    sorted dims, Pax normalizes the row statistics of some weights of three or more dims along
-    another dim than the paper; here it is always the second largest.
+    XLA. This implementation omits the term, which makes a difference for gradients of 1e9 and more.
+    With sorted dims, Pax normalizes the row statistics of some weights of rank 3 or more along a
+    different dim than the paper. This implementation always uses the second largest dim.
 
     Args:
       learning_rate: A number, or a schedule of the number of updates.
-      decay_method: How second moments decay. "adam": at rate `decay_adam`, with Adam's correction
-        for the first steps; "pow": 1 - (update number)^-`decay_pow`.
-      decay_adam: The rate for "adam", in (0, 1).
-      decay_pow: The power for "pow", above 0.
-      beta1: The decay of the momentum, an average of steps rather than of gradients; 0: no
+      decay_method: Decay of second moments: "adam" for the rate `decay_adam` with Adam's bias
+        correction, or "pow" for the rate 1 - (update number)^-`decay_pow`.
+      decay_adam: Rate for "adam", in (0, 1).
+      decay_pow: Power for "pow", above 0.
+      beta1: Decay of the momentum, which averages steps rather than gradients, or 0 for no
         momentum.
-      quantized_dtype: The dtype of the stored momentum: "float32", "bfloat16", or "int8" or "int16"
-        with a float32 scale per column (the maximum over the first dim).
-      clip_threshold: The maximum root mean square of a weight's step before the learning rate is
-        applied; None: no clipping.
-      factored: Store the second moments of weights of rank 2 or more as row and column means.
-      sort_factored_second_moment_dims: Factor the two largest dims instead of the last two.
-      min_dim_size_to_factor: With sorted dims, do not factor weights whose second largest dim is
-        smaller.
-      multiply_by_parameter_scale: Multiply the learning rate by the weight's root mean square.
-      epsilon1_grad_sq_reg: A constant that is added to squared gradients.
-      epsilon2_param_scale_reg: The minimum scale of a weight.
-      weight_decay: The decoupled decay, which is multiplied by the learning rate, of all weights;
-        or a dict by pattern, where the last one that matches the start of a weight's path applies;
-        None: no decay.
-      layerwise_adaptation: Scale the step of each weight to the root mean square of the weight
-        (LAMB, https://arxiv.org/abs/1904.00962).
-      exclude_from_layerwise_adaptation: Patterns of weights that are not adapted, matched from the
-        start of their paths.
-      maybe_inf_to_nan: Replace infinities by NaN, since a division would hide them.
+      quantized_dtype: Dtype of the stored momentum: "float32", "bfloat16", "int8" or "int16".
+        Integers have a float32 scale per column (the maximum over the first dim).
+      clip_threshold: Maximum root mean square of a weight's step before the learning rate is
+        applied, or None for no clipping.
+      factored: Whether to store second moments of weights with two or more dims as row and column
+        means.
+      sort_factored_second_moment_dims: Whether to factor the two largest dims instead of the last
+        two.
+      min_dim_size_to_factor: With sorted dims, weights whose second largest dim is smaller than
+        this are not factored.
+      multiply_by_parameter_scale: Whether to multiply the learning rate by the root mean square of
+        the weight.
+      epsilon1_grad_sq_reg: Constant that is added to squared gradients.
+      epsilon2_param_scale_reg: Minimum scale of a weight.
+      weight_decay: Factor for decoupled weight decay, which is also multiplied by the learning
+        rate. A number applies to all weights. A dict maps patterns to factors; the last pattern
+        that matches the start of a weight's path applies. None disables weight decay.
+      layerwise_adaptation: Whether to scale the step of each weight to the root mean square of the
+        weight (LAMB, https://arxiv.org/abs/1904.00962).
+      exclude_from_layerwise_adaptation: Patterns of weights to exclude from this adaptation,
+        matched from the start of their paths.
+      maybe_inf_to_nan: Whether to replace infinities by NaN, because a division would hide them.
 
     Raises:
-      ConfigError: A setting is out of its range, or a pattern is not a regular expression.
+      ConfigError: A setting is out of range, or a pattern is not a valid regular expression.
     """
     require_choice("adafactor: decay_method", decay_method, ("adam", "pow"))
     require_choice("adafactor: quantized_dtype", quantized_dtype, MOMENTUM_DTYPES)
@@ -144,7 +147,7 @@ def adafactor(
         return jnp.where(jnp.isinf(x), jnp.nan, x) if maybe_inf_to_nan else x
 
     def settings_by_weight(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns a tree of weight decays, and a tree that is True for weights to adapt."""
+        """Returns a tree of weight decays, and a tree with True for weights to adapt."""
         decays = jax.tree.map(lambda _: 0.0, params)
         for mask, value in decayed:
             decays = jax.tree.map(
@@ -203,7 +206,7 @@ def adafactor(
         if layerwise_adaptation and is_adapted:
             weight_rms = _rms(weight)
             step_rms = _rms(step / step_size) + epsilon1_grad_sq_reg
-            # With a rate of 0, step_rms is 0 / 0 = NaN, which is not above 0 either.
+            # If the rate is 0, step_rms is 0 / 0 = NaN, for which the comparison is also False.
             step *= jnp.where((weight_rms > 0) & (step_rms > 0), weight_rms / step_rms, 1.0)
         return _Step(-step, slots)
 
@@ -272,9 +275,10 @@ def zero_slots(
     """Returns the slots of a weight before the first update.
 
     Args:
-      shape: The shape of the weight.
-      dims: The two dims to factor; the row statistics drop the first; None: not factored.
-      momentum_dtype: The dtype of the stored momentum; None: no momentum.
+      shape: Shape of the weight.
+      dims: The two dims to factor, of which the row statistics drop the first, or None if the
+        weight is not factored.
+      momentum_dtype: Dtype of the stored momentum, or None for no momentum.
     """
     absent = jnp.zeros((1,), jnp.float32)
     if momentum_dtype is None:
@@ -288,14 +292,15 @@ def zero_slots(
 
 
 def factored_dims(shape: Shape, by_size: bool, min_size: int) -> tuple[int, int] | None:
-    """Returns the dims that the row and the column statistics drop; None for no factoring.
+    """Returns the dims that row and column statistics drop, or None if a weight is not factored.
 
     Args:
-      shape: The shape of the weight.
-      by_size: Factor the largest and the second largest dims; otherwise the last and the one before
-        it. Of equal dims, the last counts as larger, as in optax; `slots.py` relies on this. In Pax
-        the first does, so `vr` and `vc` of such a weight are exchanged.
-      min_size: With `by_size`, the minimum size of both dims.
+      shape: Shape of the weight.
+      by_size: Whether to factor the largest and the second largest dim instead of the last two
+        dims. Among dims of equal size, the last one is treated as the largest, as in optax;
+        `slots.py` relies on this. Pax treats the first one as the largest, so `vr` and `vc` of such
+        weights are swapped.
+      min_size: Minimum size of both dims if `by_size` is set.
     """
     if len(shape) < 2:
         return None
@@ -306,10 +311,10 @@ def factored_dims(shape: Shape, by_size: bool, min_size: int) -> tuple[int, int]
 
 
 def quantize_momentum(m: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Returns (m, m_scale), the stored form of a float32 momentum.
+    """Converts a float32 momentum to its storage format (m, m_scale).
 
-    Integers are symmetric about 0, with the largest value of each column at the end of the range. A
-    scalar has no column and stays float32.
+    Integers are symmetric around 0, and the largest value of each column is mapped to the end of
+    the range. A scalar has no columns and stays float32.
     """
     if dtype in ("bfloat16", "float32"):
         return m.astype(dtype), jnp.zeros((1,), jnp.float32)
@@ -321,7 +326,7 @@ def quantize_momentum(m: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
 
 
 def dequantize_momentum(m: jax.Array, m_scale: jax.Array) -> jax.Array:
-    """Returns the float32 momentum from its stored form, see `quantize_momentum`."""
+    """Returns the float32 momentum; inverse of `quantize_momentum`."""
     if jnp.issubdtype(m.dtype, jnp.integer):
         return m.astype(jnp.float32) * m_scale[None]
     return m.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Pax's Adam: its stored moments are already bias-corrected, and it clips each tensor's update."""
+"""Pax's Adam, which stores bias-corrected moments and clips the update of each tensor."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ PyTree = Any
 
 
 class AdamState(NamedTuple):
-    """The number of updates, and bias-corrected float32 moments m and v of the gradients."""
+    """Slots of Adam: the number of updates, and bias-corrected float32 moments m and v."""
 
     count: jax.Array
     m: PyTree
@@ -35,23 +35,24 @@ def adam(
 ) -> optax.GradientTransformation:
     """Returns Pax's Adam: m / (sqrt(v + epsilon_root) + epsilon), clipped, plus weight decay.
 
-    Without clipping it is equivalent to `optax.adam`, which is also what Pax's `sharded_adam=False`
-    computes. The slots differ. Pax corrects the decay rates for the bias (Shazeer and Stern 2018,
-    "Adafactor", section 7.1), while optax corrects the values read from the slots, so optax's m is
-    (1 - beta1**count) times this one. Computed from optax's slots, this v would be wrong by 2e-5
-    after 1,000 updates. Slots are float32 for weights of any dtype. Pax's `maybe_inf_to_nan` is not
-    needed, since the learner skips steps with gradients that are not finite.
+    Without clipping, the updates are the same as with `optax.adam` and with Pax's
+    `sharded_adam=False`, but the slots differ. Pax corrects the decay rates for the bias (Shazeer
+    and Stern 2018, "Adafactor", section 7.1). optax instead corrects the values that it reads from
+    the slots, so its m is (1 - beta1**count) times Pax's m. v should not be converted from optax's
+    slots: the error would be 2e-5 after 1,000 updates. Slots are float32 for weights of any dtype.
+    Pax's `maybe_inf_to_nan` is not needed, because the learner skips steps with gradients that are
+    not finite.
 
     Args:
       learning_rate: A number, or a schedule of the number of updates.
-      beta1: The decay rate of m.
-      beta2: The decay rate of v.
-      epsilon: A constant that is added to the root; optax's default is 1e-8.
-      epsilon_root: A constant that is added under the root.
-      clip_threshold: The maximum root mean square of a tensor's update before the learning rate is
-        applied; 0: no clipping, as in optax.
-      weight_decay: The factor of the weights, all of them, that is added after clipping. To exclude
-        weights, see `regularized`.
+      beta1: Decay rate of m.
+      beta2: Decay rate of v.
+      epsilon: Constant that is added to the square root. The default in optax is 1e-8.
+      epsilon_root: Constant that is added inside the square root.
+      clip_threshold: Maximum root mean square of a tensor's update before the learning rate is
+        applied, or 0 for no clipping, as in optax.
+      weight_decay: Factor for the weight decay of all weights, which is added after clipping. To
+        exclude weights, use `regularized`.
 
     Raises:
       ConfigError: A setting is out of range.
@@ -81,6 +82,6 @@ def adam(
 
 
 def _bias_corrected(beta: float, count: jax.Array) -> jax.Array:
-    """Returns the decay rate for which a moment that starts from the first gradient is unbiased."""
+    """Returns the decay rate of the next update that keeps a moment unbiased."""
     t = count.astype(jnp.float32)
     return beta * (1.0 - beta**t) / (1.0 - beta ** (t + 1.0))

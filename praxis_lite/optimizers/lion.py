@@ -1,4 +1,4 @@
-"""Pax's Lion: optax's, computed in the dtype of gradients, with the momentum stored in bfloat16."""
+"""Pax's Lion: like optax's, but computed in the gradients' dtype, with a bfloat16 momentum."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class LionState(NamedTuple):
-    """The momentum m of the gradients, in `m_dtype`."""
+    """Slots of Lion: the momentum m of the gradients, stored in `m_dtype`."""
 
     m: PyTree
 
@@ -31,19 +31,19 @@ def lion(
 ) -> optax.GradientTransformation:
     """Returns Pax's Lion (Chen et al. 2023, "Symbolic discovery of optimization algorithms").
 
-    It is `optax.lion`, except for a bfloat16 momentum, which optax rounds once more. The default
-    `weight_decay` of optax is 1e-3.
+    It is the same as `optax.lion`, except that optax rounds a bfloat16 momentum once more. The
+    default of `weight_decay` in optax is 1e-3.
 
     Args:
       learning_rate: A number, or a schedule of the number of updates.
-      beta1: The fraction of the momentum in the average whose sign is used.
-      beta2: The decay rate of the momentum.
-      clip_threshold: The maximum root mean square of a tensor's update before the learning rate is
-        applied. Without clipping it is at most 1, so only a threshold below 1 has an effect; 0: no
-        clipping.
-      weight_decay: The factor of the weights, all of them, that is added after clipping. To exclude
-        weights, see `regularized`.
-      m_dtype: The dtype of the stored momentum.
+      beta1: Weight of the momentum in the average whose sign is the update.
+      beta2: Decay rate of the momentum.
+      clip_threshold: Maximum root mean square of a tensor's update before the learning rate is
+        applied, or 0 for no clipping. The root mean square is never above 1, so only thresholds
+        below 1 have an effect.
+      weight_decay: Factor for the weight decay of all weights, which is added after clipping. To
+        exclude weights, use `regularized`.
+      m_dtype: Dtype of the stored momentum.
 
     Raises:
       ConfigError: A setting is out of range.
@@ -60,7 +60,7 @@ def lion(
     ) -> tuple[PyTree, LionState]:
         # Cast here, because optax would compute in the dtype of the stored momentum.
         m = optax.tree.cast_like(state.m, grads)
-        # The count is required by the type, but not used.
+        # ScaleByLionState requires a count, but it is not used.
         inner = optax.ScaleByLionState(count=jnp.zeros((), jnp.int32), mu=m)
         updates, inner = signs.update(grads, inner, params)
         return updates, LionState(optax.tree.cast(inner.mu, m_dtype))

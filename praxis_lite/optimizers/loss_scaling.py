@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: prevents gradients of a float16 pass from vanishing or overflowing."""
+"""Dynamic loss scaling, which prevents float16 gradients from vanishing or overflowing."""
 
 import dataclasses
 import math
@@ -11,24 +11,24 @@ from praxis_lite.core.errors import is_whole, require
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor of the loss that is reduced when gradients overflow, and otherwise grows regularly.
+    """A loss scale that shrinks when gradients overflow, and otherwise grows at regular intervals.
 
-    A step multiplies the loss by it and divides the float32 gradients by it. Values that float16
-    would round to zero in the backward pass (less than 6e-8) are preserved. Factors that are powers
-    of two change no other digit. Micikevicius et al. 2018, arXiv:1710.03740. bfloat16 does not need
-    loss scaling.
+    A step multiplies the loss by the scale and divides the float32 gradients by it. This preserves
+    values below 6e-8, which float16 would round to zero in the backward pass. If the factors are
+    powers of two, all other values keep their digits. See Micikevicius et al. 2018
+    (arXiv:1710.03740). bfloat16 does not need loss scaling.
 
     Attributes:
-      initial_scale: The scale of the first step.
-      growth_interval: The number of consecutive finite steps after which the scale is multiplied by
+      initial_scale: Scale in the first step.
+      growth_interval: Number of consecutive finite steps after which the scale is multiplied by
         growth_factor.
-      growth_factor: A factor above 1.
-      backoff_factor: A factor between 0 and 1 that is applied after a step that is not finite.
-      min_scale: The minimum scale.
-      max_scale: The maximum scale.
+      growth_factor: Factor above 1.
+      backoff_factor: Factor between 0 and 1 that is applied after a step that is not finite.
+      min_scale: Minimum scale.
+      max_scale: Maximum scale.
 
     Raises:
-      ConfigError: A setting is out of its range.
+      ConfigError: A setting is out of range.
     """
 
     initial_scale: float = 2.0**15
@@ -57,7 +57,7 @@ class DynamicLossScale:
             require(is_valid, f"DynamicLossScale.{setting}", getattr(self, setting), expected)
 
     def init(self) -> dict[str, jax.Array]:
-        """Returns scale (float32), and num_good_steps (int32): finite steps since it changed."""
+        """Returns scale (float32) and num_good_steps (int32), the finite steps since a change."""
         return {
             "scale": jnp.asarray(self.initial_scale, jnp.float32),
             "num_good_steps": jnp.zeros((), jnp.int32),
@@ -66,7 +66,7 @@ class DynamicLossScale:
     def update(
         self, state: dict[str, jax.Array], is_finite: jax.Array
     ) -> dict[str, jax.Array]:
-        """Returns the state after a step; `is_finite` covers its loss and all its gradients."""
+        """Returns the state after a step; `is_finite` is True if loss and gradients are finite."""
         num_good_steps = state["num_good_steps"] + 1
         grows = is_finite & (num_good_steps >= self.growth_interval)
         factor = jnp.where(is_finite, 1.0, self.backoff_factor)

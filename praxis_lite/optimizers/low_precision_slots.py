@@ -1,9 +1,10 @@
 """bfloat16 slots for any optimizer, with stochastic rounding so that averages do not get stuck.
 
-Adjacent bfloat16 numbers differ by 1/256 or more, relatively. An average that decays by 0.999
-changes by less than half of that, so rounding to nearest would never change it. If the probability
-of rounding up is the position between the two neighbors, it changes on average as much as in
-float32. JAX has this rounding only inside TPU kernels (`pallas.tpu.stochastic_round`).
+The relative distance of adjacent bfloat16 numbers is at least 1/256. An average with a decay of
+0.999 changes by less than half of this distance per update, so rounding to nearest would never
+change it. Stochastic rounding rounds up with a probability that is proportional to the distance
+from the lower neighbor, so that the average changes as much as in float32 in expectation. JAX
+provides this rounding only inside TPU kernels (`pallas.tpu.stochastic_round`).
 """
 
 import zlib
@@ -20,7 +21,7 @@ PyTree = Any
 
 
 class LowPrecisionSlotsState(NamedTuple):
-    """The number of updates, which determines the random bits, and the optimizer's state."""
+    """The state of the optimizer, and the number of updates, from which random bits are derived."""
 
     count: jax.Array
     slots: PyTree
@@ -34,15 +35,16 @@ def low_precision_slots(
 ) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that computes in float32 and stores its float32 slots in bfloat16.
 
-    Slots of rank 0 and of other dtypes (counts) are not changed. The random bits depend only on the
-    count and the path of a slot, so a run is repeatable and the same on every mesh; the layers of a
-    stack share them. Not for optimizers whose slots are weights themselves (schedule-free).
+    Scalar slots and slots with other dtypes (counts) are not changed. The random bits depend only
+    on the count and the path of a slot, so runs are repeatable and do not depend on the mesh. The
+    layers of a stack share the random bits. Do not use this for optimizers whose slots are weights,
+    such as schedule-free ones.
 
     Args:
-      learning_rate: The learning rate of `optimizer`.
-      optimizer: Builds the optax transformation from `learning_rate`, such as
+      learning_rate: Learning rate of `optimizer`.
+      optimizer: Takes `learning_rate` and returns an optax transformation, such as
         `fdl.Partial(optax.adamw, b2=0.98)`.
-      dtype: The dtype of stored slots; "bfloat16", which has the range of float32.
+      dtype: Dtype of stored slots. Only "bfloat16" is supported, which has the range of float32.
 
     Raises:
       ConfigError: The dtype is not "bfloat16".
@@ -54,7 +56,7 @@ def low_precision_slots(
     inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))
 
     def to_storage(slots: PyTree, count: jax.Array) -> PyTree:
-        # An explicit type: other key types, as defaults, can give different bits on other meshes.
+        # Set the key type, because the bits of other (default) types may depend on the mesh.
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), count)
 
         def slot_to_storage(path: tuple, slot: jax.Array) -> jax.Array:
@@ -72,7 +74,7 @@ def low_precision_slots(
     def update(
         updates: PyTree, state: LowPrecisionSlotsState, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, LowPrecisionSlotsState]:
-        # Slots that the optimizer itself keeps in bfloat16 are passed in bfloat16.
+        # Slots that the optimizer itself stores in bfloat16 stay in bfloat16.
         shapes = jax.eval_shape(inner.init, updates if params is None else params)
         slots = jax.tree.map(lambda shape, slot: slot.astype(shape.dtype), shapes, state.slots)
         updates, slots = inner.update(updates, slots, params, **extra)
@@ -83,15 +85,15 @@ def low_precision_slots(
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Rounds float32 `x` to bfloat16, up or down at random, so that the mean is `x`.
+    """Rounds float32 `x` randomly up or down to bfloat16, so that the expected value is `x`.
 
     Numbers that bfloat16 can represent, infinities and NaN do not change.
     """
-    # bfloat16 is the upper half of float32's bits. Adding random bits to the lower half carries
-    # with a probability equal to the cut off fraction. Done on integers, since float operations may
-    # flush denormals.
+    # bfloat16 is the upper half of the bits of float32. Adding random bits to the lower half
+    # carries with a probability equal to the truncated fraction. Use integers, because float
+    # operations may flush denormals.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     bits += jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-    # The carry would turn a NaN into another number.
+    # The carry could turn a NaN into a different value.
     return jnp.where(jnp.isnan(x), x.astype(jnp.bfloat16), rounded)

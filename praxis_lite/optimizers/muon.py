@@ -1,8 +1,8 @@
-"""Selects the matrices among weights, for Muon; the other weights are updated by AdamW.
+"""Selects the weights that Muon treats as matrices; AdamW updates the other weights.
 
 Muon (Keller Jordan 2024) replaces the momentum of a matrix by approximately the nearest orthogonal
-matrix, in five Newton-Schulz steps. optax implements it, and needs to know how each weight is a
-matrix:
+matrix, in five Newton-Schulz steps. The implementation in optax must be told which dims of each
+weight form a matrix:
 
     optimizer=fdl.Partial(
         optax.contrib.muon, consistent_rms=0.2, weight_decay=0.1, adam_b2=0.95,
@@ -11,10 +11,11 @@ matrix:
 
 `consistent_rms=0.2` scales a step to the size of AdamW's, so both can use AdamW's learning rate and
 weight decay (Liu et al. 2025, https://arxiv.org/abs/2502.16982). Without it, a step is scaled by
-sqrt(max(1, outputs / inputs)), which requires a rate of about 0.02. optax's defaults are beta 0.95
-with Nesterov, which its AdamW then uses too, eps 1e-8 and no weight decay.
+sqrt(max(1, outputs / inputs)), which requires a rate of about 0.02. The defaults in optax are
+beta=0.95 with Nesterov momentum, which also applies to its AdamW, eps=1e-8 and no weight decay.
 
-A matrix has one slot of its shape, half of Adam's memory; other weights have Adam's two slots.
+A matrix has one slot of the same shape, half as much memory as with Adam. Other weights have the
+two slots of Adam.
 """
 
 import re
@@ -31,36 +32,36 @@ from praxis_lite.core.sharding.weight_spec import declared_weight
 
 PyTree = Any
 
-# Weights with these names belong to AdamW if their layers declare nothing.
+# AdamW updates weights with these names if their layers declare nothing.
 _ADAMW = re.compile(r"(.*/)?((softmax|logits)/.+|lora_[abm])")
 
 
 def muon_matrices(
     equations: Mapping[str, str | None] | None = None,
 ) -> Callable[[PyTree], PyTree]:
-    """Returns a `muon_weight_dimension_numbers` for optax, a function from weights to matrices.
+    """Returns a function from weights to matrix dims, for optax's `muon_weight_dimension_numbers`.
 
-    A layer declares, with each weight, over which of its dims a product sums and which it adds to
-    the outputs. Attention weights are matrices of model dims by all heads; the query, key and value
-    parts of a combined weight, each expert, and each block of a gate are separate matrices.
-    Embeddings, softmaxes, biases, scales, low-rank adapters and weights with one dim belong to
-    AdamW. Other weights with two dims, such as Flax's, are matrices of inputs by outputs.
+    A layer declares for each weight which of its dims a matmul sums over and which dims become
+    outputs. Attention weights are matrices [model dims, all heads]. The query, key and value parts
+    of a combined weight, each expert, and each block of a gate are separate matrices. AdamW updates
+    embeddings, softmax weights, biases, scales, low-rank adapters and 1D weights. Other 2D weights,
+    such as Flax's, are treated as matrices [inputs, outputs].
 
     Args:
-      equations: A dict from patterns, matched from the start of a weight's path under params
-        (`re.match`), to the einsum that uses the weight, or None for AdamW. It overrides the
-        layers' declarations, and the first matching pattern applies. A dim that is summed over is
-        an input of the matrix, a dim of only the outputs is an output; a dim of both numbers
-        separate matrices:
+      equations: Maps patterns, matched from the start of a weight's path under params
+        (`re.match`), to the einsum that uses the weight, or to None for AdamW. The first matching
+        pattern applies, and overrides the declarations of layers. Dims that are summed over are
+        inputs of the matrix, and dims that occur only in the outputs are its outputs. Dims that
+        occur in both index separate matrices:
 
           {"network/.*/w": "hwi,hwio->o",           # a convolution
            ".*/post/w": "nk,nkd->d",                # use_nhd_shape
            ".*/router/w": None}
 
     Raises:
-      ConfigError: A pattern is not a regular expression, or an equation defines no matrix. Later,
-        for a weight, whose path the message names: it has three or more dims and no equation, or
-        an equation with another number of dims.
+      ConfigError: A pattern is not a valid regular expression, or an equation defines no matrix.
+        When the function is called: a weight has three or more dims but no equation, or its rank
+        differs from its equation. The message names the path of the weight.
     """
     local = [
         (pattern, path_mask(include=pattern), equation, equation and _dims(equation))
@@ -79,9 +80,10 @@ def muon_matrices(
                     return None
                 if len(_letters(equation)[1]) != weight.ndim:
                     raise ConfigError(
-                        f"muon_matrices: {equation!r}, for {pattern!r}, has a weight of "
-                        f"{len(_letters(equation)[1])} dims, but {name} is {list(weight.shape)}. "
-                        "Fix the equation, or the pattern if it should not match this weight."
+                        f"muon_matrices: the equation {equation!r} for {pattern!r} uses a weight "
+                        f"with {len(_letters(equation)[1])} dims, but {name} has the shape "
+                        f"{list(weight.shape)}. Fix the equation, or the pattern if it should not "
+                        "match this weight."
                     )
                 return dims
             return _declared_matrix(name, weight)
@@ -92,7 +94,7 @@ def muon_matrices(
 
 
 def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
-    """Returns the matrix that a weight's layer declares; by default, a weight of two dims."""
+    """Returns the matrix dims that a layer declares; by default, 2D weights are matrices."""
     spec = declared_weight(name)
     if weight.ndim < 2:
         return None
@@ -103,9 +105,9 @@ def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
     if weight.ndim == 2:
         return MuonDimensionNumbers((0,), (1,))
     raise ConfigError(
-        f"muon_matrices: cannot treat {name}, {list(weight.shape)}, as a matrix. Set in "
-        f"`equations` the einsum that uses it, such as {{'{re.escape(name)}': 'hwi,hwio->o'}} "
-        "for a convolution, or None for AdamW; or create it with `matrix=` of BaseLayer.weight."
+        f"muon_matrices: cannot treat {name}, {list(weight.shape)}, as a matrix. Add the einsum "
+        f"that uses it to `equations`, such as {{'{re.escape(name)}': 'hwi,hwio->o'}} for a "
+        "convolution, or None for AdamW. Alternatively, pass `matrix=` to BaseLayer.weight."
     )
 
 
@@ -128,6 +130,6 @@ def _dims(equation: str) -> MuonDimensionNumbers:
     if not summed or not produced or unused or len(set(weight)) < len(weight):
         raise ConfigError(
             f"muon_matrices: {equation!r} defines no matrix. The weight needs a dim that it shares "
-            "with the inputs and a dim that it shares with the outputs, each dim once."
+            "with the inputs and a dim that it shares with the outputs, without repeated dims."
         )
     return MuonDimensionNumbers(summed, produced)

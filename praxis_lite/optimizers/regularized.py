@@ -23,34 +23,36 @@ def regularized(
     skip_lp_regularization: Patterns = (),
     ewc_regularizer_weight: float = 0.0,
 ) -> optax.GradientTransformation:
-    """Returns an optimizer with one of three regularizations, and EWC, as Pax applies them.
+    """Adds L1, L2 or decoupled weight decay, and optionally EWC, to an optimizer, as in Pax.
 
         fdl.Partial(regularized, optimizer=fdl.Partial(adam, beta2=0.99),
                     decoupled_weight_decay=0.1, skip_lp_regularization=".*/norm")
 
-    L1 and L2 terms are added to the gradient that the optimizer gets, after the learner's clipping,
-    so they also affect its slots. The decoupled decay (Loshchilov and Hutter 2019) does not.
+    L1 and L2 terms are added to the gradient after the learner's clipping and before the optimizer,
+    so they also affect its slots. Decoupled decay (Loshchilov and Hutter 2019) does not.
 
     Args:
       learning_rate: A number, or a schedule of the number of updates.
-      optimizer: Builds the transformation from `learning_rate`.
-      l1_regularizer_weight: The factor of the signs of weights, added to the gradient.
-      l2_regularizer_weight: The factor of the weights, added to the gradient.
-      decoupled_weight_decay: The factor of learning rate times weights, subtracted from weights.
-      skip_lp_1d_vectors: Apply no L1 and L2 to scalars and vectors. As in Pax, the decoupled decay
-        still applies to them.
-      skip_lp_regularization: A pattern, or several, of weights without any of the three: those of
-        Pax's collection SKIP_LP_REGULARIZATION. Matched from the start of a weight's path under
+      optimizer: Takes `learning_rate` and returns an optax transformation.
+      l1_regularizer_weight: Factor for the signs of weights, which are added to the gradient.
+      l2_regularizer_weight: Factor for the weights, which are added to the gradient.
+      decoupled_weight_decay: Factor for the weights, which are multiplied by the learning rate and
+        subtracted from the weights.
+      skip_lp_1d_vectors: Whether to exclude scalars and vectors from L1 and L2. As in Pax,
+        decoupled decay still applies to them.
+      skip_lp_regularization: One or more patterns of weights to exclude from all three, as in Pax's
+        collection SKIP_LP_REGULARIZATION. They are matched from the start of a weight's path under
         params (`re.match`).
-      ewc_regularizer_weight: Elastic weight consolidation (Kirkpatrick et al. 2017,
-        arXiv:1612.00796) with equal importance of all weights. Half of this factor, times the
-        learning rate and the difference from the weight at the start of the job, is subtracted from
-        the weight without affecting the slots. A slot stores each initial weight. For factors of
-        some weights, use an AuxiliaryOptimizer.
+      ewc_regularizer_weight: Weight of elastic weight consolidation (Kirkpatrick et al. 2017,
+        arXiv:1612.00796), where all weights are equally important. In each update, the difference
+        from the weight at the start of the job is multiplied by the learning rate and by half of
+        this factor, and subtracted from the weight. Slots of the optimizer are not affected, but an
+        additional slot stores each initial weight. To apply EWC to some weights only, use an
+        AuxiliaryOptimizer.
 
     Raises:
-      ConfigError: Two regularizations are set, a weight is negative, or a pattern is not a regular
-        expression.
+      ConfigError: Two regularizers are set, a factor is negative, or a pattern is not a valid
+        regular expression.
     """
     weights = {
         "l1_regularizer_weight": l1_regularizer_weight,
@@ -62,8 +64,8 @@ def regularized(
     used = [name for name, weight in weights.items() if weight]
     if len(used) > 1:
         raise ConfigError(
-            f"regularized: {used[0]} and {used[1]} are both set, but as in Pax only one can be "
-            "used. Set one of them to 0."
+            f"regularized: {used[0]} cannot be combined with {used[1]}, as in Pax. Set one of them "
+            "to 0."
         )
     exclude = skip_lp_regularization
     lp_mask = path_mask(exclude=exclude, skip_1d_vectors=skip_lp_1d_vectors)
@@ -82,7 +84,7 @@ def regularized(
 
 
 class EwcState(NamedTuple):
-    """The number of updates, and the weights before the first."""
+    """Slots of EWC: the number of updates, and the weights before the first update."""
 
     count: jax.Array
     pretrain_vars: Any
@@ -90,7 +92,7 @@ class EwcState(NamedTuple):
 
 def _decay_to_initial_weights(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     def init(weights: Any) -> EwcState:
-        # Copies, since an array that occurs twice in the state could not be donated.
+        # Copy the weights, because donation fails if the state contains an array twice.
         return EwcState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, weights))
 
     def update(updates: Any, state: EwcState, weights: Any = None) -> tuple[Any, EwcState]:

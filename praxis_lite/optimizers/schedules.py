@@ -1,4 +1,4 @@
-"""Learning rates as functions of the number of updates: Pax's schedules with Pax's settings.
+"""Pax's learning rate schedules.
 
 Each function here returns a schedule: a function of a count (int, NumPy integer or traced int32)
 that returns a float32 scalar. `learning_rate` of a Learner accepts such a schedule, or any of
@@ -54,28 +54,29 @@ Point = tuple[float, float]  # (step, value)
 
 
 def scaled(learning_rate: float, schedule: Schedule) -> Schedule:
-    """Returns the schedule `learning_rate * schedule(count)`, as Pax's `lr` and `lr_schedule`."""
+    """Returns `learning_rate * schedule(count)`, like Pax's `lr` and `lr_schedule`."""
     return lambda count: jnp.float32(learning_rate) * jnp.asarray(schedule(count), jnp.float32)
 
 
 def constant(value: float = 1.0) -> Schedule:
-    """Returns the schedule that is always `value`."""
+    """Returns a schedule with the constant `value`."""
     return lambda count: jnp.float32(value)
 
 
 def polynomial(
     *, start: Point = (0, 1.0), limit: Point = (1, 1.0), power: float = 1, origin: str = "start"
 ) -> Schedule:
-    """Returns a schedule: y0 until x0, y1 from x1, and a polynomial in between.
+    """Returns a polynomial schedule: y0 until step x0, y1 from step x1, a polynomial in between.
 
     Args:
-      start: (x0, y0), a step and its value.
-      limit: (x1, y1).
-      power: The power of r, the fraction of the distance from x0 to x1.
-      origin: "start": the fraction of the change is r ** power; "limit": 1 - (1 - r) ** power.
+      start: (x0, y0), the first step of the polynomial and its value.
+      limit: (x1, y1), the last step of the polynomial and its value.
+      power: Exponent of the polynomial.
+      origin: "start" to interpolate with r ** power, or "limit" to interpolate with
+        1 - (1 - r) ** power, where r is the fraction of the steps from x0 to x1.
 
     Raises:
-      ConfigError: The steps are not in order, or a setting is out of range.
+      ConfigError: The steps are not in ascending order, or a setting is out of range.
     """
     (x0, y0), (x1, y1) = _points("polynomial", start, limit)
     require_positive("polynomial", power=power)
@@ -90,37 +91,37 @@ def polynomial(
 
 
 def linear(*, start: Point = (0, 1.0), limit: Point = (1, 1.0)) -> Schedule:
-    """Returns a schedule: y0 until x0, y1 from x1, and a line in between; see `polynomial`."""
+    """Returns a linear schedule: y0 until step x0, y1 from step x1, a line in between."""
     _points("linear", start, limit)
     return polynomial(start=start, limit=limit)
 
 
 def exponential(*, start: Point = (0, 1.0), limit: Point = (1, 0.5)) -> Schedule:
-    """Returns a schedule: y0 until x0, y1 from x1, and y0 (y1 / y0) ** r in between.
+    """Returns an exponential schedule: y0 until step x0, y1 from step x1.
 
-    r is the fraction of the distance from x0 to x1.
+    In between, the value is y0 (y1 / y0) ** r, where r is the fraction of the steps from x0 to x1.
 
     Raises:
-      ConfigError: The steps are not in order, or a value is not positive.
+      ConfigError: The steps are not in ascending order, or a value is not positive.
     """
     (x0, y0), (x1, y1) = _points("exponential", start, limit)
     for x, y in ((x0, y0), (x1, y1)):
         setting = f"exponential: the value at step {x}"
-        require(y > 0, setting, y, "a positive number", "To reach 0, use another schedule.")
+        require(y > 0, setting, y, "a positive number", "To reach 0, use a different schedule.")
     logarithm = linear(start=(x0, math.log(y0)), limit=(x1, math.log(y1)))
     return lambda count: jnp.exp(logarithm(count))
 
 
 def cosine(*, initial_value: float = 1.0, final_value: float = 0.0, total_steps: int) -> Schedule:
-    """Returns half a cosine from initial_value at step 0 to final_value at total_steps."""
+    """Returns a half-cosine schedule from initial_value at step 0 to final_value at total_steps."""
     return delayed_cosine(start=(0, initial_value), limit=(total_steps, final_value))
 
 
 def delayed_cosine(*, start: Point = (0, 1.0), limit: Point = (1, 0.5)) -> Schedule:
-    """Returns a schedule: y0 until x0, y1 from x1, and half a cosine in between.
+    """Returns a half-cosine schedule: y0 until step x0, y1 from step x1.
 
     Raises:
-      ConfigError: The steps are not in order.
+      ConfigError: The steps are not in ascending order.
     """
     (x0, y0), (x1, y1) = _points("cosine", start, limit)
 
@@ -137,10 +138,13 @@ def continuous_schedule(
     half_life_steps: int = 100_000,
     min: float = 0.01,
 ) -> Schedule:
-    """Returns a schedule: initial_value until start_step, then halved every half_life_steps.
+    """Returns a schedule that is constant until start_step, then halves every half_life_steps.
 
     Args:
-      min: The minimum, as a fraction of initial_value.
+      initial_value: The rate until start_step.
+      start_step: First step of the decay.
+      half_life_steps: Number of steps in which the rate halves.
+      min: Minimum rate, as a fraction of initial_value.
     """
     require_positive("continuous_schedule", half_life_steps=half_life_steps)
     expected = "a fraction of initial_value, 0 < min < 1"
@@ -155,7 +159,7 @@ def as_float(count: Count) -> jax.Array:
 
 
 def progress(count: Count, x0: float, x1: float) -> jax.Array:
-    """Returns the fraction of the distance from x0 to x1, in [0, 1]; a jump if they are equal."""
+    """Returns the fraction, in [0, 1], of the steps from x0 to x1; jumps to 1 if x0 equals x1."""
     # Subtract as integers if possible: float32 has no odd integers above 2**24.
     since = as_float(jnp.asarray(count) - x0) if isinstance(x0, int) else as_float(count) - x0
     if x0 == x1:
@@ -168,29 +172,30 @@ def _points(name: str, start: Any, limit: Any) -> tuple[Point, Point]:
         require(len(point) == 2, f"{name}: {setting}", point, "a pair (step, value)")
     if start[0] > limit[0]:
         raise ConfigError(
-            f"{name}: it starts at step {start[0]}, but ends at the earlier step {limit[0]}. "
-            "Exchange them."
+            f"{name}: the start is at step {start[0]}, but the limit is at the earlier step "
+            f"{limit[0]}. Swap start and limit."
         )
     return tuple(start), tuple(limit)
 
 
 def require_positive(name: str, **settings: float) -> None:
-    """Raises a ConfigError if a setting of the schedule `name` is not positive."""
+    """Raises ConfigError if a setting of the schedule `name` is not positive."""
     for setting, value in settings.items():
         require(value > 0, f"{name}: {setting}", value, "a positive number")
 
 
 def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedule]) -> Schedule:
-    """Returns schedules in sequence, each counting from its own first step.
+    """Joins schedules in sequence; each of them counts steps from 0.
 
     This is `optax.join_schedules` with checks.
 
     Args:
-      boundaries: The first step of each schedule except the first.
-      schedules: The schedules, one more than boundaries.
+      boundaries: First step of each schedule, except for the first schedule.
+      schedules: The schedules; there must be one more than boundaries.
 
     Raises:
-      ConfigError: Boundaries are not in order, or their number is not one less than schedules.
+      ConfigError: Boundaries are not in ascending order, or there is not exactly one schedule more
+        than boundaries.
     """
     check_pieces("piecewise_schedule", boundaries, "schedules", schedules, len(boundaries) + 1)
     joined = optax.join_schedules(schedules, boundaries)
@@ -198,13 +203,13 @@ def piecewise_schedule(*, boundaries: Sequence[int], schedules: Sequence[Schedul
 
 
 def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) -> Schedule:
-    """Returns values[i] from step boundaries[i - 1]; there is one boundary less than values."""
+    """Returns a step function with values[i] from step boundaries[i - 1]."""
     check_pieces("piecewise_constant", boundaries, "values", values, len(boundaries) + 1)
     return piecewise_schedule(boundaries=boundaries, schedules=[constant(v) for v in values])
 
 
 def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Schedule:
-    """Returns schedules[i] for steps[i] steps, repeated; each gets the absolute count."""
+    """Repeats schedules in a cycle, schedules[i] for steps[i] steps, with absolute step counts."""
     name = "cycle_schedule"
     expected = f"one number per schedule ({len(schedules)}), for at least one schedule"
     require(len(schedules) == len(steps) > 0, f"{name}: steps", steps, expected)
@@ -224,7 +229,7 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
 def check_pieces(
     name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], count: int
 ) -> None:
-    """Raises a ConfigError if boundaries are not in order or there are not `count` pieces."""
+    """Raises ConfigError if boundaries are not in order, or there are not `count` pieces."""
     number, boundaries = f"{name}: the number of {what}", list(boundaries)
     require(len(pieces) == count, number, len(pieces), f"{count}, for boundaries {boundaries}")
     is_ordered = boundaries == sorted(boundaries) and all(b >= 0 for b in boundaries)
@@ -240,18 +245,19 @@ def linear_rampup_polynomial_decay(
     min_ratio: float = 0.01,
     power: float = 1,
 ) -> Schedule:
-    """Returns a schedule: a line from 0 to `max`, `max` until decay_start, then a polynomial.
+    """Returns a schedule with linear warmup, a constant phase and polynomial decay.
 
     Args:
-      warmup_steps: The first step at `max`.
-      decay_start: The last step at `max`.
-      decay_end: The first step at `max * min_ratio`, where the schedule stays.
-      max: The maximum rate.
-      min_ratio: The final rate, as a fraction of `max`.
-      power: The rate is `max - (1 - min_ratio) max r ** power` after a fraction r of the decay.
+      warmup_steps: First step with the rate `max`.
+      decay_start: Last step with the rate `max`.
+      decay_end: First step with the final rate `max * min_ratio`.
+      max: Maximum rate.
+      min_ratio: Final rate, as a fraction of `max`.
+      power: Exponent of the decay. After a fraction r of the decay, the rate is
+        `max - (1 - min_ratio) max r ** power`.
 
     Raises:
-      ConfigError: The steps are not in order, or a setting is out of range.
+      ConfigError: The steps are not in ascending order, or a setting is out of range.
     """
     name, steps = "linear_rampup_polynomial_decay", (warmup_steps, decay_start, decay_end)
     decay = functools.partial(polynomial, power=power)
@@ -266,7 +272,7 @@ def linear_rampup_cosine_decay(
     max: float,
     min_ratio: float = 0.01,
 ) -> Schedule:
-    """Returns `linear_rampup_polynomial_decay` with half a cosine as the decay."""
+    """Returns a schedule like `linear_rampup_polynomial_decay`, but with half-cosine decay."""
     name, steps = "linear_rampup_cosine_decay", (warmup_steps, decay_start, decay_end)
     return _warmup_and_decay(name, delayed_cosine, *steps, max, min_ratio)
 
@@ -279,9 +285,9 @@ def linear_rampup_exponential_decay(
     max: float,
     min_ratio: float = 0.01,
 ) -> Schedule:
-    """Returns `linear_rampup_polynomial_decay` with an exponential decay.
+    """Returns a schedule like `linear_rampup_polynomial_decay`, but with exponential decay.
 
-    `min_ratio` must be above 0.
+    `min_ratio` must be positive.
     """
     name, steps = "linear_rampup_exponential_decay", (warmup_steps, decay_start, decay_end)
     return _warmup_and_decay(name, exponential, *steps, max, min_ratio)
@@ -296,14 +302,18 @@ def warmup_stable_decay(
     min_ratio: float = 0.0,
     shape: str = "1-sqrt",
 ) -> Schedule:
-    """Returns a schedule: a line up to `max`, `max` for most of the run, and a short decay.
+    """Returns a warmup-stable-decay schedule: linear warmup, a long constant phase, a short decay.
 
-    Hu et al. 2024, arXiv:2404.06395; Hägele et al. 2024, arXiv:2405.18392, for "1-sqrt".
+    See Hu et al. 2024 (arXiv:2404.06395), and Hägele et al. 2024 (arXiv:2405.18392) for "1-sqrt".
 
     Args:
-      shape: The decay after a fraction r of its steps: "linear": 1 - r; "1-sqrt": 1 - sqrt(r);
-        "cosine": (1 + cos(pi r)) / 2.
-      others: See `linear_rampup_polynomial_decay`.
+      warmup_steps: See `linear_rampup_polynomial_decay`.
+      decay_start: See `linear_rampup_polynomial_decay`.
+      decay_end: See `linear_rampup_polynomial_decay`.
+      max: See `linear_rampup_polynomial_decay`.
+      min_ratio: See `linear_rampup_polynomial_decay`.
+      shape: Shape of the decay as a function of the fraction r of its steps: "linear" for 1 - r,
+        "1-sqrt" for 1 - sqrt(r), or "cosine" for (1 + cos(pi r)) / 2.
     """
     decays = {
         "linear": polynomial,
@@ -324,9 +334,10 @@ def sqrt_decay(
 
 
 def linear_rampup_sqrt_decay(*, peak: float = 1.0, warmup_steps: int = 4000) -> Schedule:
-    """Returns a schedule: a line up to `peak` at warmup_steps, then an inverse square root.
+    """Returns a schedule with linear warmup to `peak`, then inverse square root decay.
 
-    The decay is `peak * sqrt(warmup_steps / count)`. Step 0 has the rate of step 1.
+    After warmup, the rate is `peak * sqrt(warmup_steps / count)`. Step 0 has the same rate as step
+    1.
     """
     require_positive("linear_rampup_sqrt_decay", warmup_steps=warmup_steps)
 
@@ -344,12 +355,15 @@ def transformer(
     worker_replicas: int = 1,
     decay_end: int | None = None,
 ) -> Schedule:
-    """Returns the schedule of Vaswani et al. 2017: linear warm-up, then 1 / sqrt(model_dim * n).
+    """Returns the schedule of Vaswani et al. 2017: linear warmup, then 1 / sqrt(model_dim * n).
 
-    n is the count plus one; the warm-up lasts `warmup_steps * worker_replicas`.
+    n is the step count plus one.
 
     Args:
-      decay_end: The step after which the rate is constant; None: the decay never ends.
+      warmup_steps: Number of warmup steps per replica.
+      model_dim: Model dim, by which rates are scaled.
+      worker_replicas: Factor for the number of warmup steps.
+      decay_end: Step after which the rate is constant. If None, the decay never ends.
     """
     require_positive("transformer", warmup_steps=warmup_steps, worker_replicas=worker_replicas)
     require_positive("transformer", model_dim=model_dim)
@@ -367,10 +381,11 @@ def transformer(
 def linear_rampup_piecewise_constant(
     *, boundaries: Sequence[int], values: Sequence[float]
 ) -> Schedule:
-    """Returns a line from 0 to values[0] at boundaries[0], and values[i] from boundaries[i].
+    """Returns a schedule with linear warmup to values[0], and values[i] from boundaries[i].
 
     Raises:
-      ConfigError: Boundaries are not in order, or their number is not that of values.
+      ConfigError: Boundaries are not in ascending order, or there are not as many boundaries as
+        values.
     """
     name = "linear_rampup_piecewise_constant"
     require(len(boundaries) > 0, f"{name}: boundaries", boundaries, "one step per value")
@@ -388,7 +403,7 @@ def _warmup_and_decay(
     name: str, decay: Callable[..., Schedule], warmup_steps: int, decay_start: int, decay_end: int,
     peak: float, min_ratio: float,
 ) -> Schedule:
-    """Returns `linear_rampup_polynomial_decay` with another decay; checks the settings."""
+    """Returns a schedule like `linear_rampup_polynomial_decay` with any decay; checks settings."""
     steps = {"warmup_steps": warmup_steps, "decay_start": decay_start, "decay_end": decay_end}
     require(
         0 <= warmup_steps <= decay_start <= decay_end, f"{name}: {', '.join(steps)}",

@@ -1,12 +1,13 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioners.
 
 Vyas et al. 2024, "SOAP: Improving and Stabilizing Shampoo using Adam"
-(https://arxiv.org/abs/2409.11321), algorithms 3 and 4. Defaults are those of the authors' code.
+(https://arxiv.org/abs/2409.11321), algorithms 3 and 4. Defaults are taken from the authors' code.
 
-The slots of a weight [d0, .., dk] are float32. Two have its shape, as in Adam. Each dim of at most
-`max_precond_dim` has the covariance of the gradient along it and its eigenbasis, both [d, d]. For a
-weight [D, F] these are 2 (D D + F F) floats more than Adam's. Use an auxiliary optimizer for
-embeddings of a small vocabulary: rotation also moves rows that no token has used.
+The slots of a weight [d0, .., dk] are float32. Two slots have the shape of the weight, as in Adam.
+For each dim of size d up to `max_precond_dim`, there are two more slots [d, d]: the covariance of
+the gradient along this dim, and its eigenbasis. A weight [D, F] thus needs 2 (D D + F F) more
+floats than with Adam. Use an auxiliary optimizer for embeddings with a small vocabulary, because
+rotation also moves rows that no token has used.
 """
 
 import functools
@@ -21,9 +22,9 @@ from praxis_lite.core.errors import is_whole, require
 from praxis_lite.optimizers.optimizer_settings import require_decay_rates, require_not_negative
 
 PyTree = Any
-# If accelerators round the operands of a product to bfloat16, a basis is no longer orthogonal.
+# Bases would not stay orthogonal if accelerators rounded the operands to bfloat16.
 _tensordot = functools.partial(jnp.tensordot, precision=jax.lax.Precision.HIGHEST)
-# As a fraction of the largest eigenvalue; above float32 rounding errors for dims of thousands.
+# Fraction of the largest eigenvalue that exceeds float32 rounding errors, even for large dims.
 _NEGLIGIBLE = 1e-5
 
 
@@ -31,12 +32,13 @@ class SoapState(NamedTuple):
     """Slots of `scale_by_soap`.
 
     Attributes:
-      count: Int32, the number of updates, including the first, which only collects statistics.
-      mu: The first moments of gradients, with the weights' shapes.
-      nu: The second moments of rotated gradients, with the weights' shapes.
-      covariances: A tuple per weight, with an array [d, d] per dim, or [1, 1] for a dim that is not
-        rotated.
-      bases: In the same form, eigenvectors in columns, the largest eigenvalue first.
+      count: Int32 number of updates, including the first one, which only collects statistics.
+      mu: First moments of gradients, with the shapes of the weights.
+      nu: Second moments of rotated gradients, with the shapes of the weights.
+      covariances: A tuple per weight, which contains an array [d, d] per dim, or [1, 1] for dims
+        that are not rotated.
+      bases: Eigenvectors of the covariances as columns, in descending order of eigenvalues. They
+        have the same structure as `covariances`.
     """
 
     count: jax.Array
@@ -57,13 +59,17 @@ def soap(
     precondition_frequency: int = 10,
     max_precond_dim: int = 10_000,
 ) -> optax.GradientTransformation:
-    """Returns SOAP with decoupled weight decay, which the learning rate multiplies as in AdamW.
+    """Returns SOAP with decoupled weight decay, multiplied by the learning rate as in AdamW.
 
     Args:
       learning_rate: A number, or a schedule of the number of updates.
-      weight_decay: The factor of weights that is added to directions.
+      b1: See `scale_by_soap`.
+      b2: See `scale_by_soap`.
+      eps: See `scale_by_soap`.
+      weight_decay: Factor for the weights, which are added to the directions.
       weight_decay_mask: See `optax.adamw`.
-      others: See `scale_by_soap`.
+      precondition_frequency: See `scale_by_soap`.
+      max_precond_dim: See `scale_by_soap`.
     """
     return optax.chain(
         scale_by_soap(
@@ -85,20 +91,19 @@ def scale_by_soap(
 ) -> optax.GradientTransformation:
     """Returns the transformation from gradients to SOAP's directions.
 
-    A weight with more than two dims has a basis for each ([D, H, K] of attention: three). A weight
-    with fewer than two gets Adam. As in the authors' code, the first update is zero: it computes
-    the first bases with an eigendecomposition, so that no gradient is rotated by a basis computed
-    from itself. Before a QR decomposition, columns are sorted by their eigenvalues, and so is the
-    second moment.
+    Each dim of a weight has a basis, so an attention weight [D, H, K] has three. Weights with fewer
+    than two dims are updated as in Adam. As in the authors' code, the first update is zero: it
+    computes the first bases by an eigendecomposition, so that no gradient is rotated by a basis
+    that was computed from the same gradient. Before each QR decomposition, columns and second
+    moments are sorted by eigenvalue.
 
     Args:
-      b1: The decay of the first moment, which is not rotated.
-      b2: The decay of the second moment and of the covariances.
-      eps: A constant that is added to the root of the second moment.
-      precondition_frequency: The number of updates between refreshes of the bases. A refresh is a
-        step of power iteration and a QR decomposition per dim, which every device computes
-        completely.
-      max_precond_dim: The largest dim to rotate; the time of a refresh grows with its cube.
+      b1: Decay of the first moment, which is not rotated.
+      b2: Decay of the second moment and of the covariances.
+      eps: Constant that is added to the square root of the second moment.
+      precondition_frequency: Number of updates between refreshes of the bases. A refresh consists
+        of a power iteration step and a QR decomposition per dim. Every device computes all of it.
+      max_precond_dim: Largest dim to rotate. The time of a refresh is cubic in this dim.
 
     Raises:
       ConfigError: A decay is outside [0, 1), or the frequency or the largest dim is below 1.
@@ -110,7 +115,7 @@ def scale_by_soap(
         require(is_whole(count), f"soap: {name}", count, "a positive integer")
 
     def zero_squares(w: jax.Array) -> tuple[jax.Array, ...]:
-        # One entry per dim for all sizes: the structure of the slots depends only on ranks.
+        # Create an entry for every dim, so that the structure of the slots depends only on ranks.
         sizes = [d if d <= max_precond_dim else 1 for d in w.shape] if w.ndim > 1 else []
         return tuple(jnp.zeros((d, d), jnp.float32) for d in sizes)
 
@@ -162,12 +167,12 @@ def scale_by_soap(
 
 
 def _is_basis(square: jax.Array) -> bool:
-    """Returns whether a dim is rotated; an array [1, 1] means that it is not."""
+    """Returns whether a dim is rotated; if it is not, its array is [1, 1]."""
     return square.shape[0] > 1
 
 
 def _rotate(x: jax.Array, bases: tuple[jax.Array, ...], back: bool = False) -> jax.Array:
-    """Returns `x` in the coordinates of the bases of its dims, or rotates it back from them."""
+    """Rotates `x` into the bases of its dims, or back."""
     for dim, basis in enumerate(bases):
         if _is_basis(basis):
             x = jnp.moveaxis(_tensordot(x, basis, axes=((dim,), (int(back),))), -1, dim)
@@ -175,10 +180,10 @@ def _rotate(x: jax.Array, bases: tuple[jax.Array, ...], back: bool = False) -> j
 
 
 def _without_rounding(m: jax.Array, v: jax.Array, bases: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns rotated `m` with zeros along eigenvectors whose gradients are only rounding errors.
+    """Zeros rotated `m` along eigenvectors whose gradients are only rounding errors.
 
-    Divided by the root of its square, a rounding error would move a weight without gradient, such
-    as the embedding of a token that was never used, as far as any other weight.
+    Otherwise the division by the square root of `v` would amplify rounding errors, so that weights
+    without gradient, such as embeddings of unused tokens, would move as far as other weights.
     """
     for dim, basis in enumerate(bases):
         if _is_basis(basis):
@@ -189,7 +194,7 @@ def _without_rounding(m: jax.Array, v: jax.Array, bases: tuple[jax.Array, ...]) 
 
 
 def _covariance(g: jax.Array, dim: int) -> jax.Array:
-    """Returns g g^T, summed over all dims except `dim`."""
+    """Returns the covariance g g^T along `dim`, summed over all other dims."""
     others = tuple(d for d in range(g.ndim) if d != dim)
     return _tensordot(g, g, axes=(others, others))
 
@@ -202,10 +207,10 @@ def _first_bases(slots: tuple[list, list, list]) -> tuple[list, list, list]:
 
 
 def _eigenbasis(covariance: jax.Array) -> jax.Array:
-    """Returns eigenvectors in columns, the largest eigenvalue first."""
+    """Returns eigenvectors as columns, in descending order of eigenvalues."""
     eigenvalues, vectors = (x[..., ::-1] for x in jnp.linalg.eigh(covariance))
-    # A [D, F] gradient is zero along F - D directions, for which `eigh` returns rounding errors:
-    # different bases, and so different weights, on each mesh. These are the same everywhere.
+    # A gradient [D, F] is zero along F - D directions. Their basis from `eigh` depends on rounding
+    # errors, so weights would depend on the mesh. Replace it by a reproducible basis.
     is_null = eigenvalues <= _NEGLIGIBLE * eigenvalues[0]
     null = jnp.where(is_null[None], vectors, 0)
     random = jax.random.normal(jax.random.key(0, impl="threefry2x32"), covariance.shape)
@@ -222,7 +227,7 @@ def _next_bases(slots: tuple[list, list, list]) -> tuple[list, list, list]:
             basis = bases[i][dim]
             power = _tensordot(covariance, basis, axes=1)
             eigenvalues = jnp.sum(basis * power, axis=0)
-            # Keeps a direction without gradient, which QR would replace by an arbitrary one.
+            # Keep directions without gradient, which QR would replace by arbitrary directions.
             power += _NEGLIGIBLE * jnp.max(eigenvalues) * basis
             order = jnp.argsort(-eigenvalues)
             nu[i] = jnp.take(nu[i], order, axis=dim)
@@ -232,11 +237,12 @@ def _next_bases(slots: tuple[list, list, list]) -> tuple[list, list, list]:
 
 
 def _apply_if(is_due: jax.Array, fn: Callable[[PyTree], PyTree], slots: PyTree) -> PyTree:
-    """Returns `fn(slots)` if `is_due`, otherwise `slots`, without computing the other.
+    """Returns `fn(slots)` if `is_due`, otherwise `slots`, and computes only the selected branch.
 
-    The layers of a stack are mapped over by `jax.vmap`, which turns a `lax.cond` into both branches
-    and a select: every step would decompose the matrices of every layer. Here the batching rule
-    uses a `cond` too, which applies `fn` if any layer is due; all are due at the same time.
+    `jax.vmap` over the layers of a stack would convert a `lax.cond` to a select that computes both
+    branches, so every step would decompose the matrices of all layers. This function has a custom
+    batching rule that also uses a `cond`: it applies `fn` if any layer is due. All layers are due
+    at the same time.
     """
 
     @jax.custom_batching.custom_vmap

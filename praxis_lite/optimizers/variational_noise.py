@@ -1,4 +1,4 @@
-"""Variational noise: noise on weights, selected by a regex, while gradients are computed."""
+"""Variational noise: adds noise to weights that match a regex while gradients are computed."""
 
 import dataclasses
 import re
@@ -17,19 +17,19 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class VariationalNoise:
-    """Gradients are computed at weights with Gaussian noise, and applied to the weights without it.
+    """Gaussian noise on the weights at which gradients are computed; updates ignore the noise.
 
-    It is Pax's `task.train.variational_noise`, whose patterns start with `params/`. Graves 2011,
-    "Practical variational inference for neural networks".
+    See Graves 2011, "Practical variational inference for neural networks". Corresponds to Pax's
+    `task.train.variational_noise`, whose patterns start with `params/`.
 
     Attributes:
-      scale: The standard deviation of the noise.
-      regex: Noise is added to weights whose paths match this from the start (`re.match`), such as
-        "lm/embedding" or ".*ff_layer".
-      start_step: The first step with noise.
+      scale: Standard deviation of the noise.
+      regex: Regular expression for the paths of weights to add noise to, matched from the start
+        (`re.match`), such as "lm/embedding" or ".*ff_layer".
+      start_step: First step with noise.
 
     Raises:
-      ConfigError: A setting is out of range, or `regex` is not a regular expression.
+      ConfigError: A setting is out of range, or `regex` is not a valid regular expression.
     """
 
     scale: float
@@ -46,27 +46,27 @@ class VariationalNoise:
         compiled_patterns("VariationalNoise.regex", (self.regex,))
 
     def check(self, weights: PyTree) -> None:
-        """Raises a ConfigError if the pattern matches no weight of the nested dict `weights`."""
+        """Raises ConfigError if the regex matches no weight in the nested dict `weights`."""
         paths = [path for path, _ in leaves_with_path(weights)]
         if any(self._matches(path) for path in paths):
             return
         hint = " Omit params/." if self.regex.startswith("params/") else ""
         raise ConfigError(
             f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: "
-            f"{few(paths, 5)}. It is matched from the start of a path.{hint} Correct it, or remove "
+            f"{few(paths, 5)}. It must match the start of a path.{hint} Fix the regex, or remove "
             "the noise."
         )
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
-        """Returns `params`, with noise from `start_step` on where the pattern matches.
+        """Adds noise to matching weights, from step `start_step` on.
 
-        The noise of a weight depends only on the key, its path and its logical shape: not on the
-        mesh, nor on the other weights.
+        The noise of a weight depends only on the key, its path and its logical shape, but not on
+        the mesh or on other weights.
 
         Args:
-          params: A nested dict of the trained weights; see `check`.
-          key: The key of this step, which can be used for other draws too.
-          step: An int32 scalar.
+          params: Nested dict of the trained weights; see `check`.
+          key: Key of this step. It may also be used for other random draws.
+          step: Int32 scalar.
         """
         self.check(params)
         scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)
@@ -75,7 +75,7 @@ class VariationalNoise:
             name = path_of(path)
             if not self._matches(name):
                 return weight
-            # Distinct from the keys of dropout and others, which fold in small numbers.
+            # Differs from the keys of dropout and other draws, which fold in small numbers.
             weight_key = jax.random.fold_in(key, zlib.crc32(f"variational_noise/{name}".encode()))
             noise = scale * jax.random.normal(weight_key, weight.shape)
             return weight + noise.astype(weight.dtype)

@@ -1,8 +1,8 @@
-"""Reads the variables of a Pax checkpoint, each array on first use.
+"""Reads the variables of a Pax checkpoint; each array is read on first use.
 
 A checkpoint contains `checkpoint_00000010/state` and, since version 1.0, the JSON file
-`checkpoint_00000010/metadata/metadata`, which since version 1.1 has the unpadded shape of each
-variable. `state` has one of three formats:
+`checkpoint_00000010/metadata/metadata`. Since version 1.1, this file contains the unpadded shape of
+each variable. `state` has one of three formats:
 - a Zarr 2 directory per array, `mdl_vars.params.lm...` (CheckpointType.GDA),
 - an OCDBT database with the same arrays (GDA with `tensorstore_use_ocdbt`),
 - a msgpack file with a list of arrays (CheckpointType.FLAX, for jobs without a mesh).
@@ -28,10 +28,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class PaxCheckpoint(Mapping[str, np.ndarray]):
-    """Mapping from the paths of a checkpoint's variables to arrays, which are read on access.
+    """Maps paths such as "params/lm/softmax/..." to arrays, which are read on access.
 
-    Paths look like "params/lm/softmax/...". Padding is removed if the checkpoint has the unpadded
-    shapes (version 1.1 and later).
+    Padding is removed if the checkpoint contains the unpadded shapes (version 1.1 and later).
 
     Args:
       step: Step of the checkpoint.
@@ -41,7 +40,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
       step: Step of the checkpoint.
 
     Raises:
-      ConfigError: The directory has no variables of a Pax model.
+      ConfigError: The directory contains no Pax model variables.
     """
 
     def __init__(self, step: int, directory: Path):
@@ -57,7 +56,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
             self._arrays = orbax_arrays(state, _PREFIX)
         if not self._arrays:
             raise ConfigError(
-                f"{directory} has no variables of a Pax model ({_PREFIX}*). Specify the "
+                f"{directory} contains no Pax model variables ({_PREFIX}*). Specify the "
                 "`checkpoints` directory of a Pax job, or one of its steps."
             )
 
@@ -77,8 +76,8 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
         unpadded = array[tuple(map(slice, self.shape_of(path)))]
         if np.count_nonzero(unpadded) != np.count_nonzero(array):
             raise ConfigError(
-                f"{path} in {self._directory} has the shape {array.shape} and, without padding, "
-                f"{unpadded.shape}, but the padding is not zero. The checkpoint is damaged."
+                f"{path} in {self._directory} has the shape {array.shape} and the unpadded shape "
+                f"{unpadded.shape}, but its padding is not zero. The checkpoint is damaged."
             )
         return unpadded
 
@@ -90,11 +89,11 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
 
 
 def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCheckpoint:
-    """Opens a Pax checkpoint, and returns its model variables by path, without optimizer slots.
+    """Opens a Pax checkpoint, and returns its model variables (without slots) by path.
 
     Args:
-      directory: Local path of a Pax job_log_dir, its `checkpoints` directory, or one step in it.
-      step: Step to read; None means the latest.
+      directory: Local path of a Pax job_log_dir, of its `checkpoints` directory, or of a step.
+      step: Step to read, or None for the latest.
 
     Raises:
       ConfigError: There is no such checkpoint, or it was not written by Pax.
@@ -127,7 +126,7 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
 
 
 def _shapes(directory: Path) -> Shapes:
-    """Returns the unpadded shapes by path, or {} for versions before 1.1, which lack them."""
+    """Returns the unpadded shapes by path, or {} for versions before 1.1."""
     file = directory / "metadata" / "metadata"
     if not file.exists():
         return {}
@@ -146,11 +145,11 @@ def _shapes(directory: Path) -> Shapes:
 
 
 def _msgpack_arrays(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
-    """Reads the arrays of a msgpack file; their paths come from the metadata."""
+    """Reads the arrays of a msgpack file, whose paths are the keys of `shapes`."""
     if not shapes:
         raise ConfigError(
-            f"{file} has arrays without names, and no metadata of version 1.1 or later that lists "
-            "them. Restore the job with Pax, and save it with CheckpointType.GDA."
+            f"The arrays in {file} have no names, and there is no metadata (version 1.1 or later) "
+            "that lists them. Restore the job with Pax, and save it with CheckpointType.GDA."
         )
     arrays = flax.serialization.msgpack_restore(file.read_bytes())["flattened_state"]
     arrays = list(arrays.values() if isinstance(arrays, Mapping) else arrays)

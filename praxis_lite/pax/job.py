@@ -1,4 +1,4 @@
-"""Command line that creates a job with the weights of a Pax checkpoint.
+"""Command-line program that creates a job with the weights of a Pax checkpoint.
 
     python -m praxis_lite.pax.job --exp=NAME --pax=DIR --job_log_dir=DIR [--set path=value]
 
@@ -24,7 +24,7 @@ def begin_job(
     settings: Sequence[str] = (), ignore: Sequence[str] = (), new: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> "JobDir":
-    """Creates a job whose checkpoint at step 0 has the weights of a Pax checkpoint.
+    """Creates a job whose checkpoint at step 0 contains the weights of a Pax checkpoint.
 
     Optimizer slots are initialized, and the training data starts at the first batch.
 
@@ -32,18 +32,18 @@ def begin_job(
       experiment: Name of the experiment, as for `--exp`.
       pax_directory: Pax job or checkpoint, as in `read_pax_checkpoint`.
       job_log_dir: New or empty directory for the job.
-      step: Step of the Pax checkpoint; None means the latest.
+      step: Step of the Pax checkpoint, or None for the latest.
       settings: Settings as for `--set`, "path=value" each.
       ignore: Pax variables to ignore, as in `mdl_vars_from_pax`.
-      new: Weights that Pax lacks, as in `mdl_vars_from_pax`; they are initialized with the run's
-        seed.
+      new: Weights to initialize with the run's seed, because the Pax checkpoint lacks them; see
+        `mdl_vars_from_pax`.
       packages: Packages to search for the experiment, as for `--packages`.
 
     Returns:
       The directory of the job.
 
     Raises:
-      ConfigError: The directory already has a job, or the weights do not fit the model.
+      ConfigError: The directory already contains a job, or the weights do not fit the model.
     """
     # Import slow modules here, so that Ctrl-C during the import prints no traceback.
     from praxis_lite.pax.checkpoints import read_pax_checkpoint

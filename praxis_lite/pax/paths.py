@@ -1,12 +1,13 @@
-"""Parses paths of variables, in Pax's models and in ours, into a stack of layers and a layer.
+"""Splits paths of variables, in Pax's models and in ours, at stacks of layers.
 
-A stack of layers has one of several forms:
+Layers are stored in one of these ways:
 - unrolled: `x_layers_0`, `x_layers_1`, ...
 - scanned: `repeat/sub/x_layers_0`, with arrays [repeats, ...]
 - pipelined: `pipeline/body/x_layers_0`, with arrays [stages, ...] or [circular repeats, stages,
   ...]
 - only in our models: `blocks`, a list or a stack.
-All of them order layers by the leading dims in row-major order, then by the index in the block.
+In all cases, layers are ordered by the leading dims in row-major order, then by the index in the
+block.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from flax import nnx
 
 from praxis_lite.pax.checkpoints import PaxCheckpoint
 
-# Attributes with other names in Pax, per class. {name} stands for the length of that list.
+# Maps class names to attributes that have different names in Pax. {name} is replaced by the length
+# of the list with that name.
 RENAMES: dict[str, dict[str, str]] = {
     "Mlp": {"hidden": "mlp_layers", "logits": "mlp_layers_{hidden}"},  # MLPBlock
 }
@@ -35,7 +37,7 @@ _UNROLLED = re.compile(r"x_layers_(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class StackPath:
-    """A variable's path, split at the stack of layers that contains the variable.
+    """The path of a variable, split at the stack of layers that contains the variable.
 
     Attributes:
       stack: Path of the layer that owns the stack, or of the variable if it is not in a stack.
@@ -57,7 +59,7 @@ class StackPath:
 
 
 def stack_path(path: str) -> StackPath:
-    """Splits a path of a Pax variable, or of one of ours as `names_in_pax` returns it."""
+    """Splits the path of a Pax variable, or a path from `names_in_pax`."""
     tokens = path.split("/")
     for start in range(len(tokens)):
         end, is_stacked, block, inner = start, False, 0, 0
@@ -74,7 +76,7 @@ def stack_path(path: str) -> StackPath:
 
 
 def names_in_pax(module: nnx.Module, paths: Iterable[tuple]) -> dict[tuple, str]:
-    """Translates our paths to Pax's attribute names, but keeps our form of stacks."""
+    """Translates our paths to Pax's attribute names, but does not change the paths of stacks."""
     nodes = {path: node for path, node in nnx.compat.iter_graph(module)}
     pax_paths = {}
     for path in paths:
@@ -82,8 +84,8 @@ def names_in_pax(module: nnx.Module, paths: Iterable[tuple]) -> dict[tuple, str]
         for i, token in enumerate(path):
             node = nodes.get(tuple(path[:i]))
             if isinstance(token, int) or str(token).isdigit():
-                # Pax appends the index in a list to the attribute's name. Lists of blocks keep
-                # their form, which `stack_path` parses.
+                # Pax appends the index in a list to the name of the attribute. Do not change
+                # lists of blocks, because `stack_path` parses them.
                 if tokens[-1] == "blocks":
                     tokens.append(str(token))
                 else:
@@ -95,7 +97,7 @@ def names_in_pax(module: nnx.Module, paths: Iterable[tuple]) -> dict[tuple, str]
 
 
 def _renamed(node: Any, name: str) -> str:
-    """Returns Pax's name of a layer's attribute."""
+    """Returns Pax's name for an attribute of a layer."""
     for cls in type(node).__mro__:
         if name in RENAMES.get(cls.__name__, {}):
             lengths = {n: len(x) for n, x in vars(node).items() if isinstance(x, nnx.List)}
@@ -122,7 +124,7 @@ def flat_pax_vars(pax_vars: Mapping[str, Any]) -> dict[str, Any]:
     """Flattens variables to a dict by path "a/b/c", without the collection.
 
     Args:
-      pax_vars: Nested mappings, or a mapping with keys "a/b/c" or "a.b.c"; paths may start with
+      pax_vars: Nested mappings, or a mapping with keys "a/b/c" or "a.b.c". Paths may start with
         `mdl_vars` and the collection. Optimizer slots and the step of a train state are ignored.
     """
     flat: dict[str, Any] = {}

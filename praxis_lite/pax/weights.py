@@ -1,8 +1,8 @@
 """Converts the variables of a Pax model to weights of our models, and back.
 
-Names, shapes and semantics of weights in a layer are the same as in Pax (except RENAMES in
-`paths`). What differs is the form of stacks of layers (scanned or not), padding, and the prefix of
-the model in its task.
+Within a layer, names, shapes and semantics of weights are the same as in Pax (except RENAMES in
+`paths`). Differences are whether layers are stacked, padding, and the prefix of the model in its
+task.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ Name = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """One of our variables: its path with the collection, its spec, and its path in Pax."""
+    """A variable of our model: its path with the collection, its spec, and its path in Pax."""
 
     path: str
     spec: WeightSpec
@@ -42,7 +42,7 @@ class _Leaf:
         return self.spec.shape[len(self.spec.stack_shape) :]
 
     def layers(self, per_block: Mapping[str, int]) -> list[int]:
-        """Returns the indices of the layers in the stack, in the order of the array.
+        """Returns the indices of the array's layers in the stack, in the order of the array.
 
         Args:
           per_block: Number of layers per block of each stack.
@@ -66,19 +66,19 @@ def mdl_vars_from_pax(
 
     Args:
       model: Model that receives the weights.
-      pax_vars: Arrays by Pax path, for example from `read_pax_checkpoint`: nested mappings, or keys
-        such as "params/lm/softmax/..." or "mdl_vars.params.lm.softmax...". A common prefix that
-        the model lacks, such as "lm", is removed.
-      ignore: Patterns of Pax paths, without the collection, to ignore; `*` matches any text.
-      new: Patterns of the model's paths, without the collection, that Pax lacks, such as
+      pax_vars: Arrays by Pax path, for example from `read_pax_checkpoint`. Mappings may be nested,
+        or have keys such as "params/lm/softmax/..." or "mdl_vars.params.lm.softmax...". A common
+        prefix that does not occur in the model, such as "lm", is removed.
+      ignore: Patterns of Pax paths (without the collection) to ignore; `*` matches any string.
+      new: Patterns of paths (without the collection) of model weights that Pax lacks, such as
         "*/lora_?". The model's `init` initializes these weights.
-      key: Key for `init`; None means seed 0.
+      key: Key for `init`. If None, a key with seed 0 is used.
 
     Returns:
       `{"params": ..., "non_trainable": ...}`.
 
     Raises:
-      ConfigError: Variables are missing or unused, have other shapes, or have nonzero padding. The
+      ConfigError: Variables are missing or unused, have wrong shapes, or have nonzero padding. The
         message lists all of them.
     """
     all_leaves = list(_leaves(model))
@@ -99,10 +99,10 @@ def mdl_vars_from_pax(
 
 
 class FromPax:
-    """Initial state that takes all weights from a Pax checkpoint, except those in `new`.
+    """Initial state whose weights come from a Pax checkpoint, except for the weights in `new`.
 
     Args:
-      variables: Variables as `read_pax_checkpoint` returns them.
+      variables: Result of `read_pax_checkpoint`.
       partitioner: Partitioner of the new job.
       ignore: As in `mdl_vars_from_pax`.
       new: As in `mdl_vars_from_pax`.
@@ -137,12 +137,12 @@ class FromPax:
 def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.ndarray]:
     """Converts a model's variables to arrays by Pax path, such as "params/softmax/...".
 
-    Unrolled stacks become `x_layers_i`; stacked ones become `repeat/sub/x_layers_j` with one
+    Unrolled layers become `x_layers_i`. Stacked layers become `repeat/sub/x_layers_j` with one
     leading dim.
 
     Args:
-      model: Model of the variables.
-      mdl_vars: Its variables, without padding.
+      model: The model.
+      mdl_vars: Variables of the model, without padding.
     """
     leaves = list(_leaves(model))
     per_block, arrays = _per_block(leaf.split for leaf in leaves), flatten_dict(mdl_vars, sep="/")
@@ -169,7 +169,7 @@ def _matches_any(path: str, patterns: Sequence[str]) -> bool:
 def _leaves(model: NnxModel) -> Iterator[_Leaf]:
     specs = spec_leaves(model.weight_specs())
     module = model.abstract_module()
-    # The module's graph has ints as keys of lists.
+    # In the graph of the module, indices of lists are ints.
     own_paths = {
         path: tuple(int(name) if name.isdigit() else name for name in path.split("/")[1:])
         for path, _ in specs
@@ -189,7 +189,7 @@ def _per_block(paths: Iterable[StackPath]) -> dict[str, int]:
 
 
 def _without_prefix(arrays: dict[str, Any], first_names: set[str]) -> dict[str, Any]:
-    """Removes a prefix, such as "lm", that all Pax paths share and no path of the model has."""
+    """Removes a prefix, such as "lm", that all Pax paths share but no path of the model has."""
     while arrays:
         firsts = {_first_name(path) for path in arrays}
         if len(firsts) > 1 or firsts & first_names or "" in firsts:
@@ -199,7 +199,7 @@ def _without_prefix(arrays: dict[str, Any], first_names: set[str]) -> dict[str, 
 
 
 def _first_name(path: str) -> str:
-    """Returns the first component of the layer's path; "" for the model itself or its stack."""
+    """Returns the first component of the layer's path, or "" for the model itself or its stack."""
     split = stack_path(path)
     owner = split.stack if split.rest else split.stack.rpartition("/")[0]
     return owner.split("/")[0]
@@ -240,7 +240,7 @@ class _PaxLayers:
         return math.prod(shape[:num_leading])
 
     def check_names(self) -> None:
-        """Raises ConfigError if a variable has no Pax array, or a Pax array no variable."""
+        """Raises ConfigError if there are variables without Pax arrays, or unused Pax arrays."""
         self.check_shapes()
         expected: dict[tuple[str, str, int], str] = {}
         for leaf in self.leaves:
@@ -277,9 +277,9 @@ class _PaxLayers:
             )
 
     def array_of(self, leaf: _Leaf) -> np.ndarray:
-        """Assembles one of our variables from Pax arrays.
+        """Assembles a variable of our model from Pax arrays.
 
-        Returns zeros, and records an error, if a shape is wrong.
+        If a shape is wrong, records an error and returns zeros.
         """
         parts = [self.sources[*leaf.split.name, layer] for layer in leaf.layers(self.per_block)]
         paths = {path for path, _ in parts}
@@ -292,9 +292,9 @@ class _PaxLayers:
         return array.reshape(leaf.spec.shape).astype(leaf.spec.dtype, copy=False)
 
     def _unpadded(self, path: str, own_shape: tuple[int, ...]) -> np.ndarray | None:
-        """Returns a Pax array as [layers, *own_shape].
+        """Returns a Pax array with the shape [layers, *own_shape].
 
-        Returns None, and records an error, if the shape is wrong.
+        If the shape is wrong, records an error and returns None.
         """
         if path in self.unpadded:
             return self.unpadded[path]
@@ -306,10 +306,10 @@ class _PaxLayers:
         if unpadded.shape[1:] != tuple(own_shape):
             self.errors.append(f"{path} has shape {shape} in Pax, {own_shape} in the model")
             return None
-        # Pax pads with zeros. Other values mean that the model is smaller than Pax's.
+        # Pax pads with zeros, so other values mean that the model is smaller than Pax's model.
         if np.count_nonzero(array) != np.count_nonzero(unpadded):
             self.errors.append(
-                f"{path} has shape {shape} in Pax, {own_shape} in the model, but is not zero "
+                f"{path} has shape {shape} in Pax and {own_shape} in the model, but it is not zero "
                 "beyond the model's shape"
             )
             return None
@@ -319,7 +319,7 @@ class _PaxLayers:
 
 
 def _describe_layers(paths: Mapping[tuple[str, str, int], str]) -> dict[str, str]:
-    """Returns, for each path, a list of its layers as text; "" if it is not in a stack."""
+    """Formats the layers of each path as " (layers 0, 1)", or "" if it is not in a stack."""
     layers: dict[str, list[int]] = {}
     for (_, rest, layer), path in paths.items():
         layers.setdefault(path, []).append(layer)

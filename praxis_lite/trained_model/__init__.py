@@ -1,4 +1,4 @@
-"""A trained model in Python: evaluation, prediction, generation, and display in notebooks.
+"""Evaluation, prediction and generation with trained models, and their display in notebooks.
 
-Deals with jobs and their checkpoints; never trains.
+This package reads jobs and their checkpoints, but does not train.
 """

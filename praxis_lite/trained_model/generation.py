@@ -20,16 +20,16 @@ def changed_decoder(
     Args:
       task: The task.
       config: The task's config.
-      decoder: The decoder to change; None for the task's.
+      decoder: The decoder to change, or None for the task's decoder.
       settings: Values of the decoder's fields to replace.
 
     Raises:
       ConfigError: The task has no decoder, or the decoder has no such setting.
     """
     if not isinstance(task.decoder, Decoder):
-        raise ConfigError(f"{type(task).__name__} has no decoder, so it takes no settings.")
+        raise ConfigError(f"{type(task).__name__} has no decoder whose settings could be changed.")
     if decoder is None:
-        # Build it from the config, because the task has added tokens of its tokenizer to its own.
+        # Build it from the config, because the task has added its tokenizer's ids to its decoder.
         decoder = config.decoder
         if isinstance(decoder, fdl.Buildable):
             decoder = fdl.build(decoder)
@@ -42,7 +42,7 @@ def changed_decoder(
         if name not in known:
             raise ConfigError(
                 f"{type(decoder).__name__} has no setting {name!r}; it has {', '.join(known)}."
-                f"{did_you_mean(name, known)} To use another decoder, pass decoder=Sample(...), "
-                "for instance."
+                f"{did_you_mean(name, known)} To use a different decoder, pass it, for example as "
+                "decoder=Sample(...)."
             )
     return dataclasses.replace(decoder, **settings)

@@ -1,4 +1,4 @@
-"""`load`: returns the trained model of a job."""
+"""`load`: loads the trained model of a job."""
 
 import dataclasses
 import os
@@ -32,20 +32,20 @@ def load(
     The checkpoint is verified before it is read, and nothing is written to the directory.
 
     Args:
-      job_log_dir: The job's directory.
-      step: Step of the checkpoint; "best", or None for the newest.
-      mesh: "attached" for all attached accelerators, or one CPU device if there are none, whatever
-        the job was trained on; "job" for the job's own mesh, whose devices are simulated if there
-        are no accelerators and JAX has not been initialized; or a MeshConfig.
+      job_log_dir: Job directory.
+      step: Step of the checkpoint, "best", or None for the latest.
+      mesh: "attached" for all attached accelerators, or one CPU device if there are none; "job" for
+        the mesh of the job; or a MeshConfig. For "job", devices are simulated if there are no
+        accelerators and JAX has not been initialized.
       settings: Values by path, or strings "path=value", as for --set.
-      packages: Your packages that the job's config refers to, as for --packages.
+      packages: User packages that the job's config refers to, as for --packages.
 
     Returns:
       The trained model.
 
     Raises:
-      ConfigError: There is no job in the directory, or it has no such checkpoint; the checkpoint is
-        damaged; or a setting or the mesh does not fit.
+      ConfigError: The directory contains no job, the checkpoint is missing or damaged, or a setting
+        or the mesh is invalid for the job.
     """
     is_mesh = isinstance(mesh, MeshConfig) or mesh in ("attached", "job")
     require(is_mesh, "load: mesh", mesh, "'attached', 'job' or a MeshConfig")

@@ -1,4 +1,4 @@
-"""Formats a trained model for notebooks and `repr`: its loss curve and last metrics."""
+"""Formats a trained model's loss curve and last metrics for notebooks and `repr`."""
 
 import html
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from praxis_lite.trainer.metrics.svg_curve import Columns, legend, loss_svg
 
 __all__ = ("html_of",)
 
-# The metrics of the last step to show, if they exist.
+# Names of the metrics of the last step that are shown if they exist.
 _SHOWN = ("loss", "learning_rate", "grad_norm", "step_time", "tokens_per_second", "mfu")
 
 
 def text_of(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
-    """Formats the last losses as ", loss 2.31, heldout loss 2.45"; "" if there are none."""
+    """Formats the last losses as ", loss 2.31, heldout loss 2.45", or "" if there are none."""
     numbers = {"": metrics, **evaluations}
     return "".join(
         f", {f'{name} loss'.strip()} {metric_text(float(columns['loss'][-1]))}"
@@ -30,7 +30,7 @@ def html_of(
 
     Args:
       title: The title.
-      place: The job's directory.
+      place: The job directory.
       metrics: Columns of the training metrics, as in `TrainedModel.metrics`.
       evaluations: Columns by dataset, as in `TrainedModel.evaluations`.
     """

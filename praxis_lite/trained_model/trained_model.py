@@ -38,7 +38,7 @@ Record = dict[str, Any]
 
 
 def _naming_settings(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes errors of a method name the settings that caused them."""
+    """Wraps a method so that its errors name the settings that caused them."""
 
     @functools.wraps(method)
     def named(self: "TrainedModel", *args: Any, **kwargs: Any) -> Any:
@@ -53,19 +53,20 @@ class TrainedModel:
 
     `praxis_lite.train` returns a model whose weights are restored on first use; `load` restores
     them immediately. Each method compiles once per combination of array shapes. Decoding copies the
-    weights of stacked layers once per format that the decoder needs, and caches the copies.
-    Notebooks display the loss curve and the last metrics. A pickle refers to the checkpoint
-    instead of containing the weights; the copy restores them on first use, on a mesh of the same
+    weights of stacked layers once per format that a decoder requires, and caches the copies.
+    Notebooks display the loss curve and the last metrics. A pickle refers to the checkpoint instead
+    of containing the weights. An unpickled model restores them on first use, on a mesh of the same
     shape.
 
     Attributes:
       step: Step of the checkpoint.
-      experiment: Full name of the experiment's class.
-      job: The job, as built from its config, with the mesh in use.
-      partitioner: The job's task on the mesh.
-      job_dir: The job's directory, a `pathlib.Path`.
-      stopped_by: The request that stopped training, such as "SIGINT", or the reason of early
-        stopping or of a hook; None if training reached its last step, or for a loaded model.
+      experiment: Full name of the experiment class.
+      job: The job built from its config, with the mesh in use.
+      partitioner: Partitioner of the job's task on the mesh.
+      job_dir: Job directory, a `pathlib.Path`.
+      stopped_by: The request that stopped training, such as "SIGINT", or the reason for stopping
+        from early stopping or a hook. None if training reached its last step, and for loaded
+        models.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class TrainedModel:
     def metrics(self) -> dict[str, np.ndarray]:
         """Columns of metrics.jsonl by name, such as "loss": float64[num_steps]; "step" is int64.
 
-        Missing values are NaN. The file is read at each access. `pandas.DataFrame(model.metrics)`
-        makes a table.
+        Missing values are NaN. The file is read at each access. Use
+        `pandas.DataFrame(model.metrics)` to get a table.
         """
         return columns_in(self._files.metrics_jsonl)
 
@@ -117,14 +118,14 @@ class TrainedModel:
 
     @property
     def mdl_vars(self) -> Any:
-        """The weights on the mesh, padded and sharded as the compiled steps take them.
+        """The weights on the mesh, padded and sharded as the compiled steps expect them.
 
-        These are the averaged weights if run.evaluation.use_ema_states is set.
+        If run.evaluation.use_ema_states is set, these are the moving averages of the weights.
         """
         return self.mdl_vars_with(use_ema=self.job.run.evaluation.use_ema_states)
 
     def mdl_vars_with(self, *, use_ema: bool) -> Any:
-        """Returns `mdl_vars` with the weights themselves, or with their moving averages."""
+        """Returns `mdl_vars` with the trained weights or their moving averages."""
         if use_ema not in self._restored:
             self.step, self._restored[use_ema] = restored_weights(
                 self.partitioner, self._files, self.step, use_ema
@@ -148,13 +149,13 @@ class TrainedModel:
         computes the task's `predict(params, batch, None)`.
 
         Args:
-          *arrays: NumPy arrays, or trees of them, with the rows as first dim. Other values, such
-            as flags, are passed unchanged.
-          **named: The same as keyword arguments.
+          *arrays: NumPy arrays, or trees of arrays, whose first dim is the batch. Other values,
+            such as flags, are passed unchanged.
+          **named: Keyword arguments, treated in the same way.
 
         Raises:
-          ConfigError: No argument is an array, their numbers of rows differ, a layer rejects them,
-            or an id or position is out of range.
+          ConfigError: No argument is an array, arrays have different numbers of rows, a layer
+            rejects them, or an id or position is out of range.
         """
         check_call(self.partitioner.task, arrays, named)
         return self._forward(self.mdl_vars, *arrays, **named)
@@ -166,10 +167,10 @@ class TrainedModel:
         """Evaluates the task's metrics.
 
         Args:
-          data: Name of a dataset of the job, or any pipeline, of which at most
-            run.evaluation.max_batches batches are read, as in --mode=eval; or one or several
-            batches, dicts of NumPy arrays with any number of rows. Without "weights" every row, or
-            every label, has weight 1.
+          data: Name of a dataset of the job, an input pipeline, or one or more batches. At most
+            run.evaluation.max_batches batches of a dataset or pipeline are read, as in --mode=eval.
+            Batches are dicts of NumPy arrays with any number of rows. If they lack "weights", every
+            row or label has weight 1.
 
         Returns:
           The weighted mean of each metric over all batches, by name.
@@ -185,7 +186,7 @@ class TrainedModel:
         check_reads(self.partitioner.eval_step, checked_spec(pipeline, name), name)
         if pipeline.num_batches is None and limit is None:
             raise ConfigError(
-                f"{name} is endless, so an evaluation on it would never end. Load the job with "
+                f"{name} cannot be evaluated completely, because it is endless. Load the job with "
                 "settings=['run.evaluation.max_batches=NUMBER'], or pass batches."
             )
         evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=self.job.run.seed)
@@ -203,14 +204,14 @@ class TrainedModel:
         """Decodes a dataset.
 
         Args:
-          data: Name of a decode dataset of the job, or any pipeline with the inputs that the task
-            decodes.
-          decoder: The decoder; None for the job's.
-          seed: Seed for sampling; None for the run's.
+          data: Name of a decode dataset of the job, or an input pipeline with the inputs that the
+            task decodes.
+          decoder: The decoder, or None for the job's decoder.
+          seed: Seed for sampling, or None for the seed of the run.
           **settings: Settings of the decoder to change, such as temperature=0.7.
 
         Returns:
-          A record per row, as --mode=decode writes them.
+          A record per row, as written by --mode=decode.
 
         Raises:
           ConfigError: The task cannot decode, the job has no such dataset, or the decoder has no
@@ -240,12 +241,13 @@ class TrainedModel:
         """Continues prompts with a language model, as in `generate("The ", temperature=0.7)`.
 
         Args:
-          prompts: One or several texts, which start like documents in training, with the
-            beginning-of-sequence token or else the end-of-sequence token; conversations, as lists
-            of {"role", "content"} or dicts {"messages", "tools", ...}, formatted by the tokenizer's
-            chat template; or token ids, used unchanged.
-          decoder: The decoder; None for the job's.
-          seed: Seed for sampling; None for the run's.
+          prompts: One or more strings, conversations or lists of token ids. Strings start like
+            documents in training, with the beginning-of-sequence token or, if there is none, the
+            end-of-sequence token. Conversations are lists of {"role", "content"}, or dicts
+            {"messages", "tools", ...}; the chat template of the tokenizer formats them. Token ids
+            are used unchanged.
+          decoder: The decoder, or None for the job's decoder.
+          seed: Seed for sampling, or None for the seed of the run.
           **settings: Settings of the decoder to change.
 
         Returns:
@@ -283,7 +285,7 @@ class TrainedModel:
         return name, data
 
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:
-        """Returns a partitioner whose task has the decoder; the job's if nothing changes."""
+        """Returns a partitioner for the given decoder, or the job's partitioner."""
         if decoder is None and not settings:
             check_decoder(self.partitioner.task)
             return self.partitioner

@@ -53,7 +53,7 @@ REFUSED = {
     "NamedOptimizer": r"is 'adamw'; expected a function .* such as fdl.Partial\(optax.adamw",
     "NoOptimizer": "returns_rate returns a float; expected an optax.GradientTransformation",
     "NamedRate": "learning_rate is '1e-3'; expected a number, or a schedule",
-    "UnbuiltSchedule": r"Set a schedule as fdl.Config\(linear_schedule, ...\)",
+    "UnbuiltSchedule": r"use fdl.Config\(linear_schedule, ...\)",
     "PartialLearner": r"LossTask.learner is a partial; expected a Learner: fdl.Config\(Learner",
     "ConfigModel": r"task.model: Mlp cannot be built: .*'rngs'.* use fdl.Partial\(Mlp, ...\)",
     "NoWidth": r"Mlp lacks width: set it in the config, such as fdl.Partial\(Mlp, width=...\)",

@@ -127,7 +127,7 @@ WRONG = {
     ),
     "a rule for a dim that is split": (
         feed_forward({"mlp": "mdl"}), rule((f".*{IN}", 'shard_dim("data", 1)')),
-        [IN, "shard_dim('data', 1)", "already split over mdl", "Choose another dim"],
+        [IN, "shard_dim('data', 1)", "splits it over mdl", "Choose a different dim"],
     ),
     "a rule's axis is the layer's": (
         feed_forward({"mlp": "mdl"}), rule((".*ffn.*", 'fsdp("mdl", 0)')), [IN, "'mdl' twice"]

@@ -1,6 +1,6 @@
-"""Data parallelism with explicit collectives: gradients and metrics in a `jax.shard_map`.
+"""Data parallelism with explicit collectives: computes gradients and metrics in a `jax.shard_map`.
 
-This package depends only on the core.
+This package depends only on `praxis_lite.core`.
 """
 
 from praxis_lite.public_names import public_names

@@ -38,27 +38,27 @@ REPLICATED = PartitionSpec()
 
 @dataclasses.dataclass(frozen=True)
 class ExplicitCollectives:
-    """Explicit collectives in train and eval steps; pass it to a Partitioner as `gradients`.
+    """Runs train and eval steps with explicit collectives; pass it to a Partitioner as `gradients`.
 
-    The state is the same as without it, so checkpoints are interchangeable. Along `data_axes` each
-    device runs the model on its rows of a batch:
+    The layout of the state does not change, so checkpoints are interchangeable. Along `data_axes`,
+    each device runs the model on its rows of a batch:
 
-    - A weight that is split over these axes (fully sharded data parallelism) is gathered where the
-      model reads it, and again where the backward pass recomputes a layer. Its gradient is
+    - A weight that is split over these axes (fully sharded data parallelism) is gathered when the
+      model reads it, and gathered again when the backward pass recomputes a layer. Its gradient is
       reduce-scattered.
     - Gradients of other weights, metrics and batch statistics are summed over devices once per
       step, after all micro-batches. The compiler would sum gradients once per micro-batch.
 
-    Splits over other mesh axes are left to the compiler (tensor parallelism). Init, the learner's
-    update, decoding and checkpoints are those of any `Partitioner`.
+    The compiler still handles splits over other mesh axes (tensor parallelism). Init, the learner's
+    update, decoding and checkpoints work as they do without this strategy.
 
-    Means over devices are weighted by the metrics' weights, so losses and gradients equal those of
+    Means over devices are weighted by the metrics' weights, so losses and gradients equal those on
     one device. Values that are not sums over rows differ, as they do with micro-batches: batch norm
-    uses the statistics of a device, and running statistics become the mean over devices, weighted
-    like the loss; a router balances the load per device. Each device has a different key.
+    normalizes with each device's statistics, its running statistics are averaged over devices with
+    the loss weights, and a router balances the load per device. Each device uses a different key.
 
-    Batches are padded with copies of the first row, with `weights` 0. JAX checks which values vary
-    between devices (`check_vma`).
+    Batches are padded with copies of the first row that have `weights` 0. JAX checks which values
+    vary between devices (`check_vma`).
 
     Attributes:
       data_axes: Mesh axes with explicit collectives.
@@ -72,14 +72,15 @@ class ExplicitCollectives:
         """Returns the functions that compute gradients and metrics of a task on a mesh.
 
         Raises:
-          ConfigError: An axis is not in the mesh, or all `data_axes` have one device while other
-            axes have more; a dim of a weight is split over a data axis and another axis; stacked
-            layers are split over a data axis; weights are in host memory.
+          ConfigError: An axis is not in the mesh; `data_axes` have one device in total but the mesh
+            has more; a weight's dim is split over both a data axis and another axis; stacked layers
+            are split over a data axis; or some weights are in host memory.
         """
         if layout.has_host_memory:
             raise ConfigError(
-                "ExplicitCollectives gathers weights between devices, but some weights are in host "
-                "memory (Repeat.offload_weights). Remove one of the two."
+                "ExplicitCollectives cannot be combined with weights in host memory "
+                "(Repeat.offload_weights), because it gathers weights between devices. Remove one "
+                "of the two."
             )
         on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, learner)
         return Gradients(
@@ -93,7 +94,8 @@ class _OnMesh:
         learner: BoundLearner,
     ):
         self.data_axes, self.mesh = data_axes, mesh
-        # XLA cannot sum over one device if other axes are left to it: docs/upstream.md.
+        # XLA cannot sum over a single device while it also partitions other axes; see
+        # docs/upstream.md.
         self.num_parts = math.prod(mesh.shape[axis] for axis in data_axes)
         require(
             self.num_parts > 1 or mesh.size == 1,
@@ -121,7 +123,7 @@ class _OnMesh:
         return mapped_weight(path_of(path), shape.shape, num_layers, spec, self.data_axes, sizes)
 
     def num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
-        """Returns the number of padding rows that a batch needs for the division into parts."""
+        """Returns the number of padding rows that a batch needs to split evenly."""
         return num_missing_rows(
             inputs, self.num_parts * num_micro_batches,
             f"{self.num_parts} devices along {self.data_axes} with {num_micro_batches} "
@@ -144,11 +146,12 @@ class _OnMesh:
         inputs_split_mapping: InputsSplitMapping,
         lay_out: Callable[[PyTree], PyTree],
     ) -> tuple[WeightedScalars, PyTree, PyTree]:
-        # The layout of slots contains data axes, too; sums have the layout of the weights here.
+        # The optimizer slots' layout also uses data axes, which are manual here, so gradients are
+        # summed in the layout of the weights instead.
         del lay_out
         inputs = self._padded(inputs, num_micro_batches)
-        # Expected weight of a device's micro-batch. Dividing by it gives the differentiated value
-        # the size of the loss, which matters for the range of float16.
+        # Expected weight of a device's micro-batch. Dividing by it keeps the differentiated value
+        # as large as the loss, so that it stays in the range of float16.
         size = max(num_weights_of(inputs), 1) / self.num_parts / num_micro_batches
 
         def on_a_device(
@@ -172,10 +175,10 @@ class _OnMesh:
                 }
                 weight = jax.lax.stop_gradient(metrics["loss"][1])
                 new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
-                # "loss" with weight 1 turns accumulation's weighted mean into a plain sum.
+                # A "loss" of weight 1 turns the weighted mean of accumulation into a plain mean.
                 unit = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = unit | {f"mean/{name}": pair for name, pair in metrics.items()}
-                # Every device must contribute to the sum, even if all have the same number.
+                # The loss must vary over devices, so that every device contributes to the sum.
                 return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 
             metrics, new, grads = accumulation.value_and_grad(
@@ -247,7 +250,7 @@ class _OnMesh:
         return metrics, {name: x[:num_rows] for name, x in examples.items()}
 
     def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
-        """Pads weights for the `jax.shard_map`, and returns them with their specs inside it."""
+        """Returns padded weights for the `jax.shard_map`, and their specs over the data axes."""
         specs = jax.tree.map(lambda weight: weight.spec, weights)
         mapped_specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
         return pad_tree(params, specs, dict(self.mesh.shape)), mapped_specs
@@ -259,7 +262,7 @@ def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
     require(
         not unknown and bool(axes) and len(set(axes)) == len(axes),
         "ExplicitCollectives.data_axes", axes,
-        f"one or more axes of the mesh's {mesh.axis_names}, each once",
+        f"one or more of the mesh axes {mesh.axis_names}, without duplicates",
         did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
     )
     return axes
@@ -272,12 +275,12 @@ def on_each_device(
     """Runs `function(inputs, *others)` on each device, in a `jax.shard_map` over the data axes.
 
     Args:
-      function: A function of this device's rows and the other trees.
-      inputs: Arrays whose rows the devices divide; scalars are replicated.
-      others: Pairs of a tree and its PartitionSpecs (or one for all leaves).
-      out: Specs of the results.
-      data_axes: Manual mesh axes; the others are left to the compiler.
-      axis_rules: A job's rules for logical axes, which Linen layers apply to activations.
+      function: Takes this device's rows and the other trees.
+      inputs: Arrays whose rows are split over the devices; scalars are replicated.
+      others: Pairs of a tree and its PartitionSpecs (or one PartitionSpec for all leaves).
+      out: PartitionSpecs of the results.
+      data_axes: Manual mesh axes; the compiler handles the other axes.
+      axis_rules: Logical axis rules of the job, which Linen layers apply to activations.
 
     Raises:
       ConfigError: The model constrains an array over a data axis.
@@ -308,20 +311,20 @@ def _explaining_constraint_errors(data_axes: Sequence[str]) -> Iterator[None]:
         if "sharding_constraint" not in str(error) or "Manual" not in str(error):
             raise
         raise ConfigError(
-            f"The model constrains an activation over one of data_axes {data_axes}, but with "
-            "ExplicitCollectives each device has its own rows along them. Remove the axis from "
-            "jax.lax.with_sharding_constraint (praxis_lite.core.constrain does so), or omit the "
-            f"Partitioner's gradients. JAX's error: {error}"
+            "The model constrains the sharding of an activation over one of the data_axes "
+            f"{data_axes}, but under ExplicitCollectives these axes are manual. Remove the axis "
+            "from jax.lax.with_sharding_constraint, call praxis_lite.core.constrain instead, or "
+            f"omit the Partitioner's gradients. JAX's error: {error}"
         ) from error
 
 
 def with_nonzero_weights(
     inputs: Mapping[str, jax.Array],
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns a device's inputs, and whether any of its rows has a nonzero weight.
+    """Returns inputs with at least one nonzero weight, and whether they had one before.
 
-    If none has, `weights` are replaced by 1, and the caller multiplies results by 0. Otherwise a
-    mean over nothing could be NaN, which would spread to the sums of all devices.
+    If all weights of a device are 0, they are replaced by 1, and the caller multiplies the results
+    by 0. Otherwise the mean over zero rows could be NaN, and the sums over devices would be, too.
     """
     if "weights" not in inputs:
         return dict(inputs), jnp.ones((), bool)
@@ -332,7 +335,7 @@ def with_nonzero_weights(
 
 
 def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
-    """Sums a gradient over the data axes that its gather has not already summed it over."""
+    """Sums a gradient over the data axes that its gather's backward pass has not reduced."""
     reduced = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
     axes = tuple(axis for axis in data_axes if axis not in reduced)
     return jax.lax.psum(grad, axes) if axes else grad
@@ -352,9 +355,9 @@ def weighted_means(metrics: WeightedScalars, data_axes: Sequence[str]) -> Weight
 
 
 def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence[str]) -> PyTree:
-    """Returns `old` plus the weighted mean of the devices' changes.
+    """Returns `old` plus the weighted mean over devices of `new - old`.
 
-    Integers and keys must be equal on all devices; their maximum is returned.
+    Integers and PRNG keys must be equal on all devices; their maximum is returned.
     """
 
     def mean(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -365,7 +368,7 @@ def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             new = jax.lax.pmax(new, data_axes)
             return new
-        # Unchanged values must keep their bits, also infinities.
+        # Unchanged values, including infinities, must stay bitwise equal.
         change = jnp.where(new == old, 0.0, new - old) * weight
         change, total = jax.lax.psum((change, weight), data_axes)
         new_mean: jax.Array = (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)

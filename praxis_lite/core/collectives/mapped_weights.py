@@ -1,4 +1,4 @@
-"""Passes weights into a `jax.shard_map`, replicated or as blocks that are gathered when read."""
+"""Passes weights into a `jax.shard_map`, either replicated or as blocks to gather when read."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ def gather_of(
     path: str, shape: Sequence[int], spec: PartitionSpec, manual_axes: Sequence[str],
     axis_sizes: Mapping[str, int],
 ) -> Callable[[jax.Array], jax.Array]:
-    """Returns the function for `ShardedWeight.gather`.
+    """Returns the function that gathers a weight from its blocks, for `ShardedWeight.gather`.
 
     The derivative of `all_gather` is `psum_scatter`: the gradients of all devices are summed, and
     each device keeps its block of the sum. The compiler still splits the gathered weight over axes
@@ -28,13 +28,14 @@ def gather_of(
     Args:
       path: Path of the weight, for messages.
       shape: Shape of the complete weight, including stacked dims.
-      spec: Its spec, extended to its rank. A dim is split over manual axes or other axes, not both.
+      spec: PartitionSpec of the weight, extended to its rank. A dim may be split over manual axes
+        or over other axes, but not over both.
       manual_axes: Manual axes of the `jax.shard_map`.
       axis_sizes: Number of devices along each mesh axis.
 
     Returns:
-      The gather function. It raises ConfigError for a single layer of a stack whose stacked dim is
-      split over manual axes or padded.
+      The gather function. It raises ConfigError if it is called with a single layer of a stack
+      whose stacked dim is split over manual axes or padded.
     """
     shape, rank = tuple(shape), len(shape)
     manual = {
@@ -45,7 +46,7 @@ def gather_of(
     auto_axes = {axis for entry in auto_spec for axis in axes_of(entry)}
 
     def gather(block: jax.Array) -> jax.Array:
-        # The leading dims that a scan over layers or a vmap has removed.
+        # A scan over layers or a vmap removes leading dims.
         num_removed = rank - block.ndim
         for dim in range(num_removed):
             if dim in manual or padded[dim] != shape[dim]:
@@ -61,8 +62,8 @@ def gather_of(
 
         local_spec = PartitionSpec(*auto_spec[num_removed:])
         if manual and auto_axes:
-            # Make the other axes manual, too: XLA would extend an all-gather over some axes of a
-            # dim's split to all of them.
+            # Make the other axes manual, too: otherwise XLA extends an all-gather over some of the
+            # axes that split a dim to all of them.
             all_gather = jax.shard_map(
                 all_gather, in_specs=local_spec, out_specs=local_spec,
                 axis_names=manual_axes_for(auto_axes),
@@ -77,14 +78,15 @@ def gather_of(
 
 @dataclasses.dataclass(frozen=True)
 class MappedWeight:
-    """How a weight is passed into a `jax.shard_map`.
+    """A description of how a weight enters a `jax.shard_map`.
 
     Attributes:
       path: Path of the weight.
       layers: Sizes of the leading dims that stack layers.
-      spec: Spec on the complete mesh.
-      mapped_spec: Spec with only the manual axes.
-      gather: Result of `gather_of`; None: the weight is replicated over manual axes and unpadded.
+      spec: PartitionSpec on the complete mesh.
+      mapped_spec: PartitionSpec with only the manual axes.
+      gather: Result of `gather_of`, or None if the weight is replicated over manual axes and
+        unpadded.
     """
 
     path: str
@@ -98,18 +100,19 @@ def mapped_weight(
     path: str, shape: Sequence[int], num_layers: int, spec: PartitionSpec,
     manual_axes: Sequence[str], axis_sizes: Mapping[str, int],
 ) -> MappedWeight:
-    """Returns how a weight is passed into a `jax.shard_map`; for arguments, see `gather_of`.
+    """Returns the MappedWeight that describes how a weight enters a `jax.shard_map`.
 
     Args:
       path: Path of the weight, for messages.
       shape: Shape of the complete weight.
       num_layers: Number of leading dims that stack layers.
-      spec: Its spec, extended to its rank.
+      spec: PartitionSpec of the weight, extended to its rank.
       manual_axes: Manual axes of the `jax.shard_map`.
       axis_sizes: Number of devices along each mesh axis.
 
     Raises:
-      ConfigError: A dim is split over manual axes and others, or stacked layers over manual ones.
+      ConfigError: A dim is split over both manual and other axes, or a dim that stacks layers is
+        split over manual axes.
     """
     shape = tuple(shape)
     for dim, entry in enumerate(spec):
@@ -117,19 +120,19 @@ def mapped_weight(
         manual = axes & set(manual_axes)
         if manual and manual != axes:
             raise ConfigError(
-                f"{path}: dim {dim} of {shape} is split over {entry}, of which only "
-                f"{sorted(manual)} is in data_axes {tuple(manual_axes)}. Split two dims, or put "
-                "all or none of these axes in data_axes."
+                f"{path}: dim {dim} of {shape} is split over {entry}, but only {sorted(manual)} is "
+                f"in data_axes {tuple(manual_axes)}. Split two dims, or put all or none of these "
+                "axes in data_axes."
             )
         if manual and dim < num_layers:
             raise ConfigError(
-                f"{path}: the layers of a stack (dim {dim} of {shape}) are split over {entry}, "
-                "which is in data_axes: each device would run different layers. Split another dim, "
-                "or remove the axis from data_axes."
+                f"{path}: dim {dim} of {shape} stacks layers and is split over {entry}, but "
+                f"{entry} is in data_axes, so each device would run different layers. Split "
+                "another dim, or remove the axis from data_axes."
             )
     others = {axis for entry in spec for axis in axes_of(entry)} - set(manual_axes)
     mapped_spec = without_axes(spec, tuple(others))
-    # JAX rejects uneven splits at this boundary, too: weights are padded, and sliced inside.
+    # JAX rejects uneven splits here as well, so weights are padded outside and sliced inside.
     is_block, is_padded = any(mapped_spec), padded_shape(shape, spec, axis_sizes) != shape
     has_gather = is_block or is_padded
     gather = gather_of(path, shape, spec, manual_axes, axis_sizes) if has_gather else None
@@ -137,7 +140,7 @@ def mapped_weight(
 
 
 def sharded(blocks: Any, weights: Any) -> Any:
-    """Returns weights as a model receives them: arrays, or ShardedWeights that need a gather.
+    """Wraps each block that the model must gather as a ShardedWeight; others stay arrays.
 
     Args:
       blocks: Tree of arrays inside the `jax.shard_map`.
@@ -146,7 +149,7 @@ def sharded(blocks: Any, weights: Any) -> Any:
 
     def wrap(block: jax.Array, weight: MappedWeight) -> jax.Array | ShardedWeight:
         if block.shape[: len(weight.layers)] != weight.layers:
-            # A loop over layers must not read padding.
+            # Remove padded layers, because a loop over layers must not run them.
             block = block[tuple(map(slice, weight.layers))]
         return ShardedWeight(block, weight.gather, weight.path) if weight.gather else block
 

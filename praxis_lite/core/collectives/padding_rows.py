@@ -1,4 +1,4 @@
-"""Pads a batch with rows of weight 0, so that devices or microbatches divide its rows."""
+"""Pads a batch with rows of weight 0 so that it splits evenly over devices and micro-batches."""
 
 import functools
 from collections.abc import Mapping
@@ -14,31 +14,33 @@ PyTree = Any
 
 
 def num_missing_rows(inputs: Mapping[str, PyTree], multiple: int, parts: str) -> int:
-    """Returns the number of rows to add so that the number of rows is a multiple of `multiple`.
+    """Returns how many padding rows make the batch size a multiple of `multiple`.
 
     Args:
       inputs: Arrays [B, ...], or their shapes.
-      multiple: The required divisor.
-      parts: What the rows are divided over, for the message, such as "4 microbatches".
+      multiple: The number that the padded batch size must be divisible by.
+      parts: Describes what the batch is split over, for the error message, such as
+        "4 microbatches".
 
     Raises:
-      ConfigError: Rows must be added, but there is no leaf "weights" to give them weight 0.
+      ConfigError: The batch needs padding rows, but has no leaf "weights" to mark them.
     """
     num_rows = num_rows_of(inputs)
     num_missing = -num_rows % multiple
     if num_missing and "weights" not in inputs:
         raise ConfigError(
-            f"A batch has {num_rows} rows, which {parts} do not divide, and it has no leaf "
-            f"'weights' to mark padding rows, only {sorted(inputs)}. Make the batch size a "
-            f"multiple of {multiple}, or add a weight (1.0) per row that the task's loss uses."
+            f"A batch of {num_rows} rows cannot be split evenly over {parts}, and it cannot be "
+            f"padded, because it has no leaf 'weights', only {sorted(inputs)}. Make the batch size "
+            f"a multiple of {multiple}, or add a weight of 1.0 per row and use it in the task's "
+            "loss."
         )
     return num_missing
 
 
 def with_padding_rows(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping[str, PyTree]:
-    """Appends copies of a batch's first row with `weights` 0.
+    """Appends `num_missing` copies of the first row, with `weights` set to 0.
 
-    Not rows of zeros: their loss could be NaN, and so could its gradient, as 0 times NaN is NaN.
+    Rows of zeros would not be safe: their loss could be NaN, and 0 times NaN is still NaN.
     """
     if not num_missing:
         return inputs
@@ -53,5 +55,5 @@ def with_padding_rows(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping
 
 
 def num_weights_of(inputs: Mapping[str, PyTree]) -> int:
-    """Returns the sum of a batch's weights if all are 1: the size of `weights`, or of the batch."""
+    """Returns the size of `weights`, or the batch size if a batch has no `weights`."""
     return inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)

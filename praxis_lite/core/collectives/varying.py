@@ -1,8 +1,8 @@
 """Casts arrays to vary over the manual axes of a `jax.shard_map`.
 
-Along a manual axis an array is either replicated or varying. JAX tracks this in types, because it
-sums the gradients of replicated arrays over devices. The carry of a loop must be varying from the
-start if it is at the end. `jnp.zeros` is not, so loops cast their initial values.
+Along a manual axis an array is either replicated or varying. JAX tracks this in array types because
+it sums the gradients of replicated arrays over devices. A loop's carry must have the same type
+before and after each iteration. `jnp.zeros` is replicated, so loops cast their initial values.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ PyTree = Any
 def varying_axes(tree: PyTree) -> frozenset[str]:
     """Returns the manual axes over which any array of `tree` varies.
 
-    Empty outside `jax.shard_map`, and inside one with `check_vma=False`.
+    The result is empty outside `jax.shard_map` and under `check_vma=False`.
     """
     return frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(tree)))
 
@@ -42,8 +42,8 @@ def varying_alike(tree: PyTree, others: PyTree = ()) -> PyTree:
 def on_any_device(flag: jax.Array) -> jax.Array:
     """Returns a bool scalar that is True if `flag` is True on any device.
 
-    As the condition of a loop it makes all devices run the same number of iterations, so that each
-    collective of an iteration, such as the gather of a weight, has all of its participants.
+    Used as a loop condition, it makes all devices run the same number of iterations, so that all of
+    them take part in the collectives of each iteration, such as the all-gather of a weight.
     """
     axes = tuple(sorted(varying_axes(flag)))
     return jax.lax.pmax(flag.astype(jnp.int32), axes) > 0 if axes else flag

@@ -1,7 +1,7 @@
 """Tracks the mesh axes that split the mapped dim of a `jax.vmap`.
 
-A `jax.shard_map` inside the vmap must make these axes manual, too, so that each device has its part
-of the mapped dim. Otherwise all devices gather the complete dim, and each computes all of it.
+A `jax.shard_map` inside the vmap must also make these axes manual, so that each device computes
+only its shard of the mapped dim. Otherwise every device gathers and computes the complete dim.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ _IS_BEFORE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_before", d
 
 
 def vmapped_axes() -> frozenset[str]:
-    """Returns the axes of the enclosing `vmap_over` calls, including those announced beforehand."""
+    """Returns the axes of the enclosing `vmap_over` calls and `before_vmap` contexts."""
     return _MAPPED.get()
 
 
 def manual_axes_for(axes: Iterable[str]) -> set[str]:
     """Returns the axes that a `jax.shard_map` must make manual so that `axes` are manual.
 
-    In a `vmap_over` these are all axes, because it adds its own axes, which are manual in the
-    `jax.shard_map`, to constraints over the others.
+    Inside a `vmap_over`, every axis must be manual: the vmap adds its axes to sharding constraints
+    over the remaining axes, but constraints must not use manual axes.
     """
     if _IS_BEFORE.get() or not _MAPPED.get():
         return set(axes)
@@ -53,10 +53,10 @@ def vmap_over(
 
 @contextlib.contextmanager
 def before_vmap(axes: Iterable[str]) -> Iterator[None]:
-    """Announces a `vmap_over` that will map the gradients traced in the body.
+    """Marks code whose gradients a later `vmap_over` will map over `axes`.
 
-    JAX's gradient of a `jax.shard_map` sums over axes that split nothing in it. These would be the
-    axes of the vmap, so such a `jax.shard_map` needs a custom gradient.
+    JAX's gradient of a `jax.shard_map` sums over every manual axis that does not split its inputs.
+    That would include the axes of the vmap, so such a `jax.shard_map` needs a custom gradient.
     """
     with _set_to(_IS_BEFORE, True), _set_to(_MAPPED, _MAPPED.get() | set(axes)):
         yield

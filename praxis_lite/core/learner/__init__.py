@@ -1,4 +1,4 @@
-"""Updates of weights: optimizers, groups of weights, schedules, slots, averages.
+"""Weight updates: optimizers, weight groups, schedules, slots and averages.
 
-This package knows nothing about a model's layers, meshes or training loops.
+This package does not depend on layers, meshes or training loops.
 """

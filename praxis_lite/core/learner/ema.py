@@ -11,12 +11,12 @@ PyTree = Any
 def moving_average(average: PyTree, params: PyTree, decay: float, num_updates: jax.Array) -> PyTree:
     """Returns the updated average: decay * average + (1 - decay) * params.
 
-    Like Pax's `apply_ema_weights`: the average starts as a copy of the initial weights, and the
-    decay of update n is at most (1 + n) / (10 + n), so that the initial weights soon fade out.
+    As in Pax's `apply_ema_weights`, the average starts as a copy of the initial weights, and the
+    decay in update n is at most (1 + n) / (10 + n), so that the initial weights fade out quickly.
 
     Args:
-      average: Tree with the structure of `params`; its dtypes are preserved.
-      params: The weights before the update. As in Pax, the average lags by one update.
+      average: Tree with the structure of `params`. Its dtypes are preserved.
+      params: Weights before the update. As in Pax, the average lags by one update.
       decay: Decay in [0, 1).
       num_updates: Number of updates before this one.
     """

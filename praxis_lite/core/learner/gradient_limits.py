@@ -1,4 +1,4 @@
-"""Gradient norms, gradient clipping, and skipping of steps with large gradients."""
+"""Computes gradient norms, clips gradients, and decides whether a gradient is too large."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,18 +14,21 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class GradientLimits:
-    """Limits on the size of gradients, with the names and semantics of Pax's learner; 0: no limit.
+    """Limits on the size of gradients, with the names and semantics of Pax's learner.
+
+    A value of 0 disables a limit.
 
     Attributes:
-      clip_gradient_norm_to_value: Maximum norm of all gradients together.
-      clip_gradient_single_norm_to_value: Maximum norm of each weight's gradient; in a stack, of
-        each layer's.
-      clip_gradient_to_value: Maximum magnitude of a gradient's elements.
-      skip_step_gradient_norm_value: Steps whose norm before clipping is at least this are skipped.
-      owner: The class with these settings, for messages.
+      clip_gradient_norm_to_value: Maximum global norm of the gradients.
+      clip_gradient_single_norm_to_value: Maximum norm of the gradient of each weight. In a stack,
+        it applies to each layer separately.
+      clip_gradient_to_value: Maximum magnitude of each gradient element.
+      skip_step_gradient_norm_value: Steps are skipped if their norm before clipping is at least
+        this large.
+      owner: Name of the class with these settings, for messages.
 
     Raises:
-      ConfigError: A limit is negative or not a number, or two kinds of clipping are set.
+      ConfigError: A limit is negative or not a number, or two clipping limits are set.
     """
 
     clip_gradient_norm_to_value: float = 0.0
@@ -49,7 +52,7 @@ class GradientLimits:
             )
 
     def keeps(self, grad_norm: jax.Array) -> jax.Array:
-        """Returns a bool: False if a step with this finite norm must be skipped."""
+        """Returns a bool scalar that is False if a step with this finite norm must be skipped."""
         limit = self.skip_step_gradient_norm_value
         return grad_norm < limit if limit else jnp.ones((), bool)
 
@@ -58,7 +61,7 @@ class GradientLimits:
 
         Args:
           grads: Arrays of any dtype.
-          grad_norm: Norm of the gradients of all layers together.
+          grad_norm: Global norm of the gradients of all layers.
         """
         if self.clip_gradient_norm_to_value:
             return _clip_norm(grads, grad_norm, self.clip_gradient_norm_to_value)
@@ -74,12 +77,13 @@ class GradientLimits:
 def limits_by_optimizer(
     main: GradientLimits, auxiliary: Sequence[Any], apply_separate_scaling: bool
 ) -> dict[str, GradientLimits]:
-    """Returns the gradient limits of each optimizer by name; "" is the main optimizer.
+    """Returns the gradient limits for each optimizer by name; "" is the main optimizer.
 
     Args:
-      main: Limits of the main optimizer, and of all others without separate scaling.
+      main: Limits for the main optimizer. Without separate scaling, they apply to all optimizers.
       auxiliary: AuxiliaryOptimizers.
-      apply_separate_scaling: Whether each optimizer uses the norm of its own gradients.
+      apply_separate_scaling: Whether gradients are clipped by the global norm for each optimizer
+        instead of the global norm of all gradients.
 
     Raises:
       ConfigError: A limit of an auxiliary optimizer is invalid or would be ignored, or separate
@@ -87,8 +91,8 @@ def limits_by_optimizer(
     """
     if apply_separate_scaling and not auxiliary:
         raise ConfigError(
-            "Learner.apply_separate_scaling clips each optimizer's gradients by their own norm, "
-            "but there are no auxiliary_optimizers. Remove it."
+            "Learner.apply_separate_scaling requires auxiliary_optimizers, because it clips the "
+            "gradients of each optimizer separately. Remove it."
         )
     limits = {"": main}
     for aux in auxiliary:
@@ -99,8 +103,8 @@ def limits_by_optimizer(
         is_limited = limit.clip_gradient_norm_to_value or limit.clip_gradient_single_norm_to_value
         if is_limited and not apply_separate_scaling:
             raise ConfigError(
-                f"{limit.owner} sets its own clip_gradient_..., but Learner.apply_separate_scaling "
-                "is False, so all gradients are clipped together by the Learner's limits. Set "
+                f"{limit.owner} sets clip_gradient_..., but Learner.apply_separate_scaling is "
+                "False, so the Learner's limits apply to all gradients. Set "
                 "apply_separate_scaling=True, or remove the limit."
             )
         limits[aux.name] = limit if apply_separate_scaling else main
@@ -108,11 +112,11 @@ def limits_by_optimizer(
 
 
 def global_norm(grads: PyTree) -> jax.Array:
-    """Returns the float32 norm of all gradients together; 0 for an empty tree."""
+    """Returns the global norm of the gradients in float32, or 0 for an empty tree."""
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
 def _clip_norm(grads: PyTree, norm: jax.Array, max_norm: float) -> PyTree:
-    factor = jnp.minimum(1.0, max_norm / norm)  # A norm of 0 gives inf, and a factor of 1.
+    factor = jnp.minimum(1.0, max_norm / norm)  # If the norm is 0, the factor is 1.
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)

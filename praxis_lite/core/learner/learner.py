@@ -1,4 +1,4 @@
-"""Learner: the settings for training weights: optimizers, limits, averages, frozen weights."""
+"""Learner: optimizers, gradient limits, averages and other settings for training weights."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -34,60 +34,61 @@ Patterns = str | Sequence[str]
 
 
 class LossScale(Protocol):
-    """A factor that the loss is multiplied by, whose state is part of opt_states."""
+    """A factor for the loss that adapts during training; its state is part of opt_states."""
 
     def init(self) -> dict[str, jax.Array]:
-        """Returns the initial state; its entry "scale" is the factor."""
+        """Returns the initial state, whose entry "scale" is the factor."""
 
     def update(self, state: dict[str, jax.Array], is_finite: jax.Array) -> dict[str, jax.Array]:
-        """Returns the state after a step; `is_finite` tells whether its gradients were finite."""
+        """Returns the state after a step; `is_finite` is True if the gradients were finite."""
 
 
 class WeightNoise(Protocol):
-    """Noise added to the weights at which gradients are computed."""
+    """Noise that is added to weights before gradients are computed."""
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:
         """Returns `params` with the noise of a step added."""
 
 
 class Learner:
-    """How weights are trained; `bind` applies the settings to a model's weights.
+    """Settings for training weights; `bind` applies them to the weights of a model.
 
     Patterns are matched against paths of weights under params, such as
     `softmax/logits_ffn/linear/w`. Stacked weights are updated one layer at a time, so that
-    optimizers that use complete tensors, such as Adafactor or LAMB, train them like separate
+    optimizers that read complete tensors, such as Adafactor or LAMB, train them like separate
     layers. Optimizers whose updates read other weights or draw random numbers are called once, with
     a separate leaf per layer (`whole_tree_optimizers`).
 
     Args:
-      optimizer: Function of `learning_rate` that returns an optax transformation, such as
+      optimizer: Takes `learning_rate` and returns an optax transformation, such as
         `fdl.Partial(optax.adamw, b2=0.98)`.
-      learning_rate: A number, or a schedule: a function of the number of updates.
-      auxiliary_optimizers: Other optimizers and rates for weights that match their patterns.
-      apply_separate_scaling: Whether to clip, and skip steps, by the norm of each optimizer's
-        gradients; auxiliary optimizers then have their own limits. False: by the norm of all
-        gradients together.
-      vectorize_on_repeat_prefix: Whether stacked weights are updated one layer at a time. False: an
-        optimizer, and clip_gradient_single_norm_to_value, treats a stack as one array.
-      bprop_variable_exclusion: One or several patterns that match complete paths (`re.fullmatch`,
-        as in Pax) of weights to freeze. Frozen weights have no gradient, slots or average.
-      bprop_variable_inclusion: Such patterns for the weights to train; the others are frozen.
-      clip_gradient_norm_to_value: See `GradientLimits`; 0: off.
-      clip_gradient_single_norm_to_value: See `GradientLimits`; 0: off.
-      clip_gradient_to_value: See `GradientLimits`; 0: off.
-      skip_step_gradient_norm_value: See `GradientLimits`; 0: off.
-      ema_decay: Decay of the moving average (EMA) of the trained weights; 0: no average.
-      gradient_accumulation_steps: Number of micro-batches that a step's batch is divided into.
-      loss_scale: A DynamicLossScale for float16; None: no scaling.
-      variational_noise: A VariationalNoise, added to weights while gradients are computed; None: no
-        noise.
-      slot_mesh_axes: Mesh axes that slots are split over, in addition to those of their weights
-        (ZeRO-1).
-      host_slots: One or several patterns that match complete paths of weights whose slots and
-        averages are stored in host memory, and moved to the device only during an update.
+      learning_rate: A number, or a schedule that maps the number of updates to a rate.
+      auxiliary_optimizers: Optimizers and rates for weights that match their patterns. Other
+        weights use `optimizer`.
+      apply_separate_scaling: Whether to compute gradient norms, for clipping and for skipping
+        steps, separately for each optimizer, and to use the limits of auxiliary optimizers.
+        Otherwise, the global norm of all gradients is used.
+      vectorize_on_repeat_prefix: Whether stacked weights are updated one layer at a time. If False,
+        optimizers and clip_gradient_single_norm_to_value treat a stack as one array.
+      bprop_variable_exclusion: One or more patterns of weights to freeze, which must match complete
+        paths (`re.fullmatch`, as in Pax). Frozen weights have no gradients, slots or averages.
+      bprop_variable_inclusion: One or more patterns of weights to train, which must match complete
+        paths. All other weights are frozen.
+      clip_gradient_norm_to_value: See `GradientLimits`. Disabled if 0.
+      clip_gradient_single_norm_to_value: See `GradientLimits`. Disabled if 0.
+      clip_gradient_to_value: See `GradientLimits`. Disabled if 0.
+      skip_step_gradient_norm_value: See `GradientLimits`. Disabled if 0.
+      ema_decay: Decay of the moving average (EMA) of the trained weights. If 0, no average is kept.
+      gradient_accumulation_steps: Number of micro-batches that each batch is split into.
+      loss_scale: A DynamicLossScale for float16, or None to not scale the loss.
+      variational_noise: A VariationalNoise, which is added to weights before gradients are
+        computed, or None.
+      slot_mesh_axes: Additional mesh axes that slots are split over (ZeRO-1).
+      host_slots: One or more patterns of weights, which must match complete paths. Their slots and
+        averages are stored in host memory, and moved to the device only during updates.
 
     Raises:
-      ConfigError: A setting is out of range, or two of them exclude each other.
+      ConfigError: A setting is out of range, or two settings cannot be combined.
     """
 
     def __init__(
@@ -130,7 +131,10 @@ class Learner:
             optimizer_names, auxiliary=self.auxiliary_optimizers, exclusion=exclusion,
             inclusion=inclusion,
         )
-        require(0 <= ema_decay < 1, "Learner.ema_decay", ema_decay, "a number of [0, 1), 0 for off")
+        require(
+            0 <= ema_decay < 1, "Learner.ema_decay", ema_decay,
+            "a number in [0, 1), where 0 disables the average",
+        )
         steps, axes = gradient_accumulation_steps, slot_mesh_axes
         setting = "Learner.gradient_accumulation_steps"
         require(is_whole(steps), setting, steps, "a positive integer")
@@ -160,15 +164,16 @@ class Learner:
     def bind(
         self, weight_specs: PyTree, axis_sizes: Mapping[str, int] | None = None
     ) -> BoundLearner:
-        """Returns the learner for a model's weights, which creates their slots and updates them.
+        """Returns a BoundLearner, which creates and updates the slots for a model's weights.
 
         Args:
           weight_specs: Nested dict of WeightSpec.
-          axis_sizes: Number of devices along each mesh axis, in the mesh's order; None: no mesh.
+          axis_sizes: Number of devices along each mesh axis, in the mesh's order, or None without a
+            mesh.
 
         Raises:
-          ConfigError: As `optimizer_names`; or `host_slots` match no weight, or `slot_mesh_axes` do
-            not fit the mesh.
+          ConfigError: Patterns are invalid (see `optimizer_names`), `host_slots` match no weight,
+            or `slot_mesh_axes` do not fit the mesh.
         """
         items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
         names = self._optimizer_names(list(items))
@@ -199,15 +204,16 @@ class Learner:
         return BoundLearner(self, WeightGroups(weight_specs, by_name, specs), on_host)
 
     def eval_opt_states(self, opt_states: dict[str, PyTree], use_ema: bool) -> dict[str, PyTree]:
-        """Returns the part of `opt_states` that `BoundLearner.eval_params` reads; may be empty.
+        """Returns the entries of `opt_states` that `BoundLearner.eval_params` reads, if any.
 
         Raises:
           ConfigError: `use_ema` is set, but `ema_decay` is 0.
         """
         if use_ema and not self.ema_decay:
             raise ConfigError(
-                "The moving average of the weights (EMA) was requested, but Learner.ema_decay is "
-                "0, so the state has none. Set ema_decay, such as 0.999, and train with it."
+                "The moving average of the weights (EMA) was requested, but the state contains no "
+                "average, because Learner.ema_decay is 0. Train with ema_decay set, for example to "
+                "0.999."
             )
         if use_ema:
             return {"ema": opt_states["ema"]}

@@ -1,4 +1,4 @@
-"""Builds optimizers from their factories and learning rates, and validates both."""
+"""Validates optimizer factories and learning rates, and builds optimizers from them."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from praxis_lite.core.user_lines import user_line
 
 Schedule = Callable[[jax.Array], jax.Array]
 OptimizerFactory = Callable[..., optax.GradientTransformation]
-# At larger rates, a model learns nothing unless its loss is scaled to below 1e-6.
+# With larger rates, a model cannot learn unless its loss is scaled to below 1e-6.
 MAX_LEARNING_RATE = 1e6
 
 
@@ -25,20 +25,20 @@ def build_optimizer(
     """Calls an optimizer factory with a learning rate and returns the optax transformation.
 
     Args:
-      optimizer: Function of `learning_rate`.
+      optimizer: Takes `learning_rate` and returns an optax transformation.
       learning_rate: A number or a schedule.
-      owner: The owner of the setting, for messages.
+      owner: Name of the class with this setting, for messages.
 
     Raises:
-      ConfigError: The factory is not a function of a learning rate, requires other arguments, or
-        does not return an optax transformation.
+      ConfigError: The factory does not accept a learning rate, requires more arguments, or does not
+        return an optax transformation.
     """
     setting, example = f"{owner}.optimizer", "fdl.Partial(optax.adamw, b2=0.98)"
     if isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"{setting} is an optimizer that is already built; expected a function that builds it. "
-            f"Write {example} instead of optax.adamw(1e-3, b2=0.98), and set the rate as "
-            f"{owner}.learning_rate."
+            f"Write {example} instead of optax.adamw(1e-3, b2=0.98), and set "
+            f"{owner}.learning_rate=1e-3."
         )
     expected = "a function that builds an optimizer"
     require(callable(optimizer), setting, optimizer, f"{expected}, such as {example}")
@@ -46,7 +46,7 @@ def build_optimizer(
     try:
         inspect.signature(optimizer).bind(learning_rate=learning_rate)
     except TypeError as error:
-        change = "Use another optimizer, or a function that calls this one"
+        change = "Use a different optimizer, or wrap this one in a function"
         missing = re.search(r"missing a required .*argument: '(\w+)'", str(error))
         if missing:
             change = f"Set it in the config: fdl.Partial({_last(name)}, {missing[1]}=...)"
@@ -65,18 +65,19 @@ def build_optimizer(
 
 
 def checked_rate(setting: str, learning_rate: float | Schedule) -> float | Schedule:
-    """Returns a learning rate if it is a schedule, or a number of a plausible size.
+    """Checks that a learning rate is a schedule or a plausible number, and returns it.
 
     Raises:
-      ConfigError: A number is not finite or above MAX_LEARNING_RATE, a schedule does not return a
-        scalar, or the rate is neither. The message names `setting`.
+      ConfigError: The rate is a number that is negative, not finite or above MAX_LEARNING_RATE; a
+        schedule that does not return a scalar; or neither a number nor a schedule. The message
+        names `setting`.
     """
     if isinstance(learning_rate, int | float):
         require(
             0 <= learning_rate <= MAX_LEARNING_RATE, setting, learning_rate,
             f"a number from 0 to {MAX_LEARNING_RATE:g}, such as 1e-3",
-            "With a negative rate the loss grows." if learning_rate < 0 else
-            "A model learns nothing at this rate.",
+            "A negative rate would increase the loss." if learning_rate < 0 else
+            "A model cannot learn at this rate.",
         )
     elif not isinstance(learning_rate, jax.Array | np.number):
         expected = "a number, or a schedule (a function of the number of updates)"
@@ -96,13 +97,14 @@ def _check_schedule(setting: str, schedule: Schedule, expected: str) -> None:
     if getattr(rate, "shape", None) != ():
         name = _last(function_name(schedule))
         raise ConfigError(
-            f"{setting}: expected {expected}, but {name}, called with a number, {actual}. Set a "
-            f"schedule as fdl.Config({name}, ...), which is built before it is called."
+            f"{setting}: expected {expected}, but {name} {actual} when it is called with a number. "
+            f"If {name} returns a schedule, use fdl.Config({name}, ...), so that it is called when "
+            "the config is built."
         )
 
 
 def rate_at(learning_rate: float | Schedule, num_updates: jax.Array) -> jax.Array:
-    """Returns the float32 learning rate of the next update after `num_updates`."""
+    """Returns the float32 learning rate of the update that follows `num_updates` updates."""
     rate = learning_rate(num_updates) if callable(learning_rate) else learning_rate
     return jnp.asarray(rate, jnp.float32)
 

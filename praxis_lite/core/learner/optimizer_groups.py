@@ -1,4 +1,4 @@
-"""Assigns an optimizer to each weight by regexes over paths, and decides which are frozen."""
+"""Assigns optimizers to weights by patterns over their paths, and decides which are frozen."""
 
 import dataclasses
 import re
@@ -17,22 +17,23 @@ from praxis_lite.core.learner.path_masks import compiled_patterns
 class AuxiliaryOptimizer:
     """An optimizer and learning rate for weights whose paths match a regex.
 
-    Corresponds to an entry each of Pax's `auxiliary_regex`, `auxiliary_optimizers` and
+    Corresponds to one entry in each of Pax's `auxiliary_regex`, `auxiliary_optimizers` and
     `auxiliary_names`.
 
     Attributes:
-      regex: Matched from the start of a weight's path under params (`re.match`), such as
-        `softmax/.*/b$`.
-      optimizer: Function of `learning_rate` that returns an optax transformation.
-      learning_rate: A number, or a schedule: a function of the number of updates.
-      name: Name in the paths of its slots and in the metric of its learning rate.
-      clip_gradient_norm_to_value: Limit for the gradients of these weights; see GradientLimits.
-        Requires Learner.apply_separate_scaling.
-      clip_gradient_single_norm_to_value: As above.
+      regex: Regular expression, matched from the start of a weight's path under params
+        (`re.match`), such as `softmax/.*/b$`.
+      optimizer: Takes `learning_rate` and returns an optax transformation.
+      learning_rate: A number, or a schedule that maps the number of updates to a rate.
+      name: Name of the optimizer in the paths of its slots and in its learning rate metric.
+      clip_gradient_norm_to_value: Limit for the gradients of these weights; see `GradientLimits`.
+        Requires `Learner.apply_separate_scaling`.
+      clip_gradient_single_norm_to_value: Limit for the gradient of each of these weights. Requires
+        `Learner.apply_separate_scaling`.
 
     Raises:
-      ConfigError: `regex` is not a regular expression, `name` has characters other than letters,
-        digits, "_" and "-", or the rate is out of range.
+      ConfigError: `regex` is not a valid regular expression, `name` contains characters other than
+        letters, digits, "_" and "-", or the learning rate is out of range.
     """
 
     regex: str
@@ -55,11 +56,11 @@ class AuxiliaryOptimizer:
 def check_choices(
     auxiliary: Sequence[AuxiliaryOptimizer], exclusion: Sequence[str], inclusion: Sequence[str]
 ) -> None:
-    """Checks a learner's patterns and names before the weights are known."""
+    """Checks the patterns and optimizer names of a learner before the weights are known."""
     if exclusion and inclusion:
         raise ConfigError(
-            f"Learner.bprop_variable_exclusion is {list(exclusion)} and bprop_variable_inclusion "
-            f"is {list(inclusion)}; expected only one of them. List the weights to freeze, or the "
+            f"Learner.bprop_variable_exclusion {list(exclusion)} cannot be combined with "
+            f"bprop_variable_inclusion {list(inclusion)}. List either the weights to freeze or the "
             "weights to train."
         )
     compiled_patterns("Learner.bprop_variable_exclusion", exclusion)
@@ -68,7 +69,8 @@ def check_choices(
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"Learner.auxiliary_optimizers has two with the name '{name}'. Rename one."
+                f"Learner.auxiliary_optimizers contains two optimizers with the name '{name}'. "
+                "Rename one of them."
             )
 
 
@@ -76,17 +78,20 @@ def optimizer_names(
     paths: Collection[str], auxiliary: Iterable[AuxiliaryOptimizer] = (),
     exclusion: Iterable[str] = (), inclusion: Iterable[str] = (),
 ) -> dict[str, str]:
-    """Returns the optimizer of each trained weight by path: an auxiliary's name, or "" (main).
+    """Maps the path of each trained weight to the name of its optimizer; "" is the main optimizer.
 
     Args:
       paths: Paths of all weights, such as "softmax/w".
-      auxiliary: Optimizers of the weights that match their patterns; others use the main one.
-      exclusion: Patterns of frozen weights; a pattern must match the complete path.
-      inclusion: Such patterns of trained weights; (): all.
+      auxiliary: Optimizers for the weights that match their patterns. Other weights use the main
+        optimizer.
+      exclusion: Patterns of frozen weights, which must match complete paths.
+      inclusion: Patterns of trained weights, which must match complete paths. If empty, all weights
+        are trained.
 
     Raises:
-      ConfigError: A pattern matches no weight, no weight is trained, or an auxiliary optimizer
-        matches only frozen weights or a weight of another one. The message lists weights.
+      ConfigError: A pattern matches no weight, no weight is trained, an auxiliary optimizer matches
+        only frozen weights, or two auxiliary optimizers match the same weight. The message lists
+        weights.
     """
     frozen = matched_paths(paths, exclusion, "Learner.bprop_variable_exclusion", whole=True)
     if inclusion:
@@ -95,8 +100,7 @@ def optimizer_names(
     if paths and len(frozen) == len(paths):
         raise ConfigError(
             f"Learner.bprop_variable_exclusion is {list(exclusion)}, which freezes all "
-            f"{len(paths)} weights, so nothing is trained. {_paths_there(paths)} Exclude "
-            "fewer weights."
+            f"{len(paths)} weights. {_paths_there(paths)} Exclude fewer weights."
         )
     names = {path: "" for path in paths if path not in frozen}
     for aux in auxiliary:
@@ -111,8 +115,8 @@ def optimizer_names(
         for path in sorted(matched - frozen):
             if names[path]:
                 raise ConfigError(
-                    f"The weight {path} matches the auxiliary optimizers '{names[path]}' and "
-                    f"'{aux.name}', but it can have only one. Change one of their regexes."
+                    f"The weight {path} matches both auxiliary optimizers '{names[path]}' and "
+                    f"'{aux.name}', but only one of them can update it. Change one of the regexes."
                 )
             names[path] = aux.name
     return names
@@ -121,7 +125,17 @@ def optimizer_names(
 def matched_paths(
     paths: Collection[str], patterns: Iterable[str], setting: str, *, whole: bool = False
 ) -> set[str]:
-    """Returns the paths that any pattern matches, from their start or (`whole`) completely."""
+    """Returns the paths that match any of the patterns.
+
+    Args:
+      paths: Paths of all weights.
+      patterns: Regular expressions.
+      setting: Name of the setting, for messages.
+      whole: Whether patterns must match complete paths instead of the start of a path.
+
+    Raises:
+      ConfigError: A pattern matches no weight.
+    """
     matched: set[str] = set()
     match = re.fullmatch if whole else re.match
     for pattern in patterns:

@@ -21,28 +21,28 @@ _collected: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar(
 def path_mask(
     *, include: Patterns = (), exclude: Patterns = (), skip_1d_vectors: bool = False
 ) -> Callable[[PyTree], PyTree]:
-    """Returns a mask for an optimizer's weight decay: a function from weights to bools.
+    """Returns a mask function that maps weights to bools, for example for weight decay.
 
         fdl.Partial(optax.adamw, weight_decay=0.1,
                     mask=fdl.Config(path_mask, exclude=(".*/norm",), skip_1d_vectors=True))
 
-    A pattern need not match a weight of every optimizer; `collected_patterns` finds patterns that
-    match none at all.
+    A pattern need not match a weight of every optimizer. `collected_patterns` helps to find
+    patterns that match no weight of the model.
 
     Args:
-      include: One or several patterns, matched from the start of a weight's path under params
-        (`re.match`). Only matching weights are included. (): all are.
-      exclude: One or several patterns of weights to leave out.
-      skip_1d_vectors: Whether to leave out scalars and vectors, not counting stacked dims.
+      include: One or more patterns, matched from the start of a weight's path under params
+        (`re.match`). Only matching weights are included. If empty, all weights are included.
+      exclude: One or more patterns of weights to exclude.
+      skip_1d_vectors: Whether to exclude scalars and vectors, ignoring stacked dims.
 
     Raises:
-      ConfigError: A pattern is not a regular expression.
+      ConfigError: A pattern is not a valid regular expression.
     """
     setting = "A mask of weights"
     included, excluded = compiled_patterns(setting, include), compiled_patterns(setting, exclude)
 
     def is_masked_in(path: tuple[Any, ...], weight: Any) -> bool:
-        # Only dict keys: the layers of a stack share the stack's path.
+        # Use only dict keys, because the layers of a stack share one path.
         keys = tuple(key for key in path if isinstance(key, jax.tree_util.DictKey))
         name = path_of(keys)
         if included and not any(pattern.match(name) for pattern in included):
@@ -62,9 +62,10 @@ def path_mask(
 
 @contextlib.contextmanager
 def collected_patterns() -> Iterator[set[str]]:
-    """Yields a set to which the patterns of masks used in the body are added.
+    """Yields a set that collects the patterns of all masks that are applied in the body.
 
-    The learner, which knows all weights of a model, traces its optimizers' `init` in the body:
+    The learner traces the `init` of its optimizers in the body, and then compares the patterns with
+    the paths of all weights:
 
         with collected_patterns() as patterns:
             jax.eval_shape(optimizer.init, weights)
@@ -78,10 +79,10 @@ def collected_patterns() -> Iterator[set[str]]:
 
 
 def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern[str], ...]:
-    """Compiles the pattern or patterns of a setting.
+    """Compiles one or more regular expressions that a setting contains.
 
     Raises:
-      ConfigError: A pattern is not a regular expression. The message names the setting.
+      ConfigError: A pattern is not a valid regular expression. The message names the setting.
     """
     is_single = isinstance(patterns, str) or not isinstance(patterns, Sequence)
     return tuple(

@@ -1,12 +1,13 @@
-"""Specs of an optimizer's slots: each dim of a slot is split as the dim of its weight it follows.
+"""Infers PartitionSpecs of optimizer slots from the specs of their weights.
 
-There is no table of optimizers. Instead `init` is traced on weights whose dims all have different
-sizes, and the dims of a slot are recognized by their sizes. A slot with the weight's shape is split
-as the weight, a factored slot drops the axes of the reduced dim, and scalars are replicated.
+This works for any optimizer: its `init` is traced on weights whose dims all have different sizes,
+so that each slot dim can be matched with a weight dim by its size. A slot dim is split like the
+matching weight dim. A slot with the weight's shape is thus split like the weight, a factored slot
+drops the axes of the reduced dim, and scalars are replicated.
 
 With `slot_mesh_axes`, slots are split over more axes than their weights. A weight may also declare
-a separate split of its slots, as with Flax's `optimizer_sharding` (`extended_specs`). The slots of
-weights that match `host_slots` are in host memory (`slot_memory`).
+a separate split for its slots, like Flax's `optimizer_sharding` (`extended_specs`). The slots of
+weights that match `host_slots` are stored in host memory (`slot_memory`).
 """
 
 import functools
@@ -33,17 +34,17 @@ Path = tuple[str, ...]
 def extended_specs(
     weight_specs: PyTree, slot_mesh_axes: Sequence[str], axis_sizes: Mapping[str, int]
 ) -> PyTree:
-    """Returns each weight's spec, or that of its `slot_axes`, extended by `slot_mesh_axes`.
+    """Extends the spec of each weight, or the spec of its `slot_axes`, by `slot_mesh_axes`.
 
     Slots, averages, gradients and the updated weights have these specs during an update. If the
-    weights are replicated over the axes, this is ZeRO-1 (Rajbhandari et al. 2020), or the sharded
-    weight update of Xu et al. 2020 (https://arxiv.org/abs/2004.13336).
+    weights are replicated over the axes, this is ZeRO-1 (Rajbhandari et al. 2020), also known as a
+    sharded weight update (Xu et al. 2020, https://arxiv.org/abs/2004.13336).
 
-    The axes that the weight's spec does not use yet are appended to those of one dim, so that a
-    device's shard of a slot is part of its shard of the weight. The dim is the one that then has
-    the least padding, and the largest of several. Stacked dims are used only if no other dim fits,
-    because gradients are computed layer by layer. A weight without a dim of as many elements as
-    devices is not extended.
+    The axes that the spec of a weight does not use yet are appended to the axes of one dim, so that
+    a device's shard of a slot is part of its shard of the weight. The dim is chosen to minimize
+    padding; among equally good dims, the largest is used. Stacked dims are used only if no other
+    dim is suitable, because gradients are computed layer by layer. A spec is not extended if each
+    dim of its weight has fewer elements than shards.
 
     Args:
       weight_specs: Nested dict of WeightSpec.
@@ -53,7 +54,7 @@ def extended_specs(
     Raises:
       ConfigError: An axis is not in the mesh, or is listed twice.
     """
-    # Validated as the mapping of a single dim that is split over all of them.
+    # Validate the axes as the split of a single dim.
     (entry,) = to_partition_spec(
         [tuple(slot_mesh_axes)], tuple(axis_sizes), path="Learner.slot_mesh_axes"
     )
@@ -94,12 +95,12 @@ def _extended(
 def slot_specs(
     groups: Mapping[str, Group], weight_specs: PyTree, partition_specs: PyTree
 ) -> dict[str, PyTree]:
-    """Returns the PartitionSpec of every slot, by group, in the structure of `Learner.init`.
+    """Returns the PartitionSpecs of all slots by group, with the structure of `BoundLearner.init`.
 
     Args:
-      groups: Groups of WeightGroups by name.
+      groups: Groups of `WeightGroups` by name.
       weight_specs: Nested dict of WeightSpec.
-      partition_specs: Tree of PartitionSpecs extended to the weights' ranks.
+      partition_specs: Tree of PartitionSpecs, extended to the ranks of the weights.
     """
     return {
         name: _group_slot_specs(group, group.select(weight_specs), group.select(partition_specs))
@@ -108,11 +109,11 @@ def slot_specs(
 
 
 def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> dict[str, PyTree]:
-    """Returns the memory kind of each slot and each average.
+    """Returns the memory kind of each slot and each moving average.
 
     Args:
       opt_shapes: Shapes of the result of `BoundLearner.init`.
-      on_host: Paths of weights whose slots are in host memory.
+      on_host: Paths of the weights whose slots are stored in host memory.
     """
     paths = {tuple(path.split("/")) for path in on_host}
 
@@ -142,12 +143,12 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         return jax.eval_shape(group.optimizer.init, structs)
 
     slots = slots_if(lambda shape: shape)
-    # The second probe is traced only for slots that the first does not explain.
+    # Trace the second probe only for slots that the first one does not explain.
     probes = [(functools.cache(lambda resize=resize: jax.tree.leaves(slots_if(resize))), resize)
               for resize in (_distinct_above, _distinct_below)]
     specs = []
     for i, (path, slot) in enumerate(_leaves(slots)):
-        # A slot's path ends with that of its weight, unless it belongs to the optimizer as a whole.
+        # The path of a slot ends with the path of its weight, unless it belongs to no weight.
         ends = (path[start:] for start in range(len(path)))
         weight = next((weights[end] for end in ends if end in weights), None)
         if weight is None:
@@ -156,8 +157,8 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         shape, spec = weight
         candidates = ((probe()[i].shape, resize(shape)) for probe, resize in probes)
         dims = _recognise(slot.shape, shape, candidates)
-        # If a slot has the same dim twice, as a preconditioner [d, d], only the first is split,
-        # because an axis cannot split two dims.
+        # If two dims of a slot match the same weight dim, as in a preconditioner [d, d], split only
+        # the first, because an axis cannot split two dims.
         local = [
             None if dim is None or dim in dims[:position] else spec[stack_rank + dim]
             for position, dim in enumerate(dims)
@@ -169,11 +170,12 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
 def _recognise(
     slot_shape: Shape, shape: Shape, candidates: Iterable[tuple[Shape, Shape]]
 ) -> Sequence[int | None]:
-    """Maps each slot dim to the weight dim it follows, or None if it follows none."""
+    """Maps each slot dim to the matching weight dim, or to None if no weight dim matches."""
     for probed_slot, probed in candidates:
         dims = [probed.index(size) if size in probed else None for size in probed_slot]
-        # A dim that follows no weight dim has the same size for any weight. Otherwise the optimizer
-        # behaves differently at the probed sizes, for example in whether to factor.
+        # A slot dim without a matching weight dim must have the same size as in the probe.
+        # Otherwise the optimizer behaves differently at the probed sizes; for example, it may
+        # factor only large weights.
         expected = [
             size if dim is None else shape[dim]
             for dim, size in zip(dims, probed_slot, strict=True)
@@ -184,7 +186,7 @@ def _recognise(
 
 
 def _distinct_above(shape: Shape) -> Shape:
-    """Raises sizes minimally until they differ and exceed 1, keeping their order."""
+    """Increases sizes minimally until they differ and exceed 1, keeping their order."""
     sizes, floor = list(shape), 2
     for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d)):
         sizes[dim] = max(shape[dim], floor)
@@ -193,7 +195,7 @@ def _distinct_above(shape: Shape) -> Shape:
 
 
 def _distinct_below(shape: Shape) -> Shape:
-    """Lowers sizes minimally until they differ, keeping their order."""
+    """Decreases sizes minimally until they differ, keeping their order."""
     sizes, ceiling = list(shape), max(shape, default=0)
     for dim in sorted(range(len(shape)), key=lambda d: (shape[d], d), reverse=True):
         sizes[dim] = min(shape[dim], ceiling)
@@ -202,7 +204,7 @@ def _distinct_below(shape: Shape) -> Shape:
 
 
 def _leaves(tree: PyTree) -> list[tuple[Path, Any]]:
-    """Returns the leaves with the dict keys on their paths."""
+    """Returns (dict keys on the path, leaf) for each leaf."""
     return [(_names(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]
 
 

@@ -1,4 +1,4 @@
-"""Updates a model's weights and optimizer state, and skips steps that are not finite."""
+"""Updates a model's weights and optimizer state, and skips steps with invalid gradients."""
 
 import dataclasses
 import functools
@@ -30,14 +30,14 @@ SCOPE = "learner"  # Name scope of the operations of an update.
 
 @dataclasses.dataclass
 class BoundLearner:
-    """A learner bound to the weights of a model; created by `Learner.bind`.
+    """A learner that is bound to the weights of a model; created by `Learner.bind`.
 
     Attributes:
       learner: The Learner with its settings.
       groups: Groups of weights with their optimizers.
-      weights_with_host_slots: Paths of the weights whose slots are in host memory.
-      layouts: StateLayouts of the trained "params" and, by name, of opt_states, if any of their
-        arrays are in host memory; set by the partitioner. Otherwise empty.
+      weights_with_host_slots: Paths of the weights whose slots are stored in host memory.
+      layouts: StateLayouts by name, of the trained "params" and of each entry of opt_states. The
+        partitioner sets them if any of these arrays are in host memory. Otherwise empty.
     """
 
     learner: Any  # A Learner; its module imports this one.
@@ -48,10 +48,11 @@ class BoundLearner:
     def init(self, params: PyTree) -> dict[str, PyTree]:
         """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
 
-        Depending on the learner, also "ema" (the average of the trained weights) and "loss_scale".
+        Depending on the learner's settings, they also contain "ema" (the moving average of the
+        trained weights) and "loss_scale".
 
         Raises:
-          ConfigError: A mask's pattern matches no weight.
+          ConfigError: A pattern of a mask matches no weight.
         """
         learner = self.learner
         with collected_patterns() as patterns:
@@ -68,7 +69,7 @@ class BoundLearner:
             "slots": slots,
         }
         if learner.ema_decay:
-            # A copy, because donation fails if the state has the same array twice.
+            # Copy the weights, because donation fails if the state contains an array twice.
             opt_states["ema"] = jax.tree.map(jnp.copy, self.groups.split(params)[0])
         if learner.loss_scale is not None:
             opt_states["loss_scale"] = learner.loss_scale.init()
@@ -81,8 +82,8 @@ class BoundLearner:
         """Returns (params, opt_states, scalars, is_skipped) after a step.
 
         A step is skipped if its loss, gradient or learning rate is not finite, or if its gradient
-        is too large. A skipped step changes neither weights, slots nor averages, and schedules do
-        not advance, but it is counted.
+        is too large. A skipped step increments the counts of skipped steps, but does not change
+        weights, slots or averages, and does not advance schedules.
 
         Args:
           grads: Float32 gradients of the trained weights.
@@ -91,10 +92,11 @@ class BoundLearner:
           loss: Scalar loss of the step.
 
         Returns:
-          The scalars are grad_norm (before clipping), learning_rate, learning_rate/NAME of each
-          auxiliary optimizer, num_skipped_steps and num_skipped_in_a_row. If the learner has a
-          limit for skipping, is_gradient_too_large (0 or 1); if it has a loss scale, loss_scale
-          (that of this step).
+          A tuple (params, opt_states, scalars, is_skipped). The scalars are grad_norm (before
+          clipping), learning_rate, learning_rate/NAME for each auxiliary optimizer,
+          num_skipped_steps and num_skipped_in_a_row. If the learner skips large gradients, they
+          include is_gradient_too_large (0 or 1). If it scales the loss, they include loss_scale,
+          the scale that this step used.
         """
         learner, groups = self.learner, self.groups
         trainable, frozen = groups.split(params)
@@ -120,14 +122,14 @@ class BoundLearner:
         def compute_update(stored: dict[str, PyTree]) -> dict[str, PyTree]:
             old = self._to_device(stored)
             weights = old["params"]
-            # Gradients in host memory are transferred again, because keeping them on the device
-            # after computing the norms would take its memory.
+            # Transfer gradients in host memory again, because keeping them on the device after
+            # computing the norms would use too much memory.
             local = grads_on_device() if self.layouts else grads_for_norms
             updates, slots = self._updates(local, norms, old["slots"], weights, loss)
             new = {"slots": slots, "params": optax.apply_updates(weights, updates)}
             if learner.ema_decay:
                 new["ema"] = moving_average(old["ema"], weights, learner.ema_decay, num_updates)
-            # Some optimizers return slots of another dtype than their init creates.
+            # Some optimizers return slots whose dtype differs from the dtype in their init.
             new = jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old)
             return self._to_storage(new)
 
@@ -153,12 +155,12 @@ class BoundLearner:
         return merged(trainable, frozen), new, scalars, ~is_kept
 
     def _to_device(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns the trees in device memory; arrays from the host are also unpadded."""
+        """Moves trees to device memory, and removes the padding of arrays from host memory."""
         layouts = self.layouts
         return {k: layouts[k].unpad(x) if layouts else x for k, x in trees.items()}
 
     def _to_storage(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Inverts `_to_device`: moves arrays that belong in host memory there, padded."""
+        """Pads arrays that belong in host memory and moves them there; inverse of `_to_device`."""
         layouts = self.layouts
         return {
             k: layouts[k].pad(x, only_on_host=True) if layouts else x for k, x in trees.items()
@@ -168,7 +170,7 @@ class BoundLearner:
         self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
         loss: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree]]:
-        """Returns the updates of weights and the new slots, computed one layer at a time."""
+        """Returns the weight updates and the new slots, computed one layer at a time."""
         updates: dict[str, Any] = {}
         new_slots = {}
         for name, group in self.groups.by_name.items():
@@ -190,9 +192,9 @@ class BoundLearner:
 
         Args:
           params: All weights.
-          opt_states: Must contain what `Learner.eval_opt_states` returns; the rest is not read.
-          use_ema: Whether to return the moving average. Otherwise the averages of a schedule-free
-            optimizer are returned, or `params`.
+          opt_states: Optimizer states. Only the entries in `Learner.eval_opt_states` are required.
+          use_ema: Whether to return the moving average. Otherwise, the result is the averages of a
+            schedule-free optimizer, or `params` for other optimizers.
         """
         read = self.learner.eval_opt_states(opt_states, use_ema=use_ema)
         if not read:
@@ -213,12 +215,12 @@ def _update_if(
 
     Args:
       is_kept: Bool scalar.
-      compute: Returns a tree with the structure of `old`.
+      compute: Takes `old`, and returns a tree with the same structure.
       old: The tree before the update.
-      use_cond: Whether to use `jax.lax.cond`. Needed on CPU, where XLA would materialize both
-        operands of an element-wise select, and for slots in host memory, which XLA (libtpu 0.0.51)
-        would otherwise transfer at the start of the step, into the memory of activations. False: an
-        element-wise select, which XLA fuses with the update.
+      use_cond: Whether to use `jax.lax.cond` instead of an element-wise select, which XLA fuses
+        with the update. The cond is needed on CPU, where XLA would materialize both operands of the
+        select. It is also needed for slots in host memory, because XLA (libtpu 0.0.51) would
+        otherwise transfer them at the start of the step, while activations need the memory.
     """
     if use_cond:
         return jax.lax.cond(is_kept, compute, lambda old: old, old)

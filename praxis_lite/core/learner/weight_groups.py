@@ -1,7 +1,7 @@
 """Groups of weights that an optimizer updates together, computed once per model and mesh.
 
-Stacked weights are updated one layer at a time (`jax.vmap` over the stack), as with Pax's
-vectorized variable prefixes, so that optimizers train a scanned stack like an unrolled one.
+Stacked weights are updated one layer at a time (`jax.vmap` over the stack), like variables with
+Pax's vectorized prefixes, so that optimizers treat scanned and unrolled layers alike.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ class Group:
     """Weights that an optimizer updates together.
 
     Attributes:
-      optimizer: Optimizer of one layer's weights; in a group with `stack_ranks`, of all weights.
-      stack_shape: Leading dims of each weight, which stack layers; () for unstacked weights.
+      optimizer: Updates the weights of one layer, or all weights at once if `stack_ranks` is set.
+      stack_shape: Sizes of the leading dims that stack layers, or () for unstacked weights.
       paths: Paths of the weights.
-      optimizer_name: Name of an auxiliary optimizer, or "".
-      stack_ranks: Number of dims of each weight that stack layers, for optimizers whose updates
-        read other weights; None: the optimizer updates one layer at a time.
+      optimizer_name: Name of an auxiliary optimizer, or "" for the main optimizer.
+      stack_ranks: For optimizers whose updates read other weights, maps the path of each weight to
+        its number of dims that stack layers. None if the optimizer updates one layer at a time.
     """
 
     optimizer: optax.GradientTransformation
@@ -47,11 +47,11 @@ class Group:
     stack_ranks: Mapping[Path, int] | None = None
 
     def select(self, tree: PyTree) -> dict[str, Any]:
-        """Returns the nested dict of the leaves of a tree at this group's paths."""
+        """Returns a nested dict with the leaves of `tree` at the paths of this group."""
         return select(tree, self.paths)
 
     def per_layer(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Returns `fn`, a function of one layer's trees, mapped over the group's stacked dims."""
+        """Maps `fn`, a function of the trees of one layer, over the stacked dims of the group."""
         mapped = _vmapped(fn, len(self.stack_shape))
         return lambda *trees: mapped(*with_common_dim_types(trees, len(self.stack_shape)))
 
@@ -75,10 +75,11 @@ class WeightGroups:
 
     Attributes:
       weight_specs: Nested dict of WeightSpec for all weights.
-      by_name: The groups by name: "unstacked" for weights without a stacked dim, "stack_7" for a
-        scanned stack of 7; with an auxiliary optimizer "NAME.unstacked", "NAME.stack_7".
-      update_specs: A PartitionSpec per weight for its gradient, slots and average; None: gradients
-        are not constrained, and slots follow the weights.
+      by_name: The groups by name: "unstacked" for weights without stacked dims, and "stack_7" for a
+        scanned stack of 7 layers. Groups of auxiliary optimizers have a prefix, as in
+        "NAME.stack_7".
+      update_specs: A PartitionSpec per weight for its gradient, slots and average. If None,
+        gradients are not constrained, and slots are split like the weights.
     """
 
     weight_specs: PyTree
@@ -86,29 +87,25 @@ class WeightGroups:
     update_specs: PyTree = None
 
     def split(self, tree: PyTree) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Splits a tree into nested dicts of (trained, frozen) leaves.
-
-        Args:
-          tree: Tree with the structure of the weights and any leaves.
-        """
+        """Splits a tree with the structure of the weights into (trained, frozen) nested dicts."""
         trained = {path for group in self.by_name.values() for path in group.paths}
-        # In the order of the weights, because the order of a set differs between processes.
+        # Keep the order of the weights, because the order of a set differs between processes.
         paths = [path for path, _ in spec_items(self.weight_specs)]
         frozen = select(tree, [path for path in paths if path not in trained])
         return select(tree, [path for path in paths if path in trained]), frozen
 
     def by_optimizer(self, tree: PyTree) -> dict[str, list[PyTree]]:
-        """Returns the leaves of trained weights by the name of their optimizer."""
+        """Returns the leaves for trained weights, grouped by the name of the optimizer."""
         local: dict[str, list[PyTree]] = {}
         for group in self.by_name.values():
             local.setdefault(group.optimizer_name, []).append(group.select(tree))
         return local
 
     def lay_out(self, tree: PyTree) -> PyTree:
-        """Constrains arrays to `update_specs`, if there are any.
+        """Constrains arrays to `update_specs`, if they are set.
 
         Args:
-          tree: An array of logical shape per weight, or per trained weight.
+          tree: Arrays with logical shapes, one per weight or per trained weight.
         """
 
         def constrain(node: Any, spec: Any) -> Any:
@@ -131,9 +128,10 @@ def grouped(
       weight_specs: Nested dict of WeightSpec.
       names: Optimizer names by path, from `optimizer_names`.
       optimizers: Optimizers by name.
-      by_stack: Whether to update one layer of a stack at a time. False: stacks are single arrays,
-        in "unstacked".
-      whole_tree: Names of optimizers whose updates read other weights. Each has one group, "whole".
+      by_stack: Whether to update stacks one layer at a time. If False, stacks are treated as single
+        arrays in the group "unstacked".
+      whole_tree: Names of optimizers whose updates read other weights. Each gets a single group,
+        "whole".
     """
     members: dict[tuple[str, tuple[int, ...]], list[Path]] = {}
     groups, stack_ranks = {}, {name: dict[Path, int]() for name in whole_tree}
@@ -155,7 +153,7 @@ def grouped(
 
 
 def select(tree: PyTree, paths: Iterable[Path]) -> dict[str, Any]:
-    """Returns the nested dict of the leaves of `tree` at `paths`."""
+    """Returns a nested dict with the leaves of `tree` at `paths`."""
     selected: dict[str, Any] = {}
     for path in paths:
         leaf, target = tree, selected

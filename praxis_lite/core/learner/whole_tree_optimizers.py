@@ -1,8 +1,8 @@
-"""Optimizers whose updates read several weights: detected by tracing, applied to all weights.
+"""Detects optimizers whose updates read several weights, and applies them to all weights at once.
 
 Examples are an optimizer that clips by the global norm, Prodigy, and noise, which must differ
-between layers. They receive one tree in which every layer of a stack is a separate leaf, as plain
-optax does for an unrolled model. Other optimizers update one layer at a time (`weight_groups`).
+between layers. These optimizers receive one tree in which every layer of a stack is a separate
+leaf, as if the model were unrolled. Other optimizers update one layer at a time (`weight_groups`).
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ __all__ = ("updates_of",)
 PyTree = Any
 Path = tuple[str, ...]
 _NOTHING: frozenset[int] = frozenset()
-_SLOTS = frozenset({-1})  # Stands for slots in sets of weight indices.
-# optax's names for functions that an update may require.
+_SLOTS = frozenset({-1})  # Denotes slots in sets of weight indices.
+# Names in optax for functions that an update may require.
 _FUNCTIONS = ("value_fn", "grad_fn", "obj_fn", "hessian_fn", "grad")
 _RANDOM = ("random_", "threefry", "rng_")
 
@@ -57,8 +57,8 @@ def over_whole_tree(
     """Wraps an optimizer so that it updates stacked weights as separate layers.
 
     Args:
-      optimizer: Optimizer of a tree in which each layer is a leaf (see `Layers`).
-      stack_ranks: Number of leading dims of each weight that stack layers, by path.
+      optimizer: Updates a tree in which each layer is a leaf (see `Layers`).
+      stack_ranks: Maps the path of a weight to its number of leading dims that stack layers.
     """
 
     def init(weights: PyTree) -> PyTree:
@@ -77,14 +77,14 @@ def updates_of(
     optimizer: optax.GradientTransformation, grads: PyTree, slots: PyTree, weights: PyTree,
     loss: jax.Array,
 ) -> tuple[PyTree, PyTree]:
-    """Returns an optimizer's updates and new slots; the loss is passed if its update accepts it."""
+    """Returns an optimizer's updates and new slots; passes the loss if `update` accepts it."""
     extra = {"value": loss} if takes_loss(optimizer) else {}
     updates, new_slots = optimizer.update(grads, slots, weights, **extra)
     return updates, new_slots
 
 
 def takes_loss(optimizer: optax.GradientTransformation) -> bool:
-    """Returns whether an optimizer's update accepts `value`, optax's name for the loss."""
+    """Returns whether an optimizer's update accepts `value`, the loss."""
     if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
         return False
     parameters = inspect.signature(optimizer.update).parameters.values()
@@ -96,16 +96,16 @@ def couples_weights(
 ) -> bool:
     """Returns whether the update of a weight reads other weights or draws random numbers.
 
-    The update is traced with logical shapes, and with two layers per stack.
+    To find out, the update is traced with logical shapes and two layers per stack.
 
     Args:
       optimizer: The optimizer.
-      weight_specs: Specs of all weights that it updates, by path.
-      owner: Owner of the setting `optimizer`, for messages.
+      weight_specs: WeightSpecs of all weights that it updates, by path.
+      owner: Name of the class with the setting `optimizer`, for messages.
 
     Raises:
-      ConfigError: The optimizer needs more than a training step provides, such as a function to
-        evaluate again, or returns updates of other shapes than the weights.
+      ConfigError: The optimizer requires arguments that a training step does not provide, such as a
+        function to reevaluate the loss, or returns updates whose shapes differ from the weights.
     """
 
     def leaf_of(spec: WeightSpec) -> Any:
@@ -124,13 +124,13 @@ def couples_weights(
         traced, (updates, _) = jax.make_jaxpr(update, return_shape=True)(tree, tree, slots, loss)
     except Exception as error:
         _raise_if_unsupported(error, owner)
-        return False  # The update may need something that exists only in a step, such as a mesh.
+        return False  # The update may only be traceable in a step, for example if it uses the mesh.
     shapes = [[leaf.shape for leaf in jax.tree.leaves(x)] for x in (updates, tree)]
     if shapes[0] != shapes[1]:
         raise ConfigError(
             f"{owner}.optimizer returns updates of shapes {few(list(map(str, shapes[0])))} for "
             f"weights of shapes {few(list(map(str, shapes[1])))}; expected an update of the same "
-            "shape for each weight. Use another optimizer."
+            "shape for each weight. Use a different optimizer."
         )
     num_weights = len(jax.tree.leaves(tree))
     weights = [frozenset({index}) for index in range(num_weights)]
@@ -146,18 +146,19 @@ def _raise_if_unsupported(error: Exception, owner: str) -> None:
     function = next((name for name in _FUNCTIONS if re.search(rf"\b{name}\b", text)), None)
     if function is not None:
         raise ConfigError(
-            f"{owner}.optimizer requires {function} in each update ({text}), to evaluate the loss "
-            "or its gradient again, as line searches do. A training step evaluates them once. Use "
-            "an optimizer without it, such as optax.adamw, or optax.lbfgs with linesearch=None and "
-            "a learning rate."
+            f"{owner}.optimizer requires {function} to reevaluate the loss or its gradient in each "
+            f"update, like a line search ({text}), but a training step evaluates them only once. "
+            "Use an optimizer that does not require it, such as optax.adamw, or optax.lbfgs with "
+            "linesearch=None and a learning rate."
         ) from None
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if "/jax/" not in frame.filename.replace("\\", "/")]
     if outside and "/optax/" in outside[-1].filename.replace("\\", "/"):
         raise ConfigError(
             f"{owner}.optimizer: optax ({outside[-1].name}) cannot update these weights: "
-            f"{shown(text, 500)} A training step has one gradient per weight for the complete "
-            "batch. Optimizers of per-example gradients, as for differential privacy, do not fit."
+            f"{shown(text, 500)} A training step computes one gradient per weight for the complete "
+            "batch. Optimizers that require per-example gradients, for example for differential "
+            "privacy, are not supported."
         ) from None
 
 
@@ -172,7 +173,7 @@ def _unstacked(tree: PyTree, stack_ranks: Mapping[Path, int]) -> PyTree:
 
 
 def _unstacked_as(like: PyTree, stacked: PyTree) -> PyTree:
-    """Returns `stacked` with `Layers` and random keys where `like` has them."""
+    """Converts leaves of `stacked` to `Layers` or random keys where `like` contains these."""
 
     def unstack(node: Any, x: Any) -> Any:
         if isinstance(node, Layers):
@@ -183,7 +184,7 @@ def _unstacked_as(like: PyTree, stacked: PyTree) -> PyTree:
 
 
 def _layers_of(tree: PyTree, stack_shape: tuple[int, ...]) -> Layers:
-    """Returns the layers of an array, or of a tree of arrays such as a weight's slots."""
+    """Splits a stacked array, or a tree of stacked arrays such as slots, into layers."""
     flat = jax.tree.map(lambda x: jnp.reshape(x, (-1, *x.shape[len(stack_shape) :])), tree)
     layers = (jax.tree.map(operator.itemgetter(i), flat) for i in range(math.prod(stack_shape)))
     return Layers(tuple(layers), stack_shape)
@@ -197,7 +198,7 @@ def _stacked(tree: PyTree) -> PyTree:
                 lambda *layers: jnp.reshape(jnp.stack(layers), (*shape, *layers[0].shape)),
                 *node.layers,
             )
-        # Checkpoints can store the data of a random key, but not the key.
+        # Checkpoints can store the data of a random key, but not the key itself.
         return jax.random.key_data(node) if _is_key(node) else node
 
     return jax.tree.map(stack, tree, is_leaf=_is_layers)
@@ -222,7 +223,12 @@ class _DependencyTracker:
         self.draws = False
 
     def trace(self, jaxpr: Any, given: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-        """Returns the indices of weights that each result depends on, given each argument's."""
+        """Returns the indices of the weights that each result depends on.
+
+        Args:
+          jaxpr: The jaxpr to trace.
+          given: Indices of the weights that each argument depends on.
+        """
         return evaluate_jaxpr(jaxpr, given, self._results, lambda *_: _NOTHING)
 
     def _results(self, eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]]:
@@ -239,9 +245,10 @@ class _DependencyTracker:
 
 
 def _union(*read: frozenset[int]) -> frozenset[int]:
-    """Returns the union of the operands' weights, truncated to two, which is all that matters.
+    """Returns the union of sets of weight indices, truncated to two indices.
 
-    Without truncation, the cost after a global norm would be quadratic in the number of weights.
+    Two indices suffice to show that weights are coupled. Without truncation, the cost after a
+    global norm would be quadratic in the number of weights.
     """
     union = _NOTHING.union(*read)
     return frozenset(sorted(union, reverse=True)[:2]) | (union & _SLOTS)

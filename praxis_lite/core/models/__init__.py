@@ -1,4 +1,4 @@
-"""The model interface (init and apply over nested dicts of arrays), and its implementation for NNX.
+"""The model interface (init and apply over nested dicts of arrays), and its NNX implementation.
 
-This package knows nothing about devices, tasks or what a model computes.
+This package does not depend on devices, tasks or what a model computes.
 """

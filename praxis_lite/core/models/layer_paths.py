@@ -39,12 +39,12 @@ def layer_path(traceback: TracebackType | None) -> str:
     Returns:
       A path such as "transformer/blocks/self_attention"; "" for the model itself.
     """
-    # Consecutive frames can belong to one layer: its constructor, its methods, Flax's wrappers.
+    # Consecutive frames may belong to the same layer: its constructor, methods and Flax wrappers.
     per_layer = [list(same) for _, same in itertools.groupby(_module_frames(traceback), _layer_id)]
     names = []
     for frames, children in itertools.pairwise(per_layer):
         constructors = [frame for frame in frames if frame[0].f_code.co_name == "__init__"]
-        # The innermost constructor, perhaps of a base class, was constructing the child.
+        # The innermost constructor, which may belong to a base class, was constructing the child.
         (frame, line), (child_frame, _) = (constructors[-1:] or frames)[0], children[0]
         if constructors:
             names.append(_assigned_name(frame, line))
@@ -75,8 +75,8 @@ def _assigned_name(frame: FrameType, line: int) -> str:
 def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
     """Returns the name of a layer in its parent, such as "blocks/3" in a list, or "".
 
-    Scan and remat rebuild a layer, so that it is not the same object as the parent's attribute.
-    Then the name of the first attribute of the same class is returned.
+    Scan and remat rebuild a layer, so the layer may not be the same object as an attribute of its
+    parent. In that case, the name of the first attribute of the same class is returned.
     """
     first_of_class = ""
     for name, value in vars(parent).items():

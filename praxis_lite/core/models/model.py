@@ -1,4 +1,4 @@
-"""The interface that steps need from a model: init and apply over plain nested dicts."""
+"""The model interface that steps use: init and apply over plain nested dicts."""
 
 import abc
 import dataclasses
@@ -20,13 +20,14 @@ MdlVars = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ShardedWeight:
-    """A device's block of a weight inside a `jax.shard_map`; `core.collectives` creates them.
+    """A device's block of a weight inside a `jax.shard_map`, created by `core.collectives`.
 
     Attributes:
-      block: The block of this device, padding included.
-      gather: Returns the complete, unpadded weight for a block, or one layer's weight for one
-        layer of a stacked block. Its gradient is this device's block of the sum over devices.
-      path: Path of the weight, used as a name scope in --mode=explain.
+      block: The block of this device, including padding.
+      gather: Takes a block, and returns the complete, unpadded weight. For one layer of a stacked
+        block, it returns the weight of that layer. Its gradient is this device's block of the sum
+        over devices.
+      path: Path of the weight, used as a name scope for --mode=explain.
     """
 
     block: jax.Array
@@ -34,38 +35,39 @@ class ShardedWeight:
     path: str = "weights"
 
     def whole(self) -> jax.Array:
-        """Returns the complete weight, gathered by this call rather than when a layer reads it."""
+        """Gathers the complete weight immediately, rather than when a layer reads it."""
         with jax.named_scope(self.path):
             return self.gather(self.block)
 
 
 class Model(abc.ABC):
-    """Interface of a model whose variables are plain nested dicts. Subclass it.
+    """Base class for models whose variables are plain nested dicts.
 
-    A learner may update "params". "non_trainable" holds what a forward pass assigns, such as
-    statistics and caches.
+    A learner may update "params". "non_trainable" contains the variables that a forward pass
+    assigns, such as statistics and caches.
     """
-    # By path, such as "params/ffn/w": how weights are stored whose arrays are packed.
+    # Maps the paths of packed weights, such as "params/ffn/w", to their packed formats.
     packed_forms: Mapping[str, Any] = {}
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> MdlVars:
-        """Returns freshly initialized variables of logical (unpadded) shapes."""
+        """Returns newly initialized variables with logical (unpadded) shapes."""
 
     @abc.abstractmethod
     def weight_specs(self) -> MdlVars:
-        """Returns the tree of `init` with a WeightSpec per leaf, without creating arrays."""
+        """Returns the tree of `init` with WeightSpecs instead of arrays; creates no arrays."""
 
     @abc.abstractmethod
     def module(
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> Any:
-        """Returns a module holding `mdl_vars`, for one forward pass of a traced step.
+        """Returns a module with `mdl_vars`, for one forward pass in a traced step.
 
         Args:
           mdl_vars: Unpadded arrays, or `ShardedWeight`s, which are gathered when read.
-          key: Key for dropout and other random draws in training; None in evaluation and decoding.
-          eval_key: Key for the module's random streams in evaluation and decoding; None: every
+          key: Key for dropout and other random draws in training, or None in evaluation and
+            decoding.
+          eval_key: Key for the module's random streams in evaluation and decoding. If None, every
             pass draws the same numbers.
         """
 
@@ -74,20 +76,20 @@ class Model(abc.ABC):
         """Returns the "non_trainable" variables after the forward pass through `module`."""
 
     def tallies(self, module: Any) -> dict[str, jax.Array]:
-        """Returns the values of the module's `Tally` variables after the forward pass, by path."""
+        """Returns the values of the module's `Tally` variables by path, after the forward pass."""
         return {}
 
     def moved(self, params: Any, sums: Mapping[str, jax.Array]) -> Any:
-        """Returns `params` with the weights updated that follow tallies, from the step's sums."""
+        """Updates weights in `params` from the step's sums of tallies."""
         return params
 
     def abstract_module(self) -> Any:
-        """Returns the NNX module with shapes in place of arrays; None for other kinds of models."""
+        """Returns the NNX module with shapes in place of arrays, or None for other models."""
         return None
 
 
 def abstract_mdl_vars(weight_specs: MdlVars) -> MdlVars:
-    """Returns a jax.ShapeDtypeStruct per weight: the shapes of `Model.init`, without tracing it.
+    """Returns the shapes of `Model.init` without tracing it: a ShapeDtypeStruct per weight.
 
     Args:
       weight_specs: Result of `Model.weight_specs`.
@@ -105,7 +107,7 @@ def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
 
 
 def whole(mdl_vars: Any) -> Any:
-    """Returns the tree with every `ShardedWeight` gathered."""
+    """Gathers every `ShardedWeight` in a tree."""
     return jax.tree.map(
         lambda x: x.whole() if isinstance(x, ShardedWeight) else x, mdl_vars,
         is_leaf=lambda x: isinstance(x, ShardedWeight),
@@ -118,8 +120,8 @@ def named_dims(
     """Returns `names` extended with None to the rank of `shape`.
 
     Args:
-      path: Path of the weight, for the message.
-      declared_by: The declaration of the names, for the message.
+      path: Path of the weight, for messages.
+      declared_by: Description of the declaration, for messages.
       names: Names of the leading dims.
       shape: Shape of the weight.
 

@@ -1,4 +1,4 @@
-"""Reads the declared split of an NNX variable: Flax's metadata, or the mapping of our layers."""
+"""Reads the declared split of an NNX variable from Flax's metadata or from our layers' metadata."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,26 +20,26 @@ _SLOT_KEYS = ("opt_sharding", "optimizer_sharding")
 
 
 def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
-    """Returns the WeightSpec that a variable declares; names are not resolved to mesh axes yet.
+    """Returns the WeightSpec that a variable declares, without resolving names to mesh axes.
 
-    Flax's `out_sharding` (from `nnx.with_partitioning`, `nnx.with_metadata` and
-    `nnx.Param(..., out_sharding=)`; formerly `sharding=`) becomes `logical_axes`. Its entries may
-    be mesh axes or logical names; only the rules and the mesh tell them apart. `sharding_rules`
-    becomes `logical_axis_rules`, and `optimizer_sharding` becomes `slot_axes`. A mapping of one of
-    our layers takes precedence.
+    Flax's `out_sharding` (set by `nnx.with_partitioning`, `nnx.with_metadata` and
+    `nnx.Param(..., out_sharding=)`; previously `sharding=`) becomes `logical_axes`. Its entries are
+    either mesh axes or logical names, which only the rules and the mesh can tell apart.
+    `sharding_rules` becomes `logical_axis_rules`, and `optimizer_sharding` becomes `slot_axes`. A
+    split-dims mapping from one of our layers takes precedence.
 
     Args:
       path: Path of the variable, for messages.
       leaf: The variable or plain array.
 
     Raises:
-      ConfigError: `out_sharding` or `optimizer_sharding` has more entries than the weight has
-        dims, or is not a sequence of names; or `sharding_rules` are not pairs.
+      ConfigError: `out_sharding` or `optimizer_sharding` is not a sequence of names, or is longer
+        than the weight's rank; or `sharding_rules` are not pairs.
     """
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
     shape, stack = tuple(value_of(leaf).shape), metadata.get("stack_split_dims_mapping", ())
     own_rank = len(metadata.get("dim_names", shape[len(stack) :]))
-    # Dims in front of a layer's own dims stack layers, for instance by `nnx.vmap`.
+    # Leading dims that the layer did not declare stack layers, for example because of `nnx.vmap`.
     in_front = (None,) * (len(shape) - len(stack) - own_rank)
     spec = WeightSpec(
         shape, value_of(leaf).dtype, metadata.get("split_dims_mapping"), (*in_front, *stack),
@@ -65,7 +65,7 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
 
 
 def _names(path: str, key: str, out_sharding: Any) -> tuple[MeshAxes, ...]:
-    """Returns the entries of a tuple, a PartitionSpec, or the spec of a NamedSharding."""
+    """Returns the entries of a sequence, a PartitionSpec, or the spec of a NamedSharding."""
     spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
     is_sequence = isinstance(spec, PartitionSpec | Sequence) and not isinstance(spec, str)
     entries = tuple(spec) if is_sequence else (object(),)

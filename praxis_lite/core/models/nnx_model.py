@@ -1,4 +1,4 @@
-"""NnxModel: the model interface over a Flax NNX module, which is split once, outside every step."""
+"""NnxModel: implements the model interface for a Flax NNX module."""
 
 import dataclasses
 import functools
@@ -35,8 +35,7 @@ __all__ = ("NnxModel", "mdl_vars_of")
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """The graphdefs of a module in training and evaluation mode, and its abstract leaves by path.
-    """
+    """A module that was split into graphdefs, for training and evaluation, and abstract leaves."""
 
     training: nnx.GraphDef[nnx.Module]
     evaluation: nnx.GraphDef[nnx.Module]
@@ -44,14 +43,14 @@ class _Split:
 
 
 class NnxModel(Model):
-    """A Flax NNX module as a `Model`.
+    """A `Model` that wraps a Flax NNX module.
 
-    `nnx.Param` variables are "params", which a learner may update. Statistics, caches, counters
-    and plain arrays are "non_trainable". Values that a pass records (`nnx.Intermediate`) and random
-    streams (the `nnx.Rngs` that `nnx.Dropout` holds) belong to neither: each pass starts with zeros
-    and with streams derived from the step's key. A pass with a key sets every `deterministic` and
-    `use_running_average` attribute to False, a pass without one to True, as Flax's own `train()`
-    and `eval()` do.
+    `nnx.Param` variables are "params", which a learner may update. Statistics, caches, counters and
+    plain arrays are "non_trainable". Recorded values (`nnx.Intermediate`) and random streams (such
+    as the `nnx.Rngs` of `nnx.Dropout`) belong to neither collection: each forward pass starts with
+    zeros, and with streams derived from the step's key. Like Flax's `train()` and `eval()`, a
+    forward pass with a key sets all `deterministic` and `use_running_average` attributes to False,
+    and a forward pass without a key sets them to True.
 
     Args:
       build: Function that returns the module. It is called with `rngs` if it takes that argument.
@@ -66,7 +65,7 @@ class NnxModel(Model):
             kind = type(build).__name__
             name = kind if isinstance(build, nnx.Module) else "MyModule"
             raise ConfigError(
-                f"The model is {kind} itself; expected a function that builds it: replace it with "
+                f"The model is {kind} itself; expected a function that builds it. Replace it with "
                 f"fdl.Partial({name}, ...)."
             )
         self.build = build
@@ -85,7 +84,7 @@ class NnxModel(Model):
                 graphdefs.append(graphdef)
             return state
 
-        # Not `nnx.eval_shape`: if a mesh is set, it takes every logical name for a mesh axis.
+        # Do not use `nnx.eval_shape`, which treats logical names as mesh axes if a mesh is set.
         with prefix_layer_path():
             abstract_state = jax.eval_shape(state)
         training, evaluation = graphdefs
@@ -160,8 +159,8 @@ class NnxModel(Model):
         return module
 
     def _built(self, key: jax.Array | int) -> nnx.Module:
-        # With eager sharding, Flax would immediately place weights that declare a split. That needs
-        # a mesh that is set, and dims that divide its axes.
+        # With eager sharding, Flax would immediately place weights that declare a split, which
+        # requires a current mesh and even splits.
         with nnx.use_eager_sharding(False):
             module = self.build(rngs=nnx.Rngs(key)) if _takes_rngs(self.build) else self.build()
         if not isinstance(module, nnx.Module):
@@ -186,15 +185,16 @@ def _with_old_dtype(path: Path, before: Leaf, after: Leaf) -> jax.Array:
     value, expected = jnp.asarray(value_of(after)), value_of(before)
     if value.shape != expected.shape:
         raise ConfigError(
-            f"{path_text(path)}: the constructor created it with shape {expected.shape}, but the "
-            f"forward pass assigned shape {value.shape}. Keep its shape: it is part of the state."
+            f"{path_text(path)}: the constructor created the shape {expected.shape}, but the "
+            f"forward pass assigned the shape {value.shape}. Shapes of variables in the state must "
+            "not change."
         )
     return value.astype(expected.dtype)
 
 
 _LINEN = (
-    "The model is built as a {}; expected a Flax NNX module. Wrap a Flax Linen module as "
-    "fdl.Config(LinenModel, fdl.Config(...), ...), and functions as fdl.Config(FunctionModel, ...)."
+    "The model is a {}; expected a Flax NNX module. Wrap a Flax Linen module in "
+    "fdl.Config(LinenModel, fdl.Config(...), ...), or functions in fdl.Config(FunctionModel, ...)."
 )
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -212,8 +212,8 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
         settings |= set(function.keywords)
         function = function.func
     name = getattr(function, "__name__", "the model")
-    if isinstance(function, type):  # The signature of a module's class is *args, **kwargs.
-        function = function.__init__  # type: ignore[misc]  # Of a class, not of an instance.
+    if isinstance(function, type):  # The signature of a module class itself is *args, **kwargs.
+        function = function.__init__  # type: ignore[misc]  # Accessed on the class.
     if function is object.__init__:
         return False
     parameters = inspect.signature(function).parameters
@@ -243,8 +243,8 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
 def _mark_arrays(module: nnx.Module) -> None:
     """Marks a module's plain arrays, such as a table of positions, as leaves.
 
-    Flax does this itself, except while tracing. There it would treat them as structure, and the
-    tracers would leak.
+    Flax does this too, but not while tracing, where it would treat tracers as structure and leak
+    them.
     """
     for _, node in nnx.compat.iter_graph(module):
         if isinstance(node, nnx.Pytree):
@@ -255,7 +255,7 @@ def _mark_arrays(module: nnx.Module) -> None:
 
 def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
     """Sets the mode of a module's dropout and batch norms, and returns the module."""
-    # `Module.train` and `Module.eval` do the same, but subclasses may override these.
+    # Do not call `Module.train` and `Module.eval`, because subclasses may override them.
     nnx.Module.set_attributes(
         module, deterministic=not is_training, use_running_average=not is_training,
         raise_if_not_found=False, graph=True,
@@ -264,7 +264,7 @@ def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
 
 
 class _GatheredWhenRead(nnx.Param[Any]):
-    """Sharded parameter that is all-gathered on each read."""
+    """A sharded parameter that is all-gathered on each read."""
 
     def get_value(self, *, index: Any = ...) -> jax.Array:
         value: jax.Array = self.get_metadata("gather")(super().get_value())

@@ -1,4 +1,4 @@
-"""Classifies the variables of an NNX module: weights, other state, or values of one pass."""
+"""Classifies the variables of an NNX module as weights, other state, or temporary values."""
 
 import functools
 import zlib
@@ -20,12 +20,12 @@ Path = tuple[Any, ...]
 
 
 def _without_sharding_checks(set_value: Callable[..., None]) -> Callable[..., None]:
-    """Returns an `nnx.Variable.set_value` that does not read the shardings of tracers.
+    """Wraps `nnx.Variable.set_value` so that it does not read the shardings of tracers.
 
-    `variable[...] = x` compares the shardings of both values. A tracer has none, and before jax
-    0.12 the error message makes JAX walk the entire program traced so far. As every weight
-    increments a count of `nnx.Rngs` and every batch norm assigns its statistics, tracing time would
-    grow with the square of the number of layers (docs/upstream/tracer_sharding.md).
+    `variable[...] = x` compares the shardings of both values. A tracer has no sharding, and before
+    jax 0.12, JAX walks the entire program traced so far to build the error message. Every weight
+    increments a count of `nnx.Rngs`, and every batch norm assigns its statistics, so tracing time
+    would be quadratic in the number of layers (docs/upstream/tracer_sharding.md).
     """
 
     @functools.wraps(set_value)
@@ -33,40 +33,40 @@ def _without_sharding_checks(set_value: Callable[..., None]) -> Callable[..., No
         old = variable.get_raw_value()
         are_traced = index is ... and is_traced(old) and is_traced(value)
         if are_traced and (old.shape, old.dtype) == (value.shape, value.dtype):
-            index = MISSING  # Flax's own path for two values of equal shardings.
+            index = MISSING  # Makes Flax skip the comparison.
         set_value(variable, value, index=index)
 
     return set_whole_value
 
 
 if jax.__version_info__ < (0, 12):
-    # Replaces a method of Flax.
+    # Patch the method in Flax.
     nnx.Variable.set_value = _without_sharding_checks(  # type: ignore[method-assign]
         nnx.Variable.set_value
     )
 
 
 def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
-    """Returns the variables and plain arrays of a module with their paths; shared ones once."""
+    """Returns (path, leaf) for each variable and plain array of a module, without duplicates."""
     return list(nnx.to_flat_state(nnx.compat.split(module)[1]))
 
 
 def value_of(leaf: Leaf) -> Any:
     """Returns a variable's value, or the plain array itself."""
-    # Not `get_value`, which subclasses of Variable may override to transform the value.
+    # Do not use `get_value`, because subclasses of Variable may override it to transform the value.
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def path_text(path: Path) -> str:
-    """Returns a path as text, as in messages and in layout.txt."""
+    """Formats a path for messages and for layout.txt."""
     return "/".join(map(_part_name, path))
 
 
 def collection(leaf: Leaf) -> str | None:
-    """Returns "params", "non_trainable", or None if the state does not contain the leaf.
+    """Returns "params", "non_trainable", or None if the leaf is not part of the state.
 
-    The state does not contain recorded values (`nnx.Intermediate`), random streams, which are
-    derived from the step's key, and variables without a value.
+    The state does not include recorded values (`nnx.Intermediate`), variables without a value, or
+    random streams, which are derived from the step's key.
     """
     value = value_of(leaf)
     if isinstance(leaf, nnx.Intermediate | nnx.RngState) or value is None or _is_key(value):
@@ -75,21 +75,17 @@ def collection(leaf: Leaf) -> str | None:
 
 
 def require_array(path: Path, leaf: Leaf) -> None:
-    """Checks that the value of a leaf is an array.
-
-    Raises:
-      ConfigError: The value is a container.
-    """
+    """Raises ConfigError if the value of a leaf is a container instead of an array."""
     value = value_of(leaf)
     if collection(leaf) is not None and not jax.tree_util.all_leaves([value]):
         raise ConfigError(
             f"{path_text(path)}: the {type(leaf).__name__} contains a {type(value).__name__}; "
-            "expected one array. Create a variable per array, in an nnx.Dict or nnx.List."
+            "expected one array. Create one variable per array, in an nnx.Dict or nnx.List."
         )
 
 
 def nested(leaves: Iterable[tuple[Path, Leaf]], value: Callable[[Path, Leaf], Any]) -> MdlVars:
-    """Returns nested dicts with `value(path, leaf)` for each leaf that the state contains."""
+    """Returns nested dicts with `value(path, leaf)` for each leaf that is part of the state."""
     flat = {
         stored_at(path, leaf): value(path, leaf)
         for path, leaf in leaves
@@ -100,29 +96,29 @@ def nested(leaves: Iterable[tuple[Path, Leaf]], value: Callable[[Path, Leaf], An
 
 
 def stored_at(path: Path, leaf: Leaf) -> tuple[str, ...]:
-    """Returns the keys in the nested dicts of `MdlVars` of a leaf that the state contains."""
+    """Returns the dict keys in `MdlVars` of a leaf that is part of the state."""
     name = collection(leaf)
     assert name is not None
     return (name, *map(_part_name, path))
 
 
 def fresh_value(path: Path, leaf: Leaf, key: jax.Array) -> Any:
-    """Returns the initial value, for one pass, of a leaf that the state does not contain.
+    """Returns the value at the start of a forward pass for a leaf that is not part of the state.
 
-    The key of a random stream is derived from `key` and the stream's path; in a stack, each layer
-    gets its own key. Counts start at 0. So draws depend neither on where a job was interrupted nor
-    on the number of devices.
+    The key of a random stream is derived from `key` and the path of the stream, separately for each
+    layer of a stack. Counts start at 0. Random draws therefore depend neither on interruptions of a
+    job nor on the number of devices.
 
     Args:
       path: Path of the leaf.
-      leaf: The leaf, with shapes for arrays.
-      key: Key of the pass.
+      leaf: The leaf, with shapes in place of arrays.
+      key: Key of the forward pass.
     """
 
     def fresh(x: Any) -> jax.Array:
         if not _is_key(x):
             return jnp.zeros(x.shape, x.dtype)
-        # Derived from its path, so that it does not depend on the model's other streams.
+        # Derive the stream from its path, so that it is independent of the model's other streams.
         stream = jax.random.fold_in(key, zlib.crc32(path_text(path).encode()))
         return jax.random.split(stream, x.shape) if x.shape else stream
 

@@ -1,4 +1,4 @@
-"""Forms of stacked weights that a model accepts: one array per layer, or arrays in host memory."""
+"""Alternatives to stacked weights that a model accepts: unstacked layers and host memory."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from praxis_lite.core.sharding.padding import unpad_tree
 class UnstackedLayers:
     """A stacked weight as one array per layer, without the stacked dims.
 
-    A loop that indexes into a stack copies the layer's weight; in decoding, that is a copy per
-    token. Separate arrays are read in place.
+    A loop that indexes into a stack copies the weight of each layer, which decoding would do for
+    every token. Separate arrays are read in place.
     """
 
     layers: list[Any]
@@ -29,7 +29,7 @@ def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list
     Args:
       blocks: A module whose arrays are stacks of layers.
       num_layers: Number of layers.
-      num_stacked: Number of leading dims that stack layers, for arrays that are still stacks.
+      num_stacked: Number of leading dims that stack layers in arrays that are still stacked.
     """
     def is_unstacked(x: Any) -> bool:
         return isinstance(x, UnstackedLayers)
@@ -39,7 +39,7 @@ def unstacked_layers(blocks: Any, num_layers: int, num_stacked: int = 1) -> list
 
     def layer(index: int) -> Any:
         return jax.tree.map(
-            # Arrays that are not weights, such as a layer's statistics, are still stacks.
+            # Arrays that are not weights, such as statistics, are still stacked.
             lambda x: x.layers[index] if is_unstacked(x)
             else x.reshape(-1, *x.shape[num_stacked:])[index],
             blocks, is_leaf=is_unstacked,
@@ -67,7 +67,7 @@ class HostWeight:
 
     def to_device(self) -> jax.Array:
         """Returns the unpadded weight in device memory."""
-        num_indexed = len(self.shape) - self.stored.ndim  # Stacked dims that a scan has indexed.
+        num_indexed = len(self.shape) - self.stored.ndim  # Stacked dims that a scan has removed.
         shape = jax.ShapeDtypeStruct(self.shape[num_indexed:], self.stored.dtype)
         spec = PartitionSpec(*self.spec[num_indexed:])
         unpadded: jax.Array = unpad_tree(to_device(self.stored), shape, spec)

@@ -1,4 +1,4 @@
-"""Tally: counts over a training step's batch, and the weights that are set from these counts."""
+"""Tally: a variable with counts over a training batch that are used to update a weight."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ TALLY = "tally/"
 
 
 class Tally(nnx.Intermediate[jax.Array]):
-    """Counts of a forward pass, such as the number of tokens routed to each expert; float32.
+    """Float32 counts in a forward pass, such as the number of tokens routed to each expert.
 
-    A train step sums them over its batch, each row once: over devices, micro-batches and the
-    microbatches of a pipeline. Then it sets a weight of the same module, which has no gradient:
+    A train step sums the counts over devices, micro-batches and pipeline microbatches, counting
+    each row of the batch once. It then updates a weight of the same module that has no gradient:
     `Tally(zeros, moves="bias", rule=rule)` sets `bias` to `rule(bias, sum)`. Sums below 2^24 are
     exact.
     """
@@ -25,7 +25,7 @@ class Tally(nnx.Intermediate[jax.Array]):
 
 
 def as_metrics(tallies: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Returns tallies as metrics with weight 1, so that mean times total weight is their sum."""
+    """Returns tallies as metrics of weight 1, so that their mean times total weight is the sum."""
     return {f"{TALLY}{path}": (value, jnp.ones(())) for path, value in tallies.items()}
 
 

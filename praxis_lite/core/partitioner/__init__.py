@@ -1,4 +1,4 @@
-"""A task's layout on a mesh, and its compiled init, train, eval and decode steps.
+"""The layout of a task's state on a mesh, and its compiled init, train, eval and decode steps.
 
-This package knows shapes, specs and jit, but not what a layer computes.
+This package handles shapes, specs and compilation; it does not depend on what a layer computes.
 """

@@ -1,4 +1,4 @@
-"""Computes the gradients and metrics of a batch, at once or by micro-batches (accumulation)."""
+"""Computes gradients and metrics for a batch, optionally in micro-batches (accumulation)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,7 +31,7 @@ Batch = Mapping[str, jax.Array]
 LossFn = Callable[
     [PyTree, PyTree, PyTree, Batch, jax.Array], tuple[jax.Array, tuple[WeightedScalars, PyTree]]
 ]
-# The type of `value_and_grad` below, and of its replacements.
+# The type of `value_and_grad` below and of functions that replace it.
 ValueAndGrad = Callable[..., tuple[WeightedScalars, PyTree, PyTree]]
 # ((sums of gradients, non_trainable), metrics) after one more micro-batch.
 _Added = tuple[tuple[PyTree, PyTree], WeightedScalars]
@@ -49,30 +49,32 @@ def value_and_grad(
     inputs_split_mapping: InputsSplitMapping = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Returns (metrics, new non_trainable, float32 gradients of params) for a batch.
+    """Returns (metrics, new non_trainable, float32 gradients w.r.t. params) for a batch.
 
-    If the loss is a weighted mean over rows, the result is the same for any number of
-    micro-batches, up to rounding: gradients are summed in float32, weighted by the weight of the
-    "loss" metric, and divided once by the total weight; metrics are weighted means, too. A
-    micro-batch of weight 0 does not count, even if its values are NaN. Losses that are not sums
-    over rows depend on the number of micro-batches: a router's load-balancing loss becomes the
+    If the loss is a weighted mean over rows, the result does not depend on the number of
+    micro-batches, up to rounding: gradients are multiplied by the weight of the "loss" metric,
+    summed in float32, and divided once by the total weight. Metrics are weighted means, too.
+    Micro-batches of weight 0 are ignored, even if they contain NaN. Losses that are not sums over
+    rows do depend on the number of micro-batches: a router's load-balancing loss becomes the
     weighted mean of the micro-batches' losses, and batch norm uses each micro-batch's statistics.
 
-    Memory is needed for the activations of one micro-batch and for a float32 sum of gradients.
+    Peak memory includes the activations of one micro-batch and a float32 sum of the gradients.
 
     Args:
-      loss_fn: Function of the next five arguments, called with the batch or a micro-batch.
-      fixed: Values without gradients: `{"frozen": weights, "loss_scale": scalar}`.
-      params: Weights to differentiate.
-      non_trainable: Variables that are passed from each micro-batch to the next.
-      inputs: Arrays [B, ...]. Row r belongs to micro-batch r % N; scalars to each.
-      key: Each micro-batch uses this key with its index folded in.
-      num_micro_batches: N. With 1 there is no loop, and loss_fn gets `key` itself.
-      inputs_split_mapping: Splits of a micro-batch's arrays by rank, as for the batch.
+      loss_fn: Takes the next five arguments, with `inputs` replaced by a micro-batch.
+      fixed: Values that are not differentiated: `{"frozen": weights, "loss_scale": scalar}`.
+      params: Weights to differentiate with respect to.
+      non_trainable: Variables that each micro-batch updates for the next one.
+      inputs: Arrays [B, ...] and scalars. Micro-batch i gets the rows r with r % N == i, and all
+        scalars.
+      key: PRNG key; each micro-batch folds its index into it.
+      num_micro_batches: Number N of micro-batches. If it is 1, there is no loop, and `loss_fn`
+        receives `key` unchanged.
+      inputs_split_mapping: Maps an array's rank to its split, for batches and micro-batches.
       lay_out: Constrains gradients to the layout in which they are summed.
 
     Raises:
-      ConfigError: N does not divide B; raised while tracing.
+      ConfigError: B is not divisible by N. Raised while tracing.
     """
     grad_fn = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     if num_micro_batches == 1:
@@ -89,7 +91,7 @@ def value_and_grad(
             if not is_type_error(error):
                 raise
             reason = str(error).strip().splitlines()[0]
-            note_untyped("gradients' sum over devices, once for all micro-batches", reason)
+            note_untyped("summing gradients over devices once for all micro-batches", reason)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> _Added:
         grad_sums, non_trainable = carry
@@ -118,7 +120,7 @@ def value_and_grad(
 def _means(
     metrics: PyTree, non_trainable: PyTree, grad_sums: PyTree
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Returns the results of `value_and_grad` from stacked metrics [N] and sums of gradients."""
+    """Returns the results of `value_and_grad` from stacked metrics [N] and summed gradients."""
     metrics = {name: weighted_mean(*pairs) for name, pairs in metrics.items()}
     total = metrics["loss"][1]
     divisor = jnp.where(total == 0, 1.0, total)
@@ -126,7 +128,7 @@ def _means(
 
 
 def _row_axes(inputs: Batch) -> tuple[str, ...]:
-    """Returns the Explicit axes over which the types of a batch split its rows."""
+    """Returns the Explicit axes that split the rows of a batch according to its array types."""
     if not is_typed():
         return ()
     rows = (type_spec(x)[0] for x in jax.tree.leaves(inputs) if x.ndim)
@@ -138,9 +140,9 @@ def _value_and_grad_reduced_once(
     key: jax.Array, axes: tuple[str, ...], *, num_micro_batches: int,
     inputs_split_mapping: InputsSplitMapping,
 ) -> tuple[WeightedScalars, PyTree, PyTree]:
-    """Implements `value_and_grad` over Explicit axes.
+    """Implements `value_and_grad` over Explicit axes with a single reduction over devices.
 
-    Each device accumulates its own partial sums; they are reduced over `axes` once, after the loop.
+    Each device accumulates partial sums, which are reduced over `axes` once, after the loop.
     """
     params = jax.tree.map(lambda w: with_unreduced_gradient(to_device(w), axes), params)
 
@@ -182,7 +184,9 @@ def _as_float32(g: jax.Array) -> jax.Array:
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted mean of [N, ...] values, and its weight; the mean if all weights are 0.
+    """Returns the weighted mean over the first dim, and the total weight.
+
+    If all weights are 0, the mean is unweighted.
 
     Args:
       values: Values [N, ...].
@@ -197,34 +201,35 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax
 
 
 def cut(inputs: Batch, num_micro_batches: int) -> Batch:
-    """Divides inputs into micro-batches: [B, ...] -> [N, B / N, ...]; scalars -> [N].
+    """Splits inputs into N micro-batches: [B, ...] -> [N, B / N, ...]; scalars -> [N].
 
-    Each device has a block of consecutive rows. Assigning row r to micro-batch r % N gives every
-    micro-batch the same number of rows on each device, so that no data moves.
+    Each device stores a block of consecutive rows. Assigning row r to micro-batch r % N gives each
+    device the same number of rows in every micro-batch, so no rows move between devices.
     """
     num_rows = num_rows_of(inputs)
     if num_rows % num_micro_batches:
         divisors = [n for n in range(1, num_rows + 1) if num_rows % n == 0]
         raise ConfigError(
-            f"Learner.gradient_accumulation_steps is {num_micro_batches}, which does not divide "
-            f"the {num_rows} rows of a batch. Make the training batch size a multiple of "
-            f"{num_micro_batches}, or set gradient_accumulation_steps to one of {divisors}."
+            f"Learner.gradient_accumulation_steps is {num_micro_batches}, but the training batch "
+            f"size {num_rows} is not divisible by {num_micro_batches}. Make the batch size a "
+            f"multiple of {num_micro_batches}, or set gradient_accumulation_steps to one of "
+            f"{divisors}."
         )
     shape = (num_rows // num_micro_batches, num_micro_batches)
 
-    def divide(x: jax.Array) -> jax.Array:
+    def split(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return jnp.broadcast_to(x, (num_micro_batches,))
         return jnp.swapaxes(x.reshape(shape + x.shape[1:]), 0, 1)
 
-    micro_batches: Batch = jax.tree.map(divide, inputs)
+    micro_batches: Batch = jax.tree.map(split, inputs)
     return micro_batches
 
 
 def constrain_rows(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
-    """Constrains a micro-batch to be split like the complete batch.
+    """Constrains a micro-batch to be sharded like the complete batch.
 
-    Otherwise XLA would replicate a number of rows that the devices do not divide.
+    Otherwise XLA would replicate micro-batches that do not split evenly over the devices.
     """
     axis_names = jax.sharding.get_abstract_mesh().axis_names
     mapping = inputs_split_mapping or {}

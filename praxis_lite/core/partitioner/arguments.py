@@ -1,8 +1,8 @@
-"""Checks the arguments of a Partitioner's calls; errors name the wrong one and its replacement.
+"""Checks the arguments of calls to a Partitioner and explains which one is invalid.
 
-Shapes and dtypes are checked while a step is traced, once per program. Other checks run only after
-JAX has rejected a call, so that they cost valid calls nothing. Only deleted arrays are checked in
-each call, because with several devices XLA would crash the process.
+Shapes and dtypes are checked once per program, while a step is traced. Other checks run only after
+JAX has rejected a call, so that valid calls stay fast. Deleted arrays are the exception: they are
+checked in each call, because with several devices XLA would crash the process.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +24,12 @@ PyTree = Any
 
 
 def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args: Any) -> Any:
-    """Returns `compiled(*args)`; if JAX raises an error, `check` may replace it by a ConfigError.
+    """Returns `compiled(*args)`, and calls `check` to explain errors that JAX raises.
 
     Args:
       compiled: A step, as returned by `jax.jit`.
       check: Called with the arguments; raises ConfigError if one of them is invalid.
-      args: Arguments of the step; the first is its state or weights.
+      args: Arguments of the step, starting with its state or weights.
     """
     if _is_deleted(args[0]):
         check(*args)
@@ -41,7 +41,8 @@ def checked_call(compiled: Callable[..., Any], check: Callable[..., None], *args
         check(*args)
         raise
     except RuntimeError as error:
-        # If a program fails while it runs, its donated state is deleted, but that is not the cause.
+        # A program that fails while it runs also deletes its donated state, so look for the cause
+        # in the message.
         if "deleted" in str(error):
             check(*args)
         raise
@@ -54,11 +55,11 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
       layout: Layout of a TrainState or of its mdl_vars.
       tree: Arrays or tracers of padded shapes.
       name: Name of the argument, such as "train_step: state".
-      mesh: Expected mesh of the arrays; None: not checked.
+      mesh: Mesh that the arrays must be on, or None to skip this check.
 
     Raises:
-      ConfigError: The tree has another type, lacks or has additional leaves, or has a leaf of
-        another shape or dtype, on other devices, or deleted. The message says what to pass.
+      ConfigError: The tree has the wrong type; leaves are missing or unknown; or a leaf has the
+        wrong shape or dtype, is on the wrong devices, or is deleted. The message says what to pass.
     """
     check_type(layout, tree, name)
     expected = {leaf.path: leaf for leaf in layout.leaves()}
@@ -70,20 +71,20 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
         near = did_you_mean(unknown[0], expected) if unknown else ""
         instead = "the complete tree that this Partitioner's init or steps return"
         if "params" not in tree and f"params/{next(iter(actual), '')}" in expected:
-            instead, near = "state.mdl_vars, of which these are the params", ""
+            instead, near = "the complete state.mdl_vars, not only its params", ""
         raise ConfigError(f"{name}{lacks}{has if unknown else '.'}{near} Pass {instead}.")
     for path, leaf in expected.items():
         _check_leaf(leaf, actual[path], f"{name}/{path}", mesh)
 
 
 def check_type(layout: "StateLayout", tree: PyTree, name: str) -> None:
-    """Checks that a tree is a TrainState or a dict, like the layout; raises as `check_tree`."""
+    """Raises ConfigError unless a tree has the type that the layout requires."""
     if type(tree) is not type(layout.shapes):
         raise ConfigError(f"{name} is {_described(tree)}; {_expected(layout.shapes, tree)}")
 
 
 def check_batch(batch: Any, name: str, mesh: Mesh) -> None:
-    """Checks that a batch is a GlobalBatch; raises as `check_tree`."""
+    """Raises ConfigError unless a batch is a GlobalBatch on the devices of the mesh."""
     if not isinstance(batch, GlobalBatch):
         raise ConfigError(
             f"{name} is {_described(batch)}; expected a GlobalBatch. Pass "
@@ -94,33 +95,33 @@ def check_batch(batch: Any, name: str, mesh: Mesh) -> None:
 
 
 def check_rows(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
-    """Checks that a batch has arrays of numbers, and that ids are in the model's range.
+    """Checks that a batch contains numeric arrays whose ids are in the model's range.
 
     Args:
       inputs: The batch.
       call: Name of the call, for messages.
-      sizes: Number of valid ids by leaf, as from `Task.num_ids`.
+      sizes: Maps names of leaves to their number of valid ids, as `Task.num_ids` returns them.
 
     Raises:
-      ConfigError: The batch is already a GlobalBatch, has no leaves, or has a leaf that is not an
-        array of numbers; see also `check_ids`.
+      ConfigError: The batch is already a GlobalBatch, is empty, contains a leaf that is not a
+        numeric array, or contains an id that `check_ids` rejects.
     """
     check_spec(inputs, call)
     for path, x in leaves_with_path(inputs):
         require(
             x.dtype.kind not in "USOMm", f"{call}: the dtype of {path}", str(x.dtype), "numbers",
-            "Use a tokenizer to convert texts to ids.",
+            "Use a tokenizer to convert text to ids.",
         )
     if isinstance(inputs, Mapping):
         check_ids(inputs, sizes, call)
 
 
 def check_spec(spec: Any, call: str) -> None:
-    """Checks that a batch's leaves have shapes and dtypes; raises as `check_rows` does."""
+    """Raises ConfigError unless all leaves of a batch have a shape and a dtype."""
     if isinstance(spec, GlobalBatch):
         raise ConfigError(
-            f"{call} was given a GlobalBatch; expected its rows before global_batch: NumPy arrays "
-            "or ShapeDtypeStructs."
+            f"{call} was given a GlobalBatch; expected NumPy arrays or ShapeDtypeStructs. Pass the "
+            "batch without converting it by global_batch."
         )
     leaves = leaves_with_path(spec, is_leaf=lambda x: x is None or _is_list_of_numbers(x))
     if not leaves:
@@ -134,14 +135,14 @@ def check_spec(spec: Any, call: str) -> None:
 
 
 def check_key(key: Any, name: str, may_be_none: bool = False) -> None:
-    """Checks that a key is a `jax.random` key; raises as `check_tree` does."""
+    """Raises ConfigError unless a key is a `jax.random` key."""
     dtype = getattr(key, "dtype", None)
     is_raw = dtype == jnp.uint32 and key.shape[-1:] and key.ndim == 1
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and key.ndim == 0
     if not (is_raw or is_key or (may_be_none and key is None)):
         raise ConfigError(
-            f"{name} is {_described(key)}; expected a key of jax.random. Pass "
-            "partitioner.key(seed) or batch_key(seed, step, batch)."
+            f"{name} is {_described(key)}; expected a jax.random key. Pass partitioner.key(seed) "
+            "or partitioner.batch_key(seed, step, batch)."
         )
 
 
@@ -151,16 +152,16 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
         raise ConfigError(f"{name} is {_described(actual)}; expected an array, {expected}.")
     if _is_deleted(actual):
         raise ConfigError(
-            f"{name} is deleted: a train step donates the state that it receives. Continue "
-            "with the state that it returned, or copy the state before the step: "
+            f"{name} is deleted, because a train step donates its input state. Continue with the "
+            "state that the step returned, or copy the state before the step with "
             "jax.tree.map(jnp.copy, state)."
         )
     if actual.shape != leaf.padded_shape:
         is_logical = actual.shape == leaf.shape
         hint = (
-            "That is its shape without padding: pass the result of layout.pad(...) in jax.jit, or "
-            "what this Partitioner's init and steps return." if is_logical else
-            "It belongs to another model, or to a Partitioner with another mesh."
+            "This is its shape without padding. Pass the result of this Partitioner's init or "
+            "steps, or of layout.pad(...) in jax.jit." if is_logical else
+            "It belongs to a different model, or to a Partitioner with a different mesh."
         )
         raise ConfigError(
             f"{name} has the shape {tuple(actual.shape)}; expected {expected}"
@@ -168,10 +169,11 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
         )
     require(
         actual.dtype == leaf.dtype, f"The dtype of {name}", str(actual.dtype), leaf.dtype.name,
-        "Weights keep the dtype of init; set the model's fprop_dtype to compute in another.",
+        "Weights keep the dtype of init. To compute in a different dtype, set the model's "
+        "fprop_dtype.",
     )
     if mesh is not None:
-        _check_devices(actual, name, mesh, "what this Partitioner's init or steps return")
+        _check_devices(actual, name, mesh, "the result of this Partitioner's init or steps")
 
 
 def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
@@ -181,13 +183,13 @@ def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
     devices, local = x.sharding.device_set, set(mesh.devices.flat)
     if devices != local:
         raise ConfigError(
-            f"{name} is on {len(devices)} devices that are not the {len(local)} of this "
+            f"{name} is on {len(devices)} devices; expected the {len(local)} devices of this "
             f"Partitioner's mesh {dict(mesh.shape)}. Pass {instead}."
         )
     if isinstance(x.sharding, NamedSharding) and dict(x.sharding.mesh.shape) != dict(mesh.shape):
         raise ConfigError(
-            f"{name} is on the mesh {dict(x.sharding.mesh.shape)}; this Partitioner's is "
-            f"{dict(mesh.shape)}. Pass {instead}."
+            f"{name} is on the mesh {dict(x.sharding.mesh.shape)}; expected this Partitioner's "
+            f"mesh {dict(mesh.shape)}. Pass {instead}."
         )
 
 
@@ -200,7 +202,7 @@ def _expected(expected: Any, actual: Any) -> str:
 
 
 def _is_list_of_numbers(x: Any) -> bool:
-    # A list of arrays is a tree, but a list of Python numbers was meant as an array.
+    # A list of arrays is a tree, but a list of Python numbers was probably meant as an array.
     return isinstance(x, list) and not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(x))
 
 

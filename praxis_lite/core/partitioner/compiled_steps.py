@@ -1,4 +1,4 @@
-"""Step: a compiled step of a task on a mesh, to be called, traced or lowered."""
+"""Step: a compiled step of a task on a mesh, which can be called, traced or lowered."""
 
 import functools
 from collections.abc import Callable
@@ -25,26 +25,26 @@ PyTree = Any
 class Step:
     """A step of a task on a mesh, compiled once per batch shape.
 
-    It slices the padding off its arguments, reshards the inputs by rank and calls a pure function.
+    A step slices the padding off its arguments, reshards the inputs by rank and calls a pure
+    function.
 
     Args:
       name: Name of the Partitioner's attribute, such as "train_step".
-      title: Subject for sentences, such as "A training step".
+      title: Title of the step in messages, such as "A training step".
       where: The task and the mesh.
       layout: Layout of the arrays that the step is called with.
-      pure: Function of unpadded arrays, inputs and a key, as if on a single device.
+      pure: Takes unpadded arrays, inputs and a key, written as if for a single device.
       required_inputs: Leaves of a batch that the task reads.
-      check_rows: Called with the shapes of a batch; raises ConfigError if its rows cannot be
-        divided.
+      check_rows: Takes the shapes of a batch, and raises ConfigError if its rows cannot be split.
       is_typed: Whether the mesh's Explicit axes are part of array types in the step.
 
     Attributes:
       where: The task and the mesh.
       layout: Layout of the arrays that the step is called with.
-      function: The step before compilation, with the same arguments.
-      trains: Whether the step takes and returns the complete state; otherwise it takes weights.
-      untyped: After tracing on a mesh with Explicit axes: by path, why JAX has no types inside a
-        layer.
+      function: The step before compilation. It takes the same arguments.
+      trains: Whether the step takes and returns the complete state. Other steps take weights.
+      untyped: Filled by tracing on a mesh with Explicit axes. Maps a layer's path to the reason why
+        JAX cannot type its arrays.
     """
 
     trains: bool
@@ -63,21 +63,21 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """The kind of the step in reports and files: "train", "eval", "eval_examples", "decode"."""
+        """The name of the step in reports: "train", "eval", "eval_examples" or "decode"."""
         return self.name.removesuffix("_step")
 
     def trace(self, *given: Any) -> jax.stages.Traced:
-        """Traces the step; a later call of the same shapes reuses the trace.
+        """Traces the step; later calls with the same shapes reuse the trace.
 
         Args:
-          given: The shapes and dtypes of a batch's rows; or all arguments of a call.
+          given: Either the shapes and dtypes of a batch's rows, or all arguments of a call.
 
         Returns:
           The traced step.
 
         Raises:
-          ConfigError: A layer or the task raises it when called, for example for the mapping of an
-            activation.
+          ConfigError: A layer or the task raised it while it was traced, for example because of an
+            invalid split of an activation.
         """
         return self._jitted.trace(*(given if len(given) > 1 else self.abstract(*given)))
 
@@ -97,14 +97,14 @@ class Step:
         return num
 
     def check(self, arrays: PyTree, batch: Any, key: Any) -> None:
-        """Raises a ConfigError that names the invalid argument of a call, if any."""
+        """Raises ConfigError if an argument of a call is invalid; the message names it."""
         mesh = self.where.mesh
         arguments.check_tree(self.layout, arrays, f"{self.name}: {self._arrays}", mesh)
         arguments.check_batch(batch, f"{self.name}: batch", mesh)
         arguments.check_key(key, f"{self.name}: key", self._may_lack_key)
 
     def check_batch(self, element_spec: PyTree) -> None:
-        """Raises ConfigError if leaves disagree on the number of rows, or a rank has no mapping."""
+        """Raises ConfigError if the step cannot run on batches with these shapes."""
         arguments.check_spec(element_spec, "check_batch")
         mesh = self.where.mesh
         abstract_global_batch(element_spec, mesh)
@@ -116,7 +116,7 @@ class Step:
         """Returns the shapes and shardings of a call's arguments for batches of `element_spec`."""
         arguments.check_spec(element_spec, "trace")
         batch = abstract_global_batch(element_spec, self.where.mesh)
-        # With the sharding of `Partitioner.key`, so that calls reuse the compiled program.
+        # Use the sharding of `Partitioner.key`, so that calls reuse the compiled program.
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.where.replicated)
         return self.layout.abstract(self.where.mesh), batch, key
@@ -146,7 +146,7 @@ class Step:
 
 
 class TrainStep(Step):
-    """The step (state, batch, key) -> (state, outputs), which donates the given state."""
+    """The step (state, batch, key) -> (state, outputs); it donates its input state."""
 
     trains, _arrays = True, "state"
 
@@ -171,11 +171,11 @@ class TrainStep(Step):
 
 
 class StepOfWeights(Step):
-    """A step (mdl_vars, batch, key) -> outputs, which does not donate the weights.
+    """A step (mdl_vars, batch, key) -> outputs; it does not donate the weights.
 
     Args:
       may_lack_key: Whether the key is optional.
-      in_form: Converts the weights of a call to the step's layout.
+      in_form: Converts the weights that a call passes to the step's layout.
     """
 
     trains, _arrays = False, "mdl_vars"

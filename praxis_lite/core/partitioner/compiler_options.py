@@ -1,4 +1,4 @@
-"""The XLA options that steps are compiled with."""
+"""XLA options for compiling steps."""
 
 import functools
 import re
@@ -13,38 +13,38 @@ from praxis_lite.core.sharding.mesh_config import TPUS, CompilerOptions
 
 _UNKNOWN = "No such compile option: "
 _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
-# A "?" at the end of a name: the option is omitted, with a warning, if XLA does not have it.
-# On TPU: do not replace matmuls with one row by reductions, which read memory at a third of its
-# bandwidth.
+# If a name ends in "?" and XLA does not have the option, it is omitted with a warning.
+# On TPU, keep matmuls with a single row as matmuls: the reductions that XLA would replace them with
+# reach only a third of the memory bandwidth.
 DECODING = {"xla_tpu_enable_dot_strength_reduction?": False}
-# On TPU: reduce gradients of replicated weights over devices once, after the loops over layers and
-# micro-batches, instead of in every iteration, whatever their size.
+# On TPU, reduce gradients of replicated weights over devices once, after the loops over layers and
+# micro-batches, instead of in every iteration. The limit is large enough for any weight.
 ACCUMULATING = {"xla_while_loop_all_reduce_dus_code_motion_max_size_bytes?": 2**40}
 
 
 def init_options(mesh: Mesh) -> dict[str, Any] | None:
-    """Returns compiler options for init, which runs once and so should compile fast.
+    """Returns compiler options for init, which runs only once and should therefore compile fast.
 
-    On CPU, LLVM then compiles a random draw in 0.05 s instead of 0.5 s. Level 0 would round shards
-    differently. All jaxlib versions have this option, so it need not be tested.
+    On CPU, they reduce the compile time of a random draw from 0.5 s to 0.05 s. Level 0 would round
+    shards differently. All jaxlib versions accept this option, so it is not tested.
     """
     return {"xla_backend_optimization_level": 1} if mesh.devices.flat[0].platform == "cpu" else None
 
 
 def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] | None:
-    """Returns the compiler options of a mesh's devices for `jax.jit`, or None if there are none.
+    """Returns the compiler options for the devices of a mesh, or None if there are none.
 
-    A "?" at the end of a name is removed if XLA accepts the option. Otherwise the option is
-    omitted, and a warning gives XLA's reason.
+    Options are tested by compiling a constant with them. If XLA rejects an option whose name ends
+    in "?", the option is omitted, and a warning gives XLA's reason. The "?" is removed from the
+    names that are returned.
 
     Raises:
-      ConfigError: A platform is unknown, or XLA rejects an option or its value. Only a constant was
-        compiled to find out.
+      ConfigError: A platform is unknown, or XLA rejects an option or its value.
     """
     options = options or {}
     for name in options:
         choices = ("cpu", "gpu", "tpu", *dict.fromkeys(TPUS.values()))
-        require_choice("mesh.compiler_options: a platform or kind of TPU", name, choices)
+        require_choice("mesh.compiler_options: a platform or TPU type", name, choices)
     device = mesh.devices.flat[0]
     platform, kind = device.platform, TPUS.get(device.device_kind.lower(), "")
     generic_platform = _PLATFORM_OF.get(platform, platform)
@@ -68,7 +68,9 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     for name, reason in rejected.items():
         warn_once(f"{where}: {name}={chosen.pop(name)} is omitted. {reason}")
     if chosen and (text := _rejection((*chosen.items(),), mesh)):
-        raise ConfigError(f"{where}: XLA rejects {chosen} together: {text}. Remove one of them.")
+        raise ConfigError(
+            f"{where}: XLA rejects the combination {chosen}: {text}. Remove one of the options."
+        )
     return chosen or None
 
 
@@ -84,7 +86,7 @@ def more_options(
 
 @functools.cache
 def _rejection(options: tuple[tuple[str, Any], ...], mesh: Mesh) -> str | None:
-    """Returns XLA's reason to reject options, or None if it compiles a constant with them."""
+    """Returns XLA's reason for rejecting options, or None if it accepts them."""
     replicated = NamedSharding(mesh, PartitionSpec())
     try:
         constant = jax.jit(lambda: 0, out_shardings=replicated, compiler_options=dict(options))
@@ -96,7 +98,7 @@ def _rejection(options: tuple[tuple[str, Any], ...], mesh: Mesh) -> str | None:
 
 
 def _sentences(rejection: str, mesh: Mesh) -> str:
-    """Returns XLA's reason; for an unknown name, with the name to use instead."""
+    """Returns XLA's reason for rejecting an option, with a suggestion if its name is unknown."""
     unknown = re.fullmatch(f"{_UNKNOWN}'(.*)'", rejection)
     if not unknown:
         return f"{rejection}."

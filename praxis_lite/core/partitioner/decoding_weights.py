@@ -1,4 +1,4 @@
-"""Converts weights to the form that decoding reads: unstacked layers, or the task's format."""
+"""Converts weights to the format for decoding: layers are unstacked, and tasks may repack them."""
 
 import dataclasses
 import functools
@@ -17,17 +17,17 @@ from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import is_on_host, to_device
 
 PyTree = Any
-# Converts a layer's weight to the array, or arrays of the same rank, that decoding stores.
+# Converts a layer's weight to the array that decoding stores, or to several arrays of equal rank.
 Stored = Callable[[jax.Array], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """The form of a weight in decoding.
+    """Conversion of a weight to its format for decoding.
 
     Attributes:
       num_apart: Number of leading stacked dims along which the weight is unstacked.
-      stored: Conversion of a layer's weight; None: it is not converted.
+      stored: Converts a layer's weight, or None to keep it unchanged.
     """
 
     num_apart: int
@@ -40,16 +40,16 @@ class _Form:
 
 
 class DecodingWeights:
-    """Converts weights to the form that decoding reads.
+    """Converts weights to the format for decoding.
 
-    A stack whose layers are split over devices stays stacked, because each unstacked layer would be
-    on all devices.
+    If the layers of a stack are split over devices, the stack is kept, because each unstacked layer
+    would be replicated on all devices.
 
     Args:
       layout: Layout of the mdl_vars in training.
       weight_specs: Specs of the model's weights.
       mesh: Mesh of the arrays.
-      stored: Conversions by path: see `Task.stored_for_decoding`.
+      stored: Maps a weight's path to its conversion; see `Task.stored_for_decoding`.
 
     Attributes:
       layout: Layout of the mdl_vars in decoding.
@@ -68,7 +68,7 @@ class DecodingWeights:
             return _Form(0 if is_split else num, stored.get(path))
 
         def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, form: _Form) -> PyTree:
-            # Use a different size for each dim, to recognize the weight's dims in its form.
+            # A distinct size per dim shows where the conversion moves each dim of the weight.
             sizes = {3 + i: entry for i, entry in enumerate(spec[form.num_apart :])}
             like = jax.ShapeDtypeStruct((*x.shape[: form.num_apart], *sizes), x.dtype)
             return jax.tree.map(
@@ -82,22 +82,23 @@ class DecodingWeights:
         self.layout = StateLayout(shapes, specs, layout.axis_sizes)
 
     def convert_arrays(self, tree: PyTree) -> PyTree:
-        """Converts a tree of arrays with any sizes and shardings."""
+        """Converts a tree of arrays of any shape and sharding; can be traced."""
         return jax.tree.map(lambda x, form: form.convert(x), tree, self._forms)
 
     def convert(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
-        """Converts the weights of training; weights in this form already are returned unchanged.
+        """Converts training weights; returns weights that are already converted unchanged.
 
-        Weights that need no conversion are the same arrays. The others are copied one by one.
+        Arrays that need no conversion are returned without a copy. The others are converted one at
+        a time.
 
         Args:
-          mdl_vars: The weights.
+          mdl_vars: Weights of training or of decoding.
           name: Name of the argument, for messages.
-          donates: Whether to delete each weight once its copy exists, so that only one weight is in
-            memory twice.
+          donates: Whether to delete each weight after its conversion, so that at most one weight is
+            in memory twice.
 
         Raises:
-          ConfigError: They are not this model's weights; the message names a leaf.
+          ConfigError: `mdl_vars` are not this model's weights; the message names a leaf.
         """
         if self.layout.is_of(mdl_vars):
             return mdl_vars
@@ -118,6 +119,6 @@ class DecodingWeights:
 
 @functools.cache
 def _in_form(form: _Form, treedef: Any, *shardings: NamedSharding) -> Callable[[jax.Array], PyTree]:
-    """Returns a compiled function that converts a weight to its form with given shardings."""
+    """Returns a compiled function that converts a weight and places it with the given shardings."""
     shardings_tree = jax.tree.unflatten(treedef, shardings)
     return jax.jit(lambda x: form.convert(to_device(x)), out_shardings=shardings_tree)

@@ -1,4 +1,4 @@
-"""How gradients and metrics are computed on a mesh: by the compiler, or by a strategy."""
+"""Strategies for computing gradients and metrics on a mesh; by default, XLA partitions them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class RowsCheck(Protocol):
-    """Raises ConfigError if the rows of a batch cannot be divided into micro-batches."""
+    """Raises ConfigError if the rows of a batch cannot be split into micro-batches."""
 
     def __call__(self, element_spec: PyTree, /, num_micro_batches: int) -> object: ...
 
@@ -28,17 +28,18 @@ def _accept_rows(element_spec: PyTree, /, num_micro_batches: int) -> None:
 class Gradients:
     """The functions that compute a step's gradients and metrics; by default XLA partitions them.
 
-    An instance is also a GradientStrategy, with the same functions for any task and mesh.
+    An instance is also a GradientStrategy that uses these functions for any task and mesh.
 
     Attributes:
       value_and_grad: See `accumulation.value_and_grad`.
-      evaluate: A pure eval step, see `steps.eval_step`.
-      check_rows: Called with the shapes of a batch and the number of micro-batches; raises
-        ConfigError if the rows cannot be divided.
-      num_parts: Number of devices with separate rows and keys; None: the batch is not divided.
-      num_micro_batches: Called with a batch and its number of micro-batches of accumulation;
-        returns the total number N of parts, where row r is in part r % N. None: the number of
-        micro-batches.
+      evaluate: A pure eval step; see `steps.eval_step`.
+      check_rows: Takes the shapes of a batch and the number of micro-batches, and raises
+        ConfigError if the rows cannot be split into them.
+      num_parts: Number of devices with separate rows and keys, or None if the batch is not split
+        explicitly.
+      num_micro_batches: Takes a batch and the number of micro-batches for accumulation, and returns
+        the number N of micro-batches that are processed one after another; row r is in micro-batch
+        r % N. If None, N is the number for accumulation.
       sums_in_a_loop: Whether gradients are summed in a loop even without accumulation.
     """
 
@@ -64,8 +65,8 @@ class GradientStrategy(Protocol):
           task: The task.
           mesh: The mesh, with Auto axes.
           layout: Layout of the weights, `{"params": ..., "non_trainable": ...}`.
-          learner: Learner bound to the weights.
+          learner: Learner that is bound to the weights.
 
         Raises:
-          ConfigError: The strategy does not support the mesh, or the split of a weight.
+          ConfigError: The strategy does not support the mesh or the split of a weight.
         """

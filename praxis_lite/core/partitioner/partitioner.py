@@ -1,4 +1,4 @@
-"""Partitioner: a task on a mesh, with sharded init and compiled train, eval and decode steps."""
+"""Partitioner: compiles sharded init, train, eval and decode steps of a task for a mesh."""
 
 import functools
 import math
@@ -46,10 +46,11 @@ class Partitioner:
 
     Args:
       task: The task, written as if for a single device.
-      mesh: Its Explicit axes become part of array types inside train and eval steps. The state is
-        on the mesh of the same devices with Auto axes.
-      gradients: Strategy for computing gradients and metrics, such as ExplicitCollectives of
-        `praxis_lite.core.collectives`; None: XLA partitions the single-device computation.
+      mesh: The mesh. Its Explicit axes become part of array types inside train and eval steps. The
+        state is stored on a mesh of the same devices with Auto axes.
+      gradients: Strategy for computing gradients and metrics, such as
+        `praxis_lite.core.collectives.ExplicitCollectives`. If None, XLA partitions the
+        single-device computation.
       compiler_options: See `MeshConfig`.
 
     Attributes:
@@ -57,13 +58,13 @@ class Partitioner:
       layout: StateLayout of the TrainState.
       learner: The task's learner, bound to its weights.
       gradients: The strategy's functions for gradients and metrics.
-      init: (key) -> TrainState; each array is created in its shards.
-      compiler_options: Compiler options of the steps on this mesh; None: there are none.
-      train_options: Compiler options of the train step, including those for micro-batches.
+      init: (key) -> TrainState. Arrays are created sharded.
+      compiler_options: Compiler options for the steps on this mesh, or None.
+      train_options: Compiler options for the train step, including those for micro-batches.
 
     Raises:
-      ConfigError: A weight's split does not fit, or XLA rejects a compiler option; raised before
-        anything compiles.
+      ConfigError: A weight's split does not fit its shape or the mesh, or XLA rejects a compiler
+        option. Raised before any step is compiled.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Partitioner:
         self.task, self.mesh = task, mesh
         self._num_ids = dict(task.num_ids())
         self.where = where = TaskOnMesh(task, mesh, explicit_axes)
-        with where.tracing():  # Initializing a Linen module runs it, and its code may use the mesh.
+        with where.tracing():  # Declaring a Linen module's weights runs it, which may use the mesh.
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
         self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
@@ -104,7 +105,7 @@ class Partitioner:
 
     @functools.cached_property
     def train_step(self) -> TrainStep:
-        """The step (state, GlobalBatch, key) -> (state, outputs), which donates the state."""
+        """The step (state, GlobalBatch, key) -> (state, outputs); it donates its input state."""
         return TrainStep(
             self.where, self.layout,
             functools.partial(
@@ -122,17 +123,14 @@ class Partitioner:
 
     @functools.cached_property
     def eval_step(self) -> StepOfWeights:
-        """The step (mdl_vars, GlobalBatch, key) -> metrics, replicated.
-
-        The key is optional.
-        """
+        """The step (mdl_vars, GlobalBatch, key) -> metrics; the key is optional."""
         return self._eval_step("eval_step", lambda metrics, examples, inputs: metrics)
 
     @functools.cached_property
     def eval_examples(self) -> StepOfWeights:
-        """The step of `eval_step`'s arguments -> (metrics, outputs [B, ...] by name, bool [B]).
+        """Like `eval_step`, but returns (metrics, outputs [B, ...] by name, is_real bool [B]).
 
-        The bools are False for padding rows.
+        `is_real` is False for padding rows.
         """
         return self._eval_step(
             "eval_examples", lambda metrics, examples, inputs: (
@@ -153,60 +151,60 @@ class Partitioner:
 
     @functools.cached_property
     def decode_options(self) -> dict[str, Any] | None:
-        """Compiler options of programs that decode."""
+        """Compiler options for programs that decode."""
         return more_options(DECODING, self.compiler_options, self.mesh)
 
     @functools.cached_property
     def decoding_weights(self) -> DecodingWeights:
-        """The conversion of weights to the form that decoding reads."""
+        """The converter of weights to the format for decoding."""
         specs, stored = self.task.model.weight_specs(), self.task.stored_for_decoding()
         return DecodingWeights(self._mdl_layout, specs, self.mesh, stored)
 
     @functools.cached_property
     def decode_step(self) -> StepOfWeights:
-        """The step (mdl_vars, GlobalBatch, key) -> outputs with a row per real row of the batch.
+        """The step (mdl_vars, GlobalBatch, key) -> outputs, with one row per real row of the batch.
 
-        Weights that `for_decoding` has not converted are converted in each call.
+        Each call converts the weights, unless `for_decoding` has already converted them.
         """
         return StepOfWeights(
             "decode_step", "A decoding step", self.where, self.decoding_weights.layout,
             functools.partial(steps.decode_step, self.task),
             required_inputs=self.task.required_decode_inputs, may_lack_key=False,
             check_rows=lambda element_spec: None, compiler_options=self.decode_options,
-            is_typed=False,  # JAX has no type for a cache written at a different index per row.
+            is_typed=False,  # JAX cannot type a cache that is written at a different index per row.
             in_form=lambda mdl_vars: self.decoding_weights.convert(
                 mdl_vars, "decode_step: mdl_vars"
             ),
         )
 
     def for_decoding(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
-        """Converts weights to the form that decoding reads: unstacked, and in the Decoder's format.
+        """Converts weights to the format for decoding: layers unstacked, in the Decoder's format.
 
-        `decode_step` and programs of `with_mdl_vars` accept the result.
+        Pass the result to `decode_step` or to programs of `with_mdl_vars`.
 
         Args:
           mdl_vars: Weights of a state.
-          donates: Whether to delete each weight once its copy exists; otherwise both stay in
+          donates: Whether to delete each weight after its conversion. Otherwise both copies stay in
             memory.
 
         Raises:
-          ConfigError: mdl_vars are not weights of this Partitioner.
+          ConfigError: `mdl_vars` are not weights of this Partitioner.
         """
         name = "for_decoding: mdl_vars"
         return self.decoding_weights.convert(mdl_vars, name, donates=donates)
 
     @property
     def steps(self) -> dict[str, Step]:
-        """The steps by kind: "train", "eval", "eval_examples" and "decode"."""
+        """The steps by name: "train", "eval", "eval_examples" and "decode"."""
         steps = (self.train_step, self.eval_step, self.eval_examples, self.decode_step)
         return {step.kind: step for step in steps}
 
     def key(self, seed: int) -> jax.Array:
-        """Returns the key of a run, replicated."""
+        """Returns the key of a run, replicated over the mesh."""
         return replicated_key(jax.random.key(seed), self.mesh)
 
     def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
-        """Returns the key for evaluating or decoding a batch, replicated.
+        """Returns the key for evaluating or decoding a batch, replicated over the mesh.
 
         Args:
           seed: Seed of the run.
@@ -224,8 +222,8 @@ class Partitioner:
         Pass the whole batch in every process, or `num_rows` and the rows of `process_rows`.
 
         Raises:
-          ConfigError: A leaf is not an array, or has an id that the model does not have; or the
-            leaves disagree on their number of rows.
+          ConfigError: A leaf is not an array or contains an id that is out of the model's range, or
+            the leaves disagree on the number of rows.
         """
         arguments.check_rows(inputs, "global_batch", self._num_ids)
         return global_batch(inputs, self.mesh, num_rows)
@@ -235,14 +233,14 @@ class Partitioner:
         return process_rows(num_rows, self.mesh)
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
-        """Returns the mdl_vars to evaluate and decode with: those of a state, or averages.
+        """Returns the weights of a state, or their averages, for evaluation and decoding.
 
         Args:
-          state: A TrainState. Of its opt_states, only `Learner.eval_opt_states` are read.
-          use_ema: Whether to return the moving averages of the learner.
+          state: A TrainState. Only the `opt_states` in `Learner.eval_opt_states` are read.
+          use_ema: Whether to return the learner's moving averages.
 
         Raises:
-          ConfigError: `use_ema` is set, but the learner has no averages.
+          ConfigError: `use_ema` is set, but the learner keeps no moving averages.
         """
         arguments.check_type(self.layout, state, "eval_mdl_vars: state")
         names = self.task.learner.eval_opt_states(self.layout.shapes.opt_states, use_ema=use_ema)
@@ -258,18 +256,18 @@ class Partitioner:
     ) -> Callable[..., Any]:
         """Wraps a function of unpadded weights so that it takes padded mdl_vars.
 
-        Compile the result with `jax.jit` and the same `static_argnums`, for computations other than
-        the steps here. Weights converted by `for_decoding` are accepted, too. GlobalBatches among
-        the arguments are passed to `function` as their inputs. XLA chooses the sharding of other
-        arguments and of the results, see `padding.evenly`.
+        Use this for computations other than the steps of this class, and compile the result with
+        `jax.jit` and the same `static_argnums`. The wrapped function also accepts weights converted
+        by `for_decoding`. It passes the inputs of GlobalBatches to `function`. XLA chooses the
+        sharding of other arguments and of the results; see `padding.evenly`.
 
         Args:
-          function: Function of unpadded weights and `args`.
-          static_argnums: As for `jax.jit`.
-          has_splits: Whether arguments and results already have shardings, which are not changed.
+          function: Takes unpadded weights and `args`.
+          static_argnums: Same as for `jax.jit`.
+          has_splits: Whether arguments and results already have shardings, which are then kept.
 
         Raises:
-          ConfigError: mdl_vars are not weights of this Partitioner.
+          ConfigError: `mdl_vars` are not weights of this Partitioner.
         """
         lay_out: Callable[[PyTree], PyTree] = (lambda tree: tree) if has_splits else evenly
 

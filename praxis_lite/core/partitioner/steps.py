@@ -20,12 +20,13 @@ __all__ = ("eval_step", "train_step")
 
 
 def init_state(task: Task, key: jax.Array, learner: BoundLearner | None = None) -> TrainState:
-    """Returns a fresh state: initialized variables of logical shapes, empty slots, step 0.
+    """Returns the state at step 0: initialized variables with logical shapes, and initial slots.
 
     Args:
       task: The task.
-      key: Key for the variables.
-      learner: Learner bound to the weights; None: it is bound without a mesh.
+      key: Key for initializing the variables.
+      learner: Learner that is bound to the weights. If None, the task's learner is bound without a
+        mesh.
     """
     mdl_vars = task.model.init(key)
     opt_states = (learner or _bound_learner(task)).init(mdl_vars["params"])
@@ -52,10 +53,10 @@ def train_step(
       task: The task.
       state: The state before the update.
       inputs: Rows of a batch, without padding.
-      key: Key of the run; the step is folded into it.
+      key: Key of the run, into which the step number is folded.
       learner: See `init_state`.
       value_and_grad: Computes gradients and metrics of a batch.
-      wrap_host_weights: Converts mdl_vars to the form that the model accepts.
+      wrap_host_weights: Wraps weights in host memory as `HostWeight`s, as the model expects.
 
     Returns:
       The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
@@ -65,7 +66,7 @@ def train_step(
     settings, groups = bound.learner, bound.groups
     params, non_trainable = state.mdl_vars["params"], state.mdl_vars["non_trainable"]
     trainable, frozen = groups.split(params)
-    if settings.variational_noise is not None:  # Only for weights that are differentiated.
+    if settings.variational_noise is not None:  # Only trainable weights get noise.
         trainable = settings.variational_noise.apply(trainable, key, state.step)
     is_scaled = settings.loss_scale is not None
     scale = state.opt_states["loss_scale"]["scale"] if is_scaled else jnp.ones(())
@@ -94,7 +95,7 @@ def train_step(
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )
-    # A skipped step must not change the state: NaN in a running mean would stay forever.
+    # A skipped step must not change the state: a running mean would never recover from NaN.
     def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_skipped, old, typed_as(new, old))
 
@@ -115,13 +116,14 @@ def train_step(
 def eval_step(
     task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array | None = None
 ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-    """Returns metrics, name -> (value, weight), without dropout, and per-example outputs.
+    """Returns metrics, name -> (value, weight), and per-example outputs, both without dropout.
 
     Args:
       task: The task.
       mdl_vars: Weights to evaluate.
       inputs: Rows of a batch, without padding.
-      key: Key derived from the batch and the step of the weights; None: a constant key.
+      key: Key derived from the batch index and the step of the weights. If None, a constant key is
+        used.
     """
     key = jax.random.key(0) if key is None else key
     module = task.module(mdl_vars, eval_key=key)
@@ -129,5 +131,5 @@ def eval_step(
 
 
 def decode_step(task: Task, mdl_vars: Any, inputs: Batch, key: jax.Array) -> dict[str, jax.Array]:
-    """Returns the task's decoded outputs with a row per example; for `key`, see `eval_step`."""
+    """Returns the task's decoded outputs, one row per example; for `key`, see `eval_step`."""
     return task.decode(task.module(mdl_vars, eval_key=key), task.cast_inputs(inputs), key)

@@ -1,4 +1,4 @@
-"""TaskOnMesh: the context in which a task's programs are traced, and the batches they see."""
+"""TaskOnMesh: the mesh and rules that a task's programs are traced with, and their inputs."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from praxis_lite.core.sharding.batch_sharding import (
     reshard_by_rank,
 )
 from praxis_lite.core.sharding.devices.axis_types import (
-    check_divides,
+    check_even_split,
     collect_untyped_notes,
     is_type_error,
     only_axes,
@@ -34,7 +34,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TaskOnMesh:
-    """A task and the mesh that its programs are compiled for.
+    """A task together with the mesh that its programs are compiled for.
 
     Attributes:
       task: The task.
@@ -61,7 +61,7 @@ class TaskOnMesh:
             yield
 
     def inputs(self, batch: GlobalBatch) -> PyTree:
-        """Returns a batch's real rows, resharded by rank, inside a program."""
+        """Returns the real rows of a batch, resharded by rank; called inside a program."""
         axis_names = self.mesh.axis_names
         inputs = drop_padding_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
@@ -71,15 +71,16 @@ class TaskOnMesh:
     ) -> Callable[..., Any]:
         """Returns a pure step (arrays, inputs, key) in which Explicit axes are part of array types.
 
-        Without Explicit axes it is `pure` itself.
+        Without Explicit axes, `pure` is returned unchanged.
 
         Args:
-          pure: The step, as if on a single device.
-          specs: Specs of the arrays, extended to their ranks.
-          notes: Filled with reasons why layers have no types inside, by the layers' paths.
+          pure: The step, written as if for a single device.
+          specs: PartitionSpecs of the arrays, extended to their ranks.
+          notes: Is filled with the reasons why layers are untyped, by layer path.
 
         Returns:
-          The step. It raises ConfigError if an Explicit axis does not divide a dim that it splits.
+          The step. It raises ConfigError if a dim is not divisible by the Explicit axes that split
+          it.
         """
         if not self.explicit_axes:
             return pure
@@ -92,7 +93,7 @@ class TaskOnMesh:
             return to_partition_spec(split, axis_names, rank=x.ndim)
 
         def type_of(path: tuple[Any, ...], x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
-            check_divides(x.shape, spec, f"{path_of(path)}", self.mesh, self.explicit_axes)
+            check_even_split(x.shape, spec, f"{path_of(path)}", self.mesh, self.explicit_axes)
             return only_axes(spec, self.explicit_axes)
 
         def typed(arrays: PyTree, inputs: PyTree, key: Any) -> Any:
@@ -114,9 +115,9 @@ class TaskOnMesh:
                 location = f" in {line.filename}:{line.lineno} ({line.line})" if line else ""
                 raise ConfigError(
                     f"JAX has no type for a result{location} over the Explicit axes "
-                    f"{self.explicit_axes}: {error} Specify it there (out_sharding=, "
-                    "jax.sharding.reshard), compute it by praxis_lite.core.untyped, or set "
-                    "mesh.axis_types=auto."
+                    f"{self.explicit_axes}: {error} Specify its sharding there (out_sharding=, "
+                    "jax.sharding.reshard), wrap the computation in praxis_lite.core.untyped, or "
+                    "set mesh.axis_types=auto."
                 ) from error
 
         return typed
@@ -124,13 +125,13 @@ class TaskOnMesh:
 
 @contextlib.contextmanager
 def flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
-    """Sets the job's logical axis rules as Flax's rules for constraints of activations.
+    """Makes Flax use the job's logical axis rules to constrain activations.
 
-    `nn.with_logical_constraint` and NNX's metadata use them while a step is traced. If the job has
-    no rules, the caller's own rules stay in effect.
+    `nn.with_logical_constraint` and NNX's metadata use these rules while a step is traced. If the
+    job has no rules, the caller's rules stay in effect.
 
     Raises:
-      ConfigError: A rule uses an axis that the current mesh, if any, does not have.
+      ConfigError: A mesh is set, and a rule uses an axis that it does not have.
     """
     rules = weight_sharding.rules_in_use if weight_sharding is not None else ()
     mesh = jax.sharding.get_abstract_mesh()

@@ -1,4 +1,4 @@
-"""TrainState, the state of training, and StateLayout: its shapes, specs and padded shapes."""
+"""TrainState, and StateLayout, which describes its shapes, specs and padded shapes."""
 
 import dataclasses
 import math
@@ -28,12 +28,13 @@ PyTree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The state of training, with Pax's fields.
+    """The training state, with the same fields as in Pax.
 
     Attributes:
-      step: Int32 scalar: number of steps, including skipped ones.
+      step: Number of steps, including skipped ones, as an int32 scalar.
       mdl_vars: `{"params": ..., "non_trainable": ...}`, nested dicts of arrays.
-      opt_states: Result of `BoundLearner.init`: counts, `"slots"` by group, and optional states.
+      opt_states: Result of `BoundLearner.init`: step counts, `"slots"` by group, and optional
+        entries such as `"ema"`.
     """
 
     step: Any
@@ -43,7 +44,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """The layout of an array: its path, its sharding on the mesh, and what decided it."""
+    """The layout of an array: its path, its sharding on the mesh, and the source of the split."""
 
     path: str
     shape: tuple[int, ...]
@@ -83,10 +84,10 @@ class StateLayout:
       shapes: Tree of ShapeDtypeStruct with logical (unpadded) shapes.
       specs: Tree of PartitionSpec, extended to each leaf's rank.
       axis_sizes: Number of devices along each mesh axis, in the mesh's order.
-      declared_by: What decided the split of a weight, by its path in the tree.
-      notes: Sentences on replicated weights and dropped names.
-      memory_kinds: Tree of "device" or "pinned_host"; None: all arrays are in device memory.
-      forms: By path, for weights that are stored as several arrays: how they are packed.
+      declared_by: Maps a weight's path to the source of its split.
+      notes: Messages about replicated weights and dropped axis names.
+      memory_kinds: Tree of "device" or "pinned_host", or None if all arrays are in device memory.
+      forms: For weights that are stored as several arrays, maps the path to their packed format.
     """
 
     shapes: PyTree
@@ -110,7 +111,7 @@ class StateLayout:
 
     @property
     def padded_shapes(self) -> PyTree:
-        """The tree of ShapeDtypeStructs that arrays have at a jit boundary."""
+        """Tree of ShapeDtypeStructs with the shapes of arrays at a jit boundary."""
 
         def padded(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(padded_shape(x.shape, spec, self.axis_sizes), x.dtype)
@@ -130,7 +131,7 @@ class StateLayout:
         )
 
     def pad(self, tree: PyTree, *, only_on_host: bool = False) -> PyTree:
-        """Pads `tree` and moves each leaf to its memory; leaves already in this form are unchanged.
+        """Pads the leaves of `tree` and moves each to its memory space.
 
         Args:
           tree: Arrays with logical or padded shapes.
@@ -148,7 +149,7 @@ class StateLayout:
 
         Args:
           tree: Arrays with padded shapes.
-          but_on_host: Whether leaves in host memory stay there, padded.
+          but_on_host: Whether to leave padded leaves in host memory unchanged.
         """
         shapes = self.shapes
         if but_on_host:
@@ -156,8 +157,8 @@ class StateLayout:
         return unpad_tree(tree if but_on_host else to_device(tree), shapes, self.specs)
 
     def wrap_host_weights(self, tree: PyTree) -> PyTree:
-        """Wraps leaves in host memory as `HostWeight`s, as models accept them."""
-        if not self.has_host_memory:  # A gradient strategy may use leaves that are not arrays.
+        """Wraps leaves in host memory as `HostWeight`s, as models expect them."""
+        if not self.has_host_memory:  # Leaves need not be arrays under a gradient strategy.
             return tree
         return jax.tree.map(
             lambda x, shape, spec: HostWeight(x, shape.shape, spec) if is_on_host(x) else x,
@@ -165,10 +166,10 @@ class StateLayout:
         )
 
     def is_of(self, tree: PyTree) -> bool:
-        """Returns whether a tree has this structure and leaves of these dtypes."""
+        """Returns whether a tree has the structure and the dtypes of this layout."""
         leaves, structure = jax.tree.flatten(tree)
         expected, expected_structure = jax.tree.flatten(self.shapes)
-        # JAX annotates the structures with the name of a module that it lacks.
+        # JAX annotates tree structures with a module that does not exist.
         if structure != expected_structure:  # type: ignore[operator]
             return False
         return all(
@@ -208,7 +209,7 @@ class StateLayout:
 
 def sharding_of(spec: PartitionSpec, memory_kind: str, mesh: Mesh) -> NamedSharding:
     """Returns the sharding of an array in a memory space of a mesh's devices."""
-    # Device memory is the default and is not named, because some backends have only one kind.
+    # Do not name device memory, the default: some backends support only one memory kind.
     return NamedSharding(mesh, spec, **({"memory_kind": HOST} if memory_kind == HOST else {}))
 
 
@@ -217,16 +218,16 @@ def layout_and_learner(
 ) -> tuple[StateLayout, BoundLearner]:
     """Returns the layout of a task's TrainState on a mesh, and its bound learner.
 
-    No array is created.
+    No arrays are created.
 
     Args:
-      task: The task; its model declares splits, its learner determines slots.
+      task: The task. Its model declares the splits, and its learner determines the slots.
       axis_sizes: Number of devices along each mesh axis, in the mesh's order.
 
     Raises:
-      ConfigError: A weight's split does not fit its shape or the axes, `slot_mesh_axes` do not fit
-        the mesh, a pattern of the learner matches nothing, or noise is added to weights in host
-        memory.
+      ConfigError: A weight's split does not fit its shape or the mesh axes, `slot_mesh_axes` do not
+        fit the mesh, a pattern of the learner matches no weight, or variational noise is combined
+        with weights in host memory.
     """
     decisions = decide_shardings(task.model.weight_specs(), task.weight_sharding, axis_sizes)
     weight_specs, axis_names = decisions.weight_specs, tuple(axis_sizes)
@@ -258,8 +259,8 @@ def layout_and_learner(
         params = layout.select("mdl_vars").select("params")
         if params.has_host_memory and learner.learner.variational_noise is not None:
             raise ConfigError(
-                "Learner.variational_noise adds noise to weights before a step, but some weights "
-                "are in host memory (Repeat.offload_weights). Remove one of the two."
+                "Learner.variational_noise cannot be combined with weights in host memory "
+                "(Repeat.offload_weights). Remove one of the two."
             )
         learner.layouts = {name: opt_layout.select(name) for name in opt_shapes} | {
             "params": params.mapped(lambda tree: groups.split(tree)[0]),

@@ -1,4 +1,4 @@
-"""Where arrays are placed: meshes, split-dims mappings, rules, padding, batches.
+"""Placement of arrays on devices: meshes, split-dims mappings, rules, padding and batches.
 
-This package knows nothing about layers, models or steps.
+This package does not depend on layers, models or steps.
 """

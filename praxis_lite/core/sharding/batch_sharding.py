@@ -1,4 +1,4 @@
-"""Batches on devices: checked, split over the whole mesh on entry, resharded inside steps."""
+"""Checks batches, places them on the mesh, and reshards them inside steps."""
 
 import dataclasses
 import math
@@ -19,18 +19,20 @@ __all__ = (
 )
 
 PyTree = Any
-# Split dims of a batch's arrays by rank: "map_1d", "map_2d", ...; None: arrays stay as they come.
+# Maps a rank ("map_1d", "map_2d", ...) to the split dims of arrays with that rank. None means that
+# the arrays are not resharded.
 InputsSplitMapping = Mapping[str, SplitDims] | None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GlobalBatch:
-    """A batch as global arrays, whose rows are padded to a multiple of the number of devices.
+    """A batch of global arrays whose rows are padded to a multiple of the number of devices.
 
     Attributes:
-      inputs: Arrays [padded rows, ...] split on dim 0 over all mesh axes; replicated scalars.
-      num_rows: Number of real rows. Static, so that slicing off the padding costs nothing.
+      inputs: Arrays [padded rows, ...], split along dim 0 over all mesh axes, and replicated
+        scalars.
+      num_rows: Number of real rows. It is static, so that XLA can slice off the padding for free.
     """
 
     inputs: PyTree
@@ -38,34 +40,34 @@ class GlobalBatch:
 
 
 def batch_spec(rank: int, axis_names: Sequence[str]) -> PartitionSpec:
-    """Returns the spec of a batch's leaf on entry: dim 0 over the whole mesh; scalars replicated.
+    """Returns the PartitionSpec that splits dim 0 of an input over all mesh axes.
 
-    Like Pax's `shard_on_batch_dim_partition_spec`.
+    Scalars are replicated. Corresponds to Pax's `shard_on_batch_dim_partition_spec`.
     """
     return PartitionSpec(tuple(axis_names), *[None] * (rank - 1)) if rank else PartitionSpec()
 
 
 def num_rows_of(inputs: PyTree) -> int:
-    """Returns the number of rows (dim 0) of a batch's leaves; 0 if all leaves are scalars.
+    """Returns the number of rows (dim 0) of a batch, or 0 if all leaves are scalars.
 
     Raises:
-      ConfigError: The leaves disagree. The message lists each leaf's shape.
+      ConfigError: The leaves disagree on the number of rows. The message lists their shapes.
     """
     rows = {path: leaf.shape for path, leaf in leaves_with_path(inputs) if leaf.ndim}
     if len({shape[0] for shape in rows.values()}) > 1:
         shapes = ", ".join(f"{name} {shape}" for name, shape in rows.items())
         raise ConfigError(
             f"The leaves of a batch disagree on the number of rows (the first dim): {shapes}. "
-            "Make the input pipeline give every leaf the same first dim."
+            "Change the input pipeline so that all leaves have the same first dim."
         )
     return next(iter(rows.values()))[0] if rows else 0
 
 
 def is_true_row(inputs: Mapping[str, Any]) -> Any:
-    """Returns bool [B]: True for rows with a nonzero weight, False for padding rows.
+    """Returns a bool array [B] that is True for rows with a nonzero weight.
 
     Args:
-      inputs: NumPy or JAX arrays. Without "weights" every row is real.
+      inputs: NumPy or JAX arrays. If they lack "weights", the result is True for all rows.
     """
     num_rows = num_rows_of(inputs)
     if "weights" not in inputs:
@@ -76,14 +78,14 @@ def is_true_row(inputs: Mapping[str, Any]) -> Any:
 def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) -> slice:
     """Returns the slice of a batch's rows that a process feeds to its devices.
 
-    The batch is padded to a multiple of the number of devices and split over all of them in the
-    mesh's order. So a process may feed fewer rows than another, or none. If its devices are not
-    contiguous in that order, the slice includes the rows in between.
+    The batch is padded to a multiple of the number of devices and split over all of them in mesh
+    order, so a process may feed fewer rows than other processes, or none at all. If its devices are
+    not contiguous in mesh order, the slice includes the rows in between.
 
     Args:
       num_rows: Number of rows of the global batch.
-      mesh: All of its axes split the rows.
-      process_index: Index of the process; None: this process.
+      mesh: Mesh whose axes all split the rows.
+      process_index: Index of the process. If None, the current process.
     """
     index = jax.process_index() if process_index is None else process_index
     rows_per_device = math.ceil(num_rows / mesh.size)
@@ -107,7 +109,7 @@ def global_batch(inputs: PyTree, mesh: Mesh, num_rows: int | None = None) -> Glo
       num_rows: Number of rows of the global batch; None if `inputs` are the global batch.
 
     Raises:
-      ConfigError: The leaves disagree on their number of rows.
+      ConfigError: The leaves disagree on the number of rows.
     """
     num_local_rows = num_rows_of(inputs)
     is_whole = num_rows is None
@@ -155,7 +157,7 @@ def replicated_key(key: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
-    """Returns the shapes of `global_batch`'s result for batches of `element_spec`."""
+    """Returns the result of `global_batch` for an `element_spec` as ShapeDtypeStructs."""
     num_rows = num_rows_of(element_spec)
     padded_rows = math.ceil(num_rows / mesh.size) * mesh.size
 
@@ -169,7 +171,7 @@ def abstract_global_batch(element_spec: PyTree, mesh: Mesh) -> GlobalBatch:
 
 @jax.named_scope("inputs")
 def drop_padding_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
-    """Returns a batch's inputs without the padding rows, inside a compiled step."""
+    """Returns the inputs of a batch without padding rows; called inside a compiled step."""
 
     def cut(x: jax.Array) -> jax.Array:
         if x.ndim == 0 or x.shape[0] == batch.num_rows:
@@ -183,9 +185,12 @@ def drop_padding_rows(batch: GlobalBatch, axis_names: Sequence[str]) -> PyTree:
 def reshard_by_rank(
     inputs: PyTree, inputs_split_mapping: InputsSplitMapping, axis_names: Sequence[str]
 ) -> PyTree:
-    """Constrains each input to the split of its rank, `map_<rank>d`, if the mapping is not None.
+    """Constrains each input to the split for its rank, `map_<rank>d`, if the mapping is not None.
 
-    Like Pax's `reshard_input_based_on_rank_fn`. Raises as `check_inputs_split_mapping` does.
+    Corresponds to Pax's `reshard_input_based_on_rank_fn`.
+
+    Raises:
+      ConfigError: See `check_inputs_split_mapping`.
     """
     check_inputs_split_mapping(inputs, inputs_split_mapping, axis_names)
     if inputs_split_mapping is None:
@@ -211,9 +216,9 @@ def check_inputs_split_mapping(
         if key not in inputs_split_mapping:
             example = next((split[:1] for split in inputs_split_mapping.values() if split), None)
             raise ConfigError(
-                f"inputs_split_mapping.{key} is missing: the batch leaf {path} of shape {x.shape} "
-                f"needs it, and the mapping has {sorted(inputs_split_mapping)}. Add "
-                f"{key!r}: {example}, or None to leave the array as it comes."
+                f"inputs_split_mapping has no entry {key!r} for the batch leaf {path} of shape "
+                f"{x.shape}, only {sorted(inputs_split_mapping)}. Add {key!r}: {example}, or "
+                f"{key!r}: None to leave the array as it is."
             )
         split = inputs_split_mapping[key]
         if split is not None:
@@ -224,23 +229,24 @@ def check_inputs_split_mapping(
 def check_ids(
     inputs: Mapping[str, Any], sizes: Mapping[str, int], where: str, *, first_row: int = 0
 ) -> None:
-    """Checks that the integers of a batch are ids that the model has.
+    """Checks that the ids in a batch are in the model's range.
 
     Ids that are too large are rejected even in padding, because an embedding lookup returns NaN for
-    them, which spreads. Negative ids, and labels, are checked only where `weights` are above 0.
+    them, which spreads to other rows. Negative ids, and all labels, are checked only where
+    `weights` are above 0.
 
     Args:
       inputs: This process's rows of a batch, as NumPy arrays.
-      sizes: Number of valid ids, by the leaf's name (`Task.num_ids`).
-      where: The dataset and the batch, for the message.
+      sizes: Maps a leaf's name to its number of valid ids (`Task.num_ids`).
+      where: Name of the dataset and the batch, for the message.
       first_row: Index of the first row in the global batch.
 
     Raises:
-      ConfigError: The message names the dataset, the row and the value.
+      ConfigError: An id is out of range. The message names the dataset, the row and the id.
     """
     for name, size in sizes.items():
         x = np.asarray(inputs.get(name, ()))
-        # Two cheap passes; the code below only runs if one of them found an invalid value.
+        # These two passes are cheap; the rest only runs if they find an invalid id.
         if x.dtype.kind not in "iu" or not x.size or (x.min() >= 0 and x.max() < size):
             continue
         weighs = _weighs(x, inputs.get("weights")) if name in ("ids", "labels") else False
@@ -248,20 +254,20 @@ def check_ids(
         for index in np.argwhere(is_wrong)[:1]:
             if name == "segment_pos":
                 raise ConfigError(
-                    f"{where}: row {first_row + index[0]} of {name} has {x[tuple(index)]}; "
-                    f"expected positions from 0 to {size - 1}, because the model has {size}. "
-                    "Shorten the sequences, or increase max_seq_length or max_positions."
+                    f"{where}: row {first_row + index[0]} of {name} contains {x[tuple(index)]}; "
+                    f"expected positions from 0 to {size - 1}, because the model supports {size} "
+                    "positions. Shorten the sequences, or increase max_seq_length or max_positions."
                 )
             raise ConfigError(
-                f"{where}: row {first_row + index[0]} of {name} has {x[tuple(index)]}; expected "
-                f"ids from 0 to {size - 1}, because the model's vocab_size (num_classes of a "
-                f"classifier) is {size}. Increase it, or fix the data: pad with 0, and give "
-                "padding a weight of 0."
+                f"{where}: row {first_row + index[0]} of {name} contains {x[tuple(index)]}; "
+                f"expected ids from 0 to {size - 1}, because the model's vocab_size (num_classes "
+                f"for a classifier) is {size}. Increase it, or fix the data: pad with 0, and set "
+                "the weights of padding to 0."
             )
 
 
 def _weighs(x: np.ndarray, weights: Any) -> Any:
-    """Returns where the ids `x` have a weight above 0, broadcastable to their shape."""
+    """Returns a mask, broadcastable to `x`, that is True where the weight is above 0."""
     if weights is None:
         return True
     is_counted = np.asarray(weights) > 0

@@ -1,4 +1,4 @@
-"""Paths of a tree's leaves as text, such as "params/softmax/w", and patterns that match them."""
+"""Paths of a tree's leaves as strings, such as "params/softmax/w", and patterns to match them."""
 
 import re
 from collections.abc import Callable
@@ -25,12 +25,12 @@ def path_of(keys: tuple[Any, ...]) -> str:
 def leaves_with_path(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
-    """Returns (path, leaf) for each leaf of a tree; `is_leaf` is that of `jax.tree.leaves`."""
+    """Returns (path, leaf) for each leaf of a tree; for `is_leaf`, see `jax.tree.leaves`."""
     return [(path_of(keys), x) for keys, x in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)]
 
 
 def path_pattern(setting: str, pattern: Any) -> re.Pattern[str]:
-    """Compiles the pattern of a setting.
+    """Compiles a regular expression that a setting contains.
 
     Raises:
       BadPattern: The pattern is not a valid regular expression. BadPattern is also a re.error.

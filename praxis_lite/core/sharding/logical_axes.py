@@ -1,4 +1,4 @@
-"""Resolves logical axis names, a model's names for its weights' dims, to mesh axes."""
+"""Resolves logical axis names, which a model gives to dims of its weights, to mesh axes."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
@@ -14,12 +14,12 @@ LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
 
 
 def axes_of(entry: MeshAxes | Iterable[str]) -> tuple[str, ...]:
-    """Returns an entry of a PartitionSpec as a tuple of axis names."""
+    """Converts an entry of a PartitionSpec to a tuple of axis names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def entry_of(axes: tuple[str, ...]) -> MeshAxes:
-    """Returns a tuple of axis names as an entry of a PartitionSpec: None, a name, or the tuple."""
+    """Converts a tuple of axis names to a PartitionSpec entry: None, a name, or the tuple."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
@@ -30,7 +30,7 @@ class NamedSplit:
     Attributes:
       spec: Mesh axes per dim: None, a name, or a tuple of names.
       mapped: "name->axes" for each name that was resolved to mesh axes.
-      dropped: A sentence for each name whose mesh axes are already used by another dim.
+      dropped: A message for each name whose mesh axes are already used by another dim.
       unmapped: Names without a rule.
     """
 
@@ -48,29 +48,29 @@ def logical_to_mesh_axes(
     taken: Collection[str] = (),
     path: str = "logical axes",
 ) -> NamedSplit:
-    """Returns the mesh axes for a weight's logical axes, as Flax Linen's function of that name.
+    """Resolves a weight's logical axes to mesh axes, like the Flax Linen function of the same name.
 
-    Rules are applied in order. A rule applies if its name is one of the weight's, is not resolved
-    yet, and no other dim uses any of the rule's axes. A later rule with the same name is the
-    fallback. `(name, None)` resolves a name to "not split".
+    Rules are applied in order. A rule applies if the weight uses its name, the name is not resolved
+    yet, and no other dim uses any of the rule's axes. Otherwise a later rule for the same name
+    serves as a fallback. `(name, None)` leaves the dim with that name unsplit.
 
     Args:
       logical_axes: A name, a tuple of names, or None per dim.
       rules: (name, mesh axes) pairs.
-      axis_names: Mesh axes. A name without a rule that is a mesh axis resolves to that axis, as in
-        Flax NNX. (): no name does, as in Linen.
+      axis_names: Mesh axes that names without a rule may refer to directly, as in Flax NNX. Pass ()
+        for Linen's behavior, where every name needs a rule.
       taken: Mesh axes that already split the weight.
       path: Path of the weight, for messages.
 
     Raises:
-      ConfigError: A name occurs twice.
+      ConfigError: `logical_axes` contain a name twice.
     """
     names = [name for entry in logical_axes for name in axes_of(entry)]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
-                f"{path}: the logical axes {tuple(logical_axes)} have the name '{name}' twice. "
-                "Give one of the dims another name, or None."
+                f"{path}: the logical axes {tuple(logical_axes)} contain the name '{name}' twice. "
+                "Give one of these dims a different name, or None."
             )
     ruled = {name for name, _ in rules}
     implicit = [(name, name) for name in names if name in axis_names and name not in ruled]
@@ -81,7 +81,7 @@ def logical_to_mesh_axes(
         if name not in names or name in assigned:
             continue
         axes = axes_of(entry)
-        in_use = [f"{axis} ({owners[axis]} has it)" for axis in axes if axis in owners]
+        in_use = [f"{axis} (used by {owners[axis]})" for axis in axes if axis in owners]
         if in_use:
             unavailable.setdefault(name, []).extend(in_use)
             continue
@@ -94,8 +94,8 @@ def logical_to_mesh_axes(
         ),
         mapped=tuple(f"{name}->{'+'.join(assigned[name])}" for name in names if assigned.get(name)),
         dropped=tuple(
-            f"'{name}' does not get {', '.join(in_use)}"
-            + (f", but {'+'.join(assigned[name]) or 'no axis'}" if name in assigned else "")
+            f"'{name}' cannot use {', '.join(in_use)}"
+            + (f", so it uses {'+'.join(assigned[name]) or 'no axis'}" if name in assigned else "")
             for name, in_use in unavailable.items()
         ),
         unmapped=tuple(
@@ -105,7 +105,7 @@ def logical_to_mesh_axes(
 
 
 def checked_rules(rules: Iterable[Any], setting: str) -> tuple[tuple[str, MeshAxes], ...]:
-    """Returns logical axis rules as tuples; raises ConfigError for an entry that is not a pair."""
+    """Returns logical axis rules as tuples; raises ConfigError if an entry is not a pair."""
     checked: list[tuple[str, MeshAxes]] = []
     for rule in rules:
         is_pair = isinstance(rule, Sequence) and not isinstance(rule, str) and len(rule) == 2
@@ -115,7 +115,7 @@ def checked_rules(rules: Iterable[Any], setting: str) -> tuple[tuple[str, MeshAx
         require(
             isinstance(name, str) and (axes is None or is_list), f"{setting}: a rule", rule,
             "a pair of a logical axis name and a mesh axis, a tuple of mesh axes, or None",
-            "For example, write ('mlp', 'mdl').",
+            "For example, use ('mlp', 'mdl').",
         )
         checked.append((name, axes if axes is None or isinstance(axes, str) else tuple(axes)))
     return tuple(checked)
@@ -123,27 +123,31 @@ def checked_rules(rules: Iterable[Any], setting: str) -> tuple[tuple[str, MeshAx
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class MeshRules:
-    """Maps a model's names for its dims to mesh axes; passed to the model's constructor.
+    """Maps a model's dim names to mesh axes; passed to the constructor of the model.
 
-    `MeshRules(embed=None, mlp="mdl")("embed", "mlp")` returns `(None, "mdl")`, which the model
-    passes wherever mesh axes are expected, as in Flax's language model example (lm1b_nnx). Unlike
-    the rules of a job, MeshRules resolves names immediately.
+    The model calls it to get mesh axes, as in Flax's language model example (lm1b_nnx):
+    `MeshRules(embed=None, mlp="mdl")("embed", "mlp")` returns `(None, "mdl")`. Unlike the logical
+    axis rules of a job, MeshRules resolves names immediately.
     """
 
     pairs: tuple[tuple[str, MeshAxes], ...]
 
     def __init__(self, **mesh_axes: MeshAxes | Sequence[str]):
-        # Sorted tuples, because an NNX module may hold this object as a static, hashable attribute.
+        # Sorted tuples, because an NNX module may store this object as a static attribute.
         object.__setattr__(self, "pairs", checked_rules(sorted(mesh_axes.items()), "MeshRules"))
 
     def __call__(self, *names: str | None) -> tuple[MeshAxes, ...]:
-        """Returns the mesh axes of each name, and None for None; other names raise ConfigError."""
+        """Returns the mesh axes of each name, or None for None.
+
+        Raises:
+          ConfigError: A name has no mesh axes.
+        """
         mesh_axes = dict(self.pairs)
         for name in names:
             if name is not None and name not in mesh_axes:
                 raise ConfigError(
-                    f"MeshRules: the model uses the name '{name}', but there are only "
-                    f"{', '.join(mesh_axes) or 'no names'}.{did_you_mean(name, mesh_axes)} Use "
+                    f"MeshRules: the model uses the name '{name}', but the names are "
+                    f"{', '.join(mesh_axes) or 'none'}.{did_you_mean(name, mesh_axes)} Use "
                     f"MeshRules(..., {name}=AXES), or {name}=None for a dim that is not split."
                 )
         return tuple(None if name is None else mesh_axes[name] for name in names)

@@ -1,8 +1,8 @@
 """Moves arrays between device memory and host memory.
 
-Arrays in host memory are sharded as on the devices: each device's shard is in the memory of its
-host, in pinned pages that the device can read (`pinned_host`). In a traced program the memory space
-is part of an array's type; an array must be moved to the device before it is used.
+Arrays in host memory are sharded like arrays on devices: each device's shard is stored in its
+host's memory, in pinned pages that the device can read (`pinned_host`). In a traced program, the
+memory space is part of an array's type, and arrays must be moved to the device before use.
 """
 
 from typing import Any

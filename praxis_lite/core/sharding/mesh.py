@@ -1,4 +1,4 @@
-"""Creates meshes from the available devices. No other file queries JAX for devices."""
+"""Creates meshes from the available devices. Only this file queries JAX for devices."""
 
 import contextlib
 import dataclasses
@@ -30,14 +30,14 @@ _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfig:
-    """Returns `config` with a size of -1 replaced, so that the mesh uses all devices.
+    """Replaces the size -1 in a config so that the mesh uses all devices.
 
     Args:
-      config: A mesh config; without a size of -1 it is returned unchanged.
-      num_devices: Number of devices; None: that of JAX's devices, attached or simulated.
+      config: A mesh config. If it contains no -1, it is returned unchanged.
+      num_devices: Number of devices. If None, all devices of JAX, attached or simulated.
 
     Raises:
-      ConfigError: The product of the other sizes does not divide the number of devices.
+      ConfigError: The number of devices is not divisible by the product of the other sizes.
     """
     if -1 not in config.ici_mesh_shape:
         return config
@@ -46,34 +46,35 @@ def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfi
     others *= math.prod(config.dcn_mesh_shape or ())
     if count % others:
         raise ConfigError(
-            f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)}: the product of the other sizes "
-            f"is {others} (slices included), which does not divide {count} devices. Change them."
+            f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)}: {count} devices are not "
+            f"divisible by {others}, the product of the other sizes and the number of slices. "
+            "Change the sizes."
         )
     shape = tuple(count // others if size == -1 else size for size in config.ici_mesh_shape)
     return dataclasses.replace(config, ici_mesh_shape=shape)
 
 
 def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
-    """Makes JAX's CPU backend have `num_devices` devices; call it before JAX creates an array.
+    """Simulates devices on JAX's CPU backend; call it before JAX creates an array.
 
     Each process simulates its share, at most MAX_SIMULATED_DEVICES; larger meshes need real
     devices. Programs on accelerators are not affected. If the user sets the device count in the
     environment (JAX_NUM_CPU_DEVICES or XLA_FLAGS), that count is used.
 
     On jax 0.10 and few cores, a step with independent collectives may hang and abort after 40 s:
-    each device starts the ready collectives in a different order, and waits in one for peers that
-    wait in another. Therefore NPROC enlarges XLA's thread pool, and XLA's concurrency-optimized
-    scheduler is disabled. With that scheduler lm.PyDocs hung within 253 steps; without it, it did
-    not hang in 700.
+    devices start the collectives that are ready in different orders, and each waits for the others
+    to join. To avoid this, NPROC enlarges XLA's thread pool, and XLA's concurrency-optimized
+    scheduler is disabled. With that scheduler lm.PyDocs hung within 253 steps; without it, 700
+    steps completed.
 
     Args:
-      num_devices: Number of devices of all processes together.
+      num_devices: Total number of devices of all processes.
       num_processes: Number of processes that share them.
 
     Returns:
-      The number of devices that this process simulates unless the user sets another.
+      The number of devices that this process simulates, unless the user sets a different number.
     """
-    # If the division has a remainder, `make_mesh` reports it: there may be accelerators.
+    # `make_mesh` reports uneven splits over processes, because there may be accelerators.
     leave_absent_tpus_alone()
     num_simulated = min(-(-num_devices // num_processes), MAX_SIMULATED_DEVICES)
     os.environ["NPROC"] = str(max(int(os.environ.get("NPROC", "0")), 4 * num_simulated))
@@ -81,7 +82,7 @@ def simulate_devices(num_devices: int, num_processes: int = 1) -> int:
     if _SCHEDULER_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{_SCHEDULER_FLAG}=false".strip()
     if not _is_chosen_by_user():
-        # Once JAX has created its devices, as in a notebook, they stay: `make_mesh` reports it.
+        # JAX cannot change devices that exist already, as in a notebook; `make_mesh` reports this.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", num_simulated)
     return num_simulated
@@ -107,14 +108,14 @@ def _is_chosen_by_user() -> bool:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Returns the mesh of `config` over `devices`, by default over all devices.
+    """Returns a mesh with the axes of `config`, by default over all devices.
 
     Simulated CPU devices are used in order. On accelerators, `mesh_utils` orders devices by their
     interconnect, and slices by the DCN shape.
 
     Args:
       config: Axes and sizes of the mesh.
-      devices: The `jax.Device`s of the mesh; None: all devices.
+      devices: The `jax.Device`s to use, or None for all devices.
 
     Raises:
       ConfigError: There are too few devices, or accelerators would be unused without
@@ -125,18 +126,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     if num_needed > len(devices):
         limit = f"; at most {MAX_SIMULATED_DEVICES} can be simulated"
         if _is_chosen_by_user():
-            more = " For more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
+            more = " To simulate more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS."
         elif platform == "cpu" and num_needed <= MAX_SIMULATED_DEVICES:
             more = (
-                f" For more, restart Python (in a notebook, the kernel) and call "
+                " To simulate more, restart Python (or the notebook's kernel), and call "
                 f"simulate_devices({num_needed}) or train before JAX creates an array."
             )
         else:
             more = ""
         raise ConfigError(
             f"{config} needs {num_needed} devices, but there are {len(devices)} "
-            f"({platform}{limit if platform == 'cpu' else ''}). Reduce the product of "
-            f"mesh.ici_mesh_shape and mesh.dcn_mesh_shape to at most that.{more}"
+            f"({platform}{limit if platform == 'cpu' else ''}). Reduce the sizes in "
+            f"mesh.ici_mesh_shape or mesh.dcn_mesh_shape.{more}"
         )
     if num_needed < len(devices) and platform != "cpu" and not config.allow_unused_devices:
         raise ConfigError(
@@ -165,10 +166,11 @@ def attached_devices() -> tuple[int, str]:
 
 
 def attached_mesh(config: MeshConfig) -> MeshConfig:
-    """Returns a mesh with the axes of `config` over all attached accelerators, or one CPU.
+    """Adapts `config` to all attached accelerators, or to one CPU device if there are none.
 
-    If `config` has as many devices, it is returned. Otherwise all devices are along its longest
-    axis (the first of several), so that dims that are split over that axis stay split.
+    If the number of devices already matches, `config` is returned unchanged. Otherwise all devices
+    are placed along its longest axis (the first one if several are equally long), so that dims that
+    are split over this axis stay split.
     """
     devices = all_devices()
     count = len(devices) if devices[0].platform != "cpu" else 1
@@ -181,6 +183,6 @@ def attached_mesh(config: MeshConfig) -> MeshConfig:
 
 
 def compiled_platform() -> str:
-    """Returns the platform that programs compile for: that of the current mesh, if one is set."""
+    """Returns the platform of the current mesh, or JAX's default platform if no mesh is set."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.default_backend() if device is None else device.platform

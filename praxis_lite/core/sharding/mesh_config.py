@@ -1,4 +1,4 @@
-"""MeshConfig: the axes of a mesh and their sizes, as set by an experiment."""
+"""MeshConfig: an experiment's settings for the axes of its mesh and their sizes."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES
 __all__ = ("MeshConfig", "TPUS")
 
 CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
-# From `jax.Device.device_kind` to the TPU's name in topologies and compiler_options.
+# Maps `jax.Device.device_kind` to the TPU's name in topologies and compiler_options.
 TPUS = {
     "tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5": "v5p", "tpu v5p": "v5p",
     "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
@@ -19,22 +19,23 @@ TPUS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """The number of devices along each named axis.
+    """Names and sizes of the mesh axes, and settings for their devices.
 
     Attributes:
-      ici_mesh_shape: Devices along each axis within a slice (fast interconnect). One size may be
-        -1, for as many as there are devices.
-      dcn_mesh_shape: Slices along each axis (data-center network); None: there is one slice.
-      axis_names: Names for split-dims mappings, outermost axis first.
+      ici_mesh_shape: Number of devices along each axis within a slice (fast interconnect). One size
+        may be -1 to use all remaining devices.
+      dcn_mesh_shape: Number of slices along each axis (data-center network). If None, there is one
+        slice.
+      axis_names: Axis names for split-dims mappings, outermost axis first.
       allow_unused_devices: Whether the mesh may be smaller than the number of accelerators.
-      allow_split_physical_axes: Whether an axis may use part of a dim of a TPU torus, if the sizes
+      allow_split_physical_axes: Whether an axis may use a fraction of a TPU torus dim if the sizes
         do not match the torus otherwise. Its collectives then share links with another axis.
-      compiler_options: XLA options by name for the train, eval and decode steps, by platform
-        ("cpu", "gpu", "tpu") or kind of TPU ("v4", "v5e", "v5p", "v6e", "tpu7x"). Options of a kind
-        override those of "tpu"; options of other devices are ignored. An option that the compiler
-        does not have is an error, or a warning if its name ends in "?".
-      axis_types: "auto" or "explicit", for all axes or one per axis. Over an explicit axis, JAX's
-        array types contain the sharding in train and eval steps, checked while they are traced.
+      compiler_options: XLA options for the train, eval and decode steps. Maps a platform ("cpu",
+        "gpu", "tpu") or TPU type ("v4", "v5e", "v5p", "v6e", "tpu7x") to options by name. Options
+        for a TPU type override those for "tpu"; options for other devices are ignored. An option
+        that the compiler does not accept is an error, or a warning if its name ends in "?".
+      axis_types: "auto" or "explicit", either one string for all axes or one per axis. Explicit
+        axes are part of JAX's array types in train and eval steps, which JAX checks while tracing.
     """
 
     ici_mesh_shape: Sequence[int]
@@ -48,7 +49,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         names = tuple(self.axis_names)
         if len(set(names)) != len(names):
-            raise ConfigError(f"mesh.axis_names {names} has a name twice. Make them distinct.")
+            raise ConfigError(f"mesh.axis_names {names} are not unique. Make the names distinct.")
         for field in ("ici_mesh_shape", "dcn_mesh_shape"):
             shape = getattr(self, field)
             if shape is None:
@@ -64,7 +65,7 @@ class MeshConfig:
             change = f"Fix mesh.{field} or mesh.axis_names."
             require(is_valid, f"mesh.{field}", tuple(shape), expected, change)
         if not isinstance(self.axis_types, str):
-            expected = f"one of {', '.join(AXIS_TYPES)}, or one per axis of {names}"
+            expected = f"one of {', '.join(AXIS_TYPES)}, or one of these for each axis of {names}"
             require(
                 isinstance(self.axis_types, Sequence) and len(self.axis_types) == len(names),
                 "mesh.axis_types", self.axis_types, expected,
@@ -74,22 +75,22 @@ class MeshConfig:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Devices along each axis: the product of the ICI and DCN shapes.
+        """Number of devices along each axis: the product of the ICI and DCN shapes.
 
         Raises:
-          ConfigError: A size is -1; `filled_mesh` replaces it.
+          ConfigError: A size is -1. Call `filled_mesh` first to replace it.
         """
         if -1 in self.ici_mesh_shape:
             raise ConfigError(
-                f"mesh.ici_mesh_shape {tuple(self.ici_mesh_shape)} has a size of -1, which depends "
-                "on the devices. Call filled_mesh(config) first, or set a number."
+                f"mesh.ici_mesh_shape {tuple(self.ici_mesh_shape)} contains -1, whose value "
+                "depends on the devices. Call filled_mesh(config) first, or set a number."
             )
         dcn_mesh_shape = self.dcn_mesh_shape or (1,) * len(self.ici_mesh_shape)
         return tuple(i * d for i, d in zip(self.ici_mesh_shape, dcn_mesh_shape, strict=True))
 
     @property
     def axis_type_names(self) -> tuple[str, ...]:
-        """The entry of `axis_types` for each axis."""
+        """The axis type of each axis: "auto" or "explicit"."""
         types, names = self.axis_types, self.axis_names
         return (types,) * len(names) if isinstance(types, str) else tuple(types)
 
@@ -102,9 +103,10 @@ class MeshConfig:
 
 
 def merged_options(first: CompilerOptions | None, more: CompilerOptions | None) -> CompilerOptions:
-    """Returns the union of both; options in `first`, including those of "tpu", take precedence.
+    """Returns the union of two sets of options; those in `first` take precedence.
 
-    A name with a "?" suffix (XLA may not have the option) and without it are the same option.
+    The "tpu" options in `first` also override the options for TPU types in `more`. Names with and
+    without the suffix "?" (for options that XLA may not accept) denote the same option.
     """
     first, more = first or {}, more or {}
     merged = {}

@@ -1,8 +1,8 @@
-"""Pads arrays at a program's boundary, so that dims need not divide the mesh axes.
+"""Pads arrays at a program's boundary, so that any dim can be split over mesh axes.
 
 JAX rejects uneven shardings of arrays that cross a jit or device_put boundary, but accepts them
-inside a program. So, as Pax does, arrays are padded with zeros at the boundary: sliced on entry and
-padded again on exit. Leaves that divide their axes pass through without any operation.
+inside a program. As in Pax, arrays outside programs are therefore padded with zeros: programs slice
+them on entry and pad them again on exit. Arrays with even splits pass through unchanged.
 """
 
 import math
@@ -27,11 +27,11 @@ def is_traced(x: Any) -> bool:
 def padded_shape(
     shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Returns `shape` with each dim rounded up to a multiple of the number of its shards.
+    """Returns `shape` with each dim rounded up to a multiple of its number of shards.
 
     Args:
       shape: Logical shape.
-      spec: At most one entry per dim: None, an axis name, or a tuple of names.
+      spec: PartitionSpec with at most one entry per dim.
       axis_sizes: Number of devices along each mesh axis.
     """
     padded = list(shape)
@@ -43,7 +43,7 @@ def padded_shape(
 
 @jax.named_scope("pad")
 def pad_tree(tree: PyTree, specs: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-    """Pads every leaf with zeros until each dim divides its mesh axes.
+    """Pads every leaf with zeros until each dim is a multiple of its number of shards.
 
     Args:
       tree: Arrays with logical shapes.
@@ -51,7 +51,7 @@ def pad_tree(tree: PyTree, specs: PyTree, axis_sizes: Mapping[str, int]) -> PyTr
       axis_sizes: Number of devices along each mesh axis.
 
     Returns:
-      The padded tree; leaves that already divide are returned unchanged.
+      The padded tree. Leaves that need no padding are returned unchanged.
     """
 
     def pad(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -80,7 +80,7 @@ def unpad_tree(tree: PyTree, shapes: PyTree, specs: PyTree) -> PyTree:
     ) -> jax.Array:
         if x.shape == shape.shape:
             return x
-        # The name scope tells --mode=explain which leaf the compiler gathers here.
+        # From the name scope, --mode=explain learns which leaf the compiler gathers here.
         with jax.named_scope("unpad/" + jax.tree_util.keystr(path, simple=True, separator="/")):
             return _annotate(x[tuple(slice(dim) for dim in shape.shape)], spec)
 
@@ -91,11 +91,12 @@ def evenly(tree: PyTree) -> PyTree:
     """Constrains arrays so that XLA shards them evenly at a program's boundary.
 
     XLA chooses the sharding of unannotated arguments and results. For four rows on eight devices it
-    chooses one that JAX cannot represent (IndivisibleError). So dims that the number of devices
-    does not divide are replicated; XLA still chooses the sharding of the others.
+    chooses a sharding that JAX cannot represent (IndivisibleError). This function replicates each
+    dim that is not divisible by the number of devices. XLA still shards the other dims as it
+    chooses.
 
     Args:
-      tree: Tracers of a program on the current mesh; other values are returned unchanged.
+      tree: Tracers of a program on the current mesh. Other values are returned unchanged.
     """
     size = jax.sharding.get_abstract_mesh().size
 

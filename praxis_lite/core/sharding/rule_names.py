@@ -1,4 +1,4 @@
-"""The Rule type and its arguments, and parsing of the strings that name rules in a strategy."""
+"""The Rule type and its arguments, and a parser for the rule strings of a strategy."""
 
 import ast
 import dataclasses
@@ -13,22 +13,23 @@ Spec = tuple[MeshAxes, ...]
 
 
 class UnknownName(ConfigError, KeyError):
-    """A name of a rule that is not registered, or of an axis that the mesh does not have."""
+    """A rule name that is not registered, or an axis name that the mesh does not have."""
 
-    __str__ = Exception.__str__  # KeyError's is the repr of the message.
+    __str__ = Exception.__str__  # KeyError.__str__ would return the repr of the message.
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array as rules see it.
+    """The properties of an array that rules can use.
 
     Attributes:
-      path: Path of the array; patterns must match all of it.
+      path: Path of the array, which a pattern must match completely.
       shape: Logical shape.
       dtype: Anything that `numpy.dtype` accepts.
-      logical_axes: A name, a tuple of names, or None per dim; None: the array has no names.
-      logical_axis_rules: (name, mesh axes) pairs for this leaf alone; they precede the job's.
-      spec: Initial mesh axes per dim; (): nothing is split.
+      logical_axes: A name, a tuple of names, or None per dim. If None, the array has no names.
+      logical_axis_rules: (name, mesh axes) pairs for this leaf only, applied before the job's
+        rules.
+      spec: Initial mesh axes per dim, or () if no dim is split.
       num_stacked: Number of leading dims that stack layers.
     """
 
@@ -43,13 +44,13 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class JobMesh:
-    """The mesh and the job's settings, as rules see them.
+    """The properties of the mesh and the job that rules can use.
 
     Attributes:
       axis_sizes: Number of devices along each mesh axis, in the mesh's order.
       logical_axis_rules: (name, mesh axes) pairs; the first match wins.
-      allow_padding: Whether `Fsdp` may split a dim that its devices do not divide.
-      unmapped_is_error: Whether a logical axis without a rule is an error. Otherwise it is not
+      allow_padding: Whether `Fsdp` may split a dim that is not divisible by the number of devices.
+      unmapped_is_error: Whether a logical axis without a rule is an error. Otherwise its dim is not
         split.
     """
 
@@ -66,8 +67,8 @@ class Outcome:
     Attributes:
       spec: Mesh axes per dim.
       note: A note for the layout report.
-      skipped: Why the rule did not split the leaf; reported only if no other rule splits it.
-      by: What decided the spec, if it was not the rule itself.
+      skipped: Reason why the rule did not split the leaf. Only reported if no other rule splits it.
+      by: Source of the spec, if it was not the rule itself.
     """
 
     spec: Spec
@@ -76,7 +77,7 @@ class Outcome:
     by: str = ""
 
 
-# (spec so far, leaf, job_mesh) -> the new spec or an Outcome. `spec` has an entry per dim.
+# (current spec, leaf, job_mesh) -> the new spec or an Outcome. Specs have an entry per dim.
 Rule = Callable[[Spec, Leaf, JobMesh], Spec | Outcome]
 
 REGISTERED: dict[str, Callable[..., Rule]] = {}
@@ -86,15 +87,15 @@ def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Ru
     """Returns a decorator that registers a Rule class, or a function that returns a Rule.
 
     Args:
-      name: Name of the rule in the strings of a strategy.
+      name: Name of the rule in strategy strings.
 
     Raises:
-      ConfigError: The name is already registered, or is not an identifier.
+      ConfigError: The name is already registered or is not an identifier.
     """
 
     def register(factory: Callable[..., Rule]) -> Callable[..., Rule]:
         registered = REGISTERED.get(name)
-        # A reloaded module, or a notebook cell that runs again, may register its rule again.
+        # Allow a reloaded module or a rerun notebook cell to register its rule again.
         is_same = registered is None or (registered.__module__, registered.__qualname__) == (
             factory.__module__, factory.__qualname__
         )
@@ -109,7 +110,7 @@ def register_rule(name: str) -> Callable[[Callable[..., Rule]], Callable[..., Ru
 
 
 def rule_text(rule: Rule) -> str:
-    """Returns a rule as the string that a strategy would use for it."""
+    """Formats a rule as a strategy string."""
     if isinstance(rule, functools.partial):
         settings = [*map(repr, rule.args), *(f"{k}={v!r}" for k, v in rule.keywords.items())]
         return f"{rule_text(rule.func)}({', '.join(settings)})"
@@ -129,15 +130,15 @@ def rule_text(rule: Rule) -> str:
 
 
 def parsed_rules(rules: Any) -> tuple[Rule, ...]:
-    """Returns the rules in a string, a rule, or a nested sequence of both, in order.
+    """Parses rules from a string, a rule object, or a nested sequence of these, in order.
 
-    A string has one or more rules separated by `|`, each a registered name or a call of it:
-    `'shard_dim("mdl", -1)|fsdp("data", 0)'`. Arguments must be literals; nothing is evaluated.
+    A string contains one or more rules separated by `|`. Each is a registered name, or a call of
+    one: `'shard_dim("mdl", -1)|fsdp("data", 0)'`. Arguments must be literals; no code is evaluated.
 
     Raises:
       UnknownName: A rule is not registered. UnknownName is also a KeyError.
-      ConfigError: A string cannot be parsed, a rule does not accept its arguments, or an object is
-        not a rule.
+      ConfigError: A string cannot be parsed, arguments do not match a rule's signature, or an
+        object is not a rule.
     """
     if isinstance(rules, str):
         try:
@@ -177,7 +178,8 @@ def _build_rule(node: ast.expr, text: str) -> Rule:
         raise UnknownName(
             f"The rules {text!r} contain '{name}', but the registered rules are "
             f"{', '.join(REGISTERED)}.{did_you_mean(name, REGISTERED)} Register a custom rule with "
-            "`register_rule` in a module that is imported, or pass the object instead of a string."
+            "`register_rule` in a module that is imported, or pass the rule object instead of a "
+            "string."
         )
     try:
         args = [ast.literal_eval(arg) for arg in call.args]

@@ -1,7 +1,7 @@
-"""The four rules of Big Vision's `infer_sharding`, compatible with the original.
+"""The four sharding rules of Big Vision's `infer_sharding`.
 
-A rule takes the spec of an array so far and returns a new spec. `strategies` chooses the rules of
-each array (https://github.com/google-research/big_vision).
+A rule takes the current spec of an array and returns a new spec. The module `strategies` chooses
+the rules for each array. See https://github.com/google-research/big_vision.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from praxis_lite.core.sharding.rule_names import (
 @register_rule("replicate")
 @dataclasses.dataclass(frozen=True)
 class Replicate:
-    """Checks that nothing splits the leaf; documents replicated leaves in a strategy."""
+    """Checks that a leaf is not split; makes replication explicit in a strategy."""
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         if any(entry is not None for entry in spec):
@@ -42,16 +42,17 @@ class Replicate:
 @register_rule("fsdp")
 @dataclasses.dataclass(frozen=True)
 class Fsdp:
-    """Splits the largest unsplit dim that the devices divide; of equal dims, the last.
+    """Splits the largest unsplit dim that is divisible by the number of devices.
 
-    With `allow_padding`, if the devices divide no unsplit dim, it splits the largest one that has
-    an element per device. Dims that stack layers are split only if no other dim can be.
+    If several dims are equally large, the last one is split. If no unsplit dim is divisible and
+    `allow_padding` is set, the rule splits the largest one with at least one element per device.
+    Dims that stack layers are split only if no other dim can be split.
 
     Attributes:
-      axis: A mesh axis, or several, over which one dim is split.
+      axis: One or more mesh axes over which the dim is split.
       min_size_to_shard_mb: Leaves of at most this many MiB are replicated.
-      min_weight_size: If set, leaves of at most this many elements are replicated instead, as in
-        JAX's notebook on FSDP with shard_map, which uses 2**18.
+      min_weight_size: If set, replaces the limit in MiB by a number of elements. JAX's notebook on
+        FSDP with shard_map uses 2**18.
     """
 
     axis: str | Sequence[str]
@@ -82,7 +83,7 @@ class Fsdp:
             elements = self.min_weight_size
             limit = f"{self.min_size_to_shard_mb} MiB" if elements is None else f"{elements:,}"
             return Outcome(spec, skipped=f"size at most {limit}")
-        # Not numpy.argsort, whose order of equal sizes depends on the processor.
+        # Do not use numpy.argsort: its order of equal sizes depends on the processor.
         dims = sorted(range(len(spec)), key=lambda dim: (leaf.shape[dim], dim), reverse=True)
         for is_stacked in (False, True):
             candidates = [dim for dim in dims if (dim < leaf.num_stacked) == is_stacked]
@@ -92,20 +93,23 @@ class Fsdp:
                 fitting = [dim for dim in unsplit if leaf.shape[dim] >= num_shards]
             if fitting:
                 return Outcome((*spec[: fitting[0]], axes, *spec[fitting[0] + 1 :]))
-        expected = "has as many elements as" if job_mesh.allow_padding else "divides by"
-        return Outcome(spec, note=f"no free dim {expected} the {num_shards} devices")
+        if job_mesh.allow_padding:
+            note = f"no unsplit dim has at least {num_shards} elements"
+        else:
+            note = f"no unsplit dim is divisible by {num_shards} devices"
+        return Outcome(spec, note=note)
 
 
 @register_rule("shard_dim")
 @dataclasses.dataclass(frozen=True)
 class ShardDim:
-    """Splits one dim.
+    """Splits the dim at a given index.
 
     Attributes:
-      axis: A mesh axis, or several.
-      dim: Index of the dim; negative indices count from the end. As in Big Vision, the first of n
-        dims is 0, and -n is an error.
-      ignore_ndim_error: Whether to leave leaves without that dim unchanged instead of raising.
+      axis: One or more mesh axes.
+      dim: Index of the dim. Negative indices count from the end. As in Big Vision, an array of rank
+        n has no dim -n: use 0 for its first dim.
+      ignore_ndim_error: Whether to skip leaves without this dim instead of raising an error.
     """
 
     axis: str | Sequence[str]
@@ -122,15 +126,15 @@ class ShardDim:
             if self.ignore_ndim_error:
                 return Outcome(spec, skipped=f"no dim {self.dim}")
             raise ConfigError(
-                f"{leaf.path}: {rule_text(self)} does not fit its shape {leaf.shape}: the absolute "
-                f"value of the dim must be below {len(spec)}. Let the pattern match fewer leaves, "
+                f"{leaf.path}: {rule_text(self)} does not fit the shape {leaf.shape}: the absolute "
+                f"value of the dim must be below {len(spec)}. Make the pattern match fewer leaves, "
                 "or set ignore_ndim_error=True."
             )
         dim = self.dim % len(spec)
         if spec[dim] is not None:
             raise ConfigError(
-                f"{leaf.path}: {rule_text(self)} splits dim {dim}, which is already split over "
-                f"{spec[dim]}: its spec is {spec}. Choose another dim, or remove one of the two."
+                f"{leaf.path}: {rule_text(self)} splits dim {dim}, but the spec {spec} already "
+                f"splits it over {spec[dim]}. Choose a different dim, or remove one of the splits."
             )
         return Outcome((*spec[:dim], axes_of(self.axis), *spec[dim + 1 :]))
 
@@ -140,8 +144,9 @@ class ShardDim:
 class LogicalPartitioning:
     """Splits the dims whose logical names resolve to mesh axes; see `logical_to_mesh_axes`.
 
-    The leaf's own rules apply first, then the job's. A name without a rule that is a mesh axis
-    resolves to that axis. A name whose mesh axes are already used is dropped and reported.
+    The rules of the leaf are applied first, then the rules of the job. If a name has no rule but is
+    a mesh axis, it resolves to that axis. If the mesh axes of a name are already used, its dim is
+    not split, and a note reports this.
     """
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
@@ -150,8 +155,8 @@ class LogicalPartitioning:
         names = tuple(leaf.logical_axes)
         if len(names) > len(spec):
             raise ConfigError(
-                f"{leaf.path} has {len(names)} logical axes {names}, but {len(spec)} dims: its "
-                f"shape is {leaf.shape}. Remove {len(names) - len(spec)} of the names."
+                f"{leaf.path} has {len(names)} logical axes {names}, but only {len(spec)} dims: "
+                f"its shape is {leaf.shape}. Remove {len(names) - len(spec)} of the names."
             )
         rules = (*leaf.logical_axis_rules, *job_mesh.logical_axis_rules)
         split = logical_to_mesh_axes(
@@ -161,9 +166,9 @@ class LogicalPartitioning:
         if split.unmapped and job_mesh.unmapped_is_error:
             name, known = split.unmapped[0], dict(rules)
             raise ConfigError(
-                f"{leaf.path}: the name '{name}' of its logical axes {names} has no rule and is "
+                f"{leaf.path}: the name '{name}' in the logical axes {names} has no rule and is "
                 f"not a mesh axis ({', '.join(job_mesh.axis_sizes)}). There are rules for "
-                f"{', '.join(known) or 'no name'}."
+                f"{', '.join(known) or 'no names'}."
                 f"{did_you_mean(name, (*known, *job_mesh.axis_sizes))} Add ('{name}', AXES) to "
                 f"WeightSharding.logical_axis_rules, or ('{name}', None) to replicate the dim."
             )
@@ -171,8 +176,8 @@ class LogicalPartitioning:
         for dim, axes in enumerate(split.spec):
             if axes is not None and spec[dim] is not None:
                 raise ConfigError(
-                    f"{leaf.path}: its name '{names[dim]}' splits dim {dim} over {axes}, but it is "
-                    f"already split over {spec[dim]}: its spec is {spec}. Remove one of the two."
+                    f"{leaf.path}: the name '{names[dim]}' splits dim {dim} over {axes}, but the "
+                    f"spec {spec} already splits it over {spec[dim]}. Remove one of the splits."
                 )
             merged[dim] = spec[dim] if axes is None else axes
         notes = list(split.dropped)
@@ -184,5 +189,5 @@ class LogicalPartitioning:
 def _check_axes(axis: Any, rule: Rule) -> None:
     names = (axis,) if isinstance(axis, str) else axis
     is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
-    expected = "a mesh axis's name or a tuple of names"
+    expected = "the name of a mesh axis or a tuple of names"
     require(is_list and len(names) > 0, f"{rule_text(rule)}: the axis", axis, expected)

@@ -13,8 +13,8 @@ from praxis_lite.core.sharding.logical_axes import MeshAxes, axes_of, entry_of
 __all__ = ("SplitDims", "constrain", "num_shards_of", "to_partition_spec")
 
 DimSplit = None | int | str | Sequence[int | str]
-# An entry per dim: an axis name or index, several of them, or None. What a mapping of None means
-# depends on its use: no split for weights, no constraint for activations.
+# An entry per dim: an axis name or index, a sequence of these, or None. If the complete mapping is
+# None, weights are replicated, and activations are not constrained.
 SplitDims = Sequence[DimSplit] | None
 
 
@@ -25,15 +25,15 @@ def to_partition_spec(
     rank: int | None = None,
     path: str = "split_dims_mapping",
 ) -> PartitionSpec:
-    """Returns the PartitionSpec of a mapping, extended with None to `rank`.
+    """Converts a split-dims mapping to a PartitionSpec, extended with None to `rank`.
 
     Args:
-      split_dims_mapping: An entry per dimension: an axis name, its index in `axis_names`, a
-        sequence of either, or None or a negative index for a dimension that is not split. Pax's
-        `base_layer.to_partition_spec` accepts the same.
+      split_dims_mapping: An entry per dim: an axis name, its index in `axis_names`, or a sequence
+        of these. None or a negative index leaves the dim unsplit. Pax's
+        `base_layer.to_partition_spec` accepts the same entries.
       axis_names: Axis names of the mesh.
-      rank: Number of dimensions of the array; None: the length of the mapping.
-      path: What is being split, for messages.
+      rank: Rank of the array. If None, the length of the mapping.
+      path: Name of the array or setting, for messages.
 
     Raises:
       ConfigError: An axis is unknown or used twice, or the mapping is longer than `rank`.
@@ -41,14 +41,14 @@ def to_partition_spec(
     axis_names = tuple(axis_names)
     if isinstance(split_dims_mapping, Mapping) or hasattr(split_dims_mapping, "wt"):
         raise ConfigError(
-            f"{path}: split dims {split_dims_mapping!r} have named fields, as in Pax (`wt` "
-            "and `out`); expected a sequence with an entry per dimension, such as ('data', 'mdl')."
+            f"{path}: split dims {split_dims_mapping!r} have named fields, like `wt` and `out` in "
+            "Pax; expected a sequence with an entry per dimension, such as ('data', 'mdl')."
         )
     is_sequence = isinstance(split_dims_mapping, Sequence | PartitionSpec)
     if isinstance(split_dims_mapping, str) or not is_sequence:
         raise ConfigError(
-            f"{path}: split dims {split_dims_mapping!r} must be a sequence with an entry for each "
-            f"dimension, for instance ({split_dims_mapping!r},)."
+            f"{path}: split dims {split_dims_mapping!r} must be a sequence with an entry per "
+            f"dimension, such as ({split_dims_mapping!r},)."
         )
     mapping = tuple(split_dims_mapping)
     message = f"{path}: split dims {mapping}"
@@ -70,7 +70,7 @@ def to_partition_spec(
 
 
 def _axes_named(entry: DimSplit, axis_names: tuple[str, ...], text: str) -> tuple[str, ...]:
-    """Returns the axis names in an entry of a mapping; () if the dimension is not split."""
+    """Returns the axis names in an entry of a mapping, or () if the dim is not split."""
     if entry is None:
         return ()
     if isinstance(entry, str):
@@ -90,20 +90,22 @@ def _axes_named(entry: DimSplit, axis_names: tuple[str, ...], text: str) -> tupl
     if isinstance(entry, Sequence):
         return tuple(axis for part in entry for axis in _axes_named(part, axis_names, text))
     raise ConfigError(
-        f"{text} contain {entry!r}; expected an axis name of {axis_names}, an index, a tuple of "
-        "them, or None."
+        f"{text} contain {entry!r}; expected one of the axis names {axis_names}, an index, a tuple "
+        "of these, or None."
     )
 
 
 def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Array:
     """Constrains the sharding of an activation, or its type over Explicit axes.
 
-    A mapping of None adds no constraint; a mapping of only Nones forces replication. Without a mesh
-    (a layer called on its own in a notebook), `x` is returned unchanged. Inside `jax.shard_map`,
-    manual axes are removed from the mapping, because `x` is already a device's block along them.
+    If the mapping is None, no constraint is added; if all of its entries are None, the activation
+    is replicated. Without a mesh (for example, if a notebook calls a layer directly), `x` is
+    returned unchanged. Inside `jax.shard_map`, manual axes are removed from the mapping, because
+    `x` is already a device's block along them.
 
     Raises:
-      ConfigError: As `to_partition_spec`, or an Explicit axis does not divide its dim.
+      ConfigError: The mapping is invalid (see `to_partition_spec`), or a dim is not divisible by
+        the Explicit axes that split it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if activation_split_dims_mapping is None or mesh.empty:
@@ -126,9 +128,9 @@ def without_axes(
 
 
 def num_shards_of(split: DimSplit) -> int:
-    """Returns the number of shards of a dim on the current mesh; 1 without a mesh.
+    """Returns the number of shards of a dim on the current mesh, or 1 without a mesh.
 
-    Manual axes of an enclosing `jax.shard_map` do not count.
+    Manual axes of an enclosing `jax.shard_map` are ignored.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -1,7 +1,7 @@
-"""Strategies: rules for splitting each array, chosen by patterns that match the arrays' paths.
+"""Strategies: choose sharding rules for arrays by patterns that match their paths.
 
-For trees that declare no shardings. Patterns and rule strings are those of Big Vision: the rules
-of the first pattern that matches an array's complete path apply.
+They are meant for trees that declare no shardings. Patterns and rule strings follow Big Vision: an
+array is split by the rules of the first pattern that matches its complete path.
 """
 
 import dataclasses
@@ -41,21 +41,22 @@ def infer_sharding(
 ) -> PyTree:
     """Returns a NamedSharding for each array of a tree, as Big Vision's `infer_sharding` does.
 
-    Pass the result to `jax.device_put`, or to `jax.jit` as `out_shardings`. `fsdp` replicates
-    arrays without a dim that its devices divide.
+    Pass the result to `jax.device_put`, or to `jax.jit` as `out_shardings`. The rule `fsdp`
+    replicates an array if none of its dims is divisible by the number of devices.
 
     Args:
-      tree: Arrays, or objects with a shape and dtype, such as the result of `jax.eval_shape`.
-        Flax's boxes (`nn.LogicallyPartitioned`) are removed; they provide names of dims.
-      strategy: (pattern, rules) pairs, such as `[(".*/kernel", 'fsdp("data")')]`. The rules of the
-        first pattern that matches the complete path of an array, such as "encoder/0/kernel", apply;
-        without a match, the array is replicated. For rules, see `rule_names.parsed_rules`.
+      tree: Arrays, or objects with a shape and dtype, such as the result of `jax.eval_shape`. Flax
+        boxes (`nn.LogicallyPartitioned`) are removed, and their names are used as logical axes.
+      strategy: (pattern, rules) pairs, such as `[(".*/kernel", 'fsdp("data")')]`. An array is split
+        by the rules of the first pattern that matches its complete path, such as
+        "encoder/0/kernel". If no pattern matches, the array is replicated. For the rules, see
+        `rule_names.parsed_rules`.
       mesh: Mesh that arrays are split over.
       logical_axis_rules: (name, mesh axes) pairs for the rule `logical_partitioning`.
 
     Raises:
-      ConfigError: A rule or a pattern cannot be parsed, or an axis is not in the mesh or used
-        twice. The message names the array.
+      ConfigError: A rule or a pattern cannot be parsed, an axis is not in the mesh, or an axis is
+        used twice. The message names the array.
     """
     flat, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_box)
     leaves = []
@@ -74,7 +75,7 @@ def infer_sharding(
 
 
 def _is_box(x: Any) -> bool:
-    # A box of Flax Linen, which this package does not import.
+    # Detects boxes of Flax Linen by their attributes, because this package does not import it.
     return hasattr(x, "names") and hasattr(x, "unbox")
 
 
@@ -83,7 +84,7 @@ def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], .
 
     Raises:
       BadPattern: A pattern is not a regular expression. BadPattern is also a re.error.
-      ConfigError: See `parsed_rules`; or an entry is not a pair.
+      ConfigError: An entry is not a pair, or its rules are invalid (see `parsed_rules`).
     """
     pairs = []
     for entry in strategy:
@@ -93,8 +94,8 @@ def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], .
         path_pattern("strategy", pattern)
         if not isinstance(rules, str) and isinstance(rules, Sequence) and not rules:
             raise ConfigError(
-                f"strategy: the pattern {pattern!r} has no rules ({rules!r}). Write 'replicate' "
-                "for replicated weights, or remove the pattern."
+                f"strategy: the pattern {pattern!r} has no rules ({rules!r}). Use 'replicate' to "
+                "replicate weights, or remove the pattern."
             )
         pairs.append((pattern, rules))
     # As in Big Vision, an invalid pattern is reported before an invalid rule.
@@ -107,8 +108,8 @@ class RuledSplit:
 
     Attributes:
       spec: Mesh axes per dim.
-      decided_by: The rules that changed the spec, as in a strategy; "" if none did.
-      notes: Notes for the report: why the leaf is replicated, or was not split further.
+      decided_by: Strategy string of the rules that changed the spec, or "" if no rule changed it.
+      notes: Notes for the layout report: why the leaf is replicated or was not split further.
     """
 
     spec: Spec
@@ -119,12 +120,13 @@ class RuledSplit:
 def rule_shardings(
     leaves: Iterable[Leaf], strategy: Strategy, job_mesh: JobMesh
 ) -> dict[str, RuledSplit | None]:
-    """Returns the split of each leaf by path; None for leaves that no pattern matches.
+    """Returns the split of each leaf by path, or None if no pattern matches the path.
 
     Args:
       leaves: Leaves of a tree.
       strategy: (pattern, rules) pairs; see `parsed_rules`. The rules of the first pattern that
-        matches the complete path of a leaf are applied in order, each to the previous result.
+        matches the complete path of a leaf are applied in order, each to the result of the previous
+        rule.
       job_mesh: Sizes of the mesh axes, and the job's settings for names and padding.
 
     Raises:
@@ -156,7 +158,7 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
         text, outcome = rule_text(rule), rule(spec, leaf, job_mesh)
         if not isinstance(outcome, Outcome):
             outcome = Outcome(outcome)
-        # Rules, including the user's, must return an entry per dim and use each axis once.
+        # Check the result, because rules may be user-defined.
         checked = to_partition_spec(
             outcome.spec, tuple(job_mesh.axis_sizes), rank=len(leaf.shape),
             path=f"{leaf.path}, split by {text}",

@@ -1,4 +1,4 @@
-"""Decides which mesh axes split each weight, from declarations and rules."""
+"""Decides how weights are split over mesh axes, based on declarations and rules."""
 
 import dataclasses
 import functools
@@ -22,24 +22,24 @@ class WeightSharding:
     """A job's rules for weights whose layers declare no mesh axes.
 
     Attributes:
-      strategy: (pattern, rules) pairs. The rules of the first pattern that matches the complete
-        path of a weight under params apply. Rules are a string such as
-        `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule, or a list of both. They start from the
-        mesh axes that the layer declares. They use logical names only if they contain
-        `logical_partitioning`. The names of weights that no pattern matches are resolved directly.
-        None: no weight has rules.
-      logical_axis_rules: (name, mesh axes) pairs, of which the first applicable one wins; or
-        several such lists by name.
-      logical_axis_rules_name: The list to use if there are several.
-      allow_padding: Whether `fsdp` may split a dim that its devices do not divide.
+      strategy: (pattern, rules) pairs. A weight is split by the rules of the first pattern that
+        matches its complete path under params. Rules are a string such as
+        `'shard_dim("mdl", -1)|fsdp("data", 0)'`, a rule object, or a list of these. They start from
+        the mesh axes that the layer declares, and use logical names only if they contain
+        `logical_partitioning`. If no pattern matches, logical names are resolved directly. If
+        `strategy` is None, no patterns are used.
+      logical_axis_rules: (name, mesh axes) pairs; the first applicable pair wins. Or a dict of
+        several such lists.
+      logical_axis_rules_name: Key of the list to use if `logical_axis_rules` is a dict.
+      allow_padding: Whether `fsdp` may split a dim that is not divisible by the number of devices.
       unmapped_logical_axes: How to treat a name that has no rule and is not a mesh axis: "error",
         or "replicate" to leave the dim unsplit and report it.
-      stack_axis_names: Names of leading dims that stack layers. Optimizers that use complete
-        tensors see one layer at a time.
+      stack_axis_names: Names of leading dims that stack layers. Optimizers that read complete
+        tensors process one layer at a time.
 
     Raises:
       ConfigError: A pattern or rule cannot be parsed, `strategy` or the rules of a pattern are
-        empty, or `logical_axis_rules_name` is not the name of a list.
+        empty, or `logical_axis_rules_name` is not a key of `logical_axis_rules`.
     """
 
     strategy: Sequence[tuple[str, Any]] | None = None
@@ -60,10 +60,10 @@ class WeightSharding:
         if self.strategy is not None and not len(self.strategy):
             raise ConfigError(
                 f"WeightSharding.strategy is {self.strategy!r}; expected "
-                """(pattern, rules) pairs, such as (".*", 'fsdp("data")'). Add one, or omit the """
-                "strategy (None) if logical_axis_rules or the layers decide."
+                """(pattern, rules) pairs, such as (".*", 'fsdp("data")'). Add a pair, or omit """
+                "strategy if logical_axis_rules or the layers determine the splits."
             )
-        # Parse here, so that errors are raised before a model is built.
+        # Parse the rules here, so that errors are raised before a model is built.
         _ = self.pairs, self.rules_in_use
 
     @functools.cached_property
@@ -80,14 +80,15 @@ class WeightSharding:
             if name is not None:
                 raise ConfigError(
                     f"{setting}_name is {name!r}, but logical_axis_rules is a single list. Remove "
-                    "the name, or pass several lists by name."
+                    "the name, or pass a dict of lists."
                 )
             return checked_rules(rules, setting)
         checked = {key: checked_rules(rule, f"{setting}[{key!r}]") for key, rule in rules.items()}
         if name not in checked:
             raise ConfigError(
-                f"{setting}_name is {name!r}, but the lists are {', '.join(checked) or 'none'}."
-                f"{did_you_mean(name or '', checked)} Set it to one of them."
+                f"{setting}_name is {name!r}, but logical_axis_rules has the keys "
+                f"{', '.join(checked) or '(none)'}.{did_you_mean(name or '', checked)} Set it to "
+                "one of them."
             )
         return checked[name]
 
@@ -97,8 +98,9 @@ class ShardingDecisions:
     """The splits of all weights of a job on a mesh.
 
     Attributes:
-      weight_specs: The model's tree with every split as mesh axes and `declared_by` filled in.
-      notes: Sentences about replicated weights and dropped names, each listing its weights.
+      weight_specs: The model's tree of WeightSpecs, with splits resolved to mesh axes and
+        `declared_by` filled in.
+      notes: Messages about replicated weights and dropped names, each with the weights concerned.
     """
 
     weight_specs: PyTree
@@ -113,7 +115,7 @@ def decide_shardings(
     Args:
       weight_specs: {"params", "non_trainable"}: nested dicts of WeightSpec, as declared by the
         model. Patterns are matched against "params" only.
-      declared: The job's rules; None: it has no rules.
+      declared: The job's rules, or None.
       axis_sizes: Number of devices along each mesh axis, in the mesh's order.
 
     Raises:
@@ -130,7 +132,7 @@ def decide_shardings(
     _check_patterns(declared.pairs, paths)
     has_rules = bool(declared.pairs or declared.rules_in_use)
     used: set[int] = set()
-    notes: dict[str, list[str]] = {}  # From a note to the weights that it applies to.
+    notes: dict[str, list[str]] = {}  # Maps a note to the weights that it applies to.
 
     def decide(path: tuple[str, ...], spec: WeightSpec) -> WeightSpec:
         leaf, is_param = _leaf(path, spec, declared, axis_sizes), path[0] == "params"
@@ -165,7 +167,7 @@ def decide_shardings(
     decided_specs = decide_all(weight_specs, ())
     sentences = [f"{_some(weights)}: {text}." for text, weights in notes.items()]
     sentences += [
-        f"rule '{pattern}': earlier patterns match all weights that it matches."
+        f"rule '{pattern}' is unused: earlier patterns match all of its weights."
         for index, (pattern, _) in enumerate(declared.pairs) if index not in used
     ]
     return ShardingDecisions(decided_specs, tuple(sentences))
@@ -174,14 +176,14 @@ def decide_shardings(
 def _leaf(
     path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, axis_sizes: Mapping[str, int]
 ) -> Leaf:
-    """Returns a weight as rules see it: its complete shape, split as its layer declares."""
+    """Returns a weight as a Leaf with its complete shape and the split that its layer declares."""
     start = tuple(spec.partition_spec(tuple(axis_sizes), "/".join(path)))
     num_stacked, names = len(spec.stack_split_dims_mapping), spec.logical_axes
     if names is not None:
         ruled = {*dict(declared.rules_in_use), *dict(spec.logical_axis_rules), *axis_sizes}
         is_stack = [name in declared.stack_axis_names for name in names]
         num_named = is_stack.index(False) if False in is_stack else len(is_stack)
-        # The stack's own mapping takes precedence; names that count layers need no rule.
+        # The stack's split takes precedence, and names of stacked dims need no rule.
         names = tuple(
             None if any(start[dim : dim + 1]) or (is_stack[dim] and name not in ruled) else name
             for dim, name in enumerate(names)
@@ -192,7 +194,7 @@ def _leaf(
     return Leaf(name, spec.shape, spec.dtype, names, rules, start, num_stacked)
 
 
-# The spec of the complete shape (None: as the layer declares), what decided it, and notes.
+# (spec of the complete shape or None for the layer's declaration, source of the spec, notes)
 _Decision = tuple[Spec | None, str, Sequence[str]]
 
 
@@ -201,10 +203,10 @@ def _by_strategy(
 ) -> _Decision:
     split = apply_rules(leaf, rules, job_mesh)
     source, notes = f"rule '{pattern}'", list(split.notes)
-    by = split.decided_by or f"{'|'.join(map(rule_text, rules))} leaves it as it is"
+    by = split.decided_by or f"{'|'.join(map(rule_text, rules))} does not change it"
     start = f"{_declared_by(spec)}, then " if any(leaf.spec) else ""
     if leaf.logical_axes and not any(isinstance(rule, LogicalPartitioning) for rule in rules):
-        notes.append("its logical names are ignored, because logical_partitioning is missing")
+        notes.append("logical names are ignored without the rule logical_partitioning")
     notes = [f"{source}: {note}" for note in notes]
     return split.spec, f"{start}{source}: {by}", notes
 
@@ -219,7 +221,7 @@ def _by_names(spec: WeightSpec, leaf: Leaf, job_mesh: JobMesh) -> _Decision:
 def _slots(
     path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, job_mesh: JobMesh
 ) -> tuple[Spec | None, Sequence[str]]:
-    """Returns the spec of a weight's slots if it declares one, otherwise None; and notes."""
+    """Returns the spec that a weight declares for its slots, or None, together with notes."""
     if spec.slot_axes is None:
         return None, ()
     slots = dataclasses.replace(
@@ -265,12 +267,12 @@ def _check_patterns(pairs: Sequence[tuple[str, Any]], paths: Sequence[str]) -> N
             continue
         hint = did_you_mean(pattern, paths)
         if part := next((path for path in paths if re.search(pattern, path)), ""):
-            hint = f" It matches a part of {part}: add '.*' at its beginning or end."
+            hint = f" It only matches part of {part}: add '.*' at its beginning or end."
         if pattern.startswith("params/"):
             hint = " Paths do not begin with params/."
         raise ConfigError(
             f"WeightSharding.strategy: {pattern!r} matches no weight. A pattern must match the "
-            f"complete path.{hint} There are {_some(paths) or 'no weights'}."
+            f"complete path.{hint} The model has {_some(paths) or 'no weights'}."
         )
 
 

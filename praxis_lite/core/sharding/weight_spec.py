@@ -17,22 +17,23 @@ __all__ = ("WeightSpec", "spec_items")
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """A weight as the partitioner sees it.
+    """The properties of a weight that the partitioner uses.
 
     Attributes:
-      shape: Logical shape, stacked dims first.
+      shape: Logical shape, including leading stacked dims.
       dtype: Dtype of the stored weight.
-      split_dims_mapping: Split of the layer's own dims; None: replicated.
+      split_dims_mapping: Split of the dims of a single layer. If None, they are not split.
       stack_split_dims_mapping: An entry per stacked dim, outermost first. Its length is the number
         of leading dims that stack layers.
-      logical_axes: A name or None per dim of the complete shape, which rules resolve to mesh axes;
-        used instead of the two mappings. None: the weight has no names.
-      logical_axis_rules: (name, mesh axes) pairs for this weight alone; they precede the job's.
-      slot_axes: Like logical_axes, for the weight's slots; mesh axes once resolved. None: slots are
-        split as the weight.
-      declared_by: What decided the split, as shown in the layout report.
-      matrix: The weight's own dims that a matmul contracts, and those that become outputs; None:
-        unknown.
+      logical_axes: A name or None per dim of the complete shape. Rules resolve names to mesh axes,
+        which replace both mappings. If None, the weight has no names.
+      logical_axis_rules: (name, mesh axes) pairs for this weight only, applied before the job's
+        rules.
+      slot_axes: Like `logical_axes`, but for the optimizer slots of the weight; contains mesh axes
+        once they are resolved. If None, slots are split like the weight.
+      declared_by: Source of the split, for the layout report.
+      matrix: Dims of a single layer that a matmul contracts, and dims that become its outputs. None
+        if they are unknown.
       num_dims_apart: Number of leading stacked dims that the model also accepts unstacked
         (`UnstackedLayers`).
       memory_kind: "pinned_host" for weights in host memory, which the model receives as
@@ -63,7 +64,7 @@ class WeightSpec:
         """
         own_rank = len(self.shape) - len(self.stack_split_dims_mapping)
         mapping = () if self.split_dims_mapping is None else self.split_dims_mapping
-        # Checked separately first, so that the message shows the mapping as the author wrote it.
+        # Check this mapping first, so that error messages show it as the author wrote it.
         to_partition_spec(mapping, axis_names, rank=own_rank, path=path)
         return to_partition_spec(
             (*self.stack_split_dims_mapping, *mapping), axis_names, rank=len(self.shape), path=path
@@ -94,7 +95,7 @@ def declared_weight(path: str) -> WeightSpec | None:
 def with_declared_weights(
     function: Callable[..., Any], declared: Mapping[str, WeightSpec]
 ) -> Callable[..., Any]:
-    """Wraps an optimizer's function so that `declared_weight` returns the given specs in it."""
+    """Wraps an optimizer's function so that `declared_weight` looks up specs in `declared`."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

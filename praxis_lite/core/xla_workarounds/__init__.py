@@ -1,6 +1,6 @@
-"""Workarounds for XLA bugs, applied to traced or lowered programs before they are compiled.
+"""Workarounds for XLA bugs, applied to traced or lowered programs before compilation.
 
-This package knows nothing about tasks, layers or jobs.
+This package does not depend on tasks, layers or jobs.
 """
 
 from praxis_lite.public_names import public_names

@@ -1,8 +1,8 @@
 """Works around an XLA bug that permutes the results of some matmuls on 3-axis meshes.
 
-For each matmul found by `product_orders`, sharding constraints fix its operands and results to the
-shardings of Shardy's propagation. XLA then first computes the results in the device order of the
-operands, and moves them afterwards. Other shardings in the program do not change.
+For each matmul that `product_orders` finds, sharding constraints pin its operands and results to
+the shardings from Shardy's propagation. XLA then computes the results in the device order of the
+operands and moves them afterwards. Other shardings in the program do not change.
 """
 
 import dataclasses
@@ -33,22 +33,22 @@ __all__ = ("MendedFunction", "mended", "mended_export")
 _COMPARE = "compare the job with one device by --mode=check"
 _NOT_PATCHED = f"It could not be patched: before you rely on it, {_COMPARE}"
 _NOT_SEARCHED = "The program was not searched for matmuls that XLA may permute on 3-axis meshes"
-# Later rounds patch matmuls whose shardings were changed by the constraints of earlier rounds.
+# Each round's constraints may change the shardings of other matmuls, which the next round patches.
 _MAX_ROUNDS = 4
 
 
 def mended(
     lowered: jax.stages.Lowered, mesh: Mesh, say: Callable[[str], None] = warn_once
 ) -> jax.stages.Lowered:
-    """Patches a program in place so that XLA permutes the results of no matmul, and returns it.
+    """Patches a program in place so that XLA does not permute results of matmuls, and returns it.
 
-    JAX caches the program: later calls of the same function compile the patched one.
+    JAX caches the program, so later calls of the same function compile the patched program.
 
     Args:
-      lowered: A program that was neither compiled nor called yet.
+      lowered: A program that has not been compiled or called yet.
       mesh: Mesh of its arrays.
-      say: Called with a sentence per patched matmul, or with the reason why a program cannot be
-        searched, for example because it is for GSPMD.
+      say: Is called with a message per patched matmul, or with the reason why the program cannot be
+        searched, for example because it uses GSPMD.
     """
     if len(_sizes(mesh)) > 2:
         _patch_module(lowered.compiler_ir(), mesh, say)
@@ -58,9 +58,9 @@ def mended(
 def mended_export(
     exported: jax.export.Exported, mesh: Mesh, say: Callable[[str], None] = warn_once
 ) -> jax.export.Exported:
-    """Returns an exported program, patched as by `mended`.
+    """Returns an exported program with the same patches that `mended` applies.
 
-    Programs with a symbolic number of rows cannot be patched, because Shardy does not accept them.
+    Programs with a symbolic number of rows cannot be patched, because Shardy rejects them.
     """
     if len(_sizes(mesh)) < 3:
         return exported
@@ -70,7 +70,7 @@ def mended_export(
     module = mlir.deserialize_portable_artifact(exported.mlir_module_serialized, context)
     if not _patch_module(module, mesh, say):
         return exported
-    # As in jax.export: readable by the jax versions of the last four weeks.
+    # As in jax.export, stay compatible with the jax versions of the last four weeks.
     version = stablehlo.get_version_from_compatibility_requirement(
         stablehlo.StablehloCompatibilityRequirement.WEEK_4
     )
@@ -79,10 +79,11 @@ def mended_export(
 
 
 class MendedFunction:
-    """A jitted function whose program is patched by `mended` in its first call.
+    """A jitted function whose program is patched by `mended` in the first call.
 
     Args:
-      jitted: Result of `jax.jit`; always called with the same shapes, so that it has one program.
+      jitted: Result of `jax.jit`. All calls must have the same shapes, so that there is only one
+        program.
       mesh: Mesh of its arguments.
     """
 
@@ -97,8 +98,9 @@ class MendedFunction:
 
 
 def _patch_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
-    """Patches a program in place; returns whether it had affected matmuls. See `mended`."""
-    # JAX adds its settings to the class at run time.
+    """Patches a program in place, and returns whether it contained affected matmuls; see `mended`.
+    """
+    # JAX adds attributes for its settings at run time.
     if not jax.config.jax_use_shardy_partitioner:  # type: ignore[attr-defined]
         say(f"{_NOT_SEARCHED}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")
         return False
@@ -138,8 +140,8 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
             barrier = sdy.PropagationBarrierOp(result, sdy.PropagationDirection.FORWARD)
             result.replace_all_uses_except(barrier.result, barrier.operation)
             return (
-                "Its results are now first split as its operands, because its function is called "
-                "with several splits; they may be replicated over more devices"
+                "Its results are now first split like its operands, because its function is called "
+                "with different splits; they may be replicated over more devices"
             )
         spec, dropped = _in_one_order(product)
         constraint = sdy.ShardingConstraintOp(result, _closed(product, product.result, spec))
@@ -164,7 +166,7 @@ def _patch(op: Any, copies: Sequence[Product]) -> str:
 
 
 def _in_one_order(product: Product) -> tuple[Spec, list[str]]:
-    """Returns a spec of the results in the operand's order, and the axes removed for that."""
+    """Returns a spec of the results in the operand's axis order, and the axes dropped for this."""
     spec, dropped = product.result.spec, list[str]()
     conflict = product.conflict(spec)
     assert conflict is not None, "The product is at risk."
@@ -183,7 +185,8 @@ def _closed(product: Product, split: Split, spec: Spec | None = None) -> Any:
     Args:
       product: The matmul.
       split: Sharding of one of its arrays.
-      spec: Mesh axes per dim to use instead; they must be a permutation or subset of the split's.
+      spec: Mesh axes per dim that replace the axes of `split`. They must be a permutation or subset
+        of these axes.
     """
     if split.sharding is None:
         dims: list[list[Any]] = [[]] * len(split.spec)

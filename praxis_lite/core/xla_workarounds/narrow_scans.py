@@ -1,9 +1,10 @@
 """Moves casts from bfloat16 to float32 out of scans, so that stacked outputs stay in bfloat16.
 
-If a layer computes in bfloat16, the gradient of its float32 weight is a bfloat16 product that the
-layer's backward pass casts to float32 as its last operation. A scan over layers would stack the
-gradients after the cast, in twice the memory. Here the cast comes after the scan. The results are
-the same, except that XLA may keep more digits where it fuses a rounding with a cast back.
+If a layer computes in bfloat16, the gradient of its float32 weight is a bfloat16 product, which the
+layer's backward pass finally casts to float32. A scan over layers would stack the gradients after
+this cast, which takes twice the memory. This transformation moves the cast behind the scan. The
+results are the same, except that XLA may keep more digits if it fuses a rounding with the cast
+back.
 """
 
 from collections.abc import Collection
@@ -24,7 +25,7 @@ __all__ = ("narrow_scans",)
 
 
 def narrow_scans(jaxpr: Any) -> Any:
-    """Returns a jaxpr whose scans cast their stacked outputs after the loop instead of in it."""
+    """Moves casts of stacked outputs from the bodies of scans to after the scans."""
     return rewrite_jaxpr(jaxpr, _narrow_scan)
 
 
@@ -32,7 +33,7 @@ def _narrow_scan(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
     if eqn.primitive is not primitives.scan_p:
         return [eqn]
     pairs = zip(open_jaxpr(eqn.params["jaxpr"]).outvars, eqn.outvars, strict=True)
-    # Stacked outputs have one dim more than in the body; carried values do not.
+    # Stacked outputs have one more dim than in the body, but carried values do not.
     stacked = [i for i, (a, b) in enumerate(pairs) if array_type(b).ndim > array_type(a).ndim]
     return _with_narrow_outputs(eqn, stacked) or [eqn]
 
@@ -40,7 +41,7 @@ def _narrow_scan(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
 def _with_narrow_outputs(
     eqn: core.JaxprEqn, indices: Collection[int]
 ) -> list[core.JaxprEqn] | None:
-    """Returns `eqn` with narrow outputs, followed by their casts; None if it casts none of them.
+    """Returns `eqn` with narrow outputs, followed by their casts, or None if there are no casts.
 
     Args:
       eqn: An equation with an inner jaxpr.
@@ -62,11 +63,13 @@ def _with_narrow_outputs(
 
 
 def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.Jaxpr, list[int]]:
-    """Returns the jaxpr without the casts of some outputs, and the indices of these outputs."""
+    """Removes the casts of outputs from a jaxpr, and returns it with the indices of these outputs.
+    """
     eqns = list(map(expand_high_level, jaxpr.eqns))
     producers = {var: eqn for eqn in eqns for var in eqn.outvars}
     outvars, narrow = list(jaxpr.outvars), list[int]()
-    by_call: dict[int, tuple[core.JaxprEqn, dict[int, int]]] = {}  # With positions by index.
+    # Maps the id of a call to the call, and to positions in its outputs by index.
+    by_call: dict[int, tuple[core.JaxprEqn, dict[int, int]]] = {}
     for index in indices:
         var = outvars[index]
         if isinstance(var, core.Literal) or (eqn := producers.get(var)) is None:

@@ -1,9 +1,9 @@
-"""Finds matmuls whose results XLA's partitioner may permute, in programs before compilation.
+"""Finds matmuls in a lowered program whose results XLA's partitioner may permute.
 
-On a mesh of three axes, XLA silently returns wrong results for some matmuls
-(docs/upstream/matmul_rows.md). If an axis that is contracted also splits the results, XLA groups
-devices by that axis. It numbers the devices of a group by their order in the larger operand, and
-again by their order in the results. If these orders differ, parts of the results may be permuted.
+On a mesh with three axes, XLA silently returns wrong results for some matmuls
+(docs/upstream/matmul_rows.md). If a contracted axis also splits the results, XLA groups devices by
+that axis. It numbers the devices of a group twice: by their order in the larger operand and by
+their order in the results. If these orders differ, parts of the results may be permuted.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 
 PRODUCT = "stablehlo.dot_general"
 _NUMBER = "number"  # Temporary attribute that identifies matmuls across propagation.
-# Per dim of an array, the mesh axes (with more than one device) that split it.
+# For each dim of an array, the mesh axes (with more than one device) that split it.
 Spec = list[tuple[str, ...]]
 
 
@@ -25,9 +25,9 @@ class Conflict(NamedTuple):
     """The two device orders of a matmul that XLA may permute.
 
     Attributes:
-      summed: Axes that are contracted and also split the results.
-      before: The other axes, in the order of an operand.
-      after: The other axes, in the order of the results.
+      summed: Contracted axes that also split the results.
+      before: The remaining axes in the order of an operand.
+      after: The remaining axes in the order of the results.
     """
 
     summed: list[str]
@@ -59,19 +59,19 @@ class Split:
 
 
 class Product:
-    """A matmul of a program after propagation, when each function has only one call.
+    """A matmul of a program after sharding propagation, where each function has only one call.
 
     Args:
       op: The matmul.
       sizes: Sizes of the mesh axes with more than one device.
-      calls: The calls of functions by the function's name.
+      calls: Maps the name of a function to its call.
 
     Attributes:
       lhs: Sharding of the left operand.
       rhs: Sharding of the right operand.
       result: Sharding of the results.
       shardings: The three shardings as text, for comparison.
-      sizes: Sizes of the mesh axes that have more than one device and are not manual here.
+      sizes: Sizes of the mesh axes that have more than one device and are not manual.
       name: Name scopes of the matmul.
     """
 
@@ -86,7 +86,7 @@ class Product:
         self.name = names[1] if names else "(unnamed)"
 
     def conflict(self, spec: Spec) -> Conflict | None:
-        """Returns the conflicting orders if the results are split by `spec`; None if they agree."""
+        """Returns the conflicting device orders for results split by `spec`, or None."""
         used = {axis for entry in spec for axis in entry}
         num_replicas = math.prod(size for axis, size in self.sizes.items() if axis not in used)
         # XLA lays out the smaller operand like the larger one.
@@ -109,7 +109,7 @@ class Product:
         return None
 
     def _axes(self, spec: Spec, excluded: Any) -> list[str]:
-        """Returns the axes of dims that are not in `excluded`, then those that split no dim."""
+        """Returns the axes that split dims outside `excluded`, followed by unused axes."""
         used = {axis for entry in spec for axis in entry}
         axes = [axis for dim, entry in enumerate(spec) if dim not in excluded for axis in entry]
         return axes + [axis for axis in self.sizes if axis not in used]
@@ -118,15 +118,15 @@ class Product:
 def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Product]]:
     """Returns the matmuls that XLA may permute, by their index among all matmuls of the module.
 
-    Shardy copies a function for each of its calls; all copies of a matmul are returned.
+    Shardy copies a function for each of its calls, so a matmul may have several copies.
 
     Args:
       module: The program.
       sizes: Sizes of the mesh axes with more than one device.
 
     Raises:
-      ir.MLIRError: Shardy does not accept the module.
-      ValueError: Shardy does not accept the module.
+      ir.MLIRError: Shardy rejects the module.
+      ValueError: Shardy rejects the module.
     """
     program = module.operation.clone()
     for number, op in enumerate(ops(program, PRODUCT)):
@@ -147,7 +147,7 @@ def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Pr
 
 
 def ops(op: Any, name: str) -> Iterator[Any]:
-    """Yields the operations of that name in an operation's regions, recursively."""
+    """Yields the operations with a given name in the regions of an operation, recursively."""
     for block in itertools.chain.from_iterable(op.regions):
         for inner in block:
             if inner.operation.name == name:
@@ -188,11 +188,11 @@ def _manual_axes(op: Any, calls: Mapping[str, Any]) -> set[str]:
         if op.name == "func.func":
             op = calls.get(ir.StringAttr(op.attributes["sym_name"]).value, op)
         if op.name == "sdy.manual_computation":
-            # The stub lacks `__iter__`.
+            # The type stub lacks `__iter__`.
             axes.update(sdy.ManualAxesAttr(op.attributes["manual_axes"]))  # type: ignore[arg-type]
     return axes
 
 
 def axes_text(axes: list[str]) -> str:
-    """Returns the names of axes, each in quotes."""
+    """Returns the quoted names of axes, separated by commas."""
     return ", ".join(f"'{axis}'" for axis in axes)

@@ -1,26 +1,26 @@
-"""Bugs of XLA's partitioner, and their workarounds in traced programs; see docs/upstream.md.
+"""Workarounds for bugs in XLA's partitioner, applied to traced programs; see docs/upstream.md.
 
-XLA pads arrays that the devices do not divide, and has to exclude the padding from computations. In
-three cases it does not. Four kinds of convolutions are wrong even without padding.
+XLA pads unevenly split arrays and must exclude the padding from computations. In three cases it
+does not. In addition, four kinds of convolutions are wrong even without padding.
 
 - A scatter into an array that is itself split adds padding at index 0. The gradient of an embedding
-  table is such a scatter; its first row was wrong. Workaround: replace padding by the neutral
+  table is such a scatter, and its first row was wrong. Workaround: replace padding by the neutral
   element before scattering.
-- If two operations slide a window over the same split array (cumulative sums, poolings,
-  convolutions), the second sees the padding of the first, such as -inf in a sum. Workaround: give
-  each operation its own copy of the array.
-- The gradient of a max pooling with overlapping windows is wrong if the array is split along a
-  dim of the windows, evenly or not. Workaround: replicate these dims.
-- The gradient of a depthwise or grouped convolution's filter is wrong if the batch is split and
-  another mesh axis is unused. Workaround: compute it as sums of products.
+- If two operations slide a window over the same split array (cumulative sums, pooling,
+  convolutions), the second operation reads the padding of the first, such as -inf in a sum.
+  Workaround: give each operation a separate copy of the array.
+- The gradient of max pooling with overlapping windows is wrong if the array is split along a
+  window dim, evenly or not. Workaround: replicate these dims.
+- The gradient of the filter of a depthwise or grouped convolution is wrong if the batch is split
+  and another mesh axis is unused. Workaround: compute it as sums of products.
 - A grouped convolution is wrong if a split of its channels cuts a group. Workaround: replicate the
   channels.
 - A convolution with split spatial dims is summed over replicas if the mesh has another axis.
   Workaround: replicate spatial dims on such meshes.
-- A convolution over three mesh axes permutes its rows if the dims of the filter are split in
-  another order than the batch. Workaround: also replicate the output channels of the filter.
-- A matmul over three mesh axes may permute its results. This depends on the complete program, which
-  a job patches before compiling it (`mended_products.py`).
+- A convolution over three mesh axes permutes its rows if the filter is split in a different axis
+  order than the batch. Workaround: also replicate the output channels of the filter.
+- A matmul over three mesh axes may permute its results. This depends on the complete program, so
+  jobs patch the lowered program before compiling it (`mended_products.py`).
 """
 
 import functools
@@ -47,16 +47,16 @@ def without_xla_errors(
     function: Callable[..., PyTree], static_argnums: int | Sequence[int] = (),
     also: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] = lambda jaxpr: jaxpr,
 ) -> Callable[..., PyTree]:
-    """Returns a function with the same results that is correct however its arrays are split.
+    """Wraps a function so that its results are correct for any split of its arrays.
 
-    Compile the result with `jax.jit`. The function is traced, and operations that trigger the bugs
-    are replaced, including those in loops, branches and calls. So it also works for third-party
-    layers and models. Derivatives must be taken inside the function.
+    Compile the result with `jax.jit`. The wrapper traces the function and replaces operations that
+    trigger XLA bugs, including operations in loops, branches and calls, so it also works for
+    third-party layers and models. Derivatives must be taken inside the function.
 
     Args:
       function: A function of trees of arrays.
-      static_argnums: As for `jax.jit`.
-      also: Another transformation of the traced jaxpr that preserves its results.
+      static_argnums: Same as for `jax.jit`.
+      also: Additional transformation of the traced jaxpr. It must preserve the results.
     """
 
     @functools.wraps(function)
@@ -76,10 +76,10 @@ def _scatter(
 ) -> jax.Array:
     mesh, is_real = jax.sharding.get_abstract_mesh(), jnp.ones((), bool)
     for dim in range(updates.ndim):
-        # A dim that all devices together divide has no padding, however it is split.
+        # A dim that is divisible by the total number of devices is never padded.
         may_be_uneven = mesh.empty or updates.shape[dim] % mesh.size
         if may_be_uneven and dim not in params["dimension_numbers"].update_window_dims:
-            # Behind a barrier, because XLA removes the mask if it knows the size.
+            # Hide the size behind a barrier, because XLA removes the mask if it knows the size.
             size = jax.lax.optimization_barrier(jnp.int32(updates.shape[dim]))
             is_real &= jax.lax.broadcasted_iota(jnp.int32, updates.shape, dim) < size
     updates = jnp.where(is_real, updates, _neutral(primitive, updates.dtype))
@@ -100,13 +100,13 @@ def _neutral(primitive: core.Primitive, dtype: Any) -> jax.Array:
 
 
 def _windowed(primitive: core.Primitive, *operands: jax.Array, **params: Any) -> jax.Array:
-    # The result of a barrier is a separate array, whose padding XLA does not reuse.
+    # A barrier returns a separate array, whose padding XLA does not reuse.
     result: jax.Array = primitive.bind(*jax.lax.optimization_barrier(operands), **params)
     return result
 
 
 def _replicate_dims(x: jax.Array, dims: Collection[int]) -> jax.Array:
-    """Constrains `dims` of an array to be replicated; XLA chooses the split of the others."""
+    """Constrains `dims` of an array to be replicated; XLA chooses the split of the other dims."""
     if not dims:
         return x
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
@@ -118,7 +118,7 @@ def _replicate_dims(x: jax.Array, dims: Collection[int]) -> jax.Array:
 def _gradient_of_maxima(
     primitive: core.Primitive, source: jax.Array, operand: jax.Array, **params: Any
 ) -> jax.Array:
-    if is_typed():  # The bug exists over Auto axes and Explicit ones.
+    if is_typed():  # The bug exists over both Auto and Explicit axes.
         compute = functools.partial(_gradient_of_maxima, primitive, **params)
         gradient: jax.Array = untyped(compute, source, operand, out=type_spec(operand))
         return gradient
@@ -132,7 +132,7 @@ def _gradient_of_maxima(
 def _convolution(
     primitive: core.Primitive, lhs: jax.Array, rhs: jax.Array, **params: Any
 ) -> jax.Array:
-    if is_typed():  # The bugs exist over Auto axes and Explicit ones.
+    if is_typed():  # The bugs exist over both Auto and Explicit axes.
         out_sharding = params["out_sharding"]
         compute = functools.partial(_convolution, primitive, **params | {"out_sharding": None})
         out = out_sharding.spec if out_sharding else type_spec(lhs)
@@ -148,7 +148,7 @@ def _convolution(
     if sizes and params["batch_group_count"] > 1:
         lhs, rhs = _replicate_dims(lhs, lhs_dims), _replicate_dims(rhs, rhs_dims)
         return _sums_of_products(lhs, rhs, params)
-    if len(sizes) > 2:  # Besides the axis of the channels there are two, in either order.
+    if len(sizes) > 2:  # Two axes remain besides the channel axis, and their order may differ.
         rhs_dims.add(rhs_spec[0])
     groups = params["feature_group_count"]
     if sizes and groups > 1:
@@ -165,7 +165,7 @@ def _convolution(
 def _sums_of_products(lhs: jax.Array, rhs: jax.Array, params: Mapping[str, Any]) -> jax.Array:
     """Computes a convolution with batch groups as one matmul per spatial position of the output.
 
-    The gradient of a filter is such a convolution; its output has the few positions of a filter.
+    The gradient of a filter is such a convolution, and a filter has only few spatial positions.
     """
     dimension_numbers, batch_group_count = params["dimension_numbers"], params["batch_group_count"]
     window_strides, padding = params["window_strides"], params["padding"]
@@ -199,7 +199,7 @@ def _sums_of_products(lhs: jax.Array, rhs: jax.Array, params: Mapping[str, Any])
 
 
 def _corrected(primitive: core.Primitive, compute: Callable[..., Any]) -> core.Primitive:
-    """Returns a primitive of the same name as `primitive` that is lowered by `compute`."""
+    """Returns a primitive with the same name as `primitive`, but lowered by `compute`."""
     corrected = core.Primitive(primitive.name)
     corrected.multiple_results = primitive.multiple_results
     corrected.def_effectful_abstract_eval(primitive.abstract_eval)

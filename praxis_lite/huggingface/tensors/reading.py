@@ -24,11 +24,11 @@ SECONDS_BETWEEN_NOTES = 5.0
 def parts_in_files(
     family: Family, parts: Sequence[Part], files: TensorFiles, skipped_layers: Sequence[int] = ()
 ) -> list[Part]:
-    """Matches the parts with the tensors in the files, whose names may have a prefix.
+    """Matches parts with the tensors in the files, whose names may have an additional prefix.
 
     Args:
       family: Table of the model's family.
-      parts: Parts as `map_tensors` returns them.
+      parts: Parts from `map_tensors`.
       files: Files of the model.
       skipped_layers: Indices of layers whose tensors are not read.
 
@@ -52,7 +52,7 @@ def parts_in_files(
             if heads & set(missing) else ""
         )
         raise ConfigError(
-            f"{files.directory}: the checkpoint lacks {few(missing)}, which config.json needs."
+            f"{files.directory}: the checkpoint lacks {few(missing)}, which config.json requires."
             f"{tied}"
         )
     parts_by_tensor: dict[str, list[Part]] = collections.defaultdict(list)
@@ -86,14 +86,14 @@ def parts_in_files(
     if heads & set(unknown):
         raise ConfigError(
             f"{files.directory}: config.json ties the head to the embedding (tie_word_embeddings), "
-            f"but the checkpoint has a different {few(sorted(heads))}, which would be ignored. If "
-            "the head is separate, set tie_word_embeddings to false in config.json."
+            f"but the checkpoint contains a different {few(sorted(heads))}, which would be "
+            "ignored. If the head is separate, set tie_word_embeddings to false in config.json."
         )
     if unknown:
         raise ConfigError(
-            f"{files.directory}: the checkpoint has the unknown tensors {few(sorted(unknown))}. "
-            f"Loading it would ignore them. Add them to the table of {family.name}, or remove them "
-            "from the checkpoint."
+            f"{files.directory}: the checkpoint contains the unknown tensors "
+            f"{few(sorted(unknown))}, which would be ignored. Add them to the table of "
+            f"{family.name}, or remove them from the checkpoint."
         )
     return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
 
@@ -119,11 +119,11 @@ def read_weights(
 
     Args:
       leaves: Layouts of the weights.
-      mesh: Mesh of the specs.
-      parts: Parts of all weights, as `parts_in_files` returns them.
+      mesh: Mesh on which the weights are placed.
+      parts: Parts of all weights, from `parts_in_files`.
       files: Files of the model.
       note: Called with a progress message every few seconds.
-      convert: Converts a weight, given its path and array, to the arrays that are stored for it.
+      convert: Takes the path and array of a weight, and returns the arrays to store for it by path.
     """
     parts_by_weight: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
@@ -163,8 +163,8 @@ def _read_sharded(
         if not _is_finite(shard):
             names = {part.tensor for part in parts if not _is_finite(files.tensor(part.tensor))}
             note(
-                f"WARNING: {files.directory} has NaN or infinite values in {few(sorted(names))}, "
-                "so the outputs will be NaN. Download the files again."
+                f"WARNING: {files.directory} contains NaN or infinite values in "
+                f"{few(sorted(names))}, so the outputs will be NaN. Download the files again."
             )
         on_devices += jax.block_until_ready([jax.device_put(shard, x) for x in devices])
     return jax.make_array_from_single_device_arrays(

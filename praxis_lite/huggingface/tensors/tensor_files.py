@@ -14,14 +14,14 @@ from praxis_lite.core.errors import ConfigError, require, shown
 from praxis_lite.host.optional_packages import optional_module
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-# File in a job's directory with the names, dtypes and shapes of the base model's tensors.
+# File in a job directory with the names, dtypes and shapes of the base model's tensors.
 DESCRIBED = "tensors.json"
 DTYPES = {
     "F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(bool), "U8": np.dtype(np.uint8),
     "I32": np.dtype(np.int32), "I64": np.dtype(np.int64),
 }
-# Dtypes by their names in config.json.
+# Dtypes by name in config.json.
 FLOATS = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"], "float16": DTYPES["F16"]}
 
 
@@ -29,8 +29,8 @@ class TensorFiles:
     """The tensors in the safetensors files of a directory.
 
     Args:
-      directory: Directory with model.safetensors, or with several files and their index; or with
-        the tensors.json of a job, which has names, shapes and dtypes but no values.
+      directory: Directory with model.safetensors, with several files and their index, or with the
+        tensors.json of a job, which contains names, shapes and dtypes but no values.
 
     Attributes:
       file_of: File that contains each tensor.
@@ -89,9 +89,9 @@ class TensorFiles:
         file = self.file_of[name]
         if file == DESCRIBED:
             raise ConfigError(
-                f"{self.directory} describes a model but has no weights, because it belongs to a "
-                "job. Specify the model's original directory, or export the job: python -m "
-                "praxis_lite.huggingface export JOB DIR."
+                f"{self.directory} describes a model but contains no weights, because it belongs "
+                "to a job. Specify the original directory of the model, or export the job with "
+                "python -m praxis_lite.huggingface export JOB DIR."
             )
         start, stop = self._entry(name)["data_offsets"]
         data = self._data(file)[start:stop]

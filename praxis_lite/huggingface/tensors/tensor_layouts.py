@@ -1,4 +1,4 @@
-"""Layouts of our weights in Hugging Face tensors: which of our dims each tensor dim merges."""
+"""Layouts of our weights in Hugging Face tensors, whose dims may merge several of our dims."""
 
 import re
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class Weight(NamedTuple):
     Attributes:
       shape: Shape, with stacked dims first.
       num_stacked: Number of leading dims that index layers.
-      names: Names of the other dims; None for a dim without a name.
-      matrix: Which of the other dims are inputs and which are outputs. None means [in, out] if
-        there are two dims, else that the weight is not a matrix.
+      names: Names of the other dims, with None for dims without a name.
+      matrix: Input and output dims among the other dims. If None, a weight with two such dims is a
+        matrix [in, out], and other weights are not matrices.
     """
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Weight(NamedTuple):
     matrix: Matrix | None
 
     def __str__(self) -> str:
-        """Returns the dims as text for messages: "layers 3, embed 48, unnamed 16"."""
+        """Formats the dims for messages, as "layers 3, embed 48, unnamed 16"."""
         names = ("layers",) * self.num_stacked + self.names
         return ", ".join(
             f"{name or 'unnamed'} {size}"
@@ -42,8 +42,8 @@ class Piece(NamedTuple):
 
     Attributes:
       sizes: Sizes of the dims.
-      names: Names of the dims; None for a dim without a name.
-      matrix: Which dims are inputs and which are outputs; NONE if the weight is not a matrix.
+      names: Names of the dims, with None for dims without a name.
+      matrix: Input and output dims, or NONE if the weight is not a matrix.
       description: The table, tensor, weight and dims, for error messages.
     """
 
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     description: str
 
     def output_dim(self, form: Form) -> int:
-        """Returns the index of the tensor's output dim; the last dim if it is not a matrix."""
+        """Returns the index of the tensor's output dim, or of its last dim if it is no matrix."""
         outputs = [i for i, group in enumerate(form) if set(group) & set(self.matrix.made)]
         return outputs[0] if outputs else len(form) - 1
 
@@ -87,10 +87,10 @@ def piece_of(weight: Weight, has_layer: bool, has_expert: bool, where: str) -> P
 def form_of(piece: Piece, *, inputs_first: bool = False) -> Form:
     """Returns the layout in which PyTorch usually stores a weight.
 
-    A matrix is stored as [outputs, inputs], as in Linear, or as [inputs, outputs] with
-    `inputs_first`; batch dims of matrices, such as experts, come first. Embeddings and heads are
-    stored with the vocabulary first. All other weights keep our order of dims, but a bias of shape
-    [heads, head_dim] is flattened.
+    A matrix is stored as [outputs, inputs], as in Linear, or as [inputs, outputs] if `inputs_first`
+    is set. Batch dims of matrices, such as experts, come first. Embeddings and heads are stored
+    with the vocabulary first. Other weights keep the order of our dims, but a bias of shape [heads,
+    head_dim] is flattened.
     """
     summed, made = piece.matrix
     others = [(i,) for i in range(len(piece.sizes)) if i not in (*summed, *made)]
@@ -102,9 +102,9 @@ def form_of(piece: Piece, *, inputs_first: bool = False) -> Form:
 
 
 def named_form(piece: Piece, dims: str) -> Form:
-    """Parses a layout of a table, such as "embed (heads head_dim)".
+    """Parses a layout in a table, such as "embed (heads head_dim)".
 
-    The name "heads" is ignored for weights without that dim, which have a single head.
+    The name "heads" is ignored for weights without this dim, which have a single head.
 
     Raises:
       ConfigError: `dims` does not name every dim exactly once.
@@ -127,7 +127,7 @@ def named_form(piece: Piece, dims: str) -> Form:
     if remaining or re.sub(group, "", dims).strip():
         raise ConfigError(
             f"{piece.description}, but dims = {dims!r} does not list all of them. List each name "
-            'once; write merged dims as "(heads head_dim)".'
+            'once, and use "(heads head_dim)" for merged dims.'
         )
     return tuple(form)
 
@@ -136,7 +136,7 @@ def joined_form(piece: Piece, form: Form, joined: str) -> Form:
     """Adds a dim for the index of interleaved weights, after the heads or at the end.
 
     Raises:
-      ConfigError: `joined` is "heads" but the weight has no such dim.
+      ConfigError: `joined` is "heads", but the weight has no such dim.
     """
     if joined == _HEADS and _HEADS not in piece.names:
         raise ConfigError(

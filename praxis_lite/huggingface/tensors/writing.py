@@ -31,8 +31,8 @@ def write_tensors(
 ) -> None:
     """Writes sharded weights to safetensors files of at most `max_file_bytes`.
 
-    Every process must call this; only the first one writes. The host stores the tensors of one file
-    at a time.
+    Every process must call this function, but only the first one writes. The host stores the
+    tensors of only one file at a time.
 
     Args:
       directory: Existing directory.
@@ -75,7 +75,7 @@ def write_tensors(
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Writes a safetensors file; errors of the library are raised as OSError."""
+    """Writes a safetensors file; converts errors of the library to OSError."""
     library, numpy_api = (
         optional_module(name, f"The model {path}") for name in ("safetensors", "safetensors.numpy")
     )
@@ -96,7 +96,7 @@ class Pieces:
     def __call__(
         self, path: str, index: tuple[int, ...], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """Returns the slice at an index of a weight's leading dims, without padding."""
+        """Returns the slice of a weight at an index in its leading dims, without padding."""
         take = self._take(shape, len(index))
         return np.asarray(take(self.arrays[path], np.array(index, np.int32)))
 

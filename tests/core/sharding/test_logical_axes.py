@@ -43,8 +43,8 @@ def test_what_is_dropped_and_unmapped_is_told():
     assert split.spec == (None, ("data", "mdl"), "replica", None)
     assert split.mapped == ("mlp->data+mdl", "heads->replica")
     assert split.dropped == (
-        "'embed' does not get mdl ('mlp' has it)",
-        "'heads' does not get data ('mlp' has it), but replica",
+        "'embed' cannot use mdl (used by 'mlp')",
+        "'heads' cannot use data (used by 'mlp'), so it uses replica",
     )
     assert split.unmapped == ("kv",)
 
@@ -75,7 +75,7 @@ def test_an_axis_that_is_taken_is_not_used_again():
     split = logical_to_mesh_axes(("embed", "mlp"), (("mlp", "mdl"), ("embed", "data")),
                                  taken=("mdl",))
     assert split.spec == ("data", None)
-    assert split.dropped == ("'mlp' does not get mdl (another dim has it)",)
+    assert split.dropped == ("'mlp' cannot use mdl (used by another dim)",)
 
 
 def test_one_name_on_two_dims_is_an_error_as_in_linen():

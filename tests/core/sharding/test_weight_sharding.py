@@ -112,8 +112,8 @@ def test_names_become_mesh_axes_and_leading_stacks_stay_stacks():
         "nnx out_sharding ('layers', 'embed', 'mlp'): embed->data, mlp->mdl"
     )
     assert notes == (
-        "embedding [257, 7]: logical axes ('vocab', 'embed'): 'embed' does not get data ('vocab' "
-        "has it).",
+        "embedding [257, 7]: logical axes ('vocab', 'embed'): 'embed' cannot use data (used by "
+        "'vocab').",
         "head [7, 13], scale []: replicated: no pattern or name splits it.",
     )
     decided = dict(spec_leaves(decide_shardings(
@@ -145,8 +145,8 @@ def test_the_split_of_a_stack_stands_beside_names():
     # Nothing is said of the stack's own axis.
     about, = (note for note in notes if note.startswith("blocks/up"))
     assert about == (
-        "blocks/up [3, 7, 13]: logical axes ('mdl', 'embed', 'mlp'): 'mlp' does not get mdl "
-        "(another dim has it)."
+        "blocks/up [3, 7, 13]: logical axes ('mdl', 'embed', 'mlp'): 'mlp' cannot use mdl "
+        "(used by another dim)."
     )
 
 
@@ -184,15 +184,15 @@ def test_a_strategy_splits_what_declares_nothing_and_extends_what_does():
         "blocks/bias": "rule 'blocks/.*|head': fsdp('data', min_size_to_shard_mb=0)",
         "head": "weight_split_dims_mapping, then rule 'blocks/.*|head': "
         "fsdp('data', min_size_to_shard_mb=0)",
-        "scale": "rule 'scale|head': fsdp('data') leaves it as it is",
+        "scale": "rule 'scale|head': fsdp('data') does not change it",
     }
     assert notes == (
-        "embedding [257, 7]: rule 'embedding': its logical names are ignored, because "
-        "logical_partitioning is missing.",
-        "blocks/bias [3, 13]: rule 'blocks/.*|head': its logical names are ignored, because "
-        "logical_partitioning is missing.",
+        "embedding [257, 7]: rule 'embedding': logical names are ignored without the rule "
+        "logical_partitioning.",
+        "blocks/bias [3, 13]: rule 'blocks/.*|head': logical names are ignored without the rule "
+        "logical_partitioning.",
         "scale []: rule 'scale|head': fsdp('data'): replicated, size at most 4 MiB.",
-        "rule 'head': earlier patterns match all weights that it matches.",
+        "rule 'head' is unused: earlier patterns match all of its weights.",
     )
 
 

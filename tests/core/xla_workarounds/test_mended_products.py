@@ -176,7 +176,7 @@ def test_products_in_functions_and_branches_are_mended(function):
     actual, _, said = run(function, (x, w), mesh_of(), mend=True)
     np.testing.assert_array_equal(actual[0], first)
     np.testing.assert_array_equal(actual[1], x @ w)
-    assert ("is called with several splits" in said[0]) == (function is of_two_calls)
+    assert ("is called with different splits" in said[0]) == (function is of_two_calls)
 
 
 def test_over_explicit_axes_products_are_mended():

@@ -1,4 +1,4 @@
-"""Devices: their order and axis types in a mesh, and the options of their compilers.
+"""Devices: their order in a mesh, mesh axis types, and compiler options.
 
-This package knows nothing about layers.
+This package does not depend on layers.
 """

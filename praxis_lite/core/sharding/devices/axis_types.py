@@ -4,8 +4,8 @@ All meshes of the library are created here, with explicit axis types, because JA
 different defaults (`jax.make_mesh` Explicit, `Mesh` Auto).
 
 At a program's boundary, arrays are on meshes of Auto axes, because JAX has no type for an array
-that its devices do not divide. Inside typed steps (`TaskOnMesh.typed`),
-`jax.sharding.explicit_axes` makes the Explicit axes of the mesh part of array types.
+that is split unevenly. Inside typed steps (`TaskOnMesh.typed`), `jax.sharding.explicit_axes` makes
+the Explicit axes of the mesh part of array types.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ PyTree = Any
 # The values of `MeshConfig.axis_types`.
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
-# Name scope of our constraints on types, by which a traced program shows where arrays move.
+# Name scope of our type constraints, so that a traced program shows where arrays move.
 RESHARD_SCOPE = "stated"
 
 
 class UnevenType(ConfigError):
-    """An array that has no type, because Explicit axes do not divide a dim split over them."""
+    """An array has no type, because one of its dims is split unevenly over Explicit axes."""
 
 
 def mesh_of(
@@ -61,12 +61,12 @@ def is_typed() -> bool:
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh of the same devices with Auto axes, on which the state is stored."""
+    """Returns a mesh of the same devices with Auto axes, as the state requires."""
     return mesh_of(mesh.devices, mesh.axis_names) if explicit_axes_of(mesh) else mesh
 
 
 def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """Returns a spec of the same rank with only `axes` left."""
+    """Returns a spec of the same rank from which all axes except `axes` are removed."""
     left = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
     return PartitionSpec(*map(entry_of, left))
 
@@ -76,16 +76,16 @@ def constrain_to_spec(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
     Args:
       x: A traced array.
-      spec: Spec without manual axes.
+      spec: PartitionSpec without manual axes.
 
     Raises:
-      ConfigError: Explicit axes do not divide a dim that the spec splits over them.
+      ConfigError: A dim is not divisible by the Explicit axes that the spec splits it over.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = explicit_axes_of(mesh)
     left = spec
     if explicit:
-        check_divides(x.shape, spec, "An activation", mesh, explicit)
+        check_even_split(x.shape, spec, "An activation", mesh, explicit)
         with jax.named_scope(RESHARD_SCOPE):
             x = jax.sharding.reshard(x, _keep_reduced(x, only_axes(spec, explicit)))
         left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
@@ -96,18 +96,18 @@ def constrain_to_spec(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def _keep_reduced(x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
-    """Returns `spec` with the `reduced` axes of the type of `x`; see `with_unreduced_gradient`."""
+    """Adds the `reduced` axes in the type of `x` to `spec`; see `with_unreduced_gradient`."""
     used = {axis for entry in spec for axis in axes_of(entry)}
     reduced = set(jax.typeof(x).sharding.spec.reduced) - used
     return spec.update(reduced=reduced) if reduced else spec
 
 
 def with_unreduced_gradient(weight: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Returns a weight whose gradient is a partial sum on each device along `axes`.
+    """Changes the type of a weight so that its gradient stays a partial sum along `axes`.
 
-    In JAX's types the weight is `reduced` over these axes, and its gradient `unreduced`. A weight
-    that is split over one of them is returned unchanged, because JAX has no type for a gradient
-    that is scattered over one axis and unreduced over another.
+    In JAX's type system, the weight becomes `reduced` over these axes, and its gradient becomes
+    `unreduced`. A weight that is split over one of the axes is returned unchanged, because JAX has
+    no type for a gradient that is scattered over one axis and unreduced over another.
     """
     spec = type_spec(weight)
     is_split = any(axis in axes for entry in spec for axis in axes_of(entry))
@@ -115,7 +115,7 @@ def with_unreduced_gradient(weight: jax.Array, axes: Sequence[str]) -> jax.Array
 
 
 def zeros_unreduced(weight: jax.Array, dtype: Any) -> jax.Array:
-    """Returns zeros with the unreduced type of that weight's gradient."""
+    """Returns zeros with the (unreduced) type of the gradient of `weight`."""
     spec = type_spec(weight)
     zeros = jnp.zeros(weight.shape, dtype, out_sharding=spec)
     reduced = set(jax.typeof(weight).sharding.spec.reduced)
@@ -123,49 +123,51 @@ def zeros_unreduced(weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def reduce_partial(x: jax.Array) -> jax.Array:
-    """Sums an unreduced gradient over its axes; undoes `with_unreduced_gradient` for a weight."""
+    """Sums an unreduced gradient over its axes, or undoes `with_unreduced_gradient`."""
     spec = jax.typeof(x).sharding.spec
     return jax.sharding.reshard(x, type_spec(x)) if spec.reduced or spec.unreduced else x
 
 
-def check_divides(
+def check_even_split(
     shape: Sequence[int], spec: PartitionSpec, what: str, mesh: Mesh | AbstractMesh,
     explicit_axes: Sequence[str],
 ) -> None:
-    """Checks that JAX has a type for an array over Explicit axes.
+    """Checks that an array is split evenly over Explicit axes, so that JAX has a type for it.
 
     Args:
       shape: Shape of the array.
-      spec: Its spec.
-      what: The array's path, or a noun with its article, for the message.
-      mesh: Mesh of the axes.
+      spec: PartitionSpec of the array.
+      what: Path of the array, or a description such as "An activation", for the message.
+      mesh: The mesh.
       explicit_axes: The mesh's Explicit axes.
 
     Raises:
-      UnevenType: Explicit axes do not divide a dim that the spec splits over them.
+      UnevenType: A dim is not divisible by the Explicit axes that the spec splits it over.
     """
     for dim, entry in enumerate(only_axes(spec, explicit_axes)):
-        if shape[dim] % math.prod(mesh.shape[axis] for axis in axes_of(entry)):
+        num_shards = math.prod(mesh.shape[axis] for axis in axes_of(entry))
+        if shape[dim] % num_shards:
             raise UnevenType(
-                f"{what} of shape {tuple(shape)} splits its dim {dim} of {shape[dim]} over "
-                f"{entry!r} of the mesh {dict(mesh.shape)}, which does not divide it. JAX has "
-                "types only for even splits. Change the size or the mesh, or set "
-                "mesh.axis_types=auto, which pads every size."
+                f"{what} of shape {tuple(shape)} is split over {entry!r} of the mesh "
+                f"{dict(mesh.shape)}, but its dim {dim} is not divisible by {num_shards}. "
+                "Explicit axes require even splits. Change the size or the mesh, or set "
+                "mesh.axis_types=auto to pad arrays."
             )
 
 
 def untyped(
     function: Callable[..., Any], *args: PyTree, out: PartitionSpec | Callable[[PyTree], PyTree],
 ) -> Any:
-    """Returns `function(*args)`, computed over Auto axes and then given types again.
+    """Calls a function over Auto axes, and reshards its results to types over Explicit axes.
 
-    For functions that JAX cannot type, such as kernels. On a mesh of only Auto axes this is
-    `function(*args)`.
+    Use this for functions that JAX cannot type, such as kernels. On a mesh that has only Auto axes,
+    it is the same as `function(*args)`.
 
     Args:
-      function: A function of arrays; it must not close over any.
+      function: A function of arrays. It must not close over other arrays.
       args: Trees of arrays.
-      out: A PartitionSpec for all results; or a function that returns a tree of specs for them.
+      out: A PartitionSpec for all results, or a function that maps the results to a tree of
+        PartitionSpecs.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = explicit_axes_of(mesh)
@@ -181,7 +183,7 @@ def untyped(
 
 def is_type_error(error: Exception) -> bool:
     """Returns whether JAX raised `error` because a result has no type over Explicit axes."""
-    # JAX exports no class for this error, and loops raise other errors about their carry.
+    # JAX does not export the class of this error, and loops raise other errors for their carry.
     words = ("should be replicated", "aval mesh", "shard", "equal types")
     return isinstance(error, UnevenType) or type(error).__name__ == "ShardingTypeError" or (
         isinstance(error, ValueError | TypeError | AssertionError)
@@ -196,7 +198,7 @@ _notes: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def collect_untyped_notes(notes: dict[str, str]) -> Iterator[None]:
-    """Collects, by path, why layers traced in the body are computed over Auto axes."""
+    """Collects the reasons why layers that are traced in the body use Auto axes, by path."""
     token = _notes.set(notes)
     try:
         yield
@@ -205,27 +207,27 @@ def collect_untyped_notes(notes: dict[str, str]) -> Iterator[None]:
 
 
 def note_untyped(path: str, reason: str) -> None:
-    """Records why a layer of the step being traced has no types inside."""
+    """Records the reason why a layer of the traced step uses Auto axes."""
     notes = _notes.get()
     if notes is not None:
         notes.setdefault(path, reason)
 
 
 def type_spec(x: jax.Array) -> PartitionSpec:
-    """Returns the spec in an array's type, extended to its rank; it has no Auto axes."""
+    """Returns the PartitionSpec in an array's type (without Auto axes), extended to its rank."""
     entries = jax.typeof(x).sharding.spec.partitions
     return PartitionSpec(*entries, *(None,) * (x.ndim - len(entries)))
 
 
 def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Reshards `x` to the type of `like`, an array of the same rank; a no-op over Auto axes."""
+    """Reshards `x` to the type of `like`, an array of the same rank; no-op over Auto axes."""
     return jax.sharding.reshard(x, type_spec(like)) if is_typed() else x
 
 
 def with_common_dim_types(trees: PyTree, num_dims: int) -> PyTree:
-    """Reshards arrays so that their first `num_dims` dims have a common type, as a vmap needs.
+    """Reshards arrays to a common type of their first `num_dims` dims, as a vmap requires.
 
-    The common type of a dim is that of the first array that splits it.
+    Each dim gets the split of the first array in which it is split.
     """
     if not num_dims or not is_typed():
         return trees

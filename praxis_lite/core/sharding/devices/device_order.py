@@ -1,4 +1,4 @@
-"""Orders the devices of a mesh: by process, by interconnect, slice by slice."""
+"""Orders the devices of a mesh by process, interconnect and slice."""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +14,19 @@ from praxis_lite.core.sharding.mesh_config import MeshConfig
 def devices_per_process(
     config: MeshConfig, devices: Sequence[jax.Device], num_processes: int
 ) -> list[jax.Device]:
-    """Returns equally many simulated devices of each process; each process acts as a slice."""
+    """Selects the same number of simulated devices from each process, which acts as a slice."""
     expected, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
     if expected % num_processes:
         raise ConfigError(
-            f"{config} of {expected} simulated devices cannot be divided among {num_processes} "
-            "processes. Change mesh.ici_mesh_shape or the number of processes."
+            f"{config} has {expected} simulated devices, which cannot be split evenly over "
+            f"{num_processes} processes. Change mesh.ici_mesh_shape or the number of processes."
         )
     if config.dcn_mesh_shape is not None and num_slices not in (1, num_processes):
         raise ConfigError(
             f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape)} has {num_slices} slices, but "
-            f"there are {num_processes} processes; with simulated devices, each process is a "
-            f"slice. Make its product {num_processes}, or start {num_slices} processes."
+            f"there are {num_processes} processes, and each process is a slice if devices are "
+            f"simulated. Make the product of dcn_mesh_shape {num_processes}, or start {num_slices} "
+            "processes."
         )
     by_process: dict[int, list[jax.Device]] = {}
     for device in devices:
@@ -35,13 +36,14 @@ def devices_per_process(
         if len(local) < each:
             raise ConfigError(
                 f"{config} needs {each} devices in each process, but process {process} has "
-                f"{len(local)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS in it, or set them equally."
+                f"{len(local)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, or set them to the same "
+                "values in all processes."
             )
     return [device for process in sorted(by_process) for device in by_process[process][:each]]
 
 
 def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns accelerators ordered by `mesh_utils` for their interconnect, slice by slice."""
+    """Returns a grid of accelerators that `mesh_utils` orders by interconnect and slice."""
     split = config.allow_split_physical_axes
     try:
         if config.dcn_mesh_shape is not None and math.prod(config.dcn_mesh_shape) > 1:
@@ -56,16 +58,17 @@ def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
     except NotImplementedError as error:
         raise ConfigError(
             f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)} does not fit the devices' "
-            f"interconnect: {str(error).splitlines()[0].split(' The size of')[0]} Make each axis a "
-            "product of the interconnect's dims, or set mesh.allow_split_physical_axes=true."
+            f"interconnect: {str(error).splitlines()[0].split(' The size of')[0]} Make the size of "
+            "each axis a product of the interconnect's dims, or set "
+            "mesh.allow_split_physical_axes=true."
         ) from error
 
 
 def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
-    """Returns whether each host is a slice, as with GPUs; False if devices have a slice index.
+    """Returns whether slices are hosts, as with GPUs, instead of being numbered by `slice_index`.
 
     Raises:
-      ConfigError: The DCN shape matches neither the number of slices nor that of hosts.
+      ConfigError: The DCN shape matches neither the number of slices nor the number of hosts.
     """
     expected = math.prod(config.dcn_mesh_shape or (1,))
     slices = len({getattr(device, "slice_index", None) for device in devices})
@@ -75,14 +78,14 @@ def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool
     if expected != hosts:
         raise ConfigError(
             f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape or ())} has {expected} slices, but "
-            f"the devices are in {slices} slices and {hosts} processes. Make its product one of "
-            "these numbers."
+            f"the devices are in {slices} slices and {hosts} processes. Make the product of "
+            "dcn_mesh_shape one of these numbers."
         )
     return True
 
 
 def simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Returns simulated devices in the order of mesh_utils' hybrid mesh: slices vary slowest."""
+    """Returns a grid of simulated devices in the order of a hybrid mesh: slices vary slowest."""
     ici_mesh_shape = tuple(config.ici_mesh_shape)
     dcn_mesh_shape = tuple(config.dcn_mesh_shape or (1,) * len(ici_mesh_shape))
     num_axes = len(ici_mesh_shape)

@@ -15,7 +15,8 @@ __all__ = ("WITHOUT_TPU", "mismatch")
 
 log = logging.getLogger(__name__)
 
-# Without these, libtpu queries Google's metadata server, logs errors and takes a lock file.
+# These settings keep libtpu from querying Google's metadata server, logging errors, and locking a
+# file.
 WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0",
@@ -27,23 +28,24 @@ WITHOUT_TPU = {
 def leave_absent_tpus_alone() -> None:
     """Keeps JAX from loading an installed libtpu if the host has no TPU.
 
-    libtpu may be installed for plans. JAX (0.10 to 0.12) would load it when it creates its first
-    device. Then libtpu logs errors, and profiling crashes with SIGSEGV if libtpu is not the version
-    that jax requires. Call this before devices are created; afterwards, or if JAX_PLATFORMS is set,
-    it has no effect. On hosts with TPU chips, `import jax` itself sets the platforms to "tpu,cpu".
+    A host may have libtpu installed only to plan TPU jobs. JAX (0.10 to 0.12) would load it with
+    the first device. libtpu would then log errors, and profiling would crash with SIGSEGV if the
+    version of libtpu does not match jax. Call this function before JAX creates devices. It has no
+    effect later, or if JAX_PLATFORMS is set. On hosts with TPU chips, `import jax` itself sets the
+    platforms to "tpu,cpu".
 
     Raises:
-      ConfigError: As `check_environment`.
+      ConfigError: See `check_environment`.
     """
     check_environment()
     if importlib.util.find_spec("libtpu") is None:
         return
-    # JAX adds its settings to the class at run time.
+    # JAX adds attributes for its settings at run time.
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     if not platforms and not _has_other_plugins():
         jax.config.update("jax_platforms", "cpu")
         return
-    if not platforms:  # There may be GPUs: JAX tries all installed backends.
+    if not platforms:  # There may be GPUs, so let JAX try all installed backends.
         for setting, value in WITHOUT_TPU.items():
             os.environ.setdefault(setting, value)
     if (not platforms or "tpu" in platforms.split(",")) and (message := mismatch()):
@@ -51,7 +53,7 @@ def leave_absent_tpus_alone() -> None:
 
 
 def mismatch() -> str | None:
-    """Returns a warning if the installed libtpu is not the version that jax requires, else None."""
+    """Returns a warning if jax requires a different version of libtpu, otherwise None."""
     try:
         installed = importlib.metadata.version("libtpu")
         requirements = importlib.metadata.requires("jax") or ()
@@ -63,13 +65,13 @@ def mismatch() -> str | None:
         return None
     return (
         f"libtpu {installed} is installed, but jax {jax.__version__} requires libtpu {expected}: "
-        "programs may fail, and jax.profiler.start_trace may crash with SIGSEGV. "
+        "programs may fail, and jax.profiler.start_trace may crash with SIGSEGV. Run "
         f"pip install 'libtpu=={expected}.*'"
     )
 
 
 def _has_other_plugins() -> bool:
-    """Returns whether a JAX plugin, such as that for CUDA, is installed or configured."""
+    """Returns whether a JAX plugin, such as the CUDA plugin, is installed or configured."""
     return bool(
         importlib.metadata.entry_points(group="jax_plugins")
         or importlib.util.find_spec("jax_plugins")

@@ -1,4 +1,4 @@
-"""Names of XLA options: those of the installed compiler, and replacements of removed ones."""
+"""Names of XLA options in the installed compiler, and replacements for removed options."""
 
 import difflib
 import functools
@@ -14,19 +14,19 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, few
 
 __all__ = ("check_environment",)
 
-# Environment variables with XLA options, and the package whose library reads them. XLA ends the
-# process at an unknown name.
+# Environment variables with XLA options, and the package whose library reads them. XLA terminates
+# the process if a name is unknown.
 _PACKAGES = {"XLA_FLAGS": "jaxlib", "LIBTPU_INIT_ARGS": "libtpu"}
 
 _PIPELINED = tuple(f"xla_gpu_pipeline_{x}" for x in ("all_gather", "all_reduce", "reduce_scatter"))
 _IS_MODE = (
-    "is now {}: COLLECTIVE_PIPELINING_MODE_ON or COLLECTIVE_PIPELINING_MODE_OFF, and in XLA_FLAGS "
-    "on or off"
+    "is now {}, with the values COLLECTIVE_PIPELINING_MODE_ON and COLLECTIVE_PIPELINING_MODE_OFF "
+    "(on and off in XLA_FLAGS)"
 )
-_IS_ASYNC = "was removed: collectives are asynchronous, except for the kinds in {}"
-# Removed options: what became of each, and the current names, which replace {}. Sources:
-# openxla/xla#45836 (July 2026) for the pipelined ones, and the comments "Was ..." in xla/xla.proto
-# of openxla/xla at 00987f6.
+_IS_ASYNC = "was removed: all collectives are asynchronous, except those listed in {}"
+# Maps each removed option to an explanation, and to the current names that replace {} in it.
+# Sources: openxla/xla#45836 (July 2026) for the pipelined options, and the comments "Was ..." in
+# xla/xla.proto of openxla/xla at 00987f6.
 REMOVED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{name.replace("pipeline", "enable_pipelined"): (_IS_MODE, (name,)) for name in _PIPELINED},
     "xla_gpu_enable_pipelined_collectives": (_IS_MODE, _PIPELINED),
@@ -38,26 +38,26 @@ REMOVED_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
         )
     },
     "xla_gpu_graph_level": (
-        "was removed: {} lists what is recorded, and '' is level 0",
+        "was removed: {} lists the commands to record, and '' is the same as level 0",
         ("xla_gpu_enable_command_buffer",),
     ),
     "xla_detailed_logging_and_dumping": (
         "is now {}", ("xla_detailed_logging", "xla_enable_dumping")
     ),
-    "xla_gpu_deterministic_reductions": ("is a part of {}", ("xla_gpu_deterministic_ops",)),
-    "xla_use_shardy": ("is jax_use_shardy_partitioner of jax.config", ()),
+    "xla_gpu_deterministic_reductions": ("is now part of {}", ("xla_gpu_deterministic_ops",)),
+    "xla_use_shardy": ("is now the setting jax_use_shardy_partitioner of jax.config", ()),
 }
 
 
 def unknown_option_message(
     name: str, package: str, is_option: Callable[[str], bool] = lambda name: True
 ) -> str:
-    """Returns sentences that report an unknown XLA option and suggest replacements.
+    """Returns a message that reports an unknown XLA option and suggests replacements.
 
     Args:
       name: The unknown option.
       package: The package that contains the compiler: "jaxlib" or "libtpu".
-      is_option: Returns whether the compiler accepts a name, if that can be tested.
+      is_option: Returns whether the compiler accepts a name. By default, any name is suggested.
     """
     try:
         version = importlib.metadata.version(package)
@@ -76,7 +76,7 @@ def unknown_option_message(
 def check_environment() -> None:
     """Checks the names of options in XLA_FLAGS and LIBTPU_INIT_ARGS.
 
-    XLA would end the process at an unknown name.
+    XLA would terminate the process if a name is unknown.
 
     Raises:
       ConfigError: Options do not exist in the compiler's library. The message lists all of them.
@@ -87,7 +87,8 @@ def check_environment() -> None:
         if library and (unknown := [x for x in given if not _is_in(library, x.encode())]):
             sentences = " ".join(unknown_option_message(name, package) for name in unknown)
             raise ConfigError(
-                f"{variable} of the environment: {sentences} Remove {few(unknown)} from {variable}."
+                f"Environment variable {variable}: {sentences} Remove {few(unknown)} from "
+                f"{variable}."
             )
 
 
@@ -95,7 +96,7 @@ def check_environment() -> None:
 def option_names(package: str) -> frozenset[str]:
     """Returns the strings in a compiler's library that may be option names; takes half a second.
 
-    Some of them name other things; only XLA itself can tell.
+    Some of the strings are not option names, but only XLA itself can tell.
     """
     library = _library(package) or b""
     matches = re.finditer(rb"xla_[a-z0-9_]+", library)
@@ -105,7 +106,7 @@ def option_names(package: str) -> frozenset[str]:
 
 
 def _is_in(library: mmap.mmap, name: bytes) -> bool:
-    """Returns whether a library contains a name, not counting names of removed options."""
+    """Returns whether a library contains a name that does not belong to a removed option."""
     matches = re.finditer(re.escape(name) + rb"(?![a-z_])", library)
     return any(not _is_reserved(library, match.start(), name) for match in matches)
 
@@ -113,14 +114,15 @@ def _is_in(library: mmap.mmap, name: bytes) -> bool:
 def _is_reserved(library: mmap.mmap | bytes, start: int, name: bytes) -> bool:
     """Returns whether the name at `start` is a reserved field name of DebugOptions.
 
-    The library contains the descriptor of that message, where reserved names are field 10.
+    The library contains the protobuf descriptor of DebugOptions, which stores reserved names in
+    field 10.
     """
     return library[start - 2 : start] == b"R%c" % (len(name) % 256)
 
 
 @functools.cache
 def _library(package: str) -> mmap.mmap | None:
-    """Maps the largest file of a package, which is XLA's library; None if it is not installed."""
+    """Maps XLA's library, the largest file of a package; returns None if it is not installed."""
     spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec else None
     files = [path for folder in folders or () for path in Path(folder).glob("*") if path.is_file()]

@@ -48,7 +48,7 @@ def test_former_options_are_none_any_more():
 def test_renamed_and_close_and_former_names_are_said():
     message = unknown_option_message("xla_gpu_enable_pipelined_all_gather", "jaxlib")
     assert f"XLA in jaxlib {importlib.metadata.version('jaxlib')}" in message
-    assert "It is now xla_gpu_pipeline_all_gather: COLLECTIVE_PIPELINING_MODE_ON" in message
+    assert "It is now xla_gpu_pipeline_all_gather, with the values COLLECTIVE_PIPELINING" in message
     message = unknown_option_message("xla_cpu_fast_math", "jaxlib")
     assert "Did you mean xla_cpu_enable_fast_math" in message
     message = unknown_option_message(
