@@ -78,6 +78,6 @@ def test_a_damaged_or_changed_file_ends_a_job_with_its_name(folder, tmp_path):
     code, text = now(path.read_bytes()[:9000])
     assert code == 2 and "docs.jsonl.gz is truncated" in text
     code, text = now(gzip.compress(b"".join([*lines[:3], json.dumps({"name": "x"}).encode()])))
-    assert code == 2 and "docs.jsonl.gz:4 has no 'text'; it has ['name']" in text
+    assert code == 2 and "docs.jsonl.gz:4 has no key 'text'; its keys are ['name']" in text
     code, text = now(gzip.compress(b"".join(lines[1:])))
     assert code == 2 and "files.docs.jsonl.gz" in text and "run.accept_changed_data" in text, text

@@ -96,6 +96,6 @@ def missing_key(key: str, example: Mapping[str, Any], where: str) -> BadExample:
             "missing_key", where, f"has null for {key!r}", "Add a value, or remove the example."
         )
     return BadExample(
-        "missing_key", where, f"has no {key!r}; it has {names}",
-        f"Change the setting that names the key, or fix the data.{did_you_mean(key, names)}",
+        "missing_key", where, f"has no key {key!r}; its keys are {names}",
+        f"Change the setting for the key, or fix the data.{did_you_mean(key, names)}",
     )

@@ -170,7 +170,7 @@ def test_other_data_than_those_that_were_fed_are_caught(job):
 
 @pytest.mark.parametrize("argv, words", [
     (["--job={job}", "--dataset=train"], "--dataset cannot be combined with --job"),
-    (["--recorded-only", "--exp=jobzoo.lines.Line"], "--recorded-only needs --job"),
+    (["--recorded-only", "--exp=jobzoo.lines.Line"], "--recorded-only requires --job"),
     ([], "--exp=NAME is missing"),
     (["--job={job}/nowhere"], "does not exist"),
 ])
