@@ -48,7 +48,7 @@ def test_the_digest_is_the_same_for_any_number_of_processes(folder, capsys):
 def test_a_job_resumes_as_if_it_had_not_ended_and_says_what_input_costs(folder, tmp_path):
     whole = train(folder, tmp_path / "whole", 4)
     assert whole.code == 0, whole.err
-    assert "waiting for input took " in whole.out and "% of the steps' time" in whole.out
+    assert "waiting for input took " in whole.out and "% of the step time" in whole.out
     for steps in (2, 4):
         done = train(folder, tmp_path / "parts", steps)
         assert done.code == 0, done.err

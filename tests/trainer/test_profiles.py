@@ -294,11 +294,11 @@ def test_a_job_that_is_asked_to_end_gives_its_profile_up_and_its_last_step_none(
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGTERM")
     done = launch(TINY, f"--job_log_dir={job.path}", "--set", "run.profile.steps=2:8")
     assert done.code == 0, done.err
-    assert "the profile that began with step 2 is discarded" in done.out
+    assert "the profile that started with step 2 is discarded" in done.out
     assert "stopped by SIGTERM: step 5 is saved" in done.out
     assert list(job.profiles.iterdir()) == []
     monkeypatch.setenv("JOBZOO_KILL_AT", "6")
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")
     done = launch(TINY, f"--job_log_dir={job.path}")
     assert done.code == 0, done.err
-    assert done.out.count("the requested profile is not made: there is no step left") == 1
+    assert done.out.count("the requested profile is not recorded: no step is left") == 1
