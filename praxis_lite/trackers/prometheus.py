@@ -52,7 +52,7 @@ class LatestMetrics(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yields a gauge for each metric."""
         families: dict[str, GaugeMetricFamily] = {}
-        # Copy the values, because the tracker's thread may add some at the same time.
+        # Copy the values, because the tracker's thread may add values at the same time.
         values = (("running", ""), float(self.is_running)), *tuple(self._values.items())
         for (name, dataset), value in values:
             name = f"praxis_lite_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
