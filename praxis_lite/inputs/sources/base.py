@@ -281,8 +281,8 @@ class RowsOfFiles(GlobSource):
         super().check()
         if not len(self):
             raise ConfigError(
-                f"{type(self).__name__}: {self.files!r} contains no examples: all "
-                f"{len(self.paths)} files are empty. Change `files`, or remove the source."
+                f"{type(self).__name__}: {self.files!r} contains no examples ({len(self.paths)} "
+                "files, all empty). Change `files`, or remove the source."
             )
 
     def __len__(self) -> int:
