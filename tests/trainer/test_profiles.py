@@ -212,7 +212,7 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=1")
     job.profiles.write_text("no directory")
     done = succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7", *steps[1:])
-    assert done.out.count("no profile is made of steps 2 to 3, but training continues") == 1
+    assert done.out.count("no profile is recorded of steps 2 to 3, but training continues") == 1
     assert "Not a directory" in done.out
     other = JobDir(tmp_path / "other")
     jax.profiler.start_trace(tmp_path / "of_the_user")
@@ -221,7 +221,7 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
                        *steps[1:])
     finally:
         jax.profiler.stop_trace()
-    assert done.out.count("no profile is made of steps 2 to 3, but training continues") == 1
+    assert done.out.count("no profile is recorded of steps 2 to 3, but training continues") == 1
     assert [line["step"] for line in read_json_lines(other.metrics_jsonl)] == list(range(1, 8))
 
 
