@@ -47,7 +47,7 @@ class SkippedSteps(Hook):
             _without_weight(metrics),
         ]
         if text := "; ".join(filter(None, faults)):
-            hint = f"datasets.train: batch {batch} (counted from 0) contains {text}"
+            hint = f"datasets.train: batch {batch} (counted from 0) has {text}"
         elif not self._job.run.debug_nans and in_a_row == 1:
             hint = "Use --set run.debug_nans=true to find the layer that produces the number"
         self._loop.note(
