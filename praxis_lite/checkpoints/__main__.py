@@ -1,6 +1,7 @@
 """`python -m praxis_lite.checkpoints`: inspects checkpoints without the code of their model.
 
-Exit status: 0; 1 if a step is damaged (verify) or steps differ (diff); 2 after an error.
+The exit status is 1 if a step is damaged (verify) or steps differ (diff), 2 after an error, and 0
+otherwise.
 """
 
 import argparse
@@ -18,9 +19,9 @@ from praxis_lite.job.command import Parser, status_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status; errors are printed to standard error."""
+    """Runs a command and returns its exit status. Errors are printed to standard error."""
     status = status_of(lambda: _run(argv), continues_without_output=False)
-    # A closed pipe, as with `| head`, is not a failure.
+    # A closed pipe, as with `| head`, is not an error.
     return 0 if status == 128 + signal.SIGPIPE else status
 
 
@@ -70,7 +71,8 @@ def _diff(
     second = tools.step_dir_of(other_directory, other_step)
     if first == second:
         raise ConfigError(
-            f"Both sides are {first}. Name another job, or two steps with --step and --other_step."
+            f"Both sides are {first}. Specify a second job, or two steps with --step and "
+            "--other_step."
         )
     lines = list(step_differences(first, second))
     if lines:
@@ -90,33 +92,33 @@ def _digest(directory: Path, *, step: int | None, leaves: bool) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m praxis_lite.checkpoints", allow_abbrev=False,
-        description="Looks at the checkpoints of a job; neither its code nor an accelerator is "
-                    "needed. Nothing is written, renamed or deleted.",
+        description="Inspects the checkpoints of a job, without needing its code or an "
+                    "accelerator. Nothing is written, renamed or deleted.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command, description in (
-        ("ls", _ls, "each step: state, size, time, metrics; all digests are compared"),
-        ("show", _show, "the arrays of a step, and where it comes from"),
-        ("verify", _verify, "decode all of one step or of every step; exit 1 if any is damaged"),
-        ("diff", _diff, "what differs between two steps, of one job or two; exit 1 if anything"),
-        ("digest", _digest, "a digest of the values, the same on every mesh"),
+        ("ls", _ls, "list the state, size, time and metrics of each step; compares all digests"),
+        ("show", _show, "show the arrays and the origin of a step"),
+        ("verify", _verify, "decode all arrays of one or all steps; exit 1 if a step is damaged"),
+        ("diff", _diff, "compare two steps of one or two jobs; exit 1 if they differ"),
+        ("digest", _digest, "print a digest of the values, which does not depend on the mesh"),
     ):
         subparser = commands.add_parser(
             name, help=description, description=description, allow_abbrev=False
         )
         subparser.set_defaults(command=command)
         add = subparser.add_argument
-        add("job_log_dir", metavar="JOB_LOG_DIR", help="a job, or its checkpoints")
+        add("job_log_dir", metavar="JOB_LOG_DIR", help="job directory, or its checkpoints folder")
         if name == "diff":
-            add("other", nargs="?", metavar="OTHER", help="another job; else the same")
-            add("--other_step", type=_step, help="of OTHER; else the newest")
+            add("other", nargs="?", metavar="OTHER", help="second job (default: JOB_LOG_DIR)")
+            add("--other_step", type=_step, help="step of OTHER (default: newest)")
         step_help = {
-            "ls": "only this one", "verify": "only this one",
-            "diff": "of JOB_LOG_DIR; else the newest, or without OTHER the one before it",
+            "ls": "step to list (default: all)", "verify": "step to verify (default: all)",
+            "diff": "step of JOB_LOG_DIR (default: newest, or second newest without OTHER)",
         }
-        add("--step", type=_step, help=step_help.get(name, "else the newest"))
+        add("--step", type=_step, help=step_help.get(name, "step (default: newest)"))
         if name == "digest":
-            add("--leaves", action="store_true", help="of each array too")
+            add("--leaves", action="store_true", help="also print the digest of each array")
     return parser
 
 

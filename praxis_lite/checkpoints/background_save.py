@@ -22,7 +22,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.job import processes
 
 _BARRIER_SECONDS = 3600.0
-# How long a process that cancels waits for the other processes, so that all files can be removed.
+# Maximum time for which a cancelled save waits for the other processes before it removes all files.
 _CANCEL_SECONDS = 10.0
 _OPEN_FILES = "/proc/self/fd"
 
@@ -32,15 +32,15 @@ class BackgroundSave:
 
     Args:
       directory: The folder of all steps.
-      manifest: The manifest of the state; the entries of its files are added.
-      name: Name of this save, unique in the job and the same in all processes.
-      published: Called in every process after the step's folder got its number.
+      manifest: The manifest of the state, to which entries for its files are added.
+      name: Name of this save, which is unique in the job and equal in all processes.
+      published: Called in every process after the step's folder is renamed to its number.
 
     Attributes:
       step: The step of the state.
-      error: Why the save failed; None if it has not failed.
-      failed_alone: Whether this process failed before the other processes could learn of it.
-      opened: The open folder whose path Orbax gets; None before the save has started.
+      error: The error with which the save failed, or None.
+      failed_alone: Whether this process failed before it could notify the other processes.
+      opened: The open folder whose path is passed to Orbax, or None before the save has started.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class BackgroundSave:
         self._barriers = _Barriers(name)
         self.opened: OpenFolder | None = None
         self._writing: OrbaxWrite | None = None
-        # Wait for this event instead of the thread: up to Python 3.12, a thread whose `join` was
-        # interrupted by a signal counts as ended although it still runs.
+        # Wait for this event instead of the thread: up to Python 3.12, a thread is treated as
+        # finished if its `join` was interrupted by a signal, although it is still running.
         self._ended = threading.Event()
         # Not a daemon thread, so that the interpreter waits for it at exit.
         self._thread = threading.Thread(target=self._run, name=f"save of step {self.step}")
@@ -67,7 +67,8 @@ class BackgroundSave:
     def begin(self, state: TrainState) -> None:
         """Copies `state` to the host and starts the thread; a failure is stored in `error`.
 
-        An exception that a signal handler raises here cancels the save and propagates.
+        If a signal handler raises an exception here, the save is cancelled and the exception
+        propagates.
         """
         try:
             if processes.is_first():
@@ -96,14 +97,14 @@ class BackgroundSave:
         return self._ended.is_set()
 
     def join(self) -> None:
-        """Waits until the save has ended; a signal handler may interrupt this with an exception."""
+        """Waits until the save ends. A signal handler may interrupt the wait with an exception."""
         self._ended.wait()
 
     def cancel(self) -> bool:
-        """Cancels the save and removes its files; returns False if it had ended already.
+        """Cancels the save and removes its files. Returns False if the save has already ended.
 
-        Other processes learn of it at their next barrier. This one waits for them for a short time;
-        files that they write later are removed by the next launch.
+        The other processes are notified at their next barrier. This process waits for them for a
+        short time; files that they write later are removed by the next launch.
         """
         if not self.is_done():
             assert self._writing is not None, "`begin` has been called."
@@ -151,11 +152,11 @@ class BackgroundSave:
 
 
 class OpenFolder:
-    """An open folder with a path that Orbax does not interpret.
+    """An open folder whose path contains no characters with a special meaning for Orbax.
 
     Orbax expands wildcards in paths ("run[1]" matches "run1"), and etils treats /gs/... as a
-    bucket. The path of an open file descriptor avoids both. The descriptor must not be reused while
-    Orbax or TensorStore may still write: see `SaveQueue.begin`.
+    bucket. The path of an open file descriptor avoids both problems. The descriptor must not be
+    reused while Orbax or TensorStore may still write; see `SaveQueue.begin`.
 
     Attributes:
       path: "/proc/self/fd/N", or the folder's own path on systems without such paths.
@@ -170,22 +171,22 @@ class OpenFolder:
 
 
 class _PeerFailed(Exception):
-    """The save failed in other processes; the message names them, with the reasons."""
+    """The save failed in other processes. The message lists them with their reasons."""
 
 
 class _Barriers:
-    """The barriers of a save, at which the processes also exchange their errors.
+    """The barriers of a save, at which the processes also exchange errors.
 
-    Orbax uses the first two: all processes have written, and the first has merged the files. The
-    third follows after the step's folder got its number. A process that fails reports its error at
-    the next barrier.
+    Orbax waits at the first barrier after each process has written its files, and at the second
+    barrier after the first process has merged the files. The third barrier is after the step's
+    folder is renamed to its number. A process that fails reports its error at the next barrier.
     """
 
     def __init__(self, name: str):
         self._name, self._left = name, ["written", "put together", "published"]
 
     def wait(self, error: str = "", seconds: float = _BARRIER_SECONDS) -> None:
-        """Waits at the next barrier; raises _PeerFailed if a process reports an error there."""
+        """Waits at the next barrier. Raises _PeerFailed if any process reports an error there."""
         barrier = self._left.pop(0)
         texts = processes.exchange(f"{self._name}/{barrier}", error, seconds)
         failed = [f"{processes.name(i)}: {text}" for i, text in enumerate(texts) if text]
@@ -201,7 +202,7 @@ class _Barriers:
 
 
 def why(error: BaseException) -> str:
-    """Returns a short reason for a failed save: the system's message, with the path if known."""
+    """Returns a short reason for a failed save: the operating system's message and the path."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (_location(str(error.filename)) if error.filename else "")
     text = " ".join(str(error).split()).rstrip(".")
@@ -215,10 +216,10 @@ def why(error: BaseException) -> str:
 
 
 def _location(path: str) -> str:
-    # Cut off long names of Orbax's files inside the folder.
+    # Remove the long names of Orbax's files inside the folder.
     return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", _real_paths(path)) + ")"
 
 
 def _real_paths(text: str) -> str:
-    """Replaces paths of open file descriptors in a text by the paths of the files."""
+    """Replaces the paths of open file descriptors in a message by the paths of the files."""
     return re.sub(rf"{_OPEN_FILES}/[0-9]+", lambda name: os.path.realpath(name[0]), text)

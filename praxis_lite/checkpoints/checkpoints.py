@@ -1,10 +1,11 @@
 """Checkpoints of a TrainState, saved in the background and verified before they are restored.
 
-Orbax stores the arrays as they are padded for the mesh that saves; a manifest has the logical
-shapes. A restore checks these against the model, and then pads for its own mesh.
+Orbax stores arrays that are padded for the mesh on which they are saved. A manifest contains their
+logical shapes. A restore checks the logical shapes against the model, and then pads the arrays for
+its mesh.
 
-With several processes, all save and restore their shards. The first process chooses the step, and
-writes, renames and deletes all files but those of Orbax.
+If there are several processes, each process saves and restores its shards. The first process
+chooses the step, and writes, renames and deletes all files except Orbax's files.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ from praxis_lite.job.processes.broadcast import from_first
 __all__ = ("Checkpoints", "Restored")
 
 PyTree = Any
-# Numbers the instances of a process; all processes must create theirs in the same order.
+# Numbers the instances in a process. All processes must create instances in the same order.
 _numbers = itertools.count()
 
 
@@ -47,8 +48,8 @@ class Restored:
     Attributes:
       step: The step of the checkpoint.
       state: The TrainState on the mesh.
-      data: The JSON data that was saved with it, such as the position in the training data.
-      from_memory: Whether it comes from the memory of hosts instead of the disk.
+      data: The JSON data that was saved with the state, such as the position in the training data.
+      from_memory: Whether the state was restored from the memory of hosts instead of the disk.
     """
 
     step: int
@@ -58,9 +59,9 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of a job. Leaving the context waits for the save in progress.
+    """The checkpoints of a job. Exiting the context waits for the save in progress.
 
-    KeyboardInterrupt, which a second Ctrl-C raises, cancels the save in progress.
+    A KeyboardInterrupt, raised by a second Ctrl-C, cancels the save in progress.
 
     Usage in a custom loop, on any mesh:
 
@@ -72,17 +73,18 @@ class Checkpoints:
             ...
             checkpoints.save(step, state, partitioner.layout)
 
-    A step is verified before it is used: all its files are compared with its manifest
-    (`VerifiedSteps`). A job that saves renames a damaged step to `N.damaged`, and one that only
-    reads skips it; both then use the newest undamaged step.
+    A step is verified before it is used, by comparing all its files with its manifest
+    (`VerifiedSteps`). A job that saves renames damaged steps to `N.damaged`, and a job that only
+    reads skips them. Both then use the newest undamaged step.
 
     Args:
       directory: The folder of all steps.
-      saving: How this job saves; None to only read, without renaming or deleting anything.
-      note: Called with a line about each damaged step, and what is done about it.
-      config_json: Content of the job's config.json, whose digest goes into the manifests; "" if
+      saving: Settings for saving, or None to only read, without renaming or deleting anything.
+      note: Called with a message about each damaged step and what is done about it.
+      config_json: Content of the job's config.json, whose digest is stored in the manifests; "" if
         unknown.
-      evaluated: Returns metrics by step of evaluations after the save, to find the best step.
+      evaluated: Function that returns metrics by step from evaluations after the save, which are
+        used to find the best step.
       saved: Called with the newest step whenever it changes, in every process, from any thread.
     """
 
@@ -119,7 +121,7 @@ class Checkpoints:
             return
         try:
             if isinstance(error, KeyboardInterrupt):
-                self._queue.cancel()  # After a second Ctrl-C the user does not want to wait.
+                self._queue.cancel()  # After a second Ctrl-C, the user does not want to wait.
             self.wait()
         except KeyboardInterrupt:
             self._queue.cancel()
@@ -136,25 +138,25 @@ class Checkpoints:
             self._queue.raise_if_failed()
 
     def is_saving(self) -> bool:
-        """Returns whether a save runs in the background; callable from any thread."""
+        """Returns whether a save runs in the background. Callable from any thread."""
         return self._queue is not None and self._queue.is_saving()
 
     def retry_is_due(self) -> bool:
         """Returns whether to retry a failed save now, with the newest state.
 
-        Always False with several processes, because their clocks differ; there the next regular
-        save follows.
+        If there are several processes, this always returns False, because their clocks differ. The
+        next regular save then takes the place of a retry.
         """
         assert self._queue is not None, "Only a job that saves retries."
         return self._queue.retry_is_due()
 
     def wait(self) -> None:
-        """Waits for the save in progress; raises FailedSave if it fails, without a retry."""
+        """Waits for the save in progress. Raises FailedSave if it fails, without a retry."""
         if self._queue is not None:
             self._queue.settle(retries=0)
 
     def latest_step(self) -> int | None:
-        """Verifies and returns the newest step; None if nothing was saved.
+        """Verifies and returns the newest step, or None if no step was saved.
 
         Raises:
           ConfigError: All steps are damaged.
@@ -166,18 +168,18 @@ class Checkpoints:
         return self._steps.committed()
 
     def best_step(self) -> int | None:
-        """Verifies and returns the best step; None if no checkpoint has the metric."""
+        """Verifies and returns the best step, or None if no checkpoint has the metric."""
         return from_first(self._name, lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
-        """Returns the JSON data that was saved with the newest state, such as the data position."""
+        """Returns the JSON data saved with the newest state, such as the data position."""
         return self._choose(None)[1]["data"]
 
     def leaves(self, step: Step = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the logical shapes and dtypes of a checkpoint's arrays, without reading them.
 
         Args:
-          step: The step; "best", or None for the newest.
+          step: The step, "best", or None for the newest step.
 
         Returns:
           Shapes by path, such as "mdl_vars/params/softmax/..." or "opt_states/slots/...".
@@ -195,25 +197,25 @@ class Checkpoints:
         *,
         is_last: bool = False,
     ) -> None:
-        """Saves `state` in the background; the state may be donated after this returns.
+        """Saves `state` in the background. The state may be donated after this returns.
 
-        Orbax copies the state to the host before this returns. On CPU the copy is a view of the
+        Orbax copies the state to the host before this returns. On CPU, the copy is a view of the
         array's buffer, and XLA does not reuse a donated buffer while a view exists. An existing
-        checkpoint of the same step is replaced once the new one is complete.
+        checkpoint of the same step is replaced after the new checkpoint is complete.
 
         Args:
           step: The step of the state.
           state: The state.
           layout: Layout of the state.
-          data: JSON data to save with the state, such as the position in the training data;
+          data: JSON data to save with the state, such as the position in the training data. It is
             returned in `Restored.data` and by `latest_data`.
           metrics: Metrics of this state, such as {"heldout/loss": 1.5}, to find the best step.
-          is_last: Whether to wait until the state is saved, and to retry with this state.
+          is_last: Whether to wait until the state is saved, and to retry with the same state.
 
         Raises:
-          ConfigError: This object was created only to read, the state has numbers that are not
-            finite, or two leaves have the same name. Nothing is saved then.
-          FailedSave: Too many earlier saves failed; or this one failed, if `is_last`.
+          ConfigError: Nothing is saved, because this object can only read, the state contains
+            numbers that are not finite, or two leaves have the same name.
+          FailedSave: Too many earlier saves failed, or `is_last` is True and this save failed.
         """
         if self._queue is None or self._saving is None:
             raise ConfigError(
@@ -232,9 +234,9 @@ class Checkpoints:
             self._queue.end(state, manifest)
 
     def abandon_after(self, step: int) -> None:
-        """Sets aside the steps after `step`, when a run is rolled back to it.
+        """Sets aside the steps after `step` when a run is rolled back to it.
 
-        Otherwise the next launch would resume from the newest of them. They are renamed to
+        Otherwise, the next launch would resume from the newest of these steps. They are renamed to
         N.abandoned, and deleted after the next save is complete.
         """
         assert self._queue is not None, "Only a job that saves is rolled back."
@@ -250,20 +252,21 @@ class Checkpoints:
         step: Step = None,
         opt_states_keys: Sequence[str] | None = None,
     ) -> Restored:
-        """Restores a state on `mesh`, which may differ from the mesh that saved it.
+        """Restores a state on `mesh`, which may differ from the mesh on which it was saved.
 
         Args:
           layout: Layout of the complete TrainState.
           mesh: The mesh.
-          step: The step; "best", or None for the newest.
-          opt_states_keys: Keys of the opt_states to check and read, such as ("ema",); None for all.
+          step: The step, "best", or None for the newest step.
+          opt_states_keys: Keys of the opt_states to check and read, such as ("ema",), or None for
+            all.
 
         Returns:
           The restored state, and the data that was saved with it.
 
         Raises:
-          ConfigError: There is no such step; its leaves, logical shapes or dtypes differ from the
-            layout; or the layout has no such key in opt_states.
+          ConfigError: The step does not exist, its leaves, logical shapes or dtypes differ from the
+            layout, or the layout's opt_states do not contain a key.
         """
         existing = sorted(layout.shapes.opt_states)
         for key in opt_states_keys or ():
@@ -289,13 +292,13 @@ class Checkpoints:
         Args:
           leaves: The layout of each array to read, by path in the checkpoint.
           mesh: The mesh.
-          step: The step; "best", or None for the newest.
+          step: The step, "best", or None for the newest step.
 
         Returns:
           The arrays by path.
 
         Raises:
-          ConfigError: There is no such array, or its logical shape or dtype differs.
+          ConfigError: An array does not exist, or its logical shape or dtype differs.
         """
         step, manifest = self._choose(step)
         expected = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}

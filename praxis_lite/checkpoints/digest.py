@@ -1,4 +1,4 @@
-"""Computes digests of a step's logical values, which do not depend on the mesh that saved them."""
+"""Computes digests of a step's logical values, independent of the mesh that saved them."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ __all__ = ("digest_of",)
 
 
 def digest_of(step_dir: Path) -> str:
-    """Returns the digest of a step: the XXH3-128 of the paths and digests of its leaves.
+    """Returns the digest of a step, which is the XXH3-128 of the paths and digests of its leaves.
 
     Raises:
       ConfigError: The step cannot be read, or does not match its manifest.
@@ -30,7 +30,7 @@ def leaf_digests(step_dir: Path) -> dict[str, str]:
 
 
 def combined(digests: dict[str, str]) -> str:
-    """Combines the digests of all leaves into that of the step."""
+    """Combines the digests of all leaves into the digest of the step."""
     lines = [f"{path} {digest}\n" for path, digest in sorted(digests.items())]
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 

@@ -1,6 +1,6 @@
-"""Reads weights from an Orbax checkpoint of `nnx.state(model)`, as in Flax's guide.
+"""Reads weights from an Orbax checkpoint of `nnx.state(model)`, as saved in Flax's guide.
 
-To start a job from them, set the folder in `run.init_from_checkpoint_rules`.
+To start a job from such weights, set the folder in `run.init_from_checkpoint_rules`.
 """
 
 import warnings
@@ -23,22 +23,22 @@ def mdl_vars_from_nnx(
 ) -> MdlVars:
     """Reads the variables of a model from an Orbax checkpoint.
 
-    The state of random streams, such as that of `nnx.Dropout`, is left out. Scalars and strings
-    that the model lacks, such as a step, are left out with a warning.
+    The state of random streams, such as in `nnx.Dropout`, is ignored. Scalars and strings that are
+    not in the model, such as a step, are ignored with a warning.
 
     Args:
-      model: The model that gets the variables.
+      model: The model whose variables to read.
       directory: The folder to which Orbax saved `nnx.state(model)` or
-        `nnx.to_pure_dict(nnx.state(model))` with StandardCheckpointer or `checkpoint.v1`; or the
+        `nnx.to_pure_dict(nnx.state(model))` with StandardCheckpointer or `checkpoint.v1`, or the
         folder with the steps of a `training.Checkpointer` or a CheckpointManager.
-      step: The step to read; None for the latest.
+      step: The step to read, or None for the latest step.
 
     Returns:
       `{"params": ..., "non_trainable": ...}`, nested dicts of NumPy arrays without padding.
 
     Raises:
-      ConfigError: There is no such checkpoint, it is damaged, or it has several trees of arrays; or
-        variables are missing, left over, or have a different shape or dtype.
+      ConfigError: The checkpoint does not exist, is damaged, or contains several trees of arrays,
+        or its variables do not match the model in their names, shapes or dtypes.
     """
     saved = NnxCheckpoint(Path(directory))
     arrays = saved.arrays(step)

@@ -1,8 +1,9 @@
 """Writes the arrays of a state to files with Orbax.
 
-Orbax is used only to write, in OCDBT format. Its CheckpointManager is not used, because it treats
-any stray folder as the newest step, deletes in place, and reports failed saves late or never.
-`sharded_reading` restores states, because each shard needs a part of the logical arrays.
+Orbax is only used to write arrays, in OCDBT format. Its CheckpointManager is not used, because it
+treats any stray folder as the newest step, deletes in place, and reports failed saves late or
+never. States are restored by `sharded_reading`, because each shard needs a part of the logical
+arrays.
 """
 
 import asyncio
@@ -36,10 +37,10 @@ logging.getLogger("absl").addFilter(_is_not_of_orbax)
 
 
 def _run_until_all_done(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine, and returns its result after all tasks that it has started are done.
+    """Runs a coroutine, and returns its result after all tasks that it started are done.
 
-    Replaces a function of Orbax that closes the loop when the first write fails. The other writes
-    would then recreate folders that are being removed, and print tracebacks ("Event loop is
+    This replaces a function of Orbax that closes the loop when the first write fails. All other
+    writes would then recreate folders that are being removed, and print tracebacks ("Event loop is
     closed").
     """
     loop = asyncio.new_event_loop()
@@ -52,7 +53,7 @@ def _run_until_all_done(coroutine: Coroutine[Any, Any, Any]) -> Any:
     finally:
         while left := asyncio.all_tasks(loop):
             loop.run_until_complete(asyncio.wait(left))
-        # A cancelled task may have left work in a thread, such as creating a folder.
+        # A cancelled task may have left work running in a thread, such as creating a folder.
         loop.run_until_complete(loop.shutdown_default_executor())
         asyncio.set_event_loop(None)
         loop.close()
@@ -63,11 +64,11 @@ asyncio_utils._run_sync_via_new_loop = _run_until_all_done
 _cancellable = asyncio_utils.cancellable
 
 
-async def _cancellable_but_commits(awaitable: Any, *args: Any, **kwargs: Any) -> Any:
-    """Makes an awaitable cancellable, except for commits of TensorStore.
+async def _cancellable_except_commits(awaitable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes an awaitable cancellable unless it is a TensorStore commit.
 
     TensorStore completes a commit even if nothing awaits it, and would recreate a removed folder.
-    The commit is shielded here, and `_run_until_all_done` waits for it.
+    Commits are therefore shielded here, and `_run_until_all_done` waits for them.
     """
     if isinstance(awaitable, ts.Future):
         awaitable = asyncio.shield(_result_of(awaitable))
@@ -78,11 +79,11 @@ async def _result_of(commit: ts.Future) -> Any:
     return await commit
 
 
-asyncio_utils.cancellable = _cancellable_but_commits
+asyncio_utils.cancellable = _cancellable_except_commits
 
 
 class _MonotonicTime:
-    """The module `time`, with a `time()` that changes of the system's clock do not affect."""
+    """A replacement for the module `time` whose `time()` is monotonic."""
 
     time = staticmethod(time.monotonic)
 
@@ -90,7 +91,7 @@ class _MonotonicTime:
         return getattr(time, name)
 
 
-# Orbax computes deadlines from the wall clock: if that is adjusted, a save may fail or never end.
+# Orbax computes deadlines from the wall clock. If the clock is adjusted, a save may fail or hang.
 for _module in (async_checkpointer, future, signaling_client):
     _module.time = _MonotonicTime()
 
@@ -103,10 +104,10 @@ class CancelledWrite(Exception):
 
 
 class OrbaxWrite:
-    """A write of a state to a new folder by all processes.
+    """A collective write of a state to a new folder.
 
     Args:
-      barrier: Called in every process where Orbax synchronizes the processes.
+      barrier: Called in every process when Orbax synchronizes the processes.
     """
 
     def __init__(self, barrier: Callable[[], None]):
@@ -121,7 +122,7 @@ class OrbaxWrite:
         )
 
     def begin(self, folder: Path, state: TrainState) -> None:
-        """Copies the state to the host, and starts to write it to `folder`."""
+        """Copies the state to the host, and starts writing it to `folder`."""
         args = {item: ocp.args.PyTreeSave(getattr(state, item)) for item in ITEMS}
         try:
             self._checkpointer.save(folder, args=ocp.args.Composite(**args))
@@ -130,10 +131,10 @@ class OrbaxWrite:
             raise
 
     def wait(self) -> None:
-        """Waits until `folder` is complete; if that fails, until nothing writes, and raises."""
+        """Waits until `folder` is complete. On failure, waits until all writes stop, and raises."""
         try:
             self._checkpointer.wait_until_finished()
-            # Orbax raises nothing after a cancellation. Past the second barrier the write is
+            # Orbax raises no error after a cancellation. After the second barrier, the write is
             # complete.
             if self._is_cancelled and self._num_barriers < 2:
                 raise CancelledWrite
@@ -142,10 +143,10 @@ class OrbaxWrite:
             raise
 
     def cancel(self) -> None:
-        """Cancels the write, so that `wait` raises CancelledWrite; callable from any thread."""
+        """Cancels the write, so that `wait` raises CancelledWrite. Callable from any thread."""
         self._is_cancelled = True
         self._checkpointer.cancel()
-        # Until `begin` has returned, Orbax does not know its threads yet: cancel them directly.
+        # Orbax does not know its threads until `begin` has returned, so cancel them directly.
         for thread in _threads():
             if isinstance(thread, future._SignalingThread):
                 thread.cancel()
@@ -155,26 +156,26 @@ class OrbaxWrite:
         self._num_barriers += 1
 
     def close(self) -> None:
-        """Ends Orbax's threads; `wait` has raised any error."""
+        """Stops Orbax's threads. Errors have already been raised by `wait`."""
         with contextlib.suppress(Exception):
             self._checkpointer.close()
 
 
 def _wait_for_threads() -> None:
-    """Waits for the threads that Orbax leaves running after a part of the save has failed.
+    """Waits for the threads that Orbax leaves running after part of a save has failed.
 
-    A thread that has not started writing would wait up to an hour for a signal from the failed
-    part. Send the signal, so that it ends too.
+    A thread that has not started writing would wait up to an hour for a signal from the thread that
+    failed. This function sends the signal.
     """
     for thread in _threads():
         if isinstance(thread, future._SignalingThread) and thread.main_task is None:
             future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
     for thread in _threads():
-        threading.Thread.join(thread)  # The subclass's own `join` raises the thread's exception.
+        threading.Thread.join(thread)  # The subclass's `join` would raise the thread's exception.
 
 
 def _threads() -> list[threading.Thread]:
-    """Returns all threads of Orbax; there is only one write at a time."""
+    """Returns all Orbax threads. They belong to one write, because writes do not overlap."""
     return [
         thread for thread in threading.enumerate()
         if type(thread).__module__.startswith("orbax.")

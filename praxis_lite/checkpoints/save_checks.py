@@ -1,4 +1,4 @@
-"""Checks a state before it is saved: its names, dtypes, and that its numbers are finite."""
+"""Checks the names, dtypes and values of a state before it is saved."""
 
 import functools
 import itertools
@@ -20,12 +20,12 @@ from praxis_lite.core.sharding.memory_spaces import to_device
 def check_names(layout: StateLayout) -> None:
     """Checks that every leaf has a valid and unique name in a checkpoint, and a storable dtype.
 
-    Orbax joins names with "." and the manifest with "/". Orbax overwrites a leaf with another of
-    the same name without an error.
+    Orbax joins names with ".", and the manifest joins them with "/". If two leaves have the same
+    name, Orbax overwrites one of them without an error.
 
     Raises:
-      ConfigError: Two leaves have the same name, or one name is a prefix of the other; a name has
-        an empty part between "." or "/"; or TensorStore cannot store a dtype.
+      ConfigError: Two leaves have the same name, a name is a prefix of another name or contains an
+        empty part between "." or "/", or TensorStore cannot store a dtype.
     """
     stored = []
     for path, _ in jax.tree.leaves_with_path(layout.shapes):
@@ -34,11 +34,11 @@ def check_names(layout: StateLayout) -> None:
         shown = jax.tree_util.keystr(path).removeprefix(".")
         if not all(parts):
             raise ConfigError(
-                f"{shown} cannot be saved: one of its names is empty, starts or ends with '.' or "
-                "'/', or has two of them in a row. Rename it."
+                f"{shown} cannot be saved, because one of its names is empty, starts or ends with "
+                "'.' or '/', or contains two of them in a row. Rename it."
             )
         stored.append((parts, shown))
-    # In sorted order, a name directly follows an equal name or one that is a prefix of it.
+    # In sorted order, a name directly follows an equal name or its prefix.
     for (outer, first), (inner, second) in itertools.pairwise(sorted(stored)):
         if inner[: len(outer)] == outer:
             raise ConfigError(
@@ -61,10 +61,10 @@ def check_finite(step: int, state: TrainState, newest: str) -> None:
     Args:
       step: The step of the state.
       state: The state.
-      newest: A sentence about the newest checkpoint, for the error message.
+      newest: Information about the newest checkpoint, for the error message.
 
     Raises:
-      ConfigError: `non_finite_leaves` returns paths; the message contains them.
+      ConfigError: Numbers are not finite. The message contains the paths of their leaves.
     """
     if paths := non_finite_leaves(state):
         raise ConfigError(

@@ -17,16 +17,16 @@ from praxis_lite.job import processes
 class SaveQueue:
     """The save in progress, and the number of consecutive failures.
 
-    A failed save cannot be retried with its own state, which training has overwritten. Instead the
-    trainer saves the newest state once `retry_is_due`. Only the last save of a run is retried as it
-    is.
+    A failed save cannot be retried with the same state, because training has overwritten it.
+    Instead, the trainer saves the newest state when `retry_is_due`. Only the last save of a run is
+    retried with the same state.
 
     Args:
-      steps: The steps of the directory.
-      settings: When to retry, and which steps to retain.
-      note: Called with a line after a failure that will be retried.
-      saved: Called with each step that was saved, in every process; from another thread.
-      name: Prefix of the exchanges between processes, the same in all.
+      steps: The steps in the directory.
+      settings: Settings for retries and for the steps to retain.
+      note: Called with a message after a failure that will be retried.
+      saved: Called with each saved step, in every process, from a different thread.
+      name: Name prefix for exchanges between processes, equal in all processes.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SaveQueue:
         self._num_failed, self._retry_at = 0, float("inf")
 
     def begin(self, state: TrainState, manifest: dict[str, Any]) -> None:
-        """Starts a save; no other may be in progress."""
+        """Starts a save. No other save may be in progress."""
         self._retry_at = float("inf")
         save = self._in_flight = BackgroundSave(
             self._steps.directory, manifest, f"{self._name}, save {next(self._numbers)}",
@@ -61,12 +61,12 @@ class SaveQueue:
             self.begin(state, manifest)
 
     def is_saving(self) -> bool:
-        """Returns whether a save is in progress; callable from any thread."""
+        """Returns whether a save is in progress. Callable from any thread."""
         save = self._in_flight
         return save is not None and not save.is_done()
 
     def cancel(self) -> None:
-        """Cancels the save in progress, and notes it; does nothing if it has ended."""
+        """Cancels the save in progress and prints a note. Does nothing if it has ended."""
         save = self._in_flight
         if save is not None and save.cancel():
             self._in_flight = None
@@ -86,10 +86,10 @@ class SaveQueue:
         """Waits for the save in progress, if any.
 
         Args:
-          retries: Number of consecutive failures to allow; by default that of the settings.
+          retries: Number of consecutive failures to allow. If None, the number in the settings.
 
         Returns:
-          False if the save has failed, else True.
+          False if the save failed, else True.
 
         Raises:
           FailedSave: More than `retries` consecutive saves have failed.
@@ -97,7 +97,7 @@ class SaveQueue:
         save = self._in_flight
         if save is None:
             return True
-        # A second signal may interrupt this; then `cancel` must still find the save.
+        # A second signal may interrupt this. In that case, `cancel` must still find the save.
         save.join()
         self._in_flight = None
         if save.error is None:
@@ -109,15 +109,15 @@ class SaveQueue:
         if self._num_failed > retries or save.failed_alone:
             raise FailedSave(
                 f"{failed}. {self._steps.describe_newest()} Free disk space or fix the cause; the "
-                "same command then resumes from that checkpoint. With run.checkpoints.retries=N, "
-                "failed saves are retried."
+                "same command then resumes from that checkpoint. Set run.checkpoints.retries=N to "
+                "retry failed saves."
             ) from save.error
         self._retry_at = time.monotonic() + self._settings.retry_seconds
         self._note(f"{failed}. Retrying, {self._num_failed} of {retries} times")
         return False
 
     def _published(self, step: int) -> None:
-        """Reports a saved step; in the first process also deletes steps that are not retained."""
+        """Reports a saved step. In the first process, also deletes steps that are not retained."""
         self._saved(step)
         if not processes.is_first():
             return

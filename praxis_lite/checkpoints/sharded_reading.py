@@ -1,4 +1,4 @@
-"""Reads stored arrays into the shards of a mesh; each process reads only its devices' shards."""
+"""Reads stored arrays into shards on a mesh. Each process only reads its devices' shards."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, Tr
 
 __all__ = ("read_state",)
 
-# Maximum bytes to read at a time, so that the host does not hold a large state twice.
+# Maximum number of bytes to read at a time, so that the host never holds a large state twice.
 _MAX_GROUP_BYTES = 4 * 10**9
 _NUM_THREADS = 16
 
@@ -35,13 +35,10 @@ def read_state(
 
     Args:
       step_dir: The step's folder, whose name is the step's number.
-      saved: The entries of the stored arrays in a manifest.
-      arrays: Returns the stored arrays by path; called after `saved` was checked.
+      saved: The manifest entries of the stored arrays.
+      arrays: Function that returns the stored arrays by path; called after `saved` is checked.
       layout: Layout of the complete TrainState.
-      opt_states_keys: Keys of the opt_states to check and read; None for all.
-
-    Returns:
-      The state.
+      opt_states_keys: Keys of the opt_states to check and read, or None for all.
 
     Raises:
       ConfigError: The stored leaves, unpadded shapes or dtypes differ from the layout, or an array
@@ -67,9 +64,9 @@ def read_arrays(
     """Reads arrays into their shards, padded for the mesh.
 
     Args:
-      arrays: The stored arrays by path, which may contain others too.
-      leaves: The layout of each array to read, by path; its unpadded shape and dtype must be those
-        of the stored array.
+      arrays: The stored arrays by path, which may include arrays that are not read.
+      leaves: The layout of each array to read, by path. Its unpadded shape and dtype must match the
+        stored array.
       mesh: The mesh.
 
     Returns:
@@ -90,7 +87,7 @@ def read_arrays(
 
 
 def in_groups(sizes: Mapping[str, int], max_size: int) -> Iterator[list[str]]:
-    """Yields the names in order, in groups of at most `max_size`, or of one larger entry."""
+    """Groups names in order; each group has a total size of at most `max_size` or one name."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -113,7 +110,7 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
             for dim_slice, size in zip(index, leaf.padded_shape, strict=True)
         )
         if bounds not in blocks:
-            # Read the part without padding, and pad it with zeros to the shard's shape.
+            # Read the logical part of the shard, and pad it with zeros to the shard's shape.
             logical = [(min(a, n), min(b, n)) for (a, b), n in zip(bounds, leaf.shape, strict=True)]
             read = array.read_block(tuple(slice(a, b) for a, b in logical))
             pads = [(0, b - a - size) for (a, b), size in zip(bounds, read.shape, strict=True)]

@@ -1,4 +1,4 @@
-"""Compares two steps: their arrays bitwise, and their data position, config and versions."""
+"""Compares the arrays of two steps bitwise, and their data positions, configs and versions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -22,11 +22,11 @@ def step_differences(first: Path, second: Path) -> Iterator[str]:
     Mesh, specs and padding are not compared.
 
     Args:
-      first: The folder of a step.
-      second: The folder of another step.
+      first: The folder of the first step.
+      second: The folder of the second step.
 
     Yields:
-      A line per difference.
+      A line for each difference.
 
     Raises:
       ConfigError: A step is damaged, or does not match its manifest.

@@ -20,16 +20,16 @@ from praxis_lite.core.errors import ConfigError
 ITEMS = ("mdl_vars", "opt_states")
 DATABASE = "manifest.ocdbt"
 METADATA_FILES = {".zarray": "zarr", "zarr.json": "zarr3"}  # TensorStore's driver for each.
-# The keys of an array "a.b" are "a.b/.zarray" and "a.b/0.1" in Zarr 2, and "a.b/zarr.json" and
+# The keys for an array "a.b" are "a.b/.zarray" and "a.b/0.1" in Zarr 2, and "a.b/zarr.json" and
 # "a.b/c/0/1" in Zarr 3. The name may contain "/".
 _KEY = re.compile(r"(.+?)/(\.zarray|zarr\.json|\d+(?:\.\d+)*|c(?:/\d+)*)")
-_BLOCK_BYTES = 2**26  # How much to read at a time, if the array's chunks are smaller.
-_MAX_TREE_BYTES = 10**8  # How much of the tree of an OCDBT database to cache while reading.
+_BLOCK_BYTES = 2**26  # Number of bytes to read at a time if the array's chunks are smaller.
+_MAX_TREE_BYTES = 10**8  # Cache size for the tree of an OCDBT database.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoredArray:
-    """An opened array of a checkpoint; its values are read on request.
+    """An opened array in a checkpoint, whose values are read on request.
 
     Attributes:
       path: Path of the array, such as "mdl_vars/params/...".
@@ -59,10 +59,10 @@ class StoredArray:
         """Reads the values without padding.
 
         Args:
-          rows: The rows to read; None for all.
+          rows: The rows to read, or None for all rows.
 
         Raises:
-          ConfigError: The values cannot be decoded; the message names the array.
+          ConfigError: The values cannot be decoded. The message includes the array's path.
         """
         logical = tuple(slice(0, dim) for dim in self.shape)
         return self.read_block(
@@ -70,7 +70,7 @@ class StoredArray:
         )
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Reads a block of the padded array; raises ConfigError like `read`."""
+        """Reads a block of the padded array. Raises ConfigError like `read`."""
         try:
             return np.asarray(self.array[index].read().result())
         except ValueError as error:
@@ -111,8 +111,8 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
       The arrays by path, sorted.
 
     Raises:
-      ConfigError: An array is missing, lacks a chunk, or has another shape or dtype than in the
-        manifest; the message names it.
+      ConfigError: An array or a chunk is missing, or a shape or dtype differs from the manifest.
+        The message includes the array's path.
     """
     arrays = {}
     for item in ITEMS:
@@ -132,24 +132,25 @@ def stored_arrays(step_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Stor
             if stored != expected:
                 raise ConfigError(
                     f"The checkpoint {step_dir}: {path} is stored as {stored[0]}{stored[1]}, but "
-                    f"manifest.json has {expected[0]}{expected[1]}."
+                    f"is {expected[0]}{expected[1]} in manifest.json."
                 )
             arrays[path] = StoredArray(path, tuple(leaf["shape"]), array, step_dir)
     return dict(sorted(arrays.items()))
 
 
 def orbax_arrays(folder: Path, prefix: str = "") -> dict[str, StoredArray]:
-    """Opens the arrays that another program wrote with Orbax, without reading their values.
+    """Opens arrays written by another program with Orbax, without reading their values.
 
     Args:
-      folder: An OCDBT database, or a folder with a subfolder per array in Zarr 2 or Zarr 3.
-      prefix: Prefix of the names of the arrays to open; removed from the paths.
+      folder: An OCDBT database, or a folder with one subfolder per array in Zarr 2 or Zarr 3.
+      prefix: Name prefix of the arrays to open, which is removed from the paths.
 
     Returns:
       The arrays by path.
 
     Raises:
-      ConfigError: An array cannot be opened, or lacks a chunk; the message names it.
+      ConfigError: An array cannot be opened, or a chunk is missing. The message includes the
+        array's name.
     """
     arrays = {
         name.removeprefix(prefix).replace(".", "/"): array

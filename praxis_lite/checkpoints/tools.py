@@ -30,7 +30,7 @@ _SET_ASIDE = {
 
 
 def tracked(items: Sequence[_Item]) -> Iterable[_Item]:
-    """Yields the items, and shows a progress bar on standard error if that is a terminal."""
+    """Yields the items, and shows a progress bar if standard error is a terminal."""
     console = Console(stderr=True)
     return track(
         items, "reading", console=console, transient=True, disable=not console.is_terminal
@@ -43,9 +43,9 @@ class ListedStep:
 
     Attributes:
       name: Name of the folder, such as "300", "300.damaged" or "400.saving".
-      state: "good", or what is wrong with the step.
-      num_bytes: Size of all its files.
-      saved: When it was saved, in Unix seconds; NaN without a commit.
+      state: "good", or a description of the problem.
+      num_bytes: Total size of its files.
+      saved: Time of the save in Unix seconds, or NaN if there is no commit.
       metrics: The metrics that were saved with it.
     """
 
@@ -57,10 +57,10 @@ class ListedStep:
 
 
 def steps_directory(path: str) -> Path:
-    """Returns the directory of steps for a path, which may be that of a job or of its steps.
+    """Returns the directory of steps, given its path or the path of its job.
 
     Raises:
-      ConfigError: There is no such directory, or it contains no step.
+      ConfigError: The directory does not exist, or contains no steps.
     """
     given = local_directory(path)
     if not given.is_dir():
@@ -71,7 +71,9 @@ def steps_directory(path: str) -> Path:
         if step_dirs.numbered_steps(directory) or _set_aside(directory):
             return directory
     if given.name.isdigit() and (given / MANIFEST_JSON).exists():
-        raise ConfigError(f"{given} is one step: pass {given.parent}, and --step={given.name}.")
+        raise ConfigError(
+            f"{given} is a single step. Pass {given.parent} and --step={given.name} instead."
+        )
     raise ConfigError(
         f"{given} contains no checkpoints. Pass a job_log_dir, or the folder 'checkpoints' in it."
     )
@@ -82,10 +84,10 @@ def step_dir_of(directory: Path, step: int | None) -> Path:
 
     Args:
       directory: The directory of steps.
-      step: The step; None for the newest.
+      step: The step, or None for the newest step.
 
     Raises:
-      ConfigError: There is no such step.
+      ConfigError: The step does not exist.
     """
     steps = step_dirs.committed_steps(directory)
     if not steps or (step is not None and step not in steps):
@@ -112,7 +114,7 @@ def list_steps(directory: Path) -> list[ListedStep]:
     listed = []
     for name in tracked([str(step) for step in step_dirs.numbered_steps(directory)]):
         errors = what_is_wrong(directory / name)
-        # Skip a step that a running job has deleted meanwhile.
+        # Skip a step that a running job has deleted in the meantime.
         if not errors or (directory / name).exists():
             listed.append(_listed_step(directory / name, few(errors, 2, "; ") or "good"))
     for name in _set_aside(directory):
@@ -122,7 +124,7 @@ def list_steps(directory: Path) -> list[ListedStep]:
 
 
 def what_is_wrong(step_dir: Path) -> list[str]:
-    """Returns a line per error in the files of a step, without decoding arrays."""
+    """Returns a line for each error in the files of a step, without decoding arrays."""
     try:
         return [f"damaged: {line}" for line in step_files.verify(step_dir)]
     except Error as error:
@@ -130,7 +132,7 @@ def what_is_wrong(step_dir: Path) -> list[str]:
 
 
 def what_is_wrong_within(step_dir: Path) -> list[str]:
-    """Returns a line per error of a step, after decoding every array and checking its padding."""
+    """Returns a line for each error in a step, after decoding all arrays and checking padding."""
     if errors := what_is_wrong(step_dir):
         return errors
     try:
@@ -146,7 +148,7 @@ def what_is_wrong_within(step_dir: Path) -> list[str]:
 
 
 def description(step_dir: Path) -> list[str]:
-    """Describes a step in lines: size, mesh, versions, data position, metrics and all arrays."""
+    """Returns lines with the size, mesh, versions, data position, metrics and arrays of a step."""
     manifest = manifest_of(step_dir)
     listed = _listed_step(step_dir, "")
     manifest_share = (step_dir / MANIFEST_JSON).stat().st_size / max(listed.num_bytes, 1)
@@ -184,7 +186,7 @@ def listing(steps: Sequence[ListedStep]) -> list[str]:
 
 
 def _when(seconds: float) -> str:
-    """Formats Unix seconds as local time, such as "2026-11-21 20:33:01"; "-" for NaN."""
+    """Formats Unix seconds as local time, such as "2026-11-21 20:33:01", or "-" for NaN."""
     return "-" if math.isnan(seconds) else time.strftime("%F %T", time.localtime(seconds))
 
 
@@ -194,7 +196,7 @@ def _set_aside(directory: Path) -> list[str]:
 
 def _listed_step(step_dir: Path, state: str) -> ListedStep:
     num_bytes, saved, metrics = 0, math.nan, {}
-    # A running job may delete the folder meanwhile.
+    # A running job may delete the folder in the meantime.
     for path in step_dir.rglob("*"):
         try:
             status = path.lstat()

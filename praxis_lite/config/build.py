@@ -1,4 +1,4 @@
-"""Builds the objects of a config, and adds paths in the config to error messages."""
+"""Builds the objects of a config, and adds config paths to error messages."""
 
 import contextlib
 import re
@@ -31,9 +31,9 @@ def build(config: fdl.Config) -> Any:
     """Builds the object of a config.
 
     Raises:
-        ConfigError: A class or function of an installed package rejects its arguments, or a class
-            lacks abstract methods; the message contains the path. Exceptions from the user's or the
-            library's code are raised unchanged.
+        ConfigError: A class or function in an installed package rejects its arguments, or a class
+            does not implement abstract methods. The message contains the path. Exceptions from the
+            user's or the library's code are raised unchanged.
     """
     try:
         return fdl.build(config)
@@ -55,8 +55,8 @@ def build(config: fdl.Config) -> Any:
         ) from error
 
 
-# Optional packages that settings need, by (last name of the path, value); the value "" means any.
-# Classes specify their package as a subclass of NeedsPackage.
+# Optional packages that settings need, by (last name of the path, value). The value "" matches any
+# value. Classes specify their packages as subclasses of NeedsPackage.
 _PACKAGES_OF_SETTINGS = {
     ("quantization", "int8"): "qwix", ("quantization", "float8"): "qwix",
     ("atten_kernel", "tokamax"): "tokamax", ("expert_kernel", "tokamax"): "tokamax",
@@ -66,15 +66,15 @@ _PACKAGES_OF_SETTINGS = {
 
 @contextlib.contextmanager
 def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iterator[None]:
-    """Adds details from the config to a ConfigError that is raised in the context.
+    """Adds details from the config to any ConfigError that is raised in the context.
 
-    An error about a file gets the paths of the settings that contain it. An error about a missing
-    package gets other missing packages that the config needs. An error about a setting gets the
-    file that the setting was read from.
+    To an error about a file, it adds the paths of the settings that contain the file. To an error
+    about a missing package, it adds other missing packages that the config needs. To an error about
+    a setting, it adds the file from which the setting was read.
 
     Args:
       config: The config.
-      recorded: The config.json that `config` was read from; None if an experiment created it.
+      recorded: The config.json from which `config` was read, or None if an experiment created it.
     """
     try:
         yield
@@ -101,7 +101,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
 
 
 def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
-    """Returns a sentence about other missing packages, with the command to install all; or ""."""
+    """Returns a message about other missing packages and how to install all of them, or ""."""
     needed = []
     for field in iterate_fields(config):
         if isinstance(field.value, fdl.Buildable):
@@ -122,7 +122,7 @@ def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
 
 
 def _names_setting(message: str, config: fdl.Buildable) -> bool:
-    """Returns whether a message contains a field of the config, as a path or as CLASS.FIELD."""
+    """Returns whether a message contains a config field, as a path or as CLASS.FIELD."""
     if "--set" in message:
         return True
     paths = {field.path for field in iterate_fields(config)}
@@ -133,7 +133,7 @@ def _names_setting(message: str, config: fdl.Buildable) -> bool:
 
 
 def _without_fiddle(error: Exception) -> Exception:
-    """Returns the exception that a constructor raised, without Fiddle's proxy around it."""
+    """Returns the exception raised by a constructor, without Fiddle's proxy around it."""
     while "proxy_base_exception" in vars(error):
         error = vars(error)["proxy_base_exception"]
     return error

@@ -1,8 +1,8 @@
-"""Converts values of fields to text and back, including functions and classes by name.
+"""Converts field values to text and back, including functions and classes by name.
 
-A name such as `optax.lion` means the function or class itself, for instance a template or an
-optimizer, whose settings are the fields below it. With `()`, as in `optax.constant_schedule()`, it
-means the result of a call, and becomes a config.
+A name such as `optax.lion` refers to the function or class itself, for example a template or an
+optimizer, whose settings are the fields below it. A name with `()`, such as
+`optax.constant_schedule()`, refers to the result of a call and becomes a config.
 """
 
 import collections.abc
@@ -30,12 +30,12 @@ def text_of_value(value: Any, annotation: Any) -> str | None:
     if not holds_only_literals(value):
         return _full_name(value)
     text = format_value(value, annotation)
-    # Also convert values that do not match their annotation.
+    # Also convert values that do not match their annotations.
     return format_value(value, UNKNOWN) if text is None else text
 
 
 def shown_value(value: Any, annotation: Any) -> str:
-    """Returns the text of a value for messages: that of `--set`, or a description."""
+    """Returns the `--set` text of a value for messages, or a description if there is none."""
     text = text_of_value(value, annotation)
     return describe(value) if text is None else text
 
@@ -57,8 +57,8 @@ def parse_callable(text: str, current: Any, annotation: Any, packages: Collectio
 
     Args:
         text: A full or bare name (see `names.named`), with or without `()`.
-        current: The current value; a Config is replaced by a Config, a Partial by a Partial.
-        annotation: Annotation of the field; if it is a class, the result is a Config of it.
+        current: The current value. A Config is replaced by a Config, and a Partial by a Partial.
+        annotation: Annotation of the field. If it is a class, the result is a Config.
         packages: Top-level packages whose functions and classes may be used.
     """
     name, is_called = text.removesuffix("()"), text.endswith("()")

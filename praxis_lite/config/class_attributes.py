@@ -26,10 +26,10 @@ _ExperimentT = TypeVar("_ExperimentT", bound=_Experiment)
 def configured(
     experiment: type[_Experiment], settings: Sequence[str], packages: Collection[str] = ()
 ) -> fdl.Config:
-    """Returns the config of an experiment with the settings of `--set` applied.
+    """Creates the config of an experiment and applies the settings of `--set`.
 
-    A setting whose path starts with an attribute of the class sets that attribute of the instance
-    before the config is created; other settings set fields of the config.
+    A setting whose path starts with an attribute of the class sets that attribute on the instance
+    before the config is created. All other settings set fields of the config.
 
     Args:
         experiment: The experiment's class.
@@ -37,7 +37,7 @@ def configured(
         packages: Top-level packages whose functions and classes may be used.
 
     Raises:
-        ConfigError: There is no such path, a value has the wrong type, or the constructor of the
+        ConfigError: A path does not exist, a value has the wrong type, or the constructor of the
             class requires arguments.
     """
     return experiment_and_config(experiment, settings, packages)[1]
@@ -53,12 +53,12 @@ def experiment_and_config(
         if user_line(error) is not None:
             raise
         raise ConfigError(
-            f"{callable_name(experiment)} must be constructible without arguments: {error}. Give "
-            "the arguments of __init__ defaults, or remove it."
+            f"{callable_name(experiment)} must be constructible without arguments: {error}. Add "
+            "defaults to the arguments of __init__, or remove it."
         ) from error
     known = _attributes(experiment)
     of_class = [setting for setting in settings if _first_key(setting) in known]
-    # Copy the values, because all instances share those of the class.
+    # Copy the values, because all instances share the values of the class.
     values = copy.deepcopy(
         {_first_key(setting): known[_first_key(setting)] for setting in of_class}
     )
@@ -85,7 +85,7 @@ def value_after(
         packages: Top-level packages whose functions and classes may be used.
 
     Raises:
-        ConfigError: As `configured`, or there is no such path.
+        ConfigError: The path does not exist, or `configured` raised the error.
     """
     instance, config = experiment_and_config(experiment, settings, packages)
     known, name = _attributes(experiment), _first_key(path)
@@ -95,7 +95,7 @@ def value_after(
 
 
 def _attributes(experiment: type) -> dict[str, Any]:
-    """Returns the public attributes of a class, inherited ones included, without its methods."""
+    """Returns the public attributes of a class, including inherited ones but not methods."""
     members: dict[str, Any] = {}
     for base in reversed(experiment.__mro__):
         members |= vars(base)

@@ -1,4 +1,4 @@
-"""Converts a config to JSON, from which it can be rebuilt, and to readable lines."""
+"""Converts configs to JSON and back, and to readable lines."""
 
 import dataclasses
 import json
@@ -43,17 +43,17 @@ def dump_config(
     *,
     packages: Collection[str] = (),
 ) -> str:
-    """Serializes a config to JSON, from which `load_config` rebuilds it, shared objects included.
+    """Serializes a config to JSON, from which `load_config` rebuilds it including shared objects.
 
     Args:
         config: The config of the job.
-        experiment: Full name of the experiment's class, whose package the config may refer to.
-        overrides: The settings of `--set`, to be recorded.
-        packages: Further top-level packages whose functions and classes the config may refer to.
+        experiment: Full name of the experiment's class. The config may use names in its package.
+        overrides: The settings of `--set` to record.
+        packages: Additional top-level packages whose functions and classes the config may use.
 
     Raises:
-        ConfigError: A value cannot be serialized, such as a lambda or an array, or is a function
-            from a package that is not allowed; the message contains the path.
+        ConfigError: A value, such as a lambda or an array, cannot be serialized, or is a function
+            in a package that is not allowed. The message contains the path.
     """
     node = json_nodes.write(config, {experiment.partition(".")[0], *packages})
     header = {"format": FORMAT, "experiment": experiment, "overrides": list(overrides)}
@@ -67,12 +67,12 @@ def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
 
     Args:
         text: The content of `config.json`.
-        packages: Top-level packages whose functions and classes the text may refer to, in addition
+        packages: Top-level packages whose functions and classes the text may contain, in addition
             to `praxis_lite.experiments` and `praxis_lite.tasks`. The text cannot add packages.
 
     Raises:
-        ConfigError: The text is damaged, or contains a name that is not allowed or that does not
-            exist any more.
+        ConfigError: The text is damaged, or contains a name that is not allowed or no longer
+            exists.
     """
     try:
         parsed = parse_json(text)
@@ -82,7 +82,7 @@ def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
 
 
 def load_config_file(path: Path, *, packages: Collection[str] = ()) -> LoadedConfig:
-    """Rebuilds a config from a file; see `load_config`."""
+    """Rebuilds a config from a file, as in `load_config`."""
     return _loaded(read_json(path), packages)
 
 
@@ -109,15 +109,15 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
 
 
 def config_lines(config: fdl.Config) -> list[str]:
-    """Returns a line `path=value` per field, quoted so that it can be pasted after `--set`.
+    """Returns a line `path=value` for each field, quoted so that it can be pasted after `--set`.
 
-    Fields without a value, which the caller of the function passes, are left out.
+    Fields without a value, which are passed by the caller of the function, are omitted.
     """
     return [f"{path}={shlex.quote(text)}" for path, text in _texts(config).items()]
 
 
 def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
-    """Returns the values of all fields by path; values other than numbers and booleans as text."""
+    """Returns the values of all fields by path. All values except numbers and booleans are text."""
     values = {field.path: field.value for field in iterate_fields(config)}
     return {
         path: values[path] if isinstance(values[path], bool | int | float) else text
@@ -126,7 +126,7 @@ def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
 
 
 def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
-    """Returns a line such as 'run.seed: 0 -> 7' per field that differs."""
+    """Returns a line such as 'run.seed: 0 -> 7' for each field that differs."""
     before, after = _texts(old), _texts(new)
 
     def value_text(texts: dict[str, str], path: str) -> str:

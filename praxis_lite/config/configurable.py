@@ -1,7 +1,7 @@
 """Restricts the names that a config may contain, so that an untrusted config.json is safe to load.
 
-`module:name` in a config.json leads to an import and a call. Allowed are classes and functions that
-only compute, and everything in packages that the user has listed.
+`module:name` in a config.json is imported and called. Only classes and functions without side
+effects are allowed, and all names in packages that the user has listed.
 """
 
 import sys
@@ -13,16 +13,16 @@ from praxis_lite.config.values import is_dtype
 from praxis_lite.core.errors import shown
 from praxis_lite.public_names import homes_of
 
-# Functions of these packages only compute. Functions of other public packages may read files, start
-# devices or change global state, so a config may contain only classes of these.
+# Functions in these packages have no side effects. Functions in other public packages may read
+# files, start devices or change global state, so a config may only contain their classes.
 _FUNCTIONS_OF = (
     "praxis_lite.layers", "praxis_lite.models", "praxis_lite.optimizers",
     "praxis_lite.optimizers.schedules",
 )
 _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 
-# The public names of the library, which stay the same if files move. If several packages export an
-# object, its name in the first one is written.
+# The public names of the library, which do not change if files are moved. If several packages
+# export an object, its name in the first package is written.
 PUBLIC = {
     package: frozenset(
         name for name in homes_of(package) if name != "Checkpoints" and
@@ -35,10 +35,10 @@ PUBLIC = {
     )
 }
 
-# Of these only scalar types, ufuncs and jitted functions are allowed, because other functions may
-# read and write files.
+# In these packages, only scalar types, ufuncs and jitted functions are allowed, because other
+# functions may read and write files.
 ARRAY_LIBRARIES = ("jax.numpy", "numpy")
-# Of these only subclasses of Module are allowed.
+# In these packages, only subclasses of Module are allowed.
 LAYER_LIBRARIES = ("flax.linen", "flax.nnx")
 LIBRARIES = (
     "jax.nn", "optax", "jax.lax", "jax.nn.initializers", "jax.checkpoint_policies",

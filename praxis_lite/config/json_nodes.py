@@ -1,12 +1,12 @@
 """Writes and reads a config as nested JSON objects.
 
-Numbers, strings, true, false and null are written as such. Everything else is an object whose first
-key is its kind, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
+Numbers, strings, true, false and null are written unchanged. Every other value is an object whose
+first key is the kind of the value, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
 
     {"Config": "praxis_lite:RunConfig", "arguments": {"num_train_steps": 7}, "id": 3}
 
-A shared object is written once, with an "id", and afterwards as `{"again": 3}`, so there are no
-cycles.
+A shared object is written with an "id" the first time and as `{"again": 3}` afterwards, so there
+are no cycles.
 """
 
 import functools
@@ -35,11 +35,11 @@ def write(value: Any, packages: Collection[str]) -> Any:
 
     Args:
         value: A config, or a value in a config.
-        packages: Top-level packages whose functions and classes it may contain.
+        packages: Top-level packages whose functions and classes the value may contain.
 
     Raises:
-        ConfigError: A value cannot be serialized, such as a lambda or an array, or a name is not
-            allowed; the message contains the path.
+        ConfigError: A value, such as a lambda or an array, cannot be serialized, or a name is not
+            allowed. The message contains the path.
     """
     return _Writer(packages).write(value, "")
 
@@ -52,14 +52,13 @@ def read(node: Any, packages: Collection[str]) -> Any:
         packages: Top-level packages whose functions and classes it may contain.
 
     Raises:
-        ConfigError: The node is not valid, or contains a name that is not allowed or does not
-            exist.
+        ConfigError: The node is invalid, or contains a name that is not allowed or does not exist.
     """
     return _Reader(packages).read(node, "config")
 
 
 def damaged(path: str, reason: str) -> ConfigError:
-    """Returns the error for a config.json that is not valid."""
+    """Returns the error for an invalid config.json."""
     return ConfigError(
         f"config.json is damaged, or was not written by praxis_lite: {shown(path, 300)}: {reason}. "
         "Restore the file or start a new job."
@@ -70,7 +69,7 @@ class _Writer:
     def __init__(self, packages: Collection[str]):
         self._packages = packages
         self._num_ids = 0
-        # Store the value too, because the id of a freed object may be reused.
+        # Also store the value, because the id of a freed object may be reused.
         self._written: dict[int, tuple[Any, dict[str, Any] | None]] = {}
 
     def write(self, value: Any, path: str) -> Any:
@@ -78,7 +77,7 @@ class _Writer:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        # Immutable values such as tuples need not stay shared.
+        # Immutable values such as tuples need not be shared in the rebuilt config.
         is_shared = isinstance(value, fdl.Buildable | functools.partial) or type(value) in (
             list, dict, set,
         )
@@ -128,7 +127,7 @@ class _Writer:
                      for key, item in value.items()]
             return {"dict": pairs}
         if type(value) in (set, frozenset):
-            # In an order that is the same in every process.
+            # Sort the items, so that their order is the same in every process.
             return {kind: sorted(self._items(value, path), key=json.dumps)}
         if _SEQUENCES.get(kind) is type(value):
             return {kind: self._items(value, path)}
@@ -160,7 +159,7 @@ class _Writer:
             )
         if not is_allowed(*symbol, self._packages):
             raise ConfigError(refused(f"{path}: the config", *symbol))
-        # Check that it can be read again. This imports nothing, because its module is loaded.
+        # Check that it can be read again. No module is imported, because its module is loaded.
         imported(*symbol)
         return ":".join(symbol)
 

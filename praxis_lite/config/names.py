@@ -1,4 +1,4 @@
-"""Finds objects by their names in configs, and the names of objects."""
+"""Looks up objects by their names in configs, and names by their objects."""
 
 import enum
 import importlib
@@ -36,8 +36,8 @@ def imported(module: str, name: str) -> Any:
     """Imports and returns `module:name`, which must have passed `is_allowed`.
 
     Raises:
-        ConfigError: It does not exist, or is not a class, function or constant defined there.
-            Exceptions raised by the module are not changed.
+        ConfigError: The name does not exist, or is not a class, function or constant defined in the
+            module. Exceptions raised by the module are propagated.
     """
     missing = (
         f"config.json contains {module}.{name}, which does not exist: the code has changed, or its "
@@ -50,13 +50,14 @@ def imported(module: str, name: str) -> Any:
         )
     value = _module(module)
     for depth, part in enumerate(name.split(".")):
-        # Follow attributes of modules and classes only: getattr of an instance may run code.
+        # Only follow attributes of modules and classes, because getattr on an instance may run
+        # code.
         if depth > 0 and not isinstance(value, type):
             raise ConfigError(refused("config.json", module, name))
         value = getattr(value, part, None)
         if value is None:
             raise ConfigError(missing)
-        # Reject imported names: `os.system`, for instance, is reachable in modules that import os.
+        # Reject imported names. For example, `os.system` is reachable in modules that import os.
         if not _is_defined_in(value, module, depth):
             raise ConfigError(refused("config.json", module, name))
     if not is_of_kind(module, value):
@@ -65,10 +66,10 @@ def imported(module: str, name: str) -> Any:
 
 
 def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> Any:
-    """Returns the object for a name after `--set`; None if there is no such allowed name.
+    """Returns the object for a name after `--set`, or None if the name is unknown or not allowed.
 
     Args:
-        text: A full name such as `optax.lion`; or a bare name such as `lion`, which is looked up in
+        text: A full name such as `optax.lion`, or a bare name such as `lion`, which is looked up in
             the modules `nearby` and SHORT, in this order.
         packages: The user's top-level packages.
         nearby: Modules that define the current value or the annotated class.
@@ -82,7 +83,7 @@ def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> A
         may_import = is_nearby or is_allowed(module, name, packages)
         value = _attribute_at(module, name) if may_import else None
         symbol = None if value is None else name_of(value)
-        # Modules re-export names: the defining module must be allowed.
+        # Modules re-export names, so check that the defining module is allowed.
         if symbol is not None and is_allowed(*symbol, packages):
             return imported(*symbol)
     return None
@@ -133,8 +134,8 @@ def _attribute_at(module: str, name: str) -> Any:
 
 
 def _module(module: str) -> Any:
-    """Imports and returns a module; None if there is no such module."""
-    if module == "jax.checkpoint_policies":  # An attribute, not a module.
+    """Imports and returns a module, or None if it does not exist."""
+    if module == "jax.checkpoint_policies":  # This is an attribute, not a module.
         return importlib.import_module("jax").checkpoint_policies
     return imported_module(module)
 

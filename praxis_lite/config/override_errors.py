@@ -1,4 +1,4 @@
-"""Error messages for a `--set` that cannot be applied: expected values, and similar paths."""
+"""Error messages for `--set` settings that cannot be applied."""
 
 import contextlib
 import difflib
@@ -22,30 +22,30 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
 
 
 def check_form(setting: str, following: Sequence[str]) -> None:
-    """Checks that a setting has the form `path=value`.
+    """Checks that a setting has the format `path=value`.
 
     Args:
         setting: The setting.
-        following: The settings after it, one of which may be its value.
+        following: The settings after it, the first of which may be its value.
 
     Raises:
         ConfigError: The setting has no "=".
     """
     if "=" in setting:
         return
-    # Recognize the forms `a.b 20`, `a.b = 20` and `a.b:20` of other programs.
+    # Recognize the formats `a.b 20`, `a.b = 20` and `a.b:20` of other programs.
     path, colon, value = setting.strip().partition(":")
     if not colon:
         value = next((word.removeprefix("=") for word in following if word != "="), "")
     meant = f"{path}={value}" if value and "=" not in value else f"{path}=VALUE"
     raise ConfigError(
         f"--set {shown(setting)} has no '='; expected path=value, such as run.seed=7. Write --set "
-        f"{shown(meant)}, without blanks around the '='."
+        f"{shown(meant)}, without spaces around the '='."
     )
 
 
 def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bool) -> str:
-    """Returns a description of the values that a field accepts instead of `text`."""
+    """Describes the values that a field accepts instead of `text`."""
     expected, parts = str(wrong), union_parts(annotation)
     plain = [type_name(part) for part in parts if is_plain(part)]
     objects = [_kind(part) for part in parts if not is_plain(part)]
@@ -69,14 +69,14 @@ def expected_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bo
 
 
 def _kind(annotation: Any) -> str:
-    """Returns a type that --set cannot write as text, such as "a function" or "an Optimizer"."""
+    """Describes a type without literals, such as "a function" or "an Optimizer"."""
     if "Callable" in str(annotation):
         return "a function"
     name = type_name(annotation).rpartition(".")[2]
     return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
 
 
-# Attributes of Pax's experiments, and their counterparts here.
+# Attributes of Pax's experiments, and their equivalents in praxis_lite.
 PAX_NAMES = {
     "PERCORE_BATCH_SIZE": "BATCH_SIZE, for all devices together, or datasets.train.batch_size",
     "CHECKPOINT_EVERY_N_STEPS": "run.checkpoints.every_steps",
@@ -89,7 +89,7 @@ PAX_NAMES = {
 
 
 def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) -> str:
-    """Returns the message for a path without a field, with similar paths."""
+    """Returns the error message for a path that does not exist, with similar paths."""
     if path in PAX_NAMES:
         return (
             f"--set {path} is a name of Pax. In praxis_lite it is {PAX_NAMES[path]}: see "
@@ -123,7 +123,7 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
 
 
 def _subclass(path: str, fields: Sequence[Field]) -> str:
-    """Returns a hint if a subclass of the object at the parent path has the field; else ""."""
+    """Returns a hint if a subclass of the object at the parent path has the field, else ""."""
     last = _last(path)
     parent = path[: -len(last)].rstrip(".")
     for field in fields:
@@ -141,10 +141,11 @@ def _nearest(path: str, fields: Sequence[Field]) -> list[str]:
     last = _last(path)
 
     def similarity(field: Field) -> float:
-        # The last name counts as much as the complete path, because users forget where a field is.
+        # The last name has the same weight as the complete path, because users may not remember
+        # where a field is.
         total = difflib.SequenceMatcher(None, path, field.path).ratio()
         if field.is_settable and path.startswith((f"{field.path}.", f"{field.path}[")):
-            return total + 1  # The path goes beyond an existing field.
+            return total + 1  # The path starts with the path of an existing field.
         return total + difflib.SequenceMatcher(None, last, _last(field.path)).ratio()
 
     scored = sorted(((similarity(field), field.path) for field in fields), reverse=True)

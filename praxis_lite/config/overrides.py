@@ -44,7 +44,7 @@ def apply_overrides(
 ) -> list[str]:
     """Sets fields of a config in place.
 
-    A config that is shared by several fields changes in all of them.
+    A config that is shared by several fields is changed in all of them.
 
     Args:
         config: The root of the config.
@@ -56,10 +56,10 @@ def apply_overrides(
         attributes: Attributes of the experiment's class, for error messages.
 
     Returns:
-        A line 'path: old -> new' per setting.
+        A line 'path: old -> new' for each setting.
 
     Raises:
-        ConfigError: There is no such path, or a value has the wrong type. Earlier settings have
+        ConfigError: A path does not exist, or a value has the wrong type. Earlier settings have
             been applied.
     """
     for number, setting in enumerate(settings, start=1):
@@ -68,7 +68,7 @@ def apply_overrides(
 
 
 def value_at(config: fdl.Buildable, path: str, attributes: Collection[str] = ()) -> Any:
-    """Returns the value at a path; raises ConfigError if there is no such path."""
+    """Returns the value at a path. Raises ConfigError if the path does not exist."""
     trail = _resolve(config, path)
     if trail is None:
         raise ConfigError(no_such_path(config, path, attributes))
@@ -78,10 +78,10 @@ def value_at(config: fdl.Buildable, path: str, attributes: Collection[str] = ())
 def check_required(config: fdl.Buildable) -> None:
     """Checks that every `fdl.Config` has all required arguments of its callable.
 
-    An `fdl.Partial` may lack arguments, which its caller passes.
+    Arguments of an `fdl.Partial` may be missing, because its caller passes them.
 
     Raises:
-        ConfigError: Arguments are missing; the message contains their paths.
+        ConfigError: Arguments are missing. The message contains their paths.
     """
     missing = _unset_paths(config, "")
     if missing:
@@ -124,7 +124,7 @@ def _apply(
 
 
 class _Step(NamedTuple):
-    """A step along a path: a key, the object it was looked up in, and the value found."""
+    """A step along a path: a key, the object in which it was looked up, and the value."""
 
     parent: Any
     key: str | int
@@ -133,7 +133,7 @@ class _Step(NamedTuple):
 
 
 def _resolve(config: fdl.Buildable, path: str) -> list[_Step] | None:
-    """Returns the steps along a path; None if there is no such path."""
+    """Returns the steps along a path, or None if the path does not exist."""
     node, annotation, trail = config, UNKNOWN, []
     for token in _split(path):
         child = _child(node, annotation, token)
@@ -169,9 +169,9 @@ def _assign(config: fdl.Buildable, key: str | int, value: Any) -> None:
 
 
 def _replaced(container: Any, key: str | int, value: Any) -> Any:
-    """Returns a copy of a container with another value at a key.
+    """Returns a copy of a container in which the value at a key is replaced.
 
-    The container itself may be a default, or a constant of the user's module.
+    The original container may be a default or a constant in the user's module.
     """
     if isinstance(container, dict):
         # Convert dataclass instances to configs, because configs contain no such instances.
@@ -191,7 +191,7 @@ def _replaced(container: Any, key: str | int, value: Any) -> Any:
 def _checked_value(
     path: str, text: str, current: Any, annotation: Any, packages: Collection[str]
 ) -> Any:
-    """Returns the value of a text after `path=`; raises ConfigError if its type is wrong."""
+    """Parses the text after `path=`. Raises ConfigError if the value has the wrong type."""
     text = text.strip()
     is_config = not holds_only_literals(current)
     if text == text_of_value(current, annotation) and is_config:
@@ -228,7 +228,7 @@ def _is_single(current: Any) -> bool:
 
 
 def _split(path: str) -> list[str]:
-    """Splits a path into keys; returns [] if it is not valid."""
+    """Splits a path into keys, or returns [] if it is invalid."""
     keys, at = [], 0
     while at < len(path):
         match = _TOKEN.match(path, at)

@@ -17,7 +17,7 @@ from praxis_lite.core.callables import callable_name
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """A placeholder for a value that is not known."""
+    """A placeholder for an unknown value."""
 
     text: str
 
@@ -34,7 +34,7 @@ class Field:
         path: Path from the root, as for `--set`.
         value: The value or the default, or an `Unknown`.
         annotation: Annotation of the callable's parameter, or `UNKNOWN`.
-        is_settable: Whether `--set` can replace the value, because it contains no configs or
+        is_settable: Whether `--set` can replace the value. False if it contains configs or
             functions.
     """
 
@@ -47,8 +47,8 @@ class Field:
 def iterate_fields(config: fdl.Buildable) -> Iterator[Field]:
     """Yields every field below `config`, parents first, in the order of the signatures.
 
-    Fields of a shared config are yielded for each of its paths. Sequences and dicts of plain values
-    are a single field.
+    The fields of a shared config are yielded once for each of its paths. A sequence or dict of
+    plain values is a single field.
     """
     yield from _walk(config, UNKNOWN, "")
 
@@ -87,7 +87,7 @@ def item_type(annotation: Any, key: Any) -> Any:
 
 
 def settings_of(value: Any) -> fdl.Buildable | None:
-    """Returns `value`, or the config of a class, function or instance of a dataclass, or None."""
+    """Returns the config for a config, class, function or dataclass instance, or None."""
     if isinstance(value, fdl.Buildable):
         return value
     # A jitted function wraps a routine but is not one itself.
@@ -101,13 +101,13 @@ def settings_of(value: Any) -> fdl.Buildable | None:
         if dataclasses.is_dataclass(value) and not isinstance(value, Unknown | type):
             fields = [field.name for field in dataclasses.fields(value) if field.init]
             return fdl.Config(type(value), **{name: getattr(value, name) for name in fields})
-    except (TypeError, ValueError, AttributeError):  # It has no valid signature.
+    except (TypeError, ValueError, AttributeError):  # There is no valid signature.
         pass
     return None
 
 
 def kwargs_type(config: fdl.Buildable) -> Any | None:
-    """Returns the annotation of `**kwargs`, which may be `UNKNOWN`; None without `**kwargs`."""
+    """Returns the annotation of `**kwargs`, which may be `UNKNOWN`, or None without `**kwargs`."""
     return _parameter_types(config).get("**")
 
 
@@ -119,7 +119,7 @@ def join(path: str, key: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Describes a value that is not a literal in angle brackets, equally in every process."""
+    """Describes a non-literal value in angle brackets; the text is equal in every process."""
     if isinstance(value, Unknown):
         return value.text
     if isinstance(value, fdl.Buildable):
@@ -159,11 +159,11 @@ def holds_only_literals(value: Any) -> bool:
 def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
     function = fdl.get_callable(config)
     if key not in config.__arguments__ and dataclasses.is_dataclass(function):
-        # For fields with a factory, the signature has a sentinel as default.
+        # If a field has a factory, the default in the signature is a sentinel.
         factories = {field.name: field.default_factory for field in dataclasses.fields(function)}
         factory = factories.get(key, dataclasses.MISSING)
         if factory is not dataclasses.MISSING:
-            # Call only factories of the library, because a factory of the user may have effects.
+            # Only call the library's factories, because a user's factory may have side effects.
             is_known = factory in (dict, list, tuple, set) or factory.__module__.startswith(
                 "praxis_lite.experiment."
             )
@@ -191,8 +191,9 @@ def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
 
 
 def _resolved_annotations(function: Any) -> dict[str, Any]:
-    """Returns the annotations of a callable by parameter; `UNKNOWN` if one cannot be evaluated."""
-    # typing.get_type_hints would fail for all if one name is imported under TYPE_CHECKING.
+    """Returns a callable's annotations by parameter, or `UNKNOWN` where evaluation fails."""
+    # typing.get_type_hints would fail for all parameters if one annotation uses a name that is
+    # imported under TYPE_CHECKING.
     if isinstance(function, type):
         owner = next(base for base in function.__mro__ if "__init__" in vars(base))
         if "__dataclass_fields__" in vars(owner):

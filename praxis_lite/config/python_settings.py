@@ -1,4 +1,4 @@
-"""Converts settings in Python (values by path) to the strings of `--set`."""
+"""Converts settings in Python, which are values by path, to strings for `--set`."""
 
 import dataclasses
 import enum
@@ -21,9 +21,9 @@ def as_texts(settings: Settings) -> tuple[str, ...]:
     """Converts settings to strings "path=value", as for `--set`.
 
     Args:
-      settings: Such strings, or a mapping of values by path. A value may be a number, a string,
-        None, a dtype, an enum member, or lists, tuples, sets and dicts of these; a function or
-        class that is allowed in configs; or an `fdl.Config` or a dataclass instance.
+      settings: A list of such strings, or a mapping of values by path. A value may be a number,
+        string, dtype, enum member or None; a list, tuple, set or dict of these; a function or class
+        that is allowed in configs; an `fdl.Config`; or a dataclass instance.
 
     Raises:
       ConfigError: A value cannot be converted, or `settings` has the wrong type.
@@ -61,7 +61,7 @@ def _texts(path: str, value: Any) -> list[str]:
 
 
 def _call_of(value: Any) -> fdl.Config | None:
-    """Returns a config of a dataclass instance, without default values; None for other values."""
+    """Returns the config of a dataclass instance without default values, or None."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
     return fdl.Config(type(value), **{

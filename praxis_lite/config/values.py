@@ -19,12 +19,12 @@ _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 class WrongType(Exception):
-    """The text is not a value of the expected type; the message is the name of the type."""
+    """An error for text that is not a value of the expected type. The message is the type name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Word:
-    """A text that is not a Python literal."""
+    """Text that is not a Python literal."""
 
     text: str
 
@@ -34,7 +34,7 @@ def parse_value(text: str, annotation: Any, current: Any = None) -> Any:
 
     Args:
         text: A Python literal, `none`, `true`, `false`, a bare word, or items separated by commas.
-        annotation: Annotation of the parameter; if it is `UNKNOWN`, the type of `current` counts.
+        annotation: Annotation of the parameter. If it is `UNKNOWN`, the type of `current` is used.
         current: The current value, or the default.
 
     Raises:
@@ -50,7 +50,7 @@ def parse_value(text: str, annotation: Any, current: Any = None) -> Any:
         with contextlib.suppress(WrongType):
             return _fit(read, text, annotation, lenient)
     if read is None and current is None:
-        return None  # Accept `width: int = None`, as in older code.
+        return None  # Accept None for `width: int = None`, as in older code.
     raise WrongType(type_name(annotation))
 
 
@@ -65,7 +65,7 @@ def format_value(value: Any, annotation: Any) -> str | None:
         candidates = [value.name]
     elif type(value) is tuple and value:
         items = [item if isinstance(item, str) else repr(item) for item in value]
-        # Prefer a form without brackets, which needs no quotes in a shell.
+        # Prefer text without brackets, which needs no quotes in a shell.
         candidates = [",".join(items) + ("," if len(value) == 1 else ""), repr(value)]
     for text in candidates:
         if text == text.strip() and text.isprintable():
@@ -155,13 +155,13 @@ def _read(text: str) -> Any:
 
 
 def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
-    """Converts a parsed value to a type; raises WrongType if that is not possible.
+    """Converts a parsed value to a type. Raises WrongType if that is not possible.
 
     Args:
         read: The parsed value.
-        text: The text it was parsed from; None inside a container.
+        text: The text from which it was parsed, or None inside a container.
         expected: The annotation.
-        lenient: Whether to convert numbers to strings, integers to floats, and the like.
+        lenient: Whether to allow conversions such as numbers to strings or integers to floats.
     """
     if expected in (UNKNOWN, Any, object) or isinstance(expected, typing.TypeVar):
         return _plain(read)

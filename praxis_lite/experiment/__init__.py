@@ -1,4 +1,4 @@
-"""Experiments: configs of what to run, the registry of their names, and configs of recorded jobs.
+"""Experiments, the registry of their names, and configs of recorded jobs.
 
-Deals with configs and never with arrays. The public names are exported by `praxis_lite`.
+This package deals with configs and not with arrays. `praxis_lite` exports its public names.
 """

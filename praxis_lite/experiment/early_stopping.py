@@ -14,9 +14,9 @@ class EarlyStopping:
 
     Attributes:
         metric: Name of the dataset and the metric, such as `heldout/loss`.
-        mode: "min" if lower values are better, "max" if higher ones are.
+        mode: "min" if lower values are better, "max" if higher values are better.
         patience: Number of consecutive evaluations without improvement after which training ends.
-        min_delta: Minimum difference to the best value that counts as an improvement.
+        min_delta: Minimum difference from the best value that is treated as an improvement.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -37,14 +37,14 @@ class EarlyStopping:
         )
 
     def watched_in(self, values: Mapping[str, float], step: int) -> float:
-        """Returns the value of the watched metric in an evaluation.
+        """Returns the value of the metric in an evaluation.
 
         Args:
           values: Metrics of the evaluation by name.
           step: The evaluated step, for the error message.
 
         Raises:
-          ConfigError: The evaluation does not have the metric.
+          ConfigError: The evaluation does not include the metric.
         """
         if self.metric not in values:
             raise ConfigError(
@@ -56,10 +56,11 @@ class EarlyStopping:
         return values[self.metric]
 
     def reason_to_stop(self, values: Mapping[int, float]) -> str | None:
-        """Returns why training must end now; None if it continues.
+        """Returns the reason why training must end now, or None if it continues.
 
         Args:
-          values: Values of the metric by step, of all evaluations so far. NaN is no improvement.
+          values: Values of the metric in all evaluations so far, by step. NaN is not an
+            improvement.
         """
         sign = 1.0 if self.mode == "min" else -1.0
         best, best_step, num_since = math.inf, None, 0

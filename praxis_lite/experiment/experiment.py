@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """The objects built from an experiment's config; its fields are the roots of `--set` paths.
+    """The objects built from an experiment's config. The fields are the roots of `--set` paths.
 
     Attributes:
         mesh: Shape and axes of the device mesh.
         task: The model, its loss and its learner.
-        datasets: Pipelines by name: `train`, and the evaluation datasets.
+        datasets: Pipelines by name: `train` and the evaluation datasets.
         decode_datasets: Pipelines of prompts by name.
-        run: How long the job runs, and how often it saves, evaluates and reports.
-        partitioner: Called with the task and the mesh to create the partitioner; None for
+        run: Settings for the length of the run, and for how it saves, evaluates and reports.
+        partitioner: Function of the task and the mesh that returns a partitioner, or None for
             `Partitioner`.
         hooks: Hooks, in the order in which they are called.
     """
@@ -66,16 +66,17 @@ _DATA_HINT = (
 class Experiment:
     """Base class of experiments. Subclass it, add `@register`, and launch it by name.
 
-    Every method returns configs (`fdl.Config`), never built objects. To make a variant, subclass an
-    experiment, override a method, and edit the result of `super()`.
+    Every method returns configs (`fdl.Config`), never built objects. To create a variant, subclass
+    an experiment, override a method, and modify the result of `super()`.
 
     Methods may read class attributes such as `BATCH_SIZE = 16` as `self.BATCH_SIZE`; `--set
     BATCH_SIZE=32` sets them before the methods are called.
 
     Attributes:
-        SHARDING_PRESET: Name of a preset of `set_sharding_params`, such as "megatron". It overrides
-            the splits of the task's model and of batch rows, and adds the preset's compiler options
-            to `mesh().compiler_options`, which take precedence. None to use the task's own splits.
+        SHARDING_PRESET: Name of a preset for `set_sharding_params`, such as "megatron". It
+            overrides the splits of the task's model and of batch rows, and adds the preset's
+            compiler options to `mesh().compiler_options`, which take precedence. If None, the
+            splits in the task are used.
     """
 
     SHARDING_PRESET: str | None = None
@@ -85,10 +86,11 @@ class Experiment:
         raise self._missing("mesh")
 
     def mesh_for(self, num_devices: int) -> fdl.Config | None:
-        """Returns the config of the mesh of an elastic job that has `num_devices` devices left.
+        """Returns the config of the mesh for an elastic job with `num_devices` remaining devices.
 
-        Called if `mesh()` has another number of devices; the axes must be the same. None, the
-        default, uses the fastest valid mesh that fits in memory, according to --mode=plan.
+        This is called if `mesh()` has a different number of devices. The axes must be the same. If
+        the result is None, which is the default, the fastest valid mesh that fits in memory
+        according to --mode=plan is used.
         """
         return None
 
@@ -101,7 +103,7 @@ class Experiment:
         raise self._missing("datasets")
 
     def decode_datasets(self) -> dict[str, fdl.Config]:
-        """Returns configs of pipelines of prompts by name; {} unless overridden."""
+        """Returns configs of prompt pipelines by name. The default is {}."""
         return {}
 
     def run(self) -> fdl.Config:
@@ -113,9 +115,9 @@ class Experiment:
         return None
 
     def hooks(self) -> list[fdl.Config]:
-        """Returns configs of subclasses of `praxis_lite.Hook` for training; [] unless overridden.
+        """Returns configs of `praxis_lite.Hook` subclasses for training. The default is [].
 
-        For instance `[fdl.Config(WeightNorms, every=100)]`.
+        An example is `[fdl.Config(WeightNorms, every=100)]`.
         """
         return []
 
@@ -170,7 +172,7 @@ class Experiment:
         return config
 
     def _checked(self, method: str, value: Any, key: str = "") -> fdl.Config:
-        """Returns `value`, the result of a method (at `key`), or raises ConfigError."""
+        """Returns `value`, the result of a method (at `key`), or raises ConfigError if invalid."""
         if isinstance(value, fdl.Config):
             return value
         name = type(value).__name__

@@ -1,4 +1,4 @@
-"""The config of a launch: that of an experiment, or the recorded config of a job."""
+"""The config of a launch, from an experiment or from a job's recorded config."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,9 +24,10 @@ class LaunchedConfig:
       config: The config, with settings applied.
       experiment: Full name of the experiment's class.
       settings: The values of --set.
-      packages: Further packages whose functions and classes the config may refer to.
-      mesh_for: Method `mesh_for` of the experiment; None for a recorded config.
-      recorded: The config.json that the config was read from; None if an experiment created it.
+      packages: Additional packages whose functions and classes the config may contain.
+      mesh_for: Method `mesh_for` of the experiment, or None for a recorded config.
+      recorded: The config.json from which the config was read, or None if an experiment created
+        the config.
     """
 
     config: "fdl.Config"
@@ -40,7 +41,7 @@ class LaunchedConfig:
 def config_of_experiment(
     name: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
 ) -> LaunchedConfig:
-    """Returns the config of an experiment with settings applied.
+    """Creates the config of an experiment and applies settings.
 
     Args:
       name: Name of the experiment, as for --exp.
@@ -48,7 +49,7 @@ def config_of_experiment(
       packages: The user's packages, as for --packages.
 
     Raises:
-      ConfigError: There is no such experiment, or a setting is wrong.
+      ConfigError: The experiment does not exist, or a setting is invalid.
     """
     experiment = registry.get_experiment(name, packages)
 
@@ -65,17 +66,18 @@ def config_of_job(
     job_dir: JobDir, name: str | None = None, settings: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> LaunchedConfig:
-    """Returns the recorded config of a job with settings applied.
+    """Reads the recorded config of a job and applies settings.
 
     Args:
-      job_dir: The job's directory.
-      name: Name of the experiment, as for --exp, to compare with the job's; None to not compare.
+      job_dir: The job directory.
+      name: Name of the experiment, as for --exp. Unless it is None, it must be the experiment of
+        the job.
       settings: Settings "path=value", as for --set.
       packages: The user's packages, as for --packages.
 
     Raises:
-      ConfigError: The job is of another experiment, its config cannot be read, or a setting is
-        wrong.
+      ConfigError: The job has a different experiment, its config cannot be read, or a setting is
+        invalid.
     """
     from praxis_lite.config.build import naming_settings
     from praxis_lite.config.overrides import apply_overrides
@@ -88,7 +90,7 @@ def config_of_job(
         if given != loaded.experiment:
             raise ConfigError(
                 f"{job_dir.path} contains a job of {loaded.experiment}, but --exp is {given}. "
-                "Leave out --exp, or use the directory of a job of that experiment."
+                "Remove --exp, or use the directory of a job of that experiment."
             )
     with naming_settings(loaded.config, job_dir.config_json):
         apply_overrides(loaded.config, settings, allowed)

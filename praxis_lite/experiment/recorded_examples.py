@@ -1,4 +1,4 @@
-"""Verifies which examples a job used, by comparing its record with the data of its config."""
+"""Verifies which examples a job used, by comparing its record with the data in its config."""
 
 import dataclasses
 import itertools
@@ -24,10 +24,10 @@ class ExamplesProof:
 
     Attributes:
       history: The valid history of the record.
-      faults: A sentence per fault; empty if every example was used exactly once and in order.
-      notes: Sentences about other differences.
+      faults: A message for each error; empty if every example was used exactly once and in order.
+      notes: Messages about other differences.
       num_lost_steps: Number of steps that were recomputed.
-      is_recomputed: Whether the data were read again and compared with the record.
+      is_recomputed: Whether the data was read again and compared with the record.
     """
 
     history: History
@@ -77,13 +77,13 @@ def proof_of_examples(
     """Verifies which examples a job used.
 
     Args:
-      job_dir: The job's directory.
+      job_dir: The job directory.
       packages: The user's packages, as for --packages.
       settings: Settings "path=value", as for --set, such as the current location of the data.
-      recorded_only: Whether to check only the record, without recomputing the data.
-      progress: Called with (number of compared steps, number of all steps).
-      last_step: The last step to check; None for the step of the latest checkpoint.
-      num_lost_steps: Number of recomputed steps, including unrecorded ones between two saves.
+      recorded_only: Whether to only check the record, without recomputing the data.
+      progress: Called with (number of compared steps, total number of steps).
+      last_step: The last step to check, or None for the step of the latest checkpoint.
+      num_lost_steps: Number of recomputed steps, including unrecorded steps between two saves.
 
     Raises:
       ConfigError: There is no record, or the data cannot be read.
@@ -121,7 +121,7 @@ def proof_of_examples(
 def train_pipeline(
     job_dir: JobDir, packages: Sequence[str] = (), settings: Sequence[str] = ()
 ) -> InputPipeline:
-    """Builds the training data of a job's config; raises ConfigError if there are none."""
+    """Builds the training data in a job's config. Raises ConfigError if there is none."""
     config = config_of_job(job_dir, None, settings, packages).config
 
     from praxis_lite.config.build import build, naming_settings

@@ -1,7 +1,7 @@
-"""The recorded config of a job, with the job's copies of its tokenizers.
+"""Reads the recorded config of a job, and manages the job's copies of its tokenizers.
 
-When training begins, each tokenizer that the config refers to is normalized and copied into the
-job's directory, so that the job is self-contained. Eval, decode and load() use the copies.
+When training starts, each tokenizer in the config is normalized and copied to the job directory, so
+that the job is self-contained. Eval, decode and load() use the copies.
 """
 
 import os
@@ -23,9 +23,9 @@ from praxis_lite.job.job_dir import JobDir
 
 __all__ = ("tokenizers_of",)
 
-# Name of the file with the source directory of a copy, as written in the config.
+# Name of the file that contains the source directory of a copy, as written in the config.
 CAME_FROM = "came_from.txt"
-# Path of a field with a tokenizer's directory, or of the argument of a tokenizer's class there.
+# Path of a field that contains a tokenizer's directory or the argument of a tokenizer class.
 _TOKENIZER = re.compile(r"(.*[.\]])?tokenizer(\.path)?")
 
 
@@ -46,9 +46,9 @@ def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
 
 
 def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
-    """Copies the tokenizers that a config refers to into the job's directory.
+    """Copies the tokenizers in a config to the job directory.
 
-    The copies are normalized, so that reading them does not need transformers.
+    The copies are normalized, so that transformers is not needed to read them.
 
     Raises:
       ConfigError: A file cannot be read or written.
@@ -63,7 +63,7 @@ def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
         target = copies.setdefault(directory, job_dir.tokenizers / str(len(copies)))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            # Copy config.json too, which may contain eos_token_id.
+            # Also copy config.json, because it may contain eos_token_id.
             for name in {CONFIG, *names_of_tokenizer(source), *names_of_tokenizer(target)}:
                 if (source / name).is_file():
                     (target / name).parent.mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ def copy_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
                     (target / name).unlink(missing_ok=True)
         except OSError as error:
             raise not_written(target, error) from error
-        # Write this file last: it marks the copy as complete.
+        # Write this file last, because it marks the copy as complete.
         write_whole(target / CAME_FROM, os.fsencode(directory))
 
 
@@ -83,10 +83,10 @@ def tokenizers_of(config: fdl.Buildable, job_dir: JobDir) -> dict[str, Path | No
 
 
 def check_tokenizers(config: fdl.Buildable) -> None:
-    """Checks that the directories of tokenizers exist.
+    """Checks that the tokenizer directories exist.
 
     Raises:
-      ConfigError: A directory is missing; the message names the settings to change.
+      ConfigError: A directory is missing. The message lists the settings to change.
     """
     missing: dict[str, list[str]] = {}
     for path, directory in _tokenizers(config):
@@ -104,12 +104,12 @@ def remove_unused(config: fdl.Buildable, mode: str, *, has_prompts: bool = False
     """Removes hooks, and the datasets that a mode does not read, from a job's config.
 
     Args:
-      config: The config, which is changed in place.
-      mode: "eval" or "decode"; other modes read all datasets.
+      config: The config, which is modified in place.
+      mode: "eval" or "decode". For all other modes, all datasets are kept.
       has_prompts: Whether the command line specifies the prompts to decode.
     """
     if "hooks" in config.__arguments__:
-        del config.hooks  # Hooks may use objects that exist only in training.
+        del config.hooks  # Hooks may use objects that only exist in training.
     if mode == "eval" and isinstance(config.datasets, Mapping):
         config.datasets = {
             name: dataset for name, dataset in config.datasets.items() if name != TRAIN
@@ -129,7 +129,7 @@ def _tokenizers(config: fdl.Buildable) -> Iterator[tuple[str, str]]:
 
 
 def _copied_tokenizers(job_dir: JobDir) -> dict[str, Path]:
-    """Returns the copies in a job's directory, by source directory."""
+    """Returns the tokenizer copies in a job directory, by source directory."""
     return {
         os.fsdecode(path.read_bytes()): path.parent
         for path in sorted(job_dir.tokenizers.glob(f"*/{CAME_FROM}")) if path.is_file()

@@ -1,4 +1,4 @@
-"""The registry of experiments by name: `--exp=lm.PyDocs` imports `praxis_lite.experiments.lm`."""
+"""Registers experiments by name; `--exp=lm.PyDocs` imports `praxis_lite.experiments.lm`."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # The package of the library's experiments.
 HOME = "praxis_lite.experiments"
-# The module of notebook cells and scripts.
+# The module in which notebook cells and scripts run.
 _MAIN = "__main__"
 
 # Registered classes by full name.
@@ -35,7 +35,7 @@ def register(experiment: ExperimentT) -> ExperimentT:
     """Registers a class as `module.Class`, and returns it.
 
     Raises:
-        ConfigError: It is not a subclass of Experiment, or another class has the same name.
+        ConfigError: The class is not a subclass of Experiment, or its name is already registered.
     """
     # Import it here, because Experiment needs fiddle and lookups do not.
     from praxis_lite.experiment.experiment import Experiment
@@ -59,8 +59,8 @@ def register(experiment: ExperimentT) -> ExperimentT:
 def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the packages whose experiments can be launched and whose names a config may use.
 
-    They are `praxis_lite.experiments`, the packages in `listed`, packages with an experiment that
-    this process has registered, and in a notebook the module of its cells ("__main__").
+    These are `praxis_lite.experiments`, the packages in `listed`, packages with an experiment that
+    this process has registered, and in a notebook, the module of its cells ("__main__").
 
     Args:
         listed: The value of --packages.
@@ -94,12 +94,12 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
     to find the class by its name alone.
 
     Args:
-        name: Full name, such as `mypackage.experiments.MyLm`; or the name without its package, such
-            as `lm.PyDocs` for `praxis_lite.experiments.lm.PyDocs`; or the class alone, `PyDocs`.
+        name: Full name, such as `mypackage.experiments.MyLm`, name without its package, such as
+            `lm.PyDocs` for `praxis_lite.experiments.lm.PyDocs`, or class name, such as `PyDocs`.
         packages: The user's packages on sys.path.
 
     Raises:
-        ConfigError: No experiment or several have the name, or the class is not registered.
+        ConfigError: The name does not exist or is ambiguous, or the class is not registered.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
@@ -144,7 +144,7 @@ def _found(names: Sequence[str], allowed: Sequence[str]) -> "dict[str, type[Expe
 
 
 def _imported(full: str) -> "type[Experiment] | None":
-    """Imports and returns the registered class `module.Class`; None if there is no such name."""
+    """Imports and returns the registered class `module.Class`, or None if it does not exist."""
     module, _, class_name = full.rpartition(".")
     if full in registered:
         return registered[full]
@@ -160,7 +160,7 @@ def _imported(full: str) -> "type[Experiment] | None":
 
 
 def _import_all(packages: Sequence[str]) -> None:
-    """Imports all modules of packages; logs a warning for modules that cannot be imported."""
+    """Imports all modules of packages, and logs a warning for modules that cannot be imported."""
     remaining = list(packages)
     while remaining:
         name = remaining.pop()

@@ -1,4 +1,4 @@
-"""RunConfig: how long a job runs, and how often it saves, evaluates and reports."""
+"""The settings of a run, such as its length and the intervals of saves and evaluations."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,38 +20,42 @@ from praxis_lite.trackers.tracker import Tracker
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How long a job runs, and how often it saves, evaluates and reports.
+    """Settings for the length of a run and for how it saves, evaluates and reports.
 
     Attributes:
         num_train_steps: Total number of training steps, including those before a resume.
-        seed: Seed of initial weights, dropout and sampling. The data have a separate seed.
+        seed: Seed for initial weights, dropout and sampling. The data has a separate seed.
         checkpoints: When the job saves, and which checkpoints it retains.
-        peer_save_every_steps: Steps between saves of the state to the memory of the job's hosts, of
-            which any one may die; for jobs with `--elastic`. None for no such saves.
+        peer_save_every_steps: Number of steps between saves of the state to the memory of the job's
+            hosts, for jobs with `--elastic`. Any single host may die without losing the state. None
+            for no such saves.
         evaluation: When the job evaluates, on how much data, and with which weights.
         stopping: Conditions that end training before its last step.
         loss_spikes: Size of a loss spike, and the action that follows.
-        profile: Steps to profile, and the processes that do it.
+        profile: Steps to profile, and the processes that record profiles.
         trackers: Trackers by name, which record the run in addition to the job's files. The value
             None removes a tracker, as in `--set run.trackers.tensorboard=None`.
-        log_every_steps: Steps between printed lines if the output is not a terminal; None for about
-            20 lines per run. `metrics.jsonl` always has every step.
+        log_every_steps: Number of steps between printed lines if the output is not a terminal. None
+            for about 20 lines per run. `metrics.jsonl` always contains every step.
         accept_changed_data: Names in the fingerprint of the training data, such as "seed" or
-            "corpus.sha256", whose values may differ from the checkpoint's.
+            "corpus.sha256", whose values may differ from the checkpoint's values.
         decode_use_ema_states: Whether to decode with the moving averages of `Learner.ema_decay`.
-        debug_nans: Whether to rerun a step whose loss or gradient is not finite, and to name the
-            first layer with an output that is not finite. The loop then waits for each step.
-        certify_every_steps: Steps between certificates, which repeat a step on some of its rows
-            with permuted devices and on another mesh, recompute its update, and compare all copies
-            of the state (docs/check.md). 500 costs about 1.1 %. None for no certificates.
-        certify_action: What to do after a difference: "stop" saves and ends the job with an error,
-            "report" saves, prints a line and continues.
-        init_from_checkpoint_rules: Rules that load initial weights from other checkpoints, by the
-            directory of a job. If several rules match a weight, the first one counts.
-        init_from_huggingface: Directory of a Hugging Face model to load all weights from, except
-            those of adapters.
+        debug_nans: Whether to rerun steps whose loss or gradient is not finite, and report the
+            first layer with an output that is not finite. With this setting, the loop waits for
+            each step.
+        certify_every_steps: Number of steps between certificates. A certificate repeats a step on
+            some of its rows with permuted devices and on another mesh, recomputes its update, and
+            compares all copies of the state (docs/check.md). An interval of 500 costs about 1.1 %.
+            None for no certificates.
+        certify_action: Action after a difference is found: "stop" saves and ends the job with an
+            error, "report" saves, prints a line and continues.
+        init_from_checkpoint_rules: Rules that load initial weights from other checkpoints, by job
+            directory. If several rules match a weight, the first rule is used.
+        init_from_huggingface: Directory of a Hugging Face model from which to load all weights
+            except adapters.
         frozen_may_be_new: Whether a new job may freeze weights that were never trained, such as
-            random features. Otherwise this is an error, because adapters over noise learn nothing.
+            random features. If False, this is an error, because adapters over random weights learn
+            nothing.
 
     Raises:
         ConfigError: A value has the wrong type or is out of range.
@@ -81,7 +85,7 @@ class RunConfig:
     frozen_may_be_new: bool = False
 
     def __post_init__(self) -> None:
-        # Without 64-bit types, seeds of JAX keys have 32 bits. The step counter is int32.
+        # Seeds of JAX keys have 32 bits unless 64-bit types are enabled. The step counter is int32.
         ranges = {"seed": (0, 2**32 - 1), "num_train_steps": (1, 2**31 - 1)}
         check_whole_numbers("run", self, ranges)
         require(
@@ -123,7 +127,7 @@ class RunConfig:
 
     @property
     def init_from(self) -> tuple[str, Any] | None:
-        """(name, value) of the setting that specifies initial weights; None for random weights."""
+        """The (name, value) of the setting for initial weights, or None for random weights."""
         if self.init_from_huggingface is not None:
             return "init_from_huggingface", self.init_from_huggingface
         rules = self.init_from_checkpoint_rules

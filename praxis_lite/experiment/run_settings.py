@@ -1,4 +1,4 @@
-"""Settings inside RunConfig: evaluation, stopping, loss spikes and profiles."""
+"""The settings in RunConfig for evaluation, stopping, loss spikes and profiles."""
 
 import dataclasses
 import re
@@ -14,16 +14,17 @@ class EvaluationSettings:
     """When a job evaluates, on how much data, and with which weights (`run.evaluation`).
 
     Attributes:
-        every_steps: Steps between evaluations on every dataset but `train`; None for one at the
-            end.
-        max_batches: Number of batches of each dataset to evaluate; None for one pass.
+        every_steps: Number of steps between evaluations on all datasets except `train`. None for a
+            single evaluation at the end.
+        max_batches: Maximum number of batches to evaluate per dataset, or None for one pass.
         use_ema_states: Whether to evaluate with the moving averages of `Learner.ema_decay`.
         by_follower: Whether a separate process, `--mode=eval --follow`, evaluates the job's
             checkpoints instead of the job. The job uses its results for `run.stopping.early` and
             `run.checkpoints.best`.
 
     Raises:
-        ConfigError: A number of the wrong type or out of range, or every_steps with by_follower.
+        ConfigError: A number has the wrong type or is out of range, or every_steps is combined with
+            by_follower.
     """
 
     every_steps: int | None = None
@@ -44,17 +45,18 @@ class StopSettings:
     """Conditions that end training before its last step (`run.stopping`).
 
     Attributes:
-        early: Early stopping when a metric no longer improves; None for none.
-        max_skipped_steps_in_a_row: Number of consecutive skipped steps, whose loss or gradient was
-            not finite or too large, after which training ends with an error; None for no limit.
-        time_limit_seconds: Time after which training stops as on SIGTERM; None for no limit. Set it
-            below the scheduler's limit, and above the time for restoring and compiling.
-        watchdog_seconds: Time without the end of a step after which the stacks of all threads are
-            reported; None for no reports.
+        early: Settings for early stopping when a metric no longer improves, or None.
+        max_skipped_steps_in_a_row: Number of consecutive skipped steps after which training ends
+            with an error, or None for no limit. A step is skipped if its loss or gradient is not
+            finite or too large.
+        time_limit_seconds: Time after which training stops as on SIGTERM, or None for no limit. Set
+            it below the scheduler's limit, and above the time for restoring and compiling.
+        watchdog_seconds: If no step ends for this time, the stacks of all threads are reported.
+            None for no reports.
         watchdog_exits: Whether the process ends after such a report.
 
     Raises:
-        ConfigError: A number of the wrong type or out of range.
+        ConfigError: A number has the wrong type or is out of range.
     """
 
     early: EarlyStopping | None = None
@@ -69,14 +71,14 @@ class StopSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSpikeSettings:
-    """When a loss counts as a spike, and the action that follows (`run.loss_spikes`).
+    """Definition of a loss spike, and the action after a spike (`run.loss_spikes`).
 
     Attributes:
         factor: A loss above this multiple of the median of the last 100 losses is a spike, if the
-            median is positive; None for no detection. Lines of metrics.jsonl then have
-            `is_loss_spike` and `num_batches_left_out`.
-        action: "report" prints a line; "roll_back" restores the newest checkpoint before the spike,
-            or the initial state, and leaves out the batch.
+            median is positive. None disables detection. With detection, lines in metrics.jsonl
+            contain `is_loss_spike` and `num_batches_left_out`.
+        action: "report" prints a line. "roll_back" restores the newest checkpoint before the spike,
+            or the initial state, and skips the batch.
 
     Raises:
         ConfigError: A setting is out of range.
@@ -100,19 +102,19 @@ class LossSpikeSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileSettings:
-    """Steps that JAX's profiler traces, and the processes that do it (`run.profile`).
+    """Steps to trace with JAX's profiler, and the processes that are traced (`run.profile`).
 
     While a job runs, SIGUSR1 or a file `profile.request` in its directory requests a profile.
 
     Attributes:
         steps: Steps to profile, counted from 1, such as "100:103" for steps 100, 101 and 102, or
-            "100:103,500:502" for two profiles in ascending order; None for profiles on request
-            only.
+            "100:103,500:502" for two profiles in ascending order. If None, profiles are only
+            recorded on request.
         processes: "first" if only the first process traces its devices, "all" if every process
-            does.
+            traces its devices.
 
     Raises:
-        ConfigError: A setting has the wrong form, or ranges are empty, overlap or are not in
+        ConfigError: A setting has the wrong format, or ranges are empty, overlapping or not in
             ascending order.
     """
 

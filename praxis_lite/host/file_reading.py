@@ -1,4 +1,4 @@
-"""Reads regular files: without blocking on pipes, as strict JSON, and line by line from the end."""
+"""Reads regular files without blocking on pipes, as strict JSON or as lines from the end."""
 
 import json
 import os
@@ -23,8 +23,8 @@ def parse_json(text: str) -> Any:
     """Parses strict JSON.
 
     Raises:
-      ValueError: The text is not JSON, has a duplicate key, NaN, an infinity, or a number too large
-        for 64 bits, or is nested too deeply. The message is the reason.
+      ValueError: The text is not JSON, is nested too deeply, or contains a duplicate key, NaN, an
+        infinity, or a number too large for 64 bits. The message is the reason.
     """
     try:
         return json.loads(
@@ -46,23 +46,23 @@ def is_nested(value: Any, max_depth: int) -> bool:
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Opens a regular file for reading; raises OSError for pipes, which could block."""
+    """Opens a regular file for reading. Raises OSError for pipes, which could block."""
     return os.fdopen(descriptor(path, os.O_RDONLY), "rb")
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
-    """Returns the content of a regular file; raises OSError like `opened`."""
+    """Returns the content of a regular file. Raises OSError like `opened`."""
     with opened(path) as file:
         return file.read()
 
 
 def lines_of(path: Path, num_bytes: int | None = None) -> list[str]:
-    """Returns the lines of a file to which a job appends; [] if the file does not exist.
+    """Returns the lines of a file to which a job appends, or [] if the file does not exist.
 
     Args:
       path: The file.
-      num_bytes: Number of bytes to read from the end, so that the first line may be incomplete;
-        None to read the complete file.
+      num_bytes: Number of bytes to read from the end of the file, or None for the complete file.
+        The first line may be incomplete.
 
     Raises:
       ConfigError: The file cannot be read.
@@ -76,17 +76,17 @@ def lines_of(path: Path, num_bytes: int | None = None) -> list[str]:
         return []
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}); expected a file that a training "
-            "job wrote. Remove it or make it readable."
+            f"{path} cannot be read ({error.strerror or error}); expected a file written by a "
+            "training job. Remove it or make it readable."
         ) from None
     return [text for text in content.decode("utf-8", "replace").split("\n") if text]
 
 
 def lines_from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, text) of the lines of a file in reverse order, without line breaks.
+    """Yields (offset, text) for each line of a file in reverse order, without line breaks.
 
-    The first text is what follows the last line break: b"", or an incomplete line. The file is read
-    only as far as needed.
+    The first result is the text after the last line break, which is b"" or an incomplete line. The
+    file is only read as far as needed.
     """
     end, partial = os.fstat(file.fileno()).st_size, []
     while end:
@@ -134,7 +134,7 @@ def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
 
 
 def descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Opens a regular file and returns its descriptor; raises OSError for other kinds of files."""
+    """Opens a regular file and returns its descriptor. Raises OSError for any other file type."""
     number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
@@ -155,7 +155,7 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}). {advice}") from None
     except ValueError as error:
         raise ConfigError(
-            f"{path} is damaged, or was not written by praxis_lite ({error}). {advice}"
+            f"{path} is damaged or was not written by praxis_lite ({error}). {advice}"
         ) from None
 
 
@@ -163,7 +163,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     by_key: dict[str, Any] = {}
     for key, value in pairs:
         if key in by_key:
-            raise ValueError(f"the key {key[:80]!r} occurs twice in one object")
+            raise ValueError(f"the key {key[:80]!r} occurs twice in an object")
         by_key[key] = value
     return by_key
 

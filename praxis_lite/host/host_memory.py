@@ -1,4 +1,4 @@
-"""Measures the memory that this process may still use, and checks that programs fit into it."""
+"""Measures the memory available to this process, and checks that programs fit in it."""
 
 import math
 import re
@@ -28,10 +28,10 @@ _FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> float:
-    """Returns how many bytes this process may still allocate.
+    """Returns the number of bytes that this process may still allocate.
 
-    Even in a container psutil reports the memory of the machine, so the limits of control groups
-    and of ulimit are taken into account as well.
+    psutil reports the machine's memory even in a container, so the limits of control groups and
+    ulimit are taken into account as well.
 
     Args:
       root: The folder that contains proc and sys.
@@ -43,8 +43,8 @@ def available_bytes(root: Path = Path("/")) -> float:
 def check_room_for_devices(num_simulated: int) -> None:
     """Checks that the address space of this process (ulimit -v) is large enough for JAX's threads.
 
-    Otherwise JAX aborts the process. It needs about 1.3 GiB for one simulated device and a tiny
-    model, and 1.8 GiB for eight devices; only clearly smaller limits raise an error.
+    If it is too small, JAX aborts the process. JAX needs about 1.3 GiB for one simulated device and
+    a tiny model, and 1.8 GiB for eight devices. Only clearly smaller limits raise an error.
 
     Args:
       num_simulated: Number of simulated devices.
@@ -66,18 +66,18 @@ def check_program_fits(
     compiled: "jax.stages.Compiled", devices: "Collection[jax.Device]", program: str, advice: str,
     num_processes: int = 1,
 ) -> None:
-    """Checks that this host has memory for the buffers of a program on simulated devices.
+    """Checks that this host has enough memory for a program's buffers on simulated devices.
 
-    Call it between compiling and running the program. Linux overcommits memory: allocations
-    succeed, and the process is killed when it writes to memory that does not exist. The program's
-    arguments are already in memory.
+    Call this between compiling and running the program. The check is needed because Linux
+    overcommits memory: allocations succeed, and the process is killed when it writes to memory that
+    does not exist. The program's arguments are already in memory.
 
     Args:
       compiled: The compiled program.
-      devices: Devices of this process, each with its own buffers. Nothing is checked for real
-        devices, which raise errors themselves.
+      devices: Devices of this process, each of which has separate buffers. Nothing is checked for
+        real devices, because they raise errors when they run out of memory.
       program: Subject of the error message, such as "A step of train with datasets.train".
-      advice: What to change, in complete sentences.
+      advice: Advice for the error message, in complete sentences.
       num_processes: Number of processes on this host that will run the program.
 
     Raises:
@@ -104,11 +104,11 @@ def check_program_fits(
 class FirstRuns:
     """Runs jitted functions, and checks before each first run that the host has enough memory.
 
-    Also applies the workaround for matmuls that XLA may permute.
+    It also applies the workaround for matmuls that XLA may permute.
 
     Args:
       program: Subject of error messages, as for `check_program_fits`.
-      advice: What to change, as for `check_program_fits`.
+      advice: Advice for error messages, as for `check_program_fits`.
     """
 
     def __init__(self, program: str, advice: str):
@@ -120,8 +120,8 @@ class FirstRuns:
 
         Args:
           function: A jitted function, or a step of a Partitioner.
-          *args: Its arguments, with arrays on the devices that it runs on.
-          key: Distinguishes the programs of a function, if it compiles for several shapes.
+          *args: The arguments, with arrays on the devices on which the function runs.
+          key: Key that identifies the program if the function is compiled for several shapes.
 
         Raises:
           OutOfMemory: This host has too little memory for the program's buffers.
@@ -156,8 +156,8 @@ def _free_bytes_of_groups(root: Path) -> Iterator[float]:
             version, base = 1, root / "sys/fs/cgroup/memory"
         else:
             continue
-        # The limits of parent groups apply as well. In a container the path may be that of the
-        # host, which is not mounted; then the base folder is the container's group.
+        # The limits of parent groups apply as well. In a container, the path may be the host's
+        # path, which is not mounted. In this case, the base folder is the container's group.
         folder = base / path.strip("/")
         for group in (folder, *folder.parents):
             yield _free_bytes_of_group(group, *_FILES[version])

@@ -1,7 +1,7 @@
 """Checks the Host header of requests against the names of this machine.
 
-This protects local servers from DNS rebinding: a web page can point its domain at this machine, and
-make a browser on it send requests. The browser then sends that domain as Host.
+This protects local servers from DNS rebinding: a web page can point its domain to this machine, and
+make a browser on this machine send requests. The Host header then contains that domain.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ from collections.abc import Sequence, Set
 
 __all__ = ("LOOPBACK_HOSTS", "has_allowed_host", "is_loopback")
 
-# Names of this machine for itself.
+# Names by which this machine refers to itself.
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9._-]+))(?::([0-9]{1,5}))?", re.ASCII)
 
@@ -27,7 +27,7 @@ def has_allowed_host(host_headers: Sequence[str], names: Set[str]) -> bool:
     """Returns whether a request has exactly one Host header, with one of the allowed names.
 
     Args:
-      host_headers: Values of all Host headers of the request. A valid one is NAME, ADDRESS or
+      host_headers: Values of all Host headers in the request. A valid value is NAME, ADDRESS or
         [IPV6], with or without a port.
       names: Allowed names in lower case; IPv6 addresses without brackets, in their shortest form.
     """

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from praxis_lite.core.errors import OutOfMemory, shown
 
-# Messages of XLA, TensorStore, C++ and Python, but not of gRPC about messages that are too large.
+# Messages of XLA, TensorStore, C++ and Python. gRPC errors about large messages are excluded.
 _NO_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED(?!.*larger than max)|\bbad_alloc\b|can't start new thread"
 )
 
 
 def lack_of_memory(error: BaseException) -> str | None:
-    """Returns the message of an out-of-memory error among an exception's causes, or None."""
+    """Returns the message of an out-of-memory error in an exception's causes, or None."""
     for cause in causes(error):
         text, name = str(cause), type(cause).__name__
         if (
@@ -33,7 +33,7 @@ def out_of_memory(lacking: str) -> OutOfMemory:
     return OutOfMemory(
         f"The process ran out of memory: {lacking}. Reduce batch_size, the length of rows, the "
         "model or num_workers, end other programs on this machine, or use a machine with more "
-        "memory. Limits of the container or the shell (ulimit -v) apply too."
+        "memory. Also check the limits of the container and the shell (ulimit -v)."
     )
 
 

@@ -9,8 +9,8 @@ from praxis_lite.core.errors import ConfigError
 
 __all__ = ("optional_module", "require_package")
 
-# For each import name: the name for pip, and the extra of setup.py that installs it; None if the
-# default installation includes it, on Python versions that it supports.
+# The pip name of each import name, and the extra in setup.py that installs it. The extra is None if
+# the package is part of the default installation on supported Python versions.
 PACKAGES: dict[str, tuple[str, str | None]] = {
     "tensorflow": ("tensorflow", None),
     "grain": ("grain", None),
@@ -41,7 +41,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
 
 
 class MissingPackage(ConfigError):
-    """An optional package that a feature needs is not installed.
+    """An error raised if an optional package that a feature needs is not installed.
 
     Attributes:
       package: The package's import name.
@@ -53,10 +53,10 @@ class MissingPackage(ConfigError):
 class NeedsPackage:
     """Base class of configurable classes that need an optional package.
 
-    Errors about a missing package then list all packages that a config needs.
+    With this base class, errors about a missing package list all packages that a config needs.
 
     Attributes:
-      needed_package: The package's import name; None if the class needs none.
+      needed_package: The package's import name, or None if no package is needed.
     """
 
     needed_package: str | None = None
@@ -72,7 +72,7 @@ def optional_module(name: str, needed_by: str) -> ModuleType:
 
     Args:
       name: Full name of the module, such as "matplotlib.figure".
-      needed_by: Subject of the error message: a setting or feature, such as "TfRecords".
+      needed_by: Subject of the error message, which is a setting or feature such as "TfRecords".
 
     Raises:
       ConfigError: The package is not installed, or its import fails.
@@ -95,17 +95,18 @@ def require_package(package: str, needed_by: str) -> None:
 
     Args:
       package: The package's import name.
-      needed_by: Subject of the error message: a setting or feature, such as "vision.digits".
+      needed_by: Subject of the error message, which is a setting or feature such as
+        "vision.digits".
 
     Raises:
-      ConfigError: The package is not installed; the message explains how to install it.
+      ConfigError: The package is not installed. The message explains how to install it.
     """
     if not is_installed(package):
         raise _missing(package, needed_by)
 
 
 def is_installed(package: str) -> bool:
-    """Returns whether a package can be found; importing it may still fail."""
+    """Returns whether a package can be found, although importing it may still fail."""
     return importlib.util.find_spec(package) is not None
 
 

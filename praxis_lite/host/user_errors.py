@@ -1,4 +1,4 @@
-"""Formats exceptions in the user's code as a message with the line and a traceback file."""
+"""Formats exceptions in the user's code as messages with a code line and a traceback file."""
 
 import contextlib
 import re
@@ -28,7 +28,7 @@ class ErrorReport(NamedTuple):
     """A message about an exception, and the exit status of the command.
 
     Attributes:
-      message: The message, which names the file with the traceback.
+      message: The message, including the path of the file with the traceback.
       status: 1 for an exception in the user's code, 2 for an error about a file.
     """
 
@@ -45,14 +45,14 @@ def first_paragraph(error: BaseException) -> str:
 def explain_error(error: BaseException, path: Path | None) -> ErrorReport | None:
     """Returns a message for an exception in the user's code or about a file.
 
-    The traceback is written to a file that the message names.
+    The traceback is written to a file whose path is part of the message.
 
     Args:
       error: The exception.
-      path: The file for the traceback; a temporary file if it is None or cannot be written.
+      path: The file for the traceback. If None, or if it cannot be written, a temporary file.
 
     Returns:
-      The message and exit status; None if the exception is neither, or no file can be written.
+      The message and exit status, or None for any other exception or if no file can be written.
     """
     message, status = describe_error(error), 1
     if message is None:
@@ -61,7 +61,7 @@ def explain_error(error: BaseException, path: Path | None) -> ErrorReport | None
         message, status = f"{error.filename}: {error.strerror}.", 2
     text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
     if path is not None:
-        with contextlib.suppress(ConfigError):  # The directory may be deleted, or the disk full.
+        with contextlib.suppress(ConfigError):  # The disk may be full, or the directory deleted.
             write_whole(path, text)
             return ErrorReport(f"{message} The full traceback is in {path}.", status)
     try:
@@ -76,7 +76,7 @@ def explain_error(error: BaseException, path: Path | None) -> ErrorReport | None
 def describe_error(error: BaseException) -> str | None:
     """Returns a line such as 'model.py, line 12, in __call__: `x @ w`: TypeError: ...'.
 
-    None if the exception was not raised through a line of the user's code.
+    Returns None if the exception was not raised through a line of the user's code.
     """
     if isinstance(error, RemoteError):
         return error.description

@@ -1,4 +1,4 @@
-"""Writes files atomically: readers see the old or the new content, even after a crash."""
+"""Writes files atomically, so readers see the old or the new content, even after a crash."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ __all__ = ("DISK_FULL", "new_directory", "not_written", "write_picture", "write_
 # Errors for a full disk, an exceeded quota, and a file above the size limit.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-# Name of the folder, inside a directory that is being written, for incomplete files.
+# Name of the subfolder for incomplete files in a directory that is being written.
 PARTIAL = ".partial"
 
 
@@ -27,12 +27,12 @@ def user_cache() -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically: writes and syncs `.NAME.*.new` next to it, and renames that.
+    """Writes a file atomically, by writing and syncing `.NAME.*.new` next to it and renaming it.
 
     A killed process may leave the temporary file.
 
     Raises:
-      ConfigError: The file cannot be written; an existing file is unchanged.
+      ConfigError: The file cannot be written. An existing file is unchanged.
     """
     # Use a random name, because several processes may write the same file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
@@ -58,20 +58,20 @@ def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path, last: str) -> Iterator[Path]:
-    """Fills a new or empty directory with files that appear only when all are written.
+    """Fills a new or empty directory with files that only appear after all are written.
 
-    The body writes into the subfolder `.partial`, which a killed process may leave, and which is
-    then cleared. If the body fails, the directory is unchanged.
+    The body writes to the subfolder `.partial`. A killed process may leave this subfolder, which is
+    cleared by the next call. If the body fails, the directory is unchanged.
 
     Args:
       path: The directory.
-      last: Name of the file to move last; readers ignore the directory without it.
+      last: Name of the file to move last. Readers ignore a directory without this file.
 
     Yields:
-      The folder to write into.
+      The folder to which the body writes.
 
     Raises:
-      ConfigError: The directory already has files, or a file cannot be written.
+      ConfigError: The directory is not empty, or a file cannot be written.
     """
     partial, moved = path / PARTIAL, []
     is_new = not path.exists()

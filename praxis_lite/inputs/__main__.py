@@ -1,6 +1,6 @@
-"""Prepares an experiment's data without its model, or prints a digest of its batches.
+"""Prepares the data of an experiment without its model, or prints a digest of its batches.
 
-`digest --job` proves which examples a trained job used; the exit status is 1 if the proof fails.
+`digest --job` proves which examples a job was trained on. The exit status is 1 if the proof fails.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 2 after an error that the user can fix."""
+    """Runs the command and returns its exit status, which is 2 for errors the user can fix."""
     return status_of(lambda: _run(argv), continues_without_output=False)
 
 
@@ -35,11 +35,11 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m praxis_lite.inputs", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{digest,prepare}")
     digest = commands.add_parser(
-        "digest", help="SHA-256 of global batches; for a job: proof of which examples it used",
+        "digest", help="print the SHA-256 of global batches, or prove which examples a job used",
         description="Prints the SHA-256 of a dataset's global batches, which does not depend on "
         "the number of processes. With --job, recomputes the data and compares it with the "
         "processes' records, to prove that the job used every example exactly once, in order; the "
-        "exit status is 1 if it did not.",
+        "exit status is 1 if the proof fails.",
     )
     digest.add_argument("--dataset", metavar="NAME", help=f"default: {TRAIN}")
     digest.add_argument("--processes", type=int, metavar="N", help="default: 1")
@@ -53,7 +53,7 @@ def _parser() -> Parser:
     prepare = commands.add_parser(
         "prepare", help="index, tokenize and pack all datasets before a job needs them",
         description="Checks all datasets of an experiment: indexes and tokenizes their files on "
-        "all cores, caches the results for later jobs, and reports faults in the data.",
+        "all cores, caches the results for later jobs, and reports errors in the data.",
     )
     for command, function in ((digest, _digest), (prepare, _prepare)):
         command.set_defaults(command=function)
@@ -75,11 +75,11 @@ def _digest(args: argparse.Namespace) -> int | None:
                 )
         return _prove(args)
     if args.recorded_only:
-        raise ConfigError("--recorded-only needs --job=DIR. Add the job's directory.")
+        raise ConfigError("--recorded-only requires --job=DIR.")
     pipelines, dataset = _pipelines(args), args.dataset or TRAIN
     if dataset not in pipelines:
         raise ConfigError(
-            f"--dataset={dataset}: {args.exp} has the datasets {sorted(pipelines)}."
+            f"--dataset={dataset}: the datasets of {args.exp} are {sorted(pipelines)}."
             f"{did_you_mean(dataset, pipelines)}"
         )
     start = args.start or 0
@@ -94,7 +94,7 @@ def _digest(args: argparse.Namespace) -> int | None:
 
 
 def _prove(args: argparse.Namespace) -> int:
-    """Prints which examples a job used, and returns 1 if they are not the expected ones."""
+    """Prints which examples a job used, and returns 1 if they differ from the expected examples."""
     from praxis_lite.experiment.recorded_examples import proof_of_examples
     from praxis_lite.installed_tools import installed_job_tools
     from praxis_lite.job.job_dir import open_for_reading
@@ -135,7 +135,7 @@ def _pipelines(args: argparse.Namespace) -> dict[str, InputPipeline]:
     from praxis_lite.experiment.launched_config import config_of_experiment
 
     if args.exp is None:
-        raise ConfigError("--exp=NAME is missing. Add it, or use digest --job=DIR for a job.")
+        raise ConfigError("--exp=NAME is missing. Add it, or use digest --job=DIR to check a job.")
     return build(config_of_experiment(args.exp, args.settings, args.packages).config.datasets)
 
 

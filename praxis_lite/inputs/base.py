@@ -78,10 +78,10 @@ class InputPipeline(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns all that determines the batches as JSON: settings, seed, hash of the data."""
+        """Returns everything that determines the batches, as JSON: settings, seed and data hash."""
 
     def nondeterminism(self) -> str | None:
-        """Returns the reason why batches may differ between runs, or None if there is none.
+        """Returns the reason why batches may differ between runs, or None if they cannot.
 
         By default, the first batch is computed twice and compared.
         """
@@ -95,7 +95,7 @@ class InputPipeline(abc.ABC):
     def classes(self) -> dict[str, tuple[str, ...]]:
         """Returns the class names of each label, by the label's name; {} if unknown.
 
-        All datasets of a job, and all sources of a mixture, must number a class the same way.
+        A class must have the same index in all datasets of a job and all sources of a mixture.
         """
         return {}
 
@@ -116,7 +116,7 @@ class InputPipeline(abc.ABC):
         return None
 
     def class_name(self) -> str:
-        """Returns the class's name for fingerprints; a user's class is prefixed with its module.
+        """Returns the class name for fingerprints, prefixed with the module for a user's class.
 
         Both `TextWindows` classes have the same name because their batches are equal.
         """
@@ -125,7 +125,7 @@ class InputPipeline(abc.ABC):
         return prefix + type(self).__qualname__
 
     def settings_fingerprint(self, *settings: str) -> dict[str, Any]:
-        """Returns the class's name and the given attributes, or their fingerprints."""
+        """Returns the class name and the values, or fingerprints, of the given attributes."""
         values = {name: getattr(self, name) for name in settings}
         return {"pipeline": self.class_name()} | {
             name: value.fingerprint() if isinstance(value, HasFingerprint) else value
@@ -197,12 +197,12 @@ class ExamplePipeline(IndexedPipeline):
         return self.where(indices[0]) if indices else ""
 
     def where(self, example: int) -> str:
-        """Returns an example's location for messages; by default its index, counted from 0."""
+        """Returns an example's location for messages; by default its zero-based index."""
         return f"example {example}"
 
 
 class SequentialPipeline(InputPipeline):
-    """A pipeline without random access: to resume, a job recomputes all earlier batches."""
+    """A pipeline without random access; a resumed job recomputes all earlier batches."""
 
     replays = True
 
@@ -271,7 +271,7 @@ def batches_sha256(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
 
 
 def fingerprint_json(value: Any) -> Any:
-    """Returns JSON that identifies a function with its bound arguments, or any other setting."""
+    """Returns JSON that identifies a setting, such as a function with its bound arguments."""
     if isinstance(value, functools.partial):
         arguments = {str(n): fingerprint_json(x) for n, x in enumerate(value.args)}
         arguments |= {name: fingerprint_json(x) for name, x in value.keywords.items()}

@@ -111,7 +111,7 @@ def check_members(pipeline: InputPipeline, name: str) -> None:
 
 
 def checked_spec(pipeline: InputPipeline, name: str) -> Any:
-    """Returns the pipeline's `element_spec` after validating it.
+    """Validates the pipeline's `element_spec` and returns it.
 
     Args:
       pipeline: Pipeline to check.
@@ -145,7 +145,8 @@ def non_finite_rows(
     Args:
       batch: Rows of a global batch, as host arrays.
       first_row: Index of the first of these rows in the global batch.
-      example_of: Maps a row of the global batch to the location of its example; "" if unknown.
+      example_of: Returns the location of the example in a row of the global batch, or "" if
+        unknown.
     """
     messages = []
     for path, leaf in _leaves(batch).items():

@@ -33,7 +33,7 @@ _NUM_COMPARED = 2
 
 
 class FromDataset(SequentialPipeline):
-    """Batches of a tf.data.Dataset of dicts of tensors, which your function returns.
+    """Batches from a user function that returns a tf.data.Dataset with dicts of tensors.
 
     Each iteration calls the function after `tf.random.set_seed(seed)`, which seeds all random
     operations without an explicit seed. tf.data preserves the order of parallel operations, so all
@@ -44,11 +44,12 @@ class FromDataset(SequentialPipeline):
     logs this). Every process computes the complete global batch and takes its own rows.
 
     The fingerprint contains the function's qualified name, its arguments, the settings, the number
-    of examples, and a hash of the first two batches. It contains no file paths except those in the
+    of examples, and a hash of the first two batches. It contains no file paths unless they are
     arguments.
 
-    If a batch has no `weights`, ones are added: one per label, or one per row without labels.
-    64-bit numbers are converted to 32 bits. An incomplete last batch is padded with zero rows.
+    If a batch has no `weights`, weights of 1 are added: one for each label, or for each row without
+    labels. 64-bit numbers are converted to 32 bits. An incomplete last batch is padded with zero
+    rows.
 
     Args:
         make_dataset: Importable function that returns the dataset. Configure it as
@@ -56,8 +57,9 @@ class FromDataset(SequentialPipeline):
         batch_size: Number of rows in the global batch.
         seed: Seed of all random operations in the dataset.
         is_batched: Whether the dataset's elements are global batches instead of examples.
-        num_batches: Number of batches in one pass. None uses the dataset's cardinality; if that is
-            unknown (TFRecord files, filters), each launch reads the dataset once to count them.
+        num_batches: Number of batches in one pass. If None, uses the dataset's cardinality. If that
+            is unknown (TFRecord files, filters), each launch reads the dataset once to count the
+            batches.
     """
 
     def __init__(
@@ -162,7 +164,7 @@ class FromDataset(SequentialPipeline):
 
     @functools.cached_property
     def _nondeterminism_and_digest(self) -> tuple[str | None, str]:
-        """The reason why batches may differ between runs (or None), and a hash of the first two."""
+        """The reason why batches may differ between runs or None, and a hash of the first two."""
         first, second = (
             list(itertools.islice(self.batches_from(0, self.whole_or(None)), _NUM_COMPARED))
             for _ in range(2)

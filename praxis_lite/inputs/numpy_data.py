@@ -60,10 +60,14 @@ class TextWindows(IndexedPipeline):
         self.require_at_least(0, "seed")
         if self.stride is not None:
             self.require_at_least(1, "stride")
+            if self.shuffle:
+                raise ConfigError(
+                    f"TextWindows.stride={self.stride} cannot be combined with shuffle=True. Set "
+                    "shuffle=False, or remove stride."
+                )
             require(
-                not self.shuffle and self.stride <= self.seq_len, "TextWindows.stride", self.stride,
-                "None with shuffle=True, otherwise at most seq_len, because a larger stride skips "
-                f"labels; seq_len is {self.seq_len} and shuffle is {self.shuffle}",
+                self.stride <= self.seq_len, "TextWindows.stride", self.stride,
+                f"at most seq_len={self.seq_len}, because a larger stride would skip labels",
             )
         num_labels = len(self.corpus.tokens(self.split)) - 1
         require(
@@ -128,12 +132,12 @@ class TextWindows(IndexedPipeline):
 class InMemory(ExamplePipeline):
     """Batches of arrays in memory; row i of each array belongs to example i.
 
-    Without a `weights` array, ones are added: one per label, or one per row without `labels`.
-    64-bit numbers are converted to 32 bits, as JAX does by default.
+    If there is no `weights` array, weights of 1 are added: one for each label, or for each row
+    without `labels`. 64-bit numbers are converted to 32 bits, as JAX does by default.
 
     Args:
-        arrays: Arrays by name with the same first dimension, or a callable that returns them,
-            which is called on first use.
+        arrays: Arrays by name with the same first dimension, or a callable that returns them and is
+            called on first use.
         batch_size: Number of rows in the global batch.
         seed: Seed of the shuffled order.
         shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
@@ -204,8 +208,8 @@ class SyntheticLm(IndexedPipeline):
     """A synthetic language whose sequences count upwards, modulo the vocabulary size.
 
     A token t is followed by t + 1 with probability 7/8 and by a random token with probability 1/8.
-    A perfect model has a loss of about 0.38 + ln(vocab_size) / 8; uniform guesses have
-    ln(vocab_size).
+    The loss of a perfect model is about 0.38 + ln(vocab_size) / 8, and the loss of uniform guesses
+    is ln(vocab_size).
 
     Args:
         vocab_size: Number of distinct tokens.

@@ -23,18 +23,19 @@ class WithWorkers(IndexedPipeline):
 
     Worker w of N computes batches start + w, start + w + N, ... Each batch is a pure function of
     its index, so a job may resume with a different number or kind of workers, and the fingerprint
-    omits both. Each call of `batches` starts new workers, so use this for training, not for short
-    evaluations. If a worker fails or is killed, requesting its next batch raises an error.
+    includes neither. Each call of `batches` starts new workers, so use this for training, not for
+    short evaluations. If a worker fails or is killed, requesting its next batch raises an error.
 
-    A worker process is a new Python process with a copy of the pipeline and its data. It takes
-    0.3 s and 30 MB to start, plus the imports of the pipeline's module. It ignores SIGINT and
-    SIGTERM, which the training process handles, exits with that process, and sees no accelerators.
-    Threads have none of these costs, but only help while the GIL is released: when reading files
-    and in large NumPy operations.
+    A worker process is a new Python process with a copy of the pipeline and its data. Starting it
+    takes 0.3 s and 30 MB, plus the imports of the pipeline's module. It cannot use accelerators,
+    ignores SIGINT and SIGTERM, which the training process handles, and exits together with the
+    training process. Threads have none of these costs, but only help while the GIL is released:
+    when reading files and in large NumPy operations.
 
     Args:
-        pipeline: Pipeline to prefetch. For processes it must be picklable, so without lambdas.
-        num_workers: Number of batches that are computed at the same time.
+        pipeline: Pipeline to prefetch. With processes, it must be picklable and thus contain no
+            lambdas.
+        num_workers: Number of workers.
         num_prefetched: Maximum number of finished batches in the queue of each worker.
         kind: "processes" or "threads".
     """

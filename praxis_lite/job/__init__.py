@@ -1,4 +1,4 @@
-"""A job as the operating system sees it: its directory, lock, processes and signals.
+"""The directory, lock, processes and signals of a job.
 
-Never deals with a model, its weights or its data.
+This package does not depend on models, weights or data.
 """

@@ -1,4 +1,4 @@
-"""Runs a command of the library: options, output, signals, and errors as one paragraph."""
+"""Runs a command of the library, and handles its options, output, signals and errors."""
 
 import argparse
 import os
@@ -30,21 +30,21 @@ def run(
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
 ) -> None:
-    """Runs a command, and exits with its status if that is not 0.
+    """Runs a command, and exits with its status if the status is not 0.
 
     The exit status is 2 after an error that the user can fix, which is printed as a paragraph, and
-    1 after an exception in the user's code. A signal ends the command with one line and status 128
-    + its number; for training see `StopRequest`. Import slow modules inside the command, because
-    Ctrl-C before `run` prints a traceback.
+    1 after an exception in the user's code. A signal ends the command with a single line and status
+    128 + its number; for training, see `StopRequest`. Import slow modules inside the command,
+    because Ctrl-C before `run` prints a traceback.
 
     Args:
-      command: Returns the exit status; None for 0.
+      command: Function that returns the exit status, or None for 0.
       continues_without_output: Whether the command continues if its standard output is closed.
-        Otherwise it ends quietly, like a program in a pipe. May also be a function that returns
-        this, which is called when output is lost.
-      traceback_txt: Returns the file for the traceback of the user's code; None for a temporary
-        file.
-      wraps: Whether to wrap errors at 100 characters; False prints a single line, for scripts.
+        Otherwise, it ends quietly, like a program in a pipe. May also be a function that returns
+        this and is called when output is lost.
+      traceback_txt: Function that returns the file for tracebacks of the user's code, or None for a
+        temporary file.
+      wraps: Whether to wrap errors at 100 characters. If False, an error is a single line.
     """
     open_closed_streams()
     with output_may_be_lost(continues=continues_without_output), EndsBySignal(), ending_together():
@@ -72,16 +72,16 @@ def print_error(message: object, *, wraps: bool = True) -> None:
 def _run(
     command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool
 ) -> None:
-    # Exit inside the handlers: `ending_together` reports the SystemExit's context to the other
-    # processes.
+    # Exit inside the exception handlers, because `ending_together` reports the SystemExit's context
+    # to the other processes.
     try:
         if status := command():
             sys.exit(status)
-    except KeyboardInterrupt:  # Raised by code, or outside the main thread.
+    except KeyboardInterrupt:  # Raised by user code, or outside the main thread.
         print("ended by SIGINT", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Error as error:
-        # Remove the context that Fiddle appends to an exception of a constructor.
+        # Remove the context that Fiddle appends to a constructor's exception.
         message = str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0]
         print_error(message, wraps=wraps)
         sys.exit(error.exit_status)
@@ -103,18 +103,18 @@ def _run(
 def _add_current_directory_to_path() -> None:
     """Appends the current directory to sys.path, to find the user's packages.
 
-    It is not at the start, so that `python main.py` in a folder with a random.py does not import
-    that file.
+    It is not inserted at the start, because `python main.py` in a folder with a random.py would
+    import that file.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises ConfigError for unknown options and wrong values.
+    """An argument parser that raises ConfigError for unknown options and invalid values.
 
     Attributes:
-      pax_options: The counterparts of options of Pax, by their names without dashes.
+      pax_options: The equivalents of Pax options, by option name without dashes.
     """
 
     pax_options: Mapping[str, str] = {}

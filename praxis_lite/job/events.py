@@ -1,24 +1,24 @@
 """Reports phases, progress and facts of this process to listeners.
 
-The code of the job reports through the global `events`:
+The code of the job uses the global `events`:
 
-    with events.phase(SAVE, step=7):     # The activity of the main thread; its time is counted.
+    with events.phase(SAVE, step=7):     # The activity of the main thread, whose time is measured.
         ...
     events.progress(7)                   # The main thread has made progress.
     events.report(made=7)                # Facts by name, with JSON values.
 
-Without listeners only the seconds of each kind are measured (`JobEvents.seconds`); they are part of
-a step's metrics. Goodput, the supervisor of an elastic job and the detection of stuck processes are
-listeners, subclasses of `Listener` that `main.py` and `praxis_tools/job_tools.py` add.
+Without listeners, only the seconds of each kind are measured (`JobEvents.seconds`), for a step's
+metrics. Goodput, the supervisor of an elastic job and the detection of stuck processes are
+listeners, which are subclasses of `Listener` added by `main.py` and `praxis_tools/job_tools.py`.
 
 Reported facts:
 
     from_step, source   the step of the launch's first state, and "new", "disk" or "peers"
     trains_from         training starts after this step; also reported after a roll-back
     made                the metrics of this step are known
-    lost_to             steps up to this one were made by an earlier launch and are recomputed
-    ended_by            what stopped training, such as "SIGTERM"; None after the last step
-    nothing_to_do       why the launch makes no step
+    lost_to             steps up to this step of an earlier launch are recomputed
+    ended_by            the request that ended training, such as "SIGTERM"; None after the last step
+    nothing_to_do       why the launch runs no steps
     mesh, num_devices   the job's mesh
     ended               "trained" or "stopped", after everything was saved
     why                 why this process failed
@@ -36,7 +36,7 @@ __all__ = (
     "Listener", "MEETING", "ON_DEVICES", "Phase", "RESTORE", "SAVE", "STEP", "events",
 )
 
-# The kinds that the seconds of a process are counted by; the main thread is always in one of them.
+# The kinds of phases by which seconds are counted. The main thread is always in one of them.
 IMPORT = "import"  # From the start of the process: Python, libraries, the experiment's config.
 INIT = "init"  # Everything else outside the loop: mesh, tracing, checks, new state, loss curve.
 COMPILE = "compile"  # Compiling any program of the job.
@@ -44,10 +44,10 @@ RESTORE = "restore"  # Verifying and reading the job's checkpoint, at the start 
 INPUT_WAIT = "input wait"  # The loop waits for a batch.
 STEP = "step"  # The rest of the loop: devices compute, metrics are written, hooks run.
 EVALUATION = "evaluation"
-SAVE = "save"  # Training waits for a save; saving in the background does not count.
+SAVE = "save"  # Training waits for a save. Saving in the background is not included.
 KINDS = (IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, EVALUATION, SAVE)
 
-# Kinds of inner phases. Their seconds, and those of any other text, count as the outer phase's.
+# Kinds of inner phases. The seconds of these and of any other kinds are added to the outer phase.
 DISPATCH = "dispatch"  # Dispatching a program with collectives to the devices.
 ON_DEVICES = "on devices"  # Waiting for this process's devices.
 MEETING = "meeting"  # Waiting for the other processes, on the host.
@@ -57,10 +57,12 @@ class Phase(NamedTuple):
     """The activity of the main thread.
 
     Attributes:
-      kind: The argument of `JobEvents.phase`: one of KINDS, or that of an inner phase, such as
+      kind: The argument of `JobEvents.phase`: one of KINDS, or the kind of an inner phase, such as
         MEETING or "hook NAME".
-      counts_as: The element of KINDS that its seconds count as: `kind`, or that of the outer phase.
-      doing: `kind`; for DISPATCH and ON_DEVICES the outer phase's, followed by " on devices".
+      counts_as: The element of KINDS to which its seconds are added: `kind`, or for an inner phase,
+        the kind of the outer phase.
+      doing: A description of the activity: `kind`, or for DISPATCH and ON_DEVICES, the outer
+        phase's description followed by " on devices".
     """
 
     kind: str
@@ -69,7 +71,7 @@ class Phase(NamedTuple):
 
 
 class Listener:
-    """Base class of listeners to a job's events; every method does nothing by default.
+    """Base class of listeners to a job's events. By default, every method does nothing.
 
     Methods are called synchronously, so a slow method delays training.
     """
@@ -86,7 +88,7 @@ class Listener:
         """Called when an inner phase has ended and `phase` continues."""
 
     def progress(self, step: int | None) -> None:
-        """Called after a training step, or with None after smaller progress."""
+        """Called with the step after a training step, or with None after smaller progress."""
 
     def report(self, facts: Mapping[str, Any]) -> None:
         """Called with facts by name, from any thread."""
@@ -99,7 +101,7 @@ class JobEvents:
     and progress; any thread may report facts.
 
     Args:
-      now: A monotonic clock, in seconds.
+      now: A monotonic clock in seconds.
       unix: A clock in Unix seconds.
 
     Attributes:
@@ -114,7 +116,7 @@ class JobEvents:
         self.launched()
 
     def launched(self, began: float | None = None) -> None:
-        """Resets all seconds for a launch that began at `began` (Unix seconds; None for now)."""
+        """Resets all seconds for a launch that began at `began`, in Unix seconds, or now."""
         at = self._unix()
         with self._lock:
             self.began = at if began is None else min(began, at)
@@ -134,7 +136,7 @@ class JobEvents:
 
     @contextlib.contextmanager
     def phase(self, kind: str, step: int | None = None) -> Iterator[None]:
-        """Context manager of a phase; the outer phase resumes at its end."""
+        """Context manager for a phase, at whose end the outer phase resumes."""
         outer = self._phase
         self.begins(kind, step)
         try:
@@ -145,17 +147,17 @@ class JobEvents:
                 listener.resumes(outer)
 
     def progress(self, step: int | None = None) -> None:
-        """Reports that the main thread made progress; `step` is a training step that has ended."""
+        """Reports progress of the main thread, such as the end of training step `step`."""
         for listener in self._listeners:
             listener.progress(step)
 
     def report(self, **facts: Any) -> None:
-        """Reports facts by name, with JSON values (see the module docstring); from any thread."""
+        """Reports facts by name with JSON values (see the module docstring), from any thread."""
         for listener in self._listeners:
             listener.report(facts)
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds by kind up to now; callable from any thread."""
+        """Returns the seconds so far, by kind. Callable from any thread."""
         with self._lock:
             seconds = dict(self._seconds)
             seconds[self._phase.counts_as] += self._now() - self._since
@@ -176,7 +178,7 @@ class JobEvents:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
 
     def _switch_to(self, phase: Phase) -> Phase:
-        """Counts the seconds of the current phase, and continues with `phase`."""
+        """Adds the seconds of the current phase to its kind, and switches to `phase`."""
         with self._lock:
             at = self._now()
             self._seconds[self._phase.counts_as] += at - self._since
@@ -187,21 +189,21 @@ class JobEvents:
 # The events of this process.
 events = JobEvents()
 
-# A process that is older did something else before the launch, for example a notebook or a test
+# A process that is older has done other work before the launch. Examples are a notebook, a test
 # run, or a shell that was replaced by Python (exec).
 _MAX_AGE_SECONDS = 60.0
 
 
 def process_start() -> float:
-    """Returns when this launch began, in Unix seconds.
+    """Returns the start time of this launch in Unix seconds.
 
-    Linux reports the start of the process with a resolution of 10 ms. If that is unknown, or more
-    than a minute ago, the result is the current time.
+    Linux reports the start time of the process with a resolution of 10 ms. If this time is unknown
+    or more than a minute ago, the current time is returned.
     """
     now = time.time()
     try:
         with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-            # Skip the program's name in parentheses, which may contain blanks and parentheses.
+            # Skip the program's name in parentheses, which may contain spaces and parentheses.
             ticks = int(file.read().rpartition(")")[2].split()[19])
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # Not Linux.

@@ -1,4 +1,4 @@
-"""Health files, from which a cluster's probes see whether a process is alive and training."""
+"""Health files, by which a cluster's probes check whether a process is alive and training."""
 
 import contextlib
 import threading
@@ -9,20 +9,20 @@ from praxis_lite.core.errors import ConfigError, require
 
 __all__ = ("HealthFiles", "health_directory")
 
-# Far shorter than the minute after which a probe considers the process dead, because a busy machine
-# may miss many updates.
+# Much shorter than the minute after which a probe considers the process dead, because a busy
+# machine may miss many updates.
 BEAT_SECONDS = 1.0
 
 
 class HealthFiles(contextlib.AbstractContextManager):
-    """Maintains two empty files, `alive` and `ready`, in a directory while it is entered.
+    """A context that maintains two empty files, `alive` and `ready`, in a directory.
 
     A probe checks the age of `alive` (`find DIR/alive -mmin -1`) and the existence of `ready`.
-    Entering removes the files of a killed process, and leaving removes both files. Errors when
-    `alive` is updated are ignored, because the probe sees its age.
+    Files of a killed process are removed on entry, and both files are removed on exit. Errors in
+    updating `alive` are ignored, because the probe checks its age.
 
     Args:
-      directory: A directory that only this process uses.
+      directory: A directory that is only used by this process.
     """
 
     def __init__(self, directory: Path):
@@ -66,12 +66,13 @@ class HealthFiles(contextlib.AbstractContextManager):
 
 
 class HealthBeat(contextlib.AbstractContextManager):
-    """Updates `alive` every second while it is entered, unless the process hangs.
+    """A context that updates `alive` every second unless the process hangs.
 
     Attributes:
       files: The health files.
-      is_hung: Returns whether the process hangs; called before each update, in a separate thread.
-        While C code holds the GIL the thread cannot run, so the file is not updated either.
+      is_hung: Function that returns whether the process hangs, called before each update in a
+        separate thread. This thread cannot run while C code holds the GIL, so the file is not
+        updated in this case either.
     """
 
     def __init__(self, files: HealthFiles):
@@ -97,7 +98,7 @@ class HealthBeat(contextlib.AbstractContextManager):
 
 
 def health_directory(given: str, job_log_dir: str | None) -> Path:
-    """Returns the directory of --health_dir; raises ConfigError if it is inside --job_log_dir."""
+    """Returns the directory for --health_dir. Raises ConfigError if --job_log_dir contains it."""
     directory = Path(given)
     require(
         job_log_dir is None or not directory.resolve().is_relative_to(Path(job_log_dir).resolve()),

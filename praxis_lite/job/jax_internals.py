@@ -11,12 +11,12 @@ __all__ = ("compilation_cache_modules",)
 
 
 def distributed_state() -> Any:
-    """Returns JAX's global state of `jax.distributed`; None before jax is imported."""
+    """Returns the global state of `jax.distributed`, or None before jax is imported."""
     return getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
 
 
 def detected_processes(method: str | None, seconds: int) -> tuple[str, int, int, list[int] | None]:
-    """Returns (coordinator, num_processes, process_id, local device ids) as JAX detects them."""
+    """Returns (coordinator, num_processes, process_id, local device ids) as detected by JAX."""
     from jax._src import clusters
 
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(

@@ -1,4 +1,4 @@
-"""The files in a job's directory, and the checks when a directory is opened."""
+"""The files in a job directory, and the checks that are made when a directory is opened."""
 
 import contextlib
 import dataclasses
@@ -25,30 +25,32 @@ def _child(name: str) -> property:
 
 @dataclasses.dataclass(frozen=True)
 class JobDir:
-    """The paths of a job's files. Creating it does not access the disk.
+    """The paths of a job's files. Creating an instance does not access the disk.
 
     Attributes:
-      path: The job's directory.
-      config_json: The config that the job is rebuilt from; it marks the directory as a job's.
+      path: The job directory.
+      config_json: The config from which the job is rebuilt. A directory with this file is a job
+        directory.
       config_txt: The config as text, one `path=value` per line.
       layout_txt: Shapes, spec, bytes per device and padding of every array of the state.
-      layout_json: The same for programs.
+      layout_json: The same information in JSON.
       init_from_checkpoint_txt: The source of each variable of a job with pretrained weights.
-      metrics_jsonl: A line per training step.
-      eval_metrics_jsonl: A line per evaluation and dataset.
-      certificates_jsonl: A line per certificate made while training (run.certify_every_steps).
-      timeline_jsonl: How each launch spent its time, a line per save.
+      metrics_jsonl: One line per training step.
+      eval_metrics_jsonl: One line per evaluation and dataset.
+      certificates_jsonl: One line per certificate from training (run.certify_every_steps).
+      timeline_jsonl: How each launch spent its time, with one line per save.
       examples: Folder of records of the rows that each process fed.
       loss_curve_png: Plot of the losses.
       non_finite_txt: The origin of NaN and infinities in each step that run.debug_nans repeated.
-      residuals_jsonl: Measured and predicted seconds, a line per profile and --mode=plan --measure.
-      elastic_jsonl: A line per change of the processes of an elastic job.
+      residuals_jsonl: Measured and predicted seconds, with one line per profile and per
+        --mode=plan --measure.
+      elastic_jsonl: One line per change to the processes of an elastic job.
       elastic: Folder through which the supervisors of an elastic job communicate.
       stacks_txt: The watchdog's reports, with the stacks of all threads.
       traceback_txt: Traceback of the exception that ended the last launch, if any.
-      huggingface: Folder with config.json and tokenizer of the Hugging Face model that the job
-        started from, if any.
-      tokenizers: Folder of copies of the tokenizers that the config refers to.
+      huggingface: Folder with config.json and tokenizer of the Hugging Face model from which the
+        job was started, if any.
+      tokenizers: Folder with copies of the tokenizers used in the config.
       tensorboard: Folder of TensorBoard summaries.
       profiles: Folder of profiles, each named after its first step.
       profile_request: A file that requests a profile; it may contain the number of steps.
@@ -84,7 +86,7 @@ class JobDir:
     checkpoints = _child("checkpoints")
 
     def decode_jsonl(self, dataset: str, step: int) -> Path:
-        """Returns the file of a dataset's prompts, decoded with the checkpoint of `step`."""
+        """Returns the file of a dataset's prompts decoded with the checkpoint of `step`."""
         return self.path / "decode" / dataset / f"{step}.jsonl"
 
     def eval_jsonl(self, dataset: str, step: int) -> Path:
@@ -93,17 +95,17 @@ class JobDir:
 
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
         """Writes `config.json` and `config.txt`, each atomically."""
-        # config.json first, because it marks the directory as a job's: if writing config.txt fails,
-        # the next launch still accepts the directory.
+        # Write config.json first, because it marks the directory as a job directory. If writing
+        # config.txt fails, the next launch still accepts the directory.
         write_whole(self.config_json, json_text.encode())
         write_whole(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
 
 
 def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
-    """Opens a job's directory for training; creates it if needed.
+    """Opens a job directory for training, and creates it if needed.
 
     Args:
-      path: The directory: missing, empty, or with a job of `experiment`.
+      path: The directory, which may be missing, empty, or contain a job of `experiment`.
       experiment: Full name of the experiment, "module.Class".
 
     Raises:
@@ -117,19 +119,21 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
             _refuse(
                 job,
                 f"contains a job of the experiment {shown(recorded)}, but this run is "
-                f"{experiment}. Choose another directory, or use the experiment {shown(recorded)} "
+                f"{experiment}. Choose a different directory, or use the experiment "
+                f"{shown(recorded)} "
                 "to continue that job",
             )
     return job
 
 
 def open_for_supervisors(path: str | os.PathLike[str]) -> JobDir:
-    """Opens the directory of an elastic job for its supervisors; creates it if needed.
+    """Opens the directory of an elastic job for its supervisors, and creates it if needed.
 
     The first worker calls `open_for_training` later.
 
     Raises:
-      ConfigError: As `open_for_training`, without the check of the experiment.
+      ConfigError: The directory is invalid, as in `open_for_training`. The experiment is not
+        checked.
     """
     job = JobDir(local_directory(path))
     if job.path.exists():
@@ -141,10 +145,10 @@ def open_for_supervisors(path: str | os.PathLike[str]) -> JobDir:
 
 
 def _check_may_be_jobs(job: JobDir) -> None:
-    """Checks that an existing directory contains a job, or nothing but files of a failed launch."""
+    """Checks that an existing directory contains a job, or only files of a failed launch."""
     _check_is_directory(job)
-    # A launch that failed before it created the job may have left a traceback, and supervisors
-    # their folder. Hidden files may be of the desktop or of the network file system.
+    # A launch that failed before it created the job may have left a traceback, and supervisors may
+    # have left their folder. Hidden files may belong to the desktop or the network file system.
     ignored = (job.traceback_txt.name, job.elastic.name, job.elastic_jsonl.name)
     visible = sorted(
         name for name in os.listdir(job.path)
@@ -154,20 +158,20 @@ def _check_may_be_jobs(job: JobDir) -> None:
         _refuse(
             job,
             f"contains {', '.join(visible[:3])}{', ...' if len(visible) > 3 else ''} but no "
-            "config.json, so it is not a job of praxis_lite. Choose a new or an empty directory",
+            "config.json, so it is not a job of praxis_lite. Choose a new or empty directory",
         )
 
 
 def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> JobDir:
-    """Opens the directory of a trained job, for instance for evaluation.
+    """Opens the directory of a trained job, for example for evaluation.
 
     Args:
       path: The directory.
-      writes: Whether results will be written into it.
+      writes: Whether results will be written to the directory.
 
     Raises:
-      ConfigError: The path is a URL, a file or missing, contains no job, or cannot be written
-        although `writes` is True.
+      ConfigError: The path is a URL, is a file, does not exist or contains no job, or `writes` is
+        True and the directory cannot be written.
     """
     job = JobDir(local_directory(path))
     if not job.path.exists():
@@ -193,7 +197,7 @@ def recorded_experiment(job: JobDir) -> str:
     """Returns the full name, "module.Class", of the experiment in a job's config.json.
 
     Raises:
-      ConfigError: The file is damaged, or praxis_lite did not write it.
+      ConfigError: The file is damaged or was not written by praxis_lite.
     """
     try:
         experiment = read_json(job.config_json)["experiment"]
@@ -209,7 +213,7 @@ def recorded_experiment(job: JobDir) -> str:
 
 
 def _near_jobs(job: JobDir) -> str:
-    """Returns the end of a message that lists jobs inside the directory, or next to it."""
+    """Returns the end of a message that lists jobs inside or next to the directory."""
     jobs_inside = _jobs_in(job.path)
     if jobs_inside:
         return f": {few([str(job.path / name) for name in jobs_inside])}"
@@ -245,7 +249,7 @@ def _check_is_directory(job: JobDir) -> None:
 
 def _check_writable(job: JobDir) -> None:
     try:
-        # Try to write, because permission bits do not show read-only mounts, quotas or root.
+        # Try to write, because permission bits do not reflect read-only mounts, quotas or root.
         with tempfile.TemporaryFile(dir=job.path):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Locks a job's directory, because two trainings in it would delete each other's checkpoints."""
+"""Locks a job directory, because two training runs would delete each other's checkpoints."""
 
 import contextlib
 import errno
@@ -19,17 +19,17 @@ _TRIES, _RETRY_SECONDS = 5, 0.02
 
 
 class JobLock(contextlib.AbstractContextManager):
-    """Locks a directory for training while it is entered, or until the process dies.
+    """A context that locks a directory for training. The lock is released if the process dies.
 
-    It uses `flock` on the hidden file `.training`, which names the process that has the lock. The
-    file is never removed, because a lock on a removed file has no effect. On file systems without
-    locks, a note is printed and training continues without a lock.
+    It uses `flock` on the hidden file `.training`, which contains the name of the process that has
+    the lock. The file is never removed, because a lock on a removed file has no effect. On file
+    systems without locks, a note is printed and training continues without a lock.
 
     Args:
-      directory: The job's directory.
-      note: Prints a line.
-      is_shared: Whether to take a shared lock. The workers of an elastic job do, because a
-        suspended worker would keep an exclusive lock forever; their supervisors coordinate them.
+      directory: The job directory.
+      note: Function that prints a line.
+      is_shared: Whether to take a shared lock. Workers of elastic jobs take shared locks, because a
+        suspended worker would keep an exclusive lock forever. Their supervisors coordinate them.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class JobLock(contextlib.AbstractContextManager):
             if error.errno not in _LOCKED_ERRORS:  # A file system without locks.
                 self._note(
                     f"note: {self._path.parent} could not be locked ({error.strerror}): make sure "
-                    "that no second training is started in it."
+                    "that no other process trains in it."
                 )
                 return self
             raise ConfigError(
                 f"job_log_dir={self._path.parent} is in use by another process that trains or "
                 f"creates a job: {holder or 'it has not written its name yet'}. Wait until it "
-                "ends, stop it (kill PID saves its step), or choose another directory."
+                "ends, stop it (kill PID saves its step), or choose a different directory."
             ) from None
         with contextlib.suppress(OSError):  # The disk may be full; the lock is taken anyway.
             os.ftruncate(self._file, 0)

@@ -1,4 +1,4 @@
-"""Converts a user's path of a directory to an absolute local path."""
+"""Converts a directory path given by a user to an absolute local path."""
 
 import os
 import re
@@ -10,23 +10,25 @@ __all__ = ("local_directory",)
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
-    """Returns an absolute path, with "~" expanded and ".." resolved; it need not exist.
+    """Makes a path absolute, expands "~" and resolves "..". The path need not exist.
 
     Args:
       path: A path, absolute or relative to the current directory.
 
     Raises:
-      ConfigError: The path cannot be a local directory: a URL such as gs://bucket/job, which Python
-        would treat as a directory "gs:"; or a path that is not UTF-8 or that the system rejects.
+      ConfigError: The path cannot be a local directory, because it is a URL such as
+        gs://bucket/job, is not UTF-8, or is rejected by the system.
     """
     given = os.fsdecode(path)
     if not given or "\0" in given:
-        problem = "has a NUL" if given else "is empty, perhaps because a shell variable is not set"
+        problem = (
+            "contains a NUL" if given else "is empty, perhaps because a shell variable is not set"
+        )
         raise ConfigError(f"The path {shown(given)!r} {problem}. Pass the path of a directory.")
     # Match a single slash, because pathlib merges consecutive slashes.
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", given):
         advice = (
-            "Leave out file://"
+            "Remove file://"
             if scheme[1].lower() == "file"
             else "Mount it, or use a directory of this machine or of a file system that all hosts "
             "share"
@@ -53,19 +55,20 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
         ) from None
     except OSError as error:  # Too long, a loop of symbolic links, in an inaccessible directory.
         raise ConfigError(
-            f"{shown(given)} is not a valid path ({error.strerror}). Choose another directory."
+            f"{shown(given)} is not a valid path ({error.strerror}). Choose a different directory."
         ) from None
     return directory
 
 
 def _absolute(path: str) -> Path:
-    """Makes a path absolute; resolves ".." and the symbolic links before it."""
+    """Makes a path absolute, and resolves ".." and symbolic links before it."""
     try:
         # TensorStore does not accept two leading slashes.
         path = os.path.join(os.getcwd(), re.sub("^/+", "/", path))
     except FileNotFoundError:
         raise ConfigError(
-            f"{shown(path)} is relative, but the current directory was deleted. Change to another."
+            f"{shown(path)} is relative, but the current directory was deleted. Change to an "
+            "existing directory."
         ) from None
     parts = path.split("/")
     if ".." not in parts:

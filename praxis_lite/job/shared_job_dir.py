@@ -1,4 +1,4 @@
-"""Opens a job's directory, which only the first process writes, except for checkpoints."""
+"""Opens a job directory, to which only the first process writes, except for checkpoints."""
 
 import dataclasses
 import secrets
@@ -13,16 +13,16 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes.exits import temporary_folder
 
-# How long a network file system may take to show a new file to other hosts.
+# Maximum time until a network file system shows a new file on other hosts.
 _VISIBLE_SECONDS = 15.0
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherJobDir(JobDir):
-    """The job directory of a process that is not the first: a temporary folder.
+    """The job directory of any process except the first, which is a temporary folder.
 
-    Its checkpoints, its record of the rows that it fed and its profiles are in the shared job
-    directory.
+    Checkpoints, records of the rows that were fed, and profiles are stored in the shared job
+    directory instead.
 
     Attributes:
       shared: The job's directory.
@@ -39,20 +39,20 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
 
     Args:
       path: The directory, which all hosts must share.
-      open_dir: Opens it; called in the first process only.
+      open_dir: Function that opens the directory. Only called in the first process.
 
     Returns:
-      The job's directory; in other processes than the first an `OtherJobDir`.
+      The job directory in the first process, and an `OtherJobDir` in all other processes.
 
     Raises:
-      ConfigError: As `open_dir`; or a process does not see the directory of the first one.
+      ConfigError: `open_dir` raised it, or a process cannot see the first process's directory.
     """
     shared = local_directory(path)
     if processes.count() == 1:
         return open_dir()
     if processes.is_first():
         job = open_dir()
-        # A hidden file, so that the directory still counts as empty.
+        # Use a hidden file, so that the directory is still treated as empty.
         marker = job.path / f".shared-{secrets.token_hex(8)}"
         marker.touch()
         try:
@@ -76,13 +76,13 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
         for source in (JobDir(shared).config_json, JobDir(shared).eval_metrics_jsonl):
             if source.is_file():
                 shutil.copy(source, job.path / source.name)
-    # The first process must not change these files before all have copied them.
+    # The first process must not change these files before all processes have copied them.
     processes.exchange("job_log_dir is open", "")
     return job
 
 
 def _appears(path: Path) -> bool:
-    """Waits for a file to become visible; returns whether it did."""
+    """Waits for a file to become visible, and returns whether it did."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:

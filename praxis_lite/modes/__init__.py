@@ -1,6 +1,6 @@
-"""Modes of the command line, one per file, and the parser of their options.
+"""Command-line modes, one per file, and the parser for their options.
 
-A mode passes its options to functions of other packages and computes nothing itself.
+Modes only pass their options to functions in other packages.
 """
 
 from praxis_lite.public_names import public_names

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Decode(Mode):
-    """Continues the experiment's prompts, prompts of the command line, or a conversation."""
+    """Continues prompts from the experiment or the command line, or a conversation."""
 
     name = "decode"
     summary = "continues prompts with a checkpoint of a job"
@@ -48,7 +48,7 @@ class Decode(Mode):
         self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
         prompt: Sequence[str] | None, prompts: Path | None, chat: bool,
     ) -> None:
-        """Decodes; raises ConfigError like `decode.decode`."""
+        """Decodes the prompts. Raises ConfigError like `decode.decode`."""
         require(
             not (follow and chat), "--chat", chat, "no --chat with --follow",
             "A conversation uses a single checkpoint.",
@@ -73,7 +73,7 @@ class Decode(Mode):
 
 
 def _prompts(texts: Sequence[str], file: Path | None, *, chat: bool) -> "list[Prompt]":
-    """Returns the prompts of --prompt and --prompts; with --chat each text is a user message."""
+    """Returns the prompts of --prompt and --prompts. With --chat, strings are user messages."""
     if not texts and file is None:
         return []
     from praxis_lite.trainer.decoding.user_prompts import read_prompts

@@ -1,4 +1,4 @@
-"""`main.py --mode=eval`: evaluates a checkpoint of a job, or each new one."""
+"""`main.py --mode=eval`: evaluates a checkpoint of a job, or each new checkpoint."""
 
 import argparse
 
@@ -10,10 +10,10 @@ __all__ = ("add_step",)
 
 
 class Evaluate(Mode):
-    """Evaluates a checkpoint on every dataset but `train`."""
+    """Evaluates a checkpoint on all datasets except `train`."""
 
     name = "eval"
-    summary = "evaluates a checkpoint of a job on every dataset but train"
+    summary = "evaluates a checkpoint of a job on all datasets except train"
     continues_without_output = True
     is_of_many_processes = True
 
@@ -25,7 +25,7 @@ class Evaluate(Mode):
     def run(
         self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
     ) -> None:
-        """Evaluates; raises ConfigError like `evaluation.evaluate`."""
+        """Evaluates the checkpoint. Raises ConfigError like `evaluation.evaluate`."""
         checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
         launched = recorded_job_of(command, "eval")
         with job_on_mesh(command, launched, "eval", same={"--step": step}) as job:
@@ -44,7 +44,7 @@ def add_step(options: argparse._ArgumentGroup) -> None:
 def _step(text: str) -> int | str:
     if text != "best" and not text.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a checkpoint; expected the number of a step or 'best', or no --step "
-            "for the latest checkpoint"
+            f"{text!r} is not a checkpoint; expected a step number or 'best'. Omit --step for the "
+            "latest checkpoint"
         )
     return text if text == "best" else int(text)

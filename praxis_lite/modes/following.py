@@ -32,14 +32,14 @@ def add_follow(options: argparse._ArgumentGroup) -> None:
 def each_checkpoint(
     command: CommandLine, step: int | str | None, silent_seconds: int | None
 ) -> Callable[[Callable[[Any], None]], None]:
-    """Returns a function that calls its argument with each checkpoint to process.
+    """Returns a function that takes a callback and calls it for each checkpoint to process.
 
     With --follow, this waits for the first checkpoint of the job.
 
     Args:
       command: The common options.
-      step: The value of --step, which is the only checkpoint without --follow.
-      silent_seconds: The value of --follow_seconds; None without --follow.
+      step: The value of --step. Without --follow, this is the only checkpoint.
+      silent_seconds: The value of --follow_seconds, or None without --follow.
 
     Raises:
       ConfigError: An option conflicts with --follow, or no checkpoint was saved in time.

@@ -1,4 +1,4 @@
-"""Builds the checked config of a command line, and the job on its mesh."""
+"""Builds and checks the config specified by a command line, and the job on its mesh."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -32,8 +32,8 @@ def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConf
       trains: Whether to open --job_log_dir for training and set `command.job_dir`.
 
     Raises:
-      ConfigError: There is no such experiment, a setting or the directory is wrong, or a required
-        field or a tokenizer is missing.
+      ConfigError: The experiment does not exist, a setting or the directory is invalid, or a
+        required field or a tokenizer is missing.
     """
     if command.exp is None:
         raise ConfigError(
@@ -57,12 +57,12 @@ def recorded_job_of(
 
     Args:
       command: The common options.
-      reads: "eval" or "decode", the mode whose datasets stay in the config.
-      has_prompts: Whether the prompts to decode are given, so that no dataset of prompts is read.
+      reads: "eval" or "decode", the mode whose datasets are kept in the config.
+      has_prompts: Whether prompts to decode are specified, so that no dataset of prompts is read.
 
     Raises:
-      ConfigError: There is no such job, a setting is wrong, or a required field or a tokenizer is
-        missing.
+      ConfigError: The job does not exist, a setting is invalid, or a required field or a tokenizer
+        is missing.
     """
     path = job_log_dir(command)
     job_dir = open_shared(path, lambda: open_for_reading(path))
@@ -89,23 +89,23 @@ def job_on_mesh(
 ) -> Iterator["JobOnMesh"]:
     """Builds and checks a job on its mesh, without compiling.
 
-    Inside the context, an error about a file names the setting of that file, and an out-of-memory
-    error names the largest arrays.
+    Inside the context, errors about a file include the setting for that file, and out-of-memory
+    errors include the largest arrays.
 
     Args:
       command: The common options.
       launched: The config.
       checked_for: The mode for `partitioner_of`, which selects the checks.
-      prompts: Prompts to decode instead of the experiment's.
-      same: Values that must be the same in all processes, in addition to the config.
-      on_devices: Adapts the job to the available devices, as in `JobTools`.
+      prompts: Prompts to decode instead of the experiment's prompts.
+      same: Values that must be equal in all processes, in addition to the config.
+      on_devices: Function that adapts the job to the available devices, as in `JobTools`.
 
     Yields:
       The job on its mesh.
 
     Raises:
-      ConfigError: The mesh, the data, the task and the run do not fit together; or the processes
-        were started with different command lines.
+      ConfigError: The mesh, the data, the task and the run are inconsistent, or the processes were
+        started with different command lines.
     """
     _check_same_command(command, launched, same or {})
 
@@ -131,7 +131,7 @@ def job_on_mesh(
 
 
 def job_log_dir(command: CommandLine) -> str:
-    """Returns the directory of --job_log_dir; raises ConfigError without it."""
+    """Returns the directory of --job_log_dir. Raises ConfigError if it is not set."""
     if command.job_log_dir is None:
         raise ConfigError(f"--mode={command.mode} requires --job_log_dir=DIR, the job's directory.")
     if not command.job_log_dir:
@@ -157,7 +157,7 @@ def _check(launched: LaunchedConfig) -> None:
 def _check_same_command(
     command: CommandLine, launched: LaunchedConfig, same: Mapping[str, Any]
 ) -> None:
-    """Checks that all processes have the same command and config, before devices are used."""
+    """Checks, before devices are used, that all processes have the same command and config."""
     if processes.count() > 1:
         from praxis_lite.config.config_json import config_lines
 

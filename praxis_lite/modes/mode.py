@@ -1,4 +1,4 @@
-"""The base class of modes of the command line (`--mode`), and the common options."""
+"""The base class of command-line modes (`--mode`), and the common options."""
 
 import abc
 import argparse
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class CommandLine:
-    """The options that all modes share.
+    """The options that are common to all modes.
 
     Attributes:
       mode: The option --mode.
@@ -27,11 +27,11 @@ class CommandLine:
       num_processes: The option --num_processes.
       process_id: The option --process_id.
       start_seconds: The option --start_seconds.
-      elastic: The option --elastic, of --mode=train only.
-      min_processes: The option --min_processes, of --mode=train only.
-      job_dir: The job's directory, set after it was opened for this job. The traceback of an error
-        in the user's code is stored there.
-      began: Start of the launch, in Unix seconds; None for the call of `begin_launch`.
+      elastic: The option --elastic, which only --mode=train has.
+      min_processes: The option --min_processes, which only --mode=train has.
+      job_dir: The job directory, set after it has been opened. Tracebacks of errors in the user's
+        code are stored there.
+      began: Start of the launch in Unix seconds. If None, the time of the call of `begin_launch`.
     """
 
     mode: str = "train"
@@ -73,17 +73,17 @@ class Mode(abc.ABC):
 
         main.py --packages=mypackage --mode=mypackage.modes.Latency --exp=lm.PyDocs --repeats=3
 
-    The file of a mode is imported before options are parsed, so import jax, and modules that need
-    jax, inside `run`. Raise ConfigError for errors that the user can fix; it is printed as a
-    paragraph, with exit status 2.
+    The file of a mode is imported before options are parsed, so import jax and modules that need
+    jax inside `run`. Raise ConfigError for errors that the user can fix. The error is printed as a
+    paragraph, and the exit status is 2.
 
     Attributes:
-      name: Name of the mode on the command line; not needed for modes that are given as
+      name: Name of the mode on the command line. Not needed for modes that are specified as
         module.Class.
       summary: One line for --help.
       continues_without_output: Whether the mode finishes its work even if its standard output is
         closed, because its results are files.
-      is_of_many_processes: Whether several processes (--coordinator) may run it together.
+      is_of_many_processes: Whether the mode supports several processes (--coordinator).
     """
 
     name: str = ""
@@ -100,8 +100,8 @@ class Mode(abc.ABC):
 
         Args:
           command: The common options.
-          **options: Values of the mode's own options, by name.
+          **options: Values of the mode's options, by name.
 
         Returns:
-          The exit status; None for 0.
+          The exit status, or None for 0.
         """

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Health(Hook):
-    """Creates `ready` after the first step of a launch; stops updating `alive` if training hangs.
+    """Creates `ready` after a launch's first step, and stops updating `alive` if training hangs.
 
     Args:
-      beat: Updates the health files of this launch.
+      beat: The context that updates the health files of this launch.
     """
 
     waits = False
@@ -39,12 +39,12 @@ class Health(Hook):
 class Grace(Hook):
     """Warns once if stopping after SIGTERM may take longer than the cluster waits.
 
-    Stopping takes the running step, another step in which all processes agree to stop, the wait for
-    a save in progress, and the last save. The longest step and save are measured, and saved with
-    the checkpoints, so that a resumed job can warn before its first step.
+    The time to stop consists of the current step, another step in which all processes agree to
+    stop, the wait for a save in progress, and the last save. The duration of the longest step and
+    save is stored in the checkpoints, so that a resumed job can warn before its first step.
 
     Args:
-      seconds: Seconds that the cluster waits between SIGTERM and SIGKILL.
+      seconds: Seconds for which the cluster waits between SIGTERM and SIGKILL.
     """
 
     waits = False

@@ -1,4 +1,4 @@
-"""Parses the command line: the common options, and those of the mode."""
+"""Parses the command line, which consists of common options and the options of a mode."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ from praxis_lite.modes.mode import CommandLine, Mode
 
 __all__ = ("file_to_write", "names")
 
-# Options and modes of Pax, and their counterparts here.
+# Options and modes of Pax, and their equivalents in praxis_lite.
 PAX_OPTIONS = {
     "fdl_config": "--exp=NAME with --set path=value", "fdl_flags_override": "--set path=value",
     "tfds_data_dir": "the path of a Tfds source", "eval_on_test": "a dataset of that name",
@@ -34,14 +34,14 @@ def parse_command_line(
     """Parses a command line.
 
     Args:
-      argv: The arguments; None for those of this process.
-      modes: The known modes by name; --packages may provide others.
+      argv: The arguments, or None for the arguments of this process.
+      modes: The known modes by name. --packages may provide additional modes.
 
     Returns:
-      The common options, the mode, and the values of the mode's own options by name.
+      A tuple of the common options, the mode, and the values of the mode's options by name.
 
     Raises:
-      ConfigError: There is no such option, the mode does not use it, or its value is wrong.
+      ConfigError: An option is unknown, is not used by the mode, or has an invalid value.
     """
     first = Parser(add_help=False)
     _add_common(first, modes)
@@ -57,7 +57,7 @@ def parse_command_line(
 
 
 def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
-    """Returns the parser of command lines with this mode."""
+    """Returns the parser for command lines with a mode."""
     parser = Parser(
         prog="main.py", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Trains, evaluates, decodes, explains, plans or checks an experiment.",
@@ -88,7 +88,7 @@ def names(words: str) -> list[str]:
 
 
 def file_to_write(example: str) -> Callable[[str], Path]:
-    """Returns an argparse type for an option with a file to write, such as `example`."""
+    """Returns an argparse type for an option that specifies a file to write."""
 
     def parse_path(text: str) -> Path:
         path = Path(text)
@@ -153,7 +153,7 @@ def _mode(text: str) -> str:
 
 
 def _custom_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
-    """Returns the mode `module.Class` from a package of --packages."""
+    """Returns the mode `module.Class` from a package in --packages."""
     module, _, class_name = name.rpartition(".")
     top = module.partition(".")[0]
     if not all(part.isidentifier() for part in name.split(".")) or not module:
@@ -181,14 +181,14 @@ def _flags(mode: Mode) -> list[str]:
 
 
 def _help_section(name: str, mode: Mode) -> str:
-    """Returns the section of --help about a mode and its options."""
+    """Returns the --help section about a mode and its options."""
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
     return parser.format_help()
 
 
 class _OtherModeOption(argparse.Action):
-    """Raises an error for an option that only other modes use."""
+    """An argparse action that raises an error for an option of other modes."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,

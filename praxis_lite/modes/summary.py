@@ -11,7 +11,7 @@ class Summary(Mode):
     """Prints a job's losses, evaluations, goodput, decoded samples and files.
 
     Args:
-      more: Function that returns another section of the summary, or "".
+      more: Function that returns an additional section of the summary, or "".
     """
 
     name = "summary"
@@ -21,7 +21,7 @@ class Summary(Mode):
         self._more = more
 
     def run(self, command: CommandLine) -> None:
-        """Prints the summary; raises ConfigError if there is no job."""
+        """Prints the summary. Raises ConfigError if there is no job."""
         job_dir = open_for_reading(job_log_dir(command), writes=False)
 
         from praxis_lite.trainer.summary import summary

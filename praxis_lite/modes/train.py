@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LastStepUnsound(Error):
-    """Training has ended and is saved, but its last step was skipped or its loss is not finite."""
+    """An error raised if the last step of a saved training was skipped or has a non-finite loss."""
 
     exit_status = 3
 
@@ -80,7 +80,7 @@ class Train(Mode):
         metrics_host: str | None = None, health_dir: str | None = None,
         grace_seconds: int | None = None,
     ) -> None:
-        """Trains the job; raises ConfigError like `launch.train`."""
+        """Trains the job. Raises ConfigError like `launch.train`."""
         require(
             command.elastic or command.min_processes is None, "--min_processes",
             command.min_processes, "no --min_processes without --elastic", "Add --elastic.",
@@ -103,7 +103,7 @@ def _cluster_hooks(
     command: CommandLine, health_dir: str | None, grace_seconds: int | None,
     stack: contextlib.ExitStack,
 ) -> "list[Hook]":
-    """Returns the hooks for --health_dir and --grace_seconds; `stack` removes the health files."""
+    """Returns hooks for --health_dir and --grace_seconds. `stack` removes the health files."""
     hooks: list[Hook] = []
     require(
         grace_seconds is None or grace_seconds > 0, "--grace_seconds", grace_seconds,
@@ -124,10 +124,10 @@ def _cluster_hooks(
 
 
 def begin_launch(command: CommandLine) -> "LaunchedConfig":
-    """Starts to measure a launch, and returns the checked config of the command's experiment.
+    """Starts measuring a launch, and returns the checked config of the command's experiment.
 
     Raises:
-      ConfigError: As `experiment_of`.
+      ConfigError: `experiment_of` raised it.
     """
     events.launched(command.began)
     launched = experiment_of(command, trains=True)
@@ -146,15 +146,15 @@ def train_job(
       command: The common options.
       launched: The result of `begin_launch`.
       tools: Extensions of the training job.
-      hooks: Hooks to add after those of the experiment.
-      trackers: Trackers to add to those of the experiment.
+      hooks: Hooks to add after the experiment's hooks.
+      trackers: Trackers to add to the experiment's trackers.
       stop_request: Class that handles signals and the time limit.
 
     Returns:
       The job, and how training ended.
 
     Raises:
-      ConfigError: As `launch.train`.
+      ConfigError: `launch.train` raised it.
       LastStepUnsound: Training has ended and is saved, but the final weights should not be used.
     """
     with job_on_mesh(command, launched, "train", on_devices=tools.on_devices) as job:

@@ -1,5 +1,5 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow, Prometheus, or a custom service.
 
-A tracker receives numbers, texts and images by step, and never accesses devices, models or the
+A tracker receives numbers, text and images by step, and does not access devices, models or the
 training loop.
 """

@@ -27,8 +27,8 @@ class MetricsEndpoint(Tracker):
     If the port is in use, a note is printed, and training continues without the endpoint.
 
     Attributes:
-      port: The port; 0 for a free one, which is printed.
-      host: The address to listen on; the default is reachable from this machine only. The Host
+      port: The port. If 0, a free port is used and printed.
+      host: The address to listen on. The default is only reachable from this machine. The Host
         header of requests must be a name of this machine.
       every: As `Tracker.every`.
     """
@@ -67,13 +67,13 @@ class _Handler(WSGIRequestHandler):
         return {**super().get_environ(), "SERVER_ADDR": self.connection.getsockname()[0]}
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing, because standard output is for the job's own lines."""
+        """Logs nothing, because standard output is reserved for the job's messages."""
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Serves each connection in a thread, and closes the oldest one if there are too many.
+    """Serves each connection in a thread, and closes the oldest connection if there are too many.
 
-    Slow clients therefore do not block others, and use only a few of the job's file descriptors.
+    Slow clients therefore do not block other clients, and only use a few file descriptors.
     """
 
     daemon_threads = True
@@ -97,11 +97,11 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores clients that have closed their connection."""
+        """Ignores errors of clients that have closed their connection."""
 
 
 def _check_host(host: str, app: WSGIApplication) -> WSGIApplication:
-    """Wraps an app to respond with status 403 if the Host header is not a name of this machine."""
+    """Wraps an app to respond with status 403 unless the Host header is a name of this machine."""
     names = LOOPBACK_HOSTS
     if not is_loopback(host):
         names |= {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}

@@ -10,24 +10,24 @@ from pathlib import Path
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# The tag by which a later launch finds its run, because MLflow assigns run ids itself.
+# The tag by which a later launch finds its run, because MLflow assigns the run ids.
 RUN_ID_TAG = "praxis_lite.run_id"
 _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# Limits of MLflow: characters of a key, characters of a param, params per request.
+# Limits of MLflow: characters per key, characters per param, and params per request.
 _KEY, _PARAM, _PARAMS = 250, 6000, 100
 
 
 @dataclasses.dataclass
 class MLflow(Tracker):
-    """Records a job in MLflow, with all its launches as one run.
+    """Records all launches of a job as a single run in MLflow.
 
     If a setting changes between launches, its param keeps the first value, because MLflow's params
-    are immutable; the new value is stored in the tag "changed.PATH".
+    are immutable. The new value is stored in the tag "changed.PATH".
 
     Attributes:
-      tracking_uri: A server, "https://...", or a database, "sqlite:////path/mlflow.db". None:
+      tracking_uri: A server "https://..." or a database "sqlite:////path/mlflow.db". If None,
         MLFLOW_TRACKING_URI, or else MLflow's default.
-      experiment: The name of MLflow's experiment. None: the name of the job's experiment.
+      experiment: Name of the MLflow experiment. If None, the name of the job's experiment.
       every: As `Tracker.every`.
     """
 
@@ -38,7 +38,7 @@ class MLflow(Tracker):
     every: int | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Begins the run, or continues that of an earlier launch."""
+        """Starts the run, or continues the run of an earlier launch."""
         self._entities = optional_module("mlflow.entities", "MLflow")
         self._client = client = optional_module("mlflow", "MLflow").MlflowClient(self.tracking_uri)
         name = self.experiment or run.experiment
@@ -89,9 +89,9 @@ class MLflow(Tracker):
 
 
 def _artifact_location(tracking_uri: str | None) -> str | None:
-    """Returns the folder for artifacts next to a database file; None for MLflow's default.
+    """Returns the artifact folder next to a database file, or None for MLflow's default.
 
-    With a database, MLflow's default would be a folder in the current directory.
+    For a database, MLflow's default is a folder in the current directory.
     """
     scheme, is_file, path = (tracking_uri or "").partition(":///")
     if scheme != "sqlite" or not is_file:
@@ -100,5 +100,5 @@ def _artifact_location(tracking_uri: str | None) -> str | None:
 
 
 def _key(name: str) -> str:
-    """Converts a name to characters and a length that MLflow accepts."""
+    """Converts a name to a key with characters and a length that MLflow accepts."""
     return re.sub(r"[^\w/.: -]", "_", name, flags=re.ASCII)[:_KEY]

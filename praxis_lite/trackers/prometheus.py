@@ -17,7 +17,7 @@ from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 class LatestMetrics(Collector):
     """Exports the latest value of each metric of a run as a gauge praxis_lite_NAME.
 
-    Labels are the run's id, name and experiment, and the dataset for metrics of evaluations:
+    Labels are the run's id, name and experiment, and for evaluation metrics also the dataset:
     praxis_lite_evaluation_loss{dataset="heldout", ...}. praxis_lite_updated_seconds is the time of
     the latest value in Unix seconds, for alerts about runs that hang.
 
@@ -25,8 +25,8 @@ class LatestMetrics(Collector):
       run: The description of the run.
 
     Attributes:
-      registry: A registry of prometheus-client with these gauges only.
-      is_running: Whether the run has not ended.
+      registry: A registry of prometheus-client that contains only these gauges.
+      is_running: Whether the run is still running.
     """
 
     def __init__(self, run: TrackedRun):
@@ -50,9 +50,9 @@ class LatestMetrics(Collector):
         self._values["updated_seconds", ""] = time.time()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yields a gauge per metric."""
+        """Yields a gauge for each metric."""
         families: dict[str, GaugeMetricFamily] = {}
-        # Copy the values, because the tracker's thread may add some at the same time.
+        # Copy the values, because the tracker's thread may add values at the same time.
         values = (("running", ""), float(self.is_running)), *tuple(self._values.items())
         for (name, dataset), value in values:
             name = f"praxis_lite_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
@@ -68,8 +68,8 @@ class PrometheusTextfile(Tracker):
     """Writes the latest metrics of a run to a file, atomically and at most once a second.
 
     Attributes:
-      directory: The directory of node_exporter's --collector.textfile.directory, where the file is
-        praxis_lite_ID.prom; it must exist. None for the file JOB/metrics.prom.
+      directory: The directory of node_exporter's --collector.textfile.directory, which must exist.
+        The file is praxis_lite_ID.prom in this directory. If None, the file is JOB/metrics.prom.
       every: As `Tracker.every`.
     """
 

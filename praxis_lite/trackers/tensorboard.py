@@ -12,10 +12,10 @@ from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 @dataclasses.dataclass
 class TensorBoard(Tracker):
-    """Writes summaries into JOB/tensorboard, for `tensorboard --logdir=JOB/tensorboard`.
+    """Writes summaries to JOB/tensorboard, for `tensorboard --logdir=JOB/tensorboard`.
 
-    The files are written by tensorboardX, which does not need tensorflow. Without it (extra
-    "plots") a note is printed, and nothing is written.
+    The files are written by tensorboardX, which does not need tensorflow. If tensorboardX (extra
+    "plots") is not installed, a note is printed and no summaries are written.
 
     Attributes:
       every: As `Tracker.every`.
@@ -24,15 +24,15 @@ class TensorBoard(Tracker):
     every: int | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Opens an event file; raises ConfigError if tensorboardX is not installed."""
+        """Opens an event file. Raises ConfigError if tensorboardX is not installed."""
         log_dir = run.job_log_dir / "tensorboard"
-        # Do not use SummaryWriter: its thread ends on a full disk, and then calls block.
+        # Do not use SummaryWriter, whose thread ends on a full disk, after which calls block.
         writer, self._event_pb2, self._summary = (
             optional_module(f"tensorboardX.{name}", f"{log_dir}, for TensorBoard,")
             for name in ("event_file_writer", "proto.event_pb2", "summary")
         )
         log_dir.mkdir(exist_ok=True)
-        # Add nanoseconds to the file name: tensorboardX uses seconds, so a run that resumes within
+        # Add nanoseconds to the file name. tensorboardX uses seconds, so a run that resumes within
         # a second would overwrite its file.
         self._events = writer.EventsWriter(str(log_dir / "events"), f".{time.time_ns()}")
         try:
@@ -52,13 +52,13 @@ class TensorBoard(Tracker):
         self._write(self._event_pb2.Event(step=step + 1, session_log=start))
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes a point per number."""
+        """Writes a point for each number."""
         pb2 = self._summary
         values = [pb2.Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
         self._add(step, pb2.Summary(value=values))
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Writes a text, displayed verbatim."""
+        """Writes text that is displayed verbatim."""
         markdown = "".join(f"    {line}\n" for line in text.splitlines())
         self._add(step, self._summary.text(name, markdown))
 

@@ -14,9 +14,9 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# Maximum number of queued calls, which take tens of megabytes with fifty numbers each.
+# Maximum number of queued calls. With fifty numbers each, they take tens of megabytes.
 MAX_QUEUED_CALLS = 10_000
-# Minimum seconds between two steps for a tracker with `newest_alone`.
+# Minimum number of seconds between two steps for a tracker with `newest_alone`.
 NEWEST_SECONDS = 1.0
 
 
@@ -42,10 +42,10 @@ class TrackerThread(threading.Thread):
       name: Name of the tracker in `RunConfig.trackers`.
       tracker: The tracker.
       run: The description of the run.
-      is_due: Returns whether the tracker gets the metrics of a step.
+      is_due: Function that returns whether to send the metrics of a step to the tracker.
 
     Attributes:
-      notes: Lines for the user, which the loop prints.
+      notes: Messages for the user, which are printed by the loop.
       is_due: The argument `is_due`.
     """
 
@@ -67,9 +67,9 @@ class TrackerThread(threading.Thread):
 
         Args:
           step: The step.
-          recorded_step: Last step that was recorded before. A tracker that cannot hide recorded
-            steps does not get the steps up to this one again.
-          recorded_evaluation: Last step whose evaluation was recorded before.
+          recorded_step: Last step that has already been recorded. Steps up to this step are not
+            sent again to a tracker that cannot hide recorded steps.
+          recorded_evaluation: Last step whose evaluation has already been recorded.
         """
         if type(self._tracker).go_on_from is Tracker.go_on_from:
             self._recorded_step, self._recorded_evaluation = recorded_step, recorded_evaluation
@@ -109,10 +109,10 @@ class TrackerThread(threading.Thread):
         self._calls.put(None)
 
     def run(self) -> None:
-        """Starts the tracker, and makes the queued calls until it has ended."""
+        """Starts the tracker, and executes queued calls until the tracker has ended."""
         try:
             self._tracker.start(self._run)
-        except BaseException as error:  # Includes SystemExit: a tracker must not end a run.
+        except BaseException as error:  # Even SystemExit, because a tracker must not end a run.
             self._is_off = True
             self.notes.append(
                 f"note: {error}" if isinstance(error, ConfigError)

@@ -9,22 +9,22 @@ from pathlib import Path
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# Timeout for starting and finishing a run. By default W&B waits 90 s at the start, and without a
-# limit at the end, which would delay the end of the process.
+# Timeout for starting and finishing a run. By default, W&B waits for 90 s at the start and without
+# a limit at the end, which would delay the end of the process.
 _TIMEOUT_SECONDS = 20
 
 
 @dataclasses.dataclass
 class WeightsAndBiases(Tracker):
-    """Records a job in Weights & Biases, with all its launches as one run.
+    """Records all launches of a job as a single run in Weights & Biases.
 
-    `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and others apply as usual
-    (https://docs.wandb.ai). Offline runs are in JOB/wandb, a folder per launch, for `wandb sync`.
-    Numbers are plotted over the metric "step".
+    `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and similar variables apply as usual
+    (https://docs.wandb.ai). Offline runs are stored in JOB/wandb, with one folder per launch, for
+    `wandb sync`. Numbers are plotted over the metric "step".
 
     Attributes:
-      project: W&B project of the run; None for W&B's environment variables or defaults.
-      entity: W&B entity of the run; None for W&B's environment variables or defaults.
+      project: W&B project of the run. If None, W&B's environment variables or defaults.
+      entity: W&B entity of the run. If None, W&B's environment variables or defaults.
       tags: Tags of the run.
       every: As `Tracker.every`.
     """
@@ -37,14 +37,14 @@ class WeightsAndBiases(Tracker):
     every: int | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Starts the run, or continues that of an earlier launch."""
+        """Starts the run, or continues the run of an earlier launch."""
         self._wandb = optional_module("wandb", "WeightsAndBiases")
         settings = self._wandb.Settings(
             # Do not redirect the job's output or delay the end of the process.
             console="off", silent=True, disable_git=True, save_code=False,
             init_timeout=_TIMEOUT_SECONDS, finish_timeout=_TIMEOUT_SECONDS,
-            # How often to write points to disk, which are otherwise lost if the process is killed.
-            # The default is 15 s.
+            # Interval for writing points to disk. Points that are not on disk are lost if the
+            # process is killed. The default is 15 s.
             x_transaction_log_flush_interval=1.0,
         )
         self._run = self._wandb.init(
@@ -64,7 +64,7 @@ class WeightsAndBiases(Tracker):
         self._run.log({"step": step, **scalars})
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Records a text as an HTML page."""
+        """Records text as an HTML page."""
         self._run.log({"step": step, name: self._wandb.Html(f"<pre>{html.escape(text)}</pre>")})
 
     def image(self, step: int, name: str, png: bytes) -> None:
@@ -75,5 +75,5 @@ class WeightsAndBiases(Tracker):
             self._run.log({"step": step, name: self._wandb.Image(str(path))})
 
     def end(self, ending: Ending) -> None:
-        """Ends the launch; W&B shows it as failed after an exception."""
+        """Ends the launch, which W&B shows as failed after an exception."""
         self._run.finish(exit_code=int(ending == "failed"))

@@ -1,4 +1,5 @@
-"""The training loop: when steps run, and when they are evaluated, saved and reported.
+"""The training loop, which runs, evaluates, saves and reports steps.
 
-Deals with steps, data, checkpoints and clocks; never with mesh axes or the maths of layers.
+This package deals with steps, data, checkpoints and clocks, but not with mesh axes or the maths of
+layers.
 """

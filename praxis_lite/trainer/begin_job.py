@@ -30,20 +30,20 @@ from praxis_lite.trainer.job_on_mesh import partitioner_of
 def new_job_dir(
     job_log_dir: str | os.PathLike[str], experiment: str, packages: Sequence[str] = ()
 ) -> Iterator[JobDir]:
-    """Locks the directory of a new job; removes the job's files if the body raises.
+    """Locks the directory of a new job, and removes the job's files if the body raises.
 
     Yields:
-      The job's directory.
+      The job directory.
 
     Raises:
-      ConfigError: The experiment is unknown; or the directory already contains a job, contains
-        other files, or is not writable.
+      ConfigError: The experiment is unknown, or the directory is not writable or already contains a
+        job or other files.
     """
     name = callable_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
     with JobLock(job_dir.path, print):
         if job_dir.config_json.exists():
-            raise ConfigError(f"{job_dir.path} already has a job. Name a new directory.")
+            raise ConfigError(f"{job_dir.path} already has a job. Use a new directory.")
         try:
             yield job_dir
         except BaseException:
@@ -62,17 +62,18 @@ def begin_job_with(
     packages: Sequence[str] = (),
     note: Note = lambda line: None,
 ) -> JobDir:
-    """Saves the checkpoint of step 0 of a new job, which can then be trained or evaluated.
+    """Saves the checkpoint of step 0 for a new job, which can then be trained or evaluated.
 
     Optimizer slots are initialized, and training starts with the first batch of the data.
 
     Args:
-      source: Returns the pretrained arrays; all other arrays are drawn with the run's seed.
+      source: Function that returns the pretrained arrays. All other arrays are drawn with the run's
+        seed.
       experiment: Name of the experiment, as for `--exp`.
       job_dir: The directory that `new_job_dir` yielded.
       settings: Settings "path=value", as for `--set`.
       packages: Packages to import, as for `--packages`.
-      note: Called with lines that report how much has been read.
+      note: Function that prints lines about the progress of reading.
 
     Returns:
       `job_dir`.
@@ -83,7 +84,7 @@ def begin_job_with(
     launched = config_of_experiment(experiment, settings, packages)
     check_required(launched.config)
     job = build(launched.config)
-    # "load" checks no dataset: the user may set the data later, when the job is trained.
+    # Mode "load" checks no dataset, because the user may set the data later, to train the job.
     partitioner = partitioner_of(job, "load")
     check_fits(partitioner.layout, partitioner.mesh, "train")
     initial, groups = source(partitioner, job), partitioner.learner.groups

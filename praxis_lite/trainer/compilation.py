@@ -1,4 +1,4 @@
-"""Compiles steps before they run, once per batch shape, and sets up JAX's compilation cache."""
+"""Compiles steps ahead of time, once per batch shape, and sets up JAX's compilation cache."""
 
 import weakref
 from collections.abc import Iterable
@@ -35,8 +35,8 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compiles a step for the batches of a dataset, so that its first call does not compile.
 
-    Applies the workaround for matmuls that XLA may permute, and logs it. Another call for the same
-    batch shapes returns the same program and does not check memory again.
+    Applies the workaround for matmuls that XLA may permute, and logs it. Later calls for the same
+    batch shapes return the same program and do not check memory again.
 
     Args:
       step: The train, eval or decode step.
@@ -45,7 +45,7 @@ def compile_step(
       num_processes: Number of processes on this host that will run the step.
 
     Raises:
-      OutOfMemory: The devices are simulated, and the step needs more memory than this host has.
+      OutOfMemory: The devices are simulated, and the step needs more memory than the host has.
     """
     spec = pipeline.element_spec()
     leaves, structure = jax.tree.flatten(spec)
@@ -69,7 +69,7 @@ def compile_step(
 
 
 def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
-    """Compiles the initialization of the state; raises OutOfMemory as `compile_step` does."""
+    """Compiles the initialization of the state. Raises OutOfMemory like `compile_step`."""
     lowered = partitioner.init.trace(key).lower()
     host_memory.check_program_fits(
         mended(lowered, partitioner.mesh).compile(), partitioner.mesh.local_devices,
@@ -80,14 +80,16 @@ def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
 def compile_together(steps: Iterable[tuple[Step, InputPipeline, str]]) -> None:
     """Compiles steps in all processes, and waits until every process has compiled them.
 
-    Otherwise processes that compile fast would time out in the first collective: Gloo, which
-    connects processes on CPU, waits at most 30 s. A single process compiles nothing here.
+    Without this, processes that compile fast would time out in the first collective, because Gloo,
+    which connects processes on CPU, waits at most 30 s. If there is a single process, nothing is
+    compiled here.
 
     Args:
-      steps: A (step, dataset, dataset name such as "datasets.train") per step to compile.
+      steps: A tuple (step, dataset, dataset name such as "datasets.train") for each step.
 
     Raises:
-      OutOfMemory: As `compile_step`, for all processes of this host together.
+      OutOfMemory: The devices are simulated, and the steps of all processes on this host together
+        need more memory than the host has.
     """
     if processes.count() > 1:
         for step, pipeline, name in steps:

@@ -39,8 +39,9 @@ class Evaluator:
     Attributes:
       partitioner: The task on its mesh.
       pipelines: Evaluation datasets by name.
-      max_eval_batches: Number of batches to evaluate of each dataset; None for all.
-      note: Prints a line that names the first batch with NaN, if a metric is not finite.
+      max_eval_batches: Maximum number of batches to evaluate per dataset; None for all batches.
+      note: Function that prints a line. If a metric is not finite, it is called with the first
+        batch that contains NaN or infinity.
       seed: Seed of the random keys that the task may use in `compute_eval_loss`.
     """
 
@@ -62,9 +63,10 @@ class Evaluator:
         Args:
           step: The step of the weights; it is folded into the random keys.
           mdl_vars: The weights, on the mesh.
-          should_stop: Called before each batch; True ends the evaluation without a result.
-          examples: Filled with a record per real row, by dataset, from the task's per-example
-            outputs. None to not compute these outputs.
+          should_stop: Called before each batch. If it returns True, the evaluation ends without a
+            result.
+          examples: Dict of record lists by dataset. One record of the task's per-example outputs is
+            added for each real row. If None, these outputs are not computed.
 
         Returns:
           Metrics by dataset, or None if `should_stop` returned True.
@@ -109,7 +111,7 @@ class Evaluator:
         return results
 
     def _note_non_finite(self, name: str, rows: slice) -> None:
-        """Notes the first batch with numbers that are not finite, by reading the data again."""
+        """Rereads the data and reports the first batch that contains NaN or infinity."""
         batches = self.pipelines[name].batches(rows=rows)
         for index, inputs in enumerate(itertools.islice(batches, self.max_eval_batches)):
             example_of = functools.partial(self.pipelines[name].example_of, index)
@@ -121,13 +123,13 @@ class Evaluator:
 def _add(
     mean: WeightedMean, records: list[dict[str, Any]], metrics: Packed, row_outputs: list[Any]
 ) -> None:
-    """Waits for the outputs of a batch, and adds its metrics and a record per real row.
+    """Waits for the outputs of a batch, and adds its metrics and the records of its real rows.
 
     Args:
       mean: The running means to update.
       records: The list to extend.
       metrics: The batch's metrics.
-      row_outputs: [per-example outputs, mask of real rows]; [] if they are not collected.
+      row_outputs: [per-example outputs, mask of real rows], or [] if records are not collected.
     """
     with events.phase(ON_DEVICES):
         scalars, row_outputs = metrics.to_host(), jax.device_get(row_outputs)
@@ -149,8 +151,8 @@ def evaluate(job: JobOnMesh, step: Step) -> None:
     partitioner, run = job.partitioner, job.run
     if not job.eval_sets:
         raise ConfigError(
-            "The experiment has no evaluation dataset, only 'train'. Add one to its datasets(), "
-            'for instance "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
+            "The experiment has no evaluation dataset, only 'train'. Add an evaluation dataset to "
+            'its datasets(), such as "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
         )
     compile_together(
         (partitioner.eval_examples, pipeline, f"datasets.{name}")
@@ -175,7 +177,7 @@ def evaluate(job: JobOnMesh, step: Step) -> None:
 
 
 def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Returns an evaluation's metrics under the names that settings use, such as "heldout/loss"."""
+    """Returns an evaluation's metrics, with names as in settings, such as "heldout/loss"."""
     return {f"{name}/{n}": value for name, result in results.items() for n, value in result.items()}
 
 
@@ -186,10 +188,10 @@ def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> st
 
 
 def in_memory(data: Batch | Iterable[Batch]) -> InMemory:
-    """Returns a pipeline of the rows of all batches; its batch size is that of the largest batch.
+    """Returns a pipeline over the rows of all batches, with the batch size of the largest batch.
 
     Args:
-      data: A batch of NumPy arrays by name, or several.
+      data: A batch, which is a dict of NumPy arrays, or an iterable of batches.
 
     Raises:
       ConfigError: There are no batches, or their names or shapes differ.
@@ -199,15 +201,15 @@ def in_memory(data: Batch | Iterable[Batch]) -> InMemory:
         if not isinstance(batch, Mapping) or batch.keys() != batches[0].keys():
             actual = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
             raise ConfigError(
-                f"evaluate was given a batch of {actual}; expected NumPy arrays by name, with the "
+                f"evaluate was given a batch of {actual}; expected a dict of NumPy arrays with the "
                 "same names in every batch."
             )
     if not batches:
-        raise ConfigError("evaluate was given 0 batches. Pass at least one.")
+        raise ConfigError("evaluate was given no batches. Pass at least one batch.")
     arrays = {name: [np.asarray(batch[name]) for batch in batches] for name in batches[0]}
     max_rows = max((len(x) for xs in arrays.values() for x in xs if x.ndim), default=1)
     try:
         joined = {name: np.concatenate(xs) if xs[0].ndim else xs[0] for name, xs in arrays.items()}
     except ValueError as error:
-        raise ConfigError(f"evaluate was given batches that do not fit: {error}.") from None
+        raise ConfigError(f"evaluate was given invalid batches: {error}.") from None
     return InMemory(joined, batch_size=max(max_rows, 1), shuffle=False)

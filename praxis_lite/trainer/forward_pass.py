@@ -15,22 +15,22 @@ from praxis_lite.inputs.text.token_ids import token_ids
 
 __all__ = ("LEAVES_OF_ARGUMENTS", "arrays_of", "forward_on_the_mesh")
 
-# For arguments of a model's call with another name than the batch's leaf, the name of the leaf.
+# Names of batch leaves for arguments of a model's call that are named differently.
 LEAVES_OF_ARGUMENTS = {"positions": "segment_pos", "inputs": "src_ids", "targets": "ids"}
 
 
 def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     """Returns `call(mdl_vars, *args, **kwargs)`, which computes `model(*args, **kwargs)`.
 
-    Arrays in the arguments, also inside trees, must have the rows as their first dim, which is
-    split over the mesh as in a batch. Other arguments, such as flags, are passed unchanged and are
-    static. For a model of plain functions, the call is `task.predict(params, *args, None)`.
+    The first dim of arrays in the arguments, including arrays inside trees, must be the rows. It is
+    split over the mesh as in a batch. All other arguments, such as flags, are passed unchanged and
+    are static. For a model of plain functions, the call is `task.predict(params, *args, None)`.
 
     Args:
       partitioner: The task on its mesh.
 
     Returns:
-      The function. It returns NumPy arrays and compiles once per combination of shapes.
+      The function, which returns NumPy arrays and compiles once for each combination of shapes.
     """
     compiled = jax.jit(
         forward_on_the_mesh(partitioner), static_argnums=2, out_shardings=partitioner.replicated
@@ -42,7 +42,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         if not arrays:
             raise ConfigError(
                 f"predict was given {shown(repr((*args, *kwargs.values())))}, which contains no "
-                "array. Pass NumPy arrays as the model's call takes them, rows first: "
+                "arrays. Pass the NumPy arrays that the model's call takes, with rows first: "
                 "predict(np.asarray(...))."
             )
         rows = [
@@ -63,8 +63,9 @@ def arrays_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[int,
       kwargs: Keyword arguments.
 
     Returns:
-      The arrays by their index among all leaves, and a hashable value with the tree structure and
-      the other leaves. `forward_on_the_mesh` takes the arrays as a list, then this value.
+      A tuple of the arrays, by their index among all leaves, and a hashable value with the tree
+      structure and all other leaves. The function from `forward_on_the_mesh` takes a list of the
+      arrays and this value.
     """
     leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
     others = tuple((True, None) if _is_array(x) else (False, x) for x in leaves)
@@ -74,7 +75,7 @@ def arrays_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[int,
 def forward_on_the_mesh(partitioner: Partitioner) -> Callable[..., Any]:
     """Returns the function (mdl_vars, arrays, static) that `forward_pass` compiles.
 
-    `arrays_of` returns `static` and the arrays, which are passed as a list in a GlobalBatch.
+    `static` and the arrays come from `arrays_of`. The arrays are passed as a list in a GlobalBatch.
     """
     task = partitioner.task
 
@@ -89,8 +90,8 @@ def forward_on_the_mesh(partitioner: Partitioner) -> Callable[..., Any]:
             return model(*args, **kwargs)
         if task.predict is None:
             raise ConfigError(
-                "predict needs a function to call, because the model consists of plain functions. "
-                "Give the task a function predict(params, inputs, key)."
+                "predict requires the task to have a function `predict`, because the model "
+                "consists of plain functions. Pass predict(params, inputs, key) to the task."
             )
         return task.predict(model, *args, None, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Writes the config, layout and loss curve of a launch into the job's directory."""
+"""Writes the config, layout and loss curve of a launch to the job directory."""
 
 from collections.abc import Callable
 
@@ -44,28 +44,28 @@ class ConfigFiles:
         self._lines = config_lines(launched.config)
 
     def write_if_new(self) -> None:
-        """Writes config.json and config.txt unless the job has them.
+        """Writes config.json and config.txt unless they exist.
 
-        Called before any other file is written, so that a launch which is killed later leaves a job
-        that can be resumed.
+        This is called before any other file is written, so that the job can be resumed if the
+        launch is killed later.
         """
         if not self._files.config_json.is_file():
             self._files.write_config(self.json, self._lines)
 
     def write(self) -> None:
-        """Writes config.json and config.txt, and copies the tokenizers that the config names."""
+        """Writes config.json and config.txt, and copies the tokenizers used in the config."""
         self._files.write_config(self.json, self._lines)
         if processes.is_first():
             copy_tokenizers(self._launched.config, self._files)
 
     def changes(self) -> list[str]:
-        """Returns a line per setting that changed since the previous launch."""
+        """Returns a line for each setting that changed since the previous launch."""
         previous = load_config_file(self._files.config_json, packages=self._launched.packages)
         return config_difference(previous.config, self._launched.config)
 
 
 def write_layout(partitioner: Partitioner, files: JobDir) -> None:
-    """Writes layout.json and layout.txt; prints a summary of the layout, notes and warnings."""
+    """Writes layout.json and layout.txt, and prints a summary, notes and warnings."""
     layout, table = partitioner.layout, layout_table(partitioner.layout)
     write_whole(files.layout_json, layout_json(layout).encode())
     write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
@@ -79,7 +79,7 @@ def write_layout(partitioner: Partitioner, files: JobDir) -> None:
 
 
 def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:
-    """Writes loss_curve.png, or notes why it cannot be written."""
+    """Writes loss_curve.png, or prints why it cannot be written."""
     if not processes.is_first():
         return
     title = f"{files.path.name}, {step} steps"

@@ -21,7 +21,7 @@ def lacks_evaluation(
 ) -> bool:
     """Returns whether a job that resumes from `step` was stopped before it evaluated that step.
 
-    Step 0, which an elastic job may resume from, is never evaluated.
+    Step 0, from which an elastic job may resume, is never evaluated.
     """
     if not step or not evaluates(run, step):
         return False
@@ -37,20 +37,20 @@ def lacks_evaluation(
 def nothing_to_do(
     run: RunConfig, eval_sets: Collection[str], files: JobDir, first_step: int, *, is_resumed: bool
 ) -> str:
-    """Returns why this launch has no step to make and what to change; "" if it has one.
+    """Returns why no steps are left for this launch and what to change, or "" if steps are left.
 
     Args:
       run: Settings of the run.
       eval_sets: Names of the evaluation datasets.
-      files: The job's directory.
-      first_step: Number of steps already made.
+      files: The job directory.
+      first_step: Number of completed steps.
       is_resumed: Whether an earlier launch of the job saved the state of `first_step`.
     """
     if is_resumed and lacks_evaluation(run, eval_sets, files, first_step):
         return ""
     if first_step >= run.num_train_steps:
         return (
-            f"The job has already made its {run.num_train_steps} steps; to continue, raise "
+            f"The job has already completed its {run.num_train_steps} steps; to continue, raise "
             "run.num_train_steps."
         )
     if reason := why_stopped_early(run, files, first_step):
@@ -72,7 +72,7 @@ def why_stopped_early(run: RunConfig, files: JobDir, step: int) -> str | None:
 def watched_history(
     early_stopping: EarlyStopping | None, job: JobDir, last_step: int
 ) -> dict[int, float]:
-    """Returns the values by step, up to `last_step`, of the metric that early stopping watches."""
+    """Returns the values of the early-stopping metric by step, up to `last_step`."""
     if early_stopping is None:
         return {}
     values = {
@@ -83,10 +83,10 @@ def watched_history(
 
 
 def evaluations(job: JobDir) -> list[tuple[int, str, dict[str, float]]]:
-    """Returns (step, dataset, metrics) of each evaluation of a job.
+    """Returns (step, dataset, metrics) for each evaluation of a job.
 
-    If a step was evaluated several times, the first one counts: that of the training job, before
-    any by --mode=eval.
+    If a step was evaluated several times, the first evaluation is returned. The training job's
+    evaluation precedes any evaluations by --mode=eval.
     """
     first: dict[tuple[int, str], dict[str, float]] = {}
     for line in evaluation_lines(job.eval_metrics_jsonl):
@@ -105,19 +105,19 @@ def metrics_by_step(job: JobDir) -> dict[int, dict[str, float]]:
 
 
 def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
-    """Returns whether `step` is the last step of a job, with the settings of its last launch.
+    """Returns whether `step` is the last step of a job according to its last launch.
 
     Args:
-      job: The job's directory.
+      job: The job directory.
       step: A training step.
-      packages: Packages of the user that the config may refer to.
+      packages: User packages to which the config may refer.
     """
     run = build(load_config_file(job.config_json, packages=packages).config.run)
     return step >= run.num_train_steps or why_stopped_early(run, job, step) is not None
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
-    """Returns the losses in metrics.jsonl to compare the next loss with; [] without detection."""
+    """Returns the losses with which to compare the next loss, or [] without spike detection."""
     if run.loss_spikes.factor is None:
         return []
     return from_first("losses before", lambda: recent_losses(newest_lines(job.metrics_jsonl)))
@@ -132,7 +132,7 @@ def evaluates(run: RunConfig, step: int) -> bool:
 
 
 def checkpoint_schedule(run: RunConfig, first_step: int) -> str:
-    """Returns a line that describes when a run which starts at `first_step` saves."""
+    """Returns a line that describes when a run that starts at `first_step` saves checkpoints."""
     steps, seconds = run.checkpoints.every_steps, run.checkpoints.seconds_between
     times = []
     if steps is not None:
@@ -154,13 +154,13 @@ def checkpoint_schedule(run: RunConfig, first_step: int) -> str:
 def unsound_end(
     job: JobDir, step: int, num_skipped: int, eval_sets: Collection[str]
 ) -> str | None:
-    """Returns why a job's final weights should not be used, and what to do; None if they are fine.
+    """Returns why a job's final weights should not be used and what to do, or None.
 
-    The reason is that the last steps were skipped, or that the last evaluation has a loss that is
-    not finite. Call this after all files of the run are written.
+    Weights should not be used if the last steps were skipped, or if the loss of the last evaluation
+    is not finite. Call this after all files of the run have been written.
 
     Args:
-      job: The job's directory.
+      job: The job directory.
       step: The last step.
       num_skipped: Number of consecutive skipped steps up to `step`.
       eval_sets: Names of the evaluation datasets.
@@ -179,7 +179,7 @@ def unsound_end(
         skipped = (
             f"The last step, {step}, was skipped"
             if num_skipped == 1
-            else f"The last {num_skipped} steps, to step {step}, were skipped"
+            else f"The last {num_skipped} steps, up to step {step}, were skipped"
         )
         return (
             f"{skipped}, because the loss, gradient or learning rate was not finite or the "
@@ -190,8 +190,8 @@ def unsound_end(
     for dataset, loss in losses.items():
         if not math.isfinite(loss):
             return (
-                f"The evaluation of step {step} has {dataset}/loss {loss}: the weights, which are "
-                f"saved in {job.path}, or the data are not usable. {advice}"
+                f"{dataset}/loss is {loss} in the evaluation of step {step}: the weights, which "
+                f"are saved in {job.path}, or the data are not usable. {advice}"
             )
     return None
 

@@ -40,7 +40,7 @@ class JobOnMesh:
     Attributes:
       partitioner: The job's task on the mesh.
       job: The job, as built from its config.
-      files: The files of the job's directory; None in modes that need no directory.
+      files: The files in the job directory, or None in modes without a directory.
     """
 
     partitioner: Partitioner
@@ -69,11 +69,11 @@ class JobOnMesh:
 
     @property
     def eval_sets(self) -> dict[str, InputPipeline]:
-        """Evaluation datasets by name: all but `train`."""
+        """Evaluation datasets by name: all datasets except `train`."""
         return {name: dataset for name, dataset in self.datasets.items() if name != TRAIN}
 
 
-# For each mode, the fields of the job whose datasets it reads, and which are therefore checked.
+# For each mode, the fields of the job that contain the datasets to check.
 _DATASET_FIELDS = {
     "train": ("datasets",),
     "eval": ("datasets",),
@@ -88,12 +88,12 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
 
     Args:
       job: The job, as built from its config.
-      mode: "train", "eval", "decode", "explain" or "load"; it selects the checks. "load" checks no
-        dataset.
+      mode: "train", "eval", "decode", "explain" or "load", which selects the checks. In mode
+        "load", no dataset is checked.
 
     Raises:
-      ConfigError: The mesh, the datasets, the task and the metrics that the run watches do not fit
-        together, or the mode is unknown.
+      ConfigError: The mesh, the datasets, the task and the run's metrics are inconsistent, or the
+        mode is unknown.
     """
     require_choice("partitioner_of: mode", mode, _DATASET_FIELDS)
     check_parts(job)
@@ -108,8 +108,8 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     check_averages(partitioner, job.run)
     if mode == "train" and TRAIN not in job.datasets:
         raise ConfigError(
-            f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
-            "to the experiment's datasets()."
+            f"The datasets are {sorted(job.datasets)}, but training requires one named '{TRAIN}'. "
+            "Add it to the experiment's datasets()."
         )
     fields = _DATASET_FIELDS[mode]
     if "decode_datasets" in fields:
@@ -123,7 +123,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
 
 
 def _mesh_of(job: Job) -> Mesh:
-    """Builds and prints the job's mesh; without an accelerator its devices are simulated."""
+    """Builds and prints the job's mesh, of simulated devices if there is no accelerator."""
     mesh_config = filled_mesh(job.mesh)
     check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
     mesh = make_mesh(mesh_config)
@@ -145,7 +145,7 @@ def _mesh_of(job: Job) -> Mesh:
 def _print_turn_ends(tokenizer: Tokenizer | None) -> None:
     if tokenizer is not None and (ends := tokenizer.turn_end_ids):
         tokens = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
-        print(f"the chat template ends an answer with {tokens}; decoding does, too", flush=True)
+        print(f"decoding ends an answer at the chat template's end tokens: {tokens}", flush=True)
 
 
 def partitioner_on(
@@ -156,7 +156,7 @@ def partitioner_on(
     Args:
       job: The job, as built from its config.
       mesh: The mesh, which may consist of devices that are not attached.
-      more_options: Compiler options to add; those of `job.mesh` take precedence.
+      more_options: Additional compiler options; options in `job.mesh` take precedence.
     """
     options = merged_options(job.mesh.compiler_options, more_options)
     options = {name: given for name, given in options.items() if given}

@@ -1,4 +1,4 @@
-"""JobTools: the extension points of a training job, which the launcher fills in."""
+"""The extension points of a training job, which the launcher fills in."""
 
 import contextlib
 import dataclasses
@@ -24,10 +24,10 @@ __all__ = ("JobTools", "OtherSaves", "SavedState")
 
 
 class SavedState(Protocol):
-    """The newest saved state of a job, which it resumes from; `Checkpoints` is one."""
+    """Interface to a job's newest saved state, implemented for example by `Checkpoints`."""
 
     def latest_step(self) -> int | None:
-        """Returns the step of the newest saved state, or None if nothing is saved."""
+        """Returns the step of the newest saved state, or None if no state is saved."""
         ...
 
     def latest_data(self) -> Mapping[str, Any]:
@@ -35,7 +35,7 @@ class SavedState(Protocol):
         ...
 
     def restore(self, layout: "StateLayout", mesh: "Mesh") -> "Restored":
-        """Returns the state on `mesh`, which may differ from the mesh that saved it."""
+        """Returns the state on `mesh`, which may differ from the mesh on which it was saved."""
         ...
 
 
@@ -43,11 +43,11 @@ class OtherSaves(contextlib.AbstractContextManager):
     """Saves the job's state in addition to its checkpoints; this base class saves nothing."""
 
     def newest(self, checkpoints: "Checkpoints") -> SavedState:
-        """Returns the newest state, here or in `checkpoints`; the same choice in all processes."""
+        """Returns the newest state, here or in `checkpoints`. All processes choose the same."""
         return checkpoints
 
     def hooks(self, job: "JobOnMesh") -> "Sequence[Hook]":
-        """Returns hooks that save; they run before the hook that saves checkpoints."""
+        """Returns hooks that save the state and run before the hook that saves checkpoints."""
         return ()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -61,18 +61,20 @@ class JobTools:
     The command line and `praxis_lite.train` use `installed_job_tools()`.
 
     Attributes:
-      sources: Sources of initial states other than checkpoints, by the setting of `run` that
-        selects each.
-      hooks: Returns hooks to run before those of every job.
-      recorder: Returns a context manager whose listener receives the job's events.
-      other_saves: Returns the additional saves of the job's state.
-      on_devices: Returns the job with a mesh of the available devices, for elastic jobs, whose
-        number of devices changes; updates the config accordingly.
-      begin_elastic: Handles `--elastic`: takes (command, argv, health_dir), and returns the exit
-        status of a supervisor, or None in a worker. None rejects `--elastic`.
-      beats: Class by which each process detects that another process died.
-      summary_section: Returns another section of the job's summary, or "".
-      num_lost_steps: Returns how many steps of a job were recomputed, according to the recorder.
+      sources: Sources of initial states other than checkpoints, by the name of the setting in `run`
+        that selects the source.
+      hooks: Function that returns hooks to run before the standard hooks.
+      recorder: Function that returns a context manager whose listener receives the job's events.
+      other_saves: Function that returns an object for saving the job's state in other ways.
+      on_devices: Function that returns the job with a mesh of the available devices and updates the
+        config accordingly. It is used for elastic jobs, whose number of devices may change.
+      begin_elastic: Function that handles `--elastic`. Takes (command, argv, health_dir), and
+        returns the exit status in a supervisor, or None in a worker. If this is None, `--elastic`
+        is rejected.
+      beats: Class by which each process detects that other processes have died.
+      summary_section: Function that returns an additional section for the job's summary, or "".
+      num_lost_steps: Function that returns the number of recomputed steps according to the
+        recorder.
     """
 
     sources: "Mapping[str, Source]" = dataclasses.field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""Launches the training of a job that is built, checked and placed on its mesh.
+"""Launches the training of a job that has been built, checked and placed on its mesh.
 
-`train` locks the job's directory, initializes or restores the state, runs the training loop
+`train` locks the job directory, initializes or restores the state, runs the training loop
 (`trainer.train`) and reports how it ended.
 """
 
@@ -56,15 +56,15 @@ def train(
     Args:
       job: The job, checked and placed on its mesh.
       launched: The config of this launch; it is written to the job's directory.
-      tools: Hooks, listeners and state sources that other packages add; None for none.
+      tools: Hooks, listeners and state sources from other packages, or None.
       stop_request: Class that handles signals and the time limit while the job trains.
 
     Returns:
-      How training ended, also if all steps had been made before this launch.
+      How training ended, even if all steps were completed before this launch.
 
     Raises:
-      ConfigError: A hook, a tracker or the initial state does not fit the job; or the job's
-        checkpoint was saved with another model or other training data.
+      ConfigError: A hook, a tracker or the initial state is incompatible with the job, or the job's
+        checkpoint was saved with a different model or different training data.
     """
     run, files, tools = job.run, job.files, tools or JobTools()
     check_hooks(job.hooks, job)
@@ -72,8 +72,8 @@ def train(
         tracker.check()
     check_names(job.partitioner.layout)
     starting_points, config = StartingPoints(job, tools.sources), ConfigFiles(launched, files)
-    # The contexts are left in reverse order: the directory stays locked, and signals stay handled,
-    # until the last save is complete.
+    # The contexts are exited in reverse order, so the directory stays locked and signals are
+    # handled until the last save is complete.
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(
             stop_request(run.stopping.time_limit_seconds, num_processes=processes.count())
@@ -88,8 +88,8 @@ def train(
             files.checkpoints, saving=run.checkpoints, note=_print_line, config_json=config.json,
             evaluated=lambda: metrics_by_step(files), saved=stop.saved,
         ))
-        # Runs just before `checkpoints` waits for a save in flight, so that goodput counts the wait
-        # as time spent saving.
+        # This runs just before `checkpoints` waits for a save in progress, so that goodput counts
+        # the wait as time spent saving.
         stack.callback(events.begins, SAVE)
         other_saves = stack.enter_context(tools.other_saves(job, _print_line))
         with events.phase(RESTORE):
@@ -121,7 +121,7 @@ def train(
 def _resume(
     starting_points: StartingPoints, saved: SavedState, config: ConfigFiles
 ) -> StartingPoint:
-    """Restores a saved state and prints the settings that changed since the previous launch."""
+    """Restores a saved state, and prints the settings that changed since the previous launch."""
     start = starting_points.resumed(saved)
     for line in config.changes():
         print(f"changed since the job was last run: {line}")
@@ -129,7 +129,7 @@ def _resume(
 
 
 def _report_nothing_to_do(job: JobOnMesh, start: StartingPoint, reason: str) -> TrainingResult:
-    """Prints and reports why the job makes no step, and returns how its training ended."""
+    """Prints and reports why the job runs no steps, and returns how its training ended."""
     print(reason)
     events.report(nothing_to_do=reason)
     if not job.files.loss_curve_png.exists():
@@ -144,7 +144,7 @@ def _train_with_roll_backs(
     job: JobOnMesh, launched: LaunchedConfig, tools: JobTools, starting_points: StartingPoints,
     start: StartingPoint, checkpoints: Checkpoints, other_saves: OtherSaves, stop: StopRequest,
 ) -> TrainingResult:
-    """Runs the training loop, again after each roll-back, and then draws the loss curve."""
+    """Runs the training loop, repeats it after each roll-back, and then draws the loss curve."""
     run, train_set = job.run, job.datasets[TRAIN]
     check_first_batches(job.datasets)
     for line in (*notes_on_batch_size(train_set), *notes_on_resume(job.datasets)):
@@ -172,7 +172,7 @@ def _train_with_roll_backs(
             start = starting_points.rolled_back(checkpoints, ended, skipped)
             _print_line(_roll_back_line(ended, start))
         events.report(ended_by=ended.stopped_by)
-        # The supervisor of an elastic job that was stopped is waiting: end without the picture.
+        # If an elastic job was stopped, its supervisor is waiting, so skip the picture.
         if processes.membership() is None or not ended.stopped_by:
             draw_loss_curve(job.files, ended.step, progress.note)
         trackers.finish(start.step, ended.step, stopped=ended.stopped_by is not None)
@@ -182,7 +182,7 @@ def _train_with_roll_backs(
 def _roll_back_line(spike: LossSpike, start: StartingPoint) -> str:
     return (
         f"rolled back from the loss spike of step {spike.step} to step {start.step}; its batch "
-        f"{spike.batch} is left out ({len(start.skipped_batches)} left out so far)"
+        f"{spike.batch} is skipped ({len(start.skipped_batches)} skipped so far)"
     )
 
 

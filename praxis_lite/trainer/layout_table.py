@@ -29,7 +29,7 @@ _ON_HOST = " on the host"
 
 @dataclasses.dataclass(frozen=True)
 class LayoutArray:
-    """A leaf of a state as layout.txt and layout.json describe it.
+    """The description of a state's leaf in layout.txt and layout.json.
 
     Attributes:
       path: Path of the leaf in the TrainState.
@@ -57,7 +57,7 @@ class LayoutArray:
 
 
 def layout_json(layout: StateLayout) -> str:
-    """Returns a state's leaves, and the sentence about total bytes per device, as JSON."""
+    """Returns the leaves of a state and the summary of bytes per device, as JSON."""
     arrays = [vars(LayoutArray.of(leaf)) for leaf in layout.leaves()]
     return json.dumps({"totals": _totals(layout), "arrays": arrays}, indent=1)
 
@@ -66,7 +66,8 @@ def read_layout(path: Path) -> tuple[list[LayoutArray], str]:
     """Reads a layout.json file.
 
     Returns:
-      The arrays, and the sentence about total bytes; [] and "" if there is no such file.
+      A tuple of the arrays and the summary of bytes per device, or ([], "") if the file does not
+      exist.
 
     Raises:
       ConfigError: The file is damaged.
@@ -78,21 +79,21 @@ def read_layout(path: Path) -> tuple[list[LayoutArray], str]:
         return [LayoutArray(**fields) for fields in record["arrays"]], record["totals"]
     except (TypeError, KeyError) as error:
         raise ConfigError(
-            f"{path} is damaged, or praxis_lite did not write it ({error}). The next launch of the "
-            "job rewrites it."
+            f"{path} is damaged or was not written by praxis_lite ({error}). The next launch of "
+            "the job rewrites it."
         ) from None
 
 
 def layout_table(layout: StateLayout) -> str:
-    """Returns the table of a state's leaves, and the sentence about total bytes per device."""
+    """Returns the table of a state's leaves, followed by the summary of bytes per device."""
     return "\n".join([leaf_table(layout.leaves()), "", _totals(layout)])
 
 
 def leaf_table(leaves: Iterable[LeafLayout]) -> str:
-    """Returns a table with a row per leaf: path, shapes, dtype, spec, bytes and padding.
+    """Returns a table with the path, shapes, dtype, spec, bytes and padding of each leaf.
 
-    The last column names what decided the split, such as a rule or a setting of the layer. Long
-    entries are numbered in the table and written below it.
+    The last column is the origin of the split, such as a rule or a layer setting. Long entries are
+    replaced by numbers and written below the table.
     """
     header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
     rows = [header]
@@ -123,9 +124,9 @@ def layout_warnings(layout: StateLayout) -> list[str]:
         f"{leaf.path} {shape_text(leaf.shape)} is replicated: "
         f"{format_bytes(leaf.bytes_per_device)} on each of {num_devices} devices. "
         + (
-            "Give it a weight_split_dims_mapping, or a rule in the task's weight_sharding."
+            "Set its weight_split_dims_mapping, or add a rule to the task's weight_sharding."
             if kind_of(leaf) == "weights"
-            else "Give its weight a split, or set Learner.slot_mesh_axes."
+            else "Split its weight, or set Learner.slot_mesh_axes."
         )
         for leaf in replicated
     ]
@@ -136,14 +137,14 @@ def layout_warnings(layout: StateLayout) -> list[str]:
 
 
 def padding_notes(layout: StateLayout) -> list[str]:
-    """Returns notes about dims with much padding, but too few bytes for a warning."""
+    """Returns notes about dims that are mostly padding, but are too small for a warning."""
     return [text for text, num_bytes in _wasteful(layout) if num_bytes < LARGE_BYTES]
 
 
 def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
-    """Returns (sentence, padding bytes per device) for each dim that is mostly padded.
+    """Returns (message, padding bytes per device) for each dim that is mostly padding.
 
-    Leaves of the same size and split share a sentence.
+    Leaves of equal size and split share a message.
     """
     wasteful = collections.defaultdict(list)
     for leaf in layout.leaves():
@@ -162,7 +163,7 @@ def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
 
 
 def _others(leaves: Sequence[LeafLayout]) -> str:
-    """Returns " (and that of 3 other weights)", which counts all leaves but the first; or ""."""
+    """Returns " (and that of 3 other weights)" for the leaves after the first, or ""."""
     kinds = ["weights" if kind_of(leaf) == "weights" else "slots" for leaf in leaves]
     first, others = kinds[0], collections.Counter(kinds[1:])
     counts = [
@@ -176,8 +177,8 @@ def _others(leaves: Sequence[LeafLayout]) -> str:
 def bytes_per_device(layout: StateLayout) -> dict[str, int]:
     """Returns the bytes per device of "weights", "optimizer slots" and "averaged weights (EMA)".
 
-    Weights include non-trainable variables, and slots include step counters. Padding counts; arrays
-    in host memory do not.
+    Weights include non-trainable variables, and slots include step counters. Padding is included;
+    arrays in host memory are not.
     """
     totals: dict[str, int] = collections.defaultdict(int)
     for leaf in layout.leaves():
@@ -186,7 +187,7 @@ def bytes_per_device(layout: StateLayout) -> dict[str, int]:
 
 
 def host_note(layout: StateLayout) -> str:
-    """Returns a sentence about the arrays in host memory, or ""."""
+    """Returns a message about the arrays in host memory, or ""."""
     on_host = sum(leaf.bytes_per_device for leaf in layout.leaves() if leaf.is_on_host)
     return f"Its host keeps {format_bytes(on_host)} more of the state for it." if on_host else ""
 
@@ -195,7 +196,7 @@ _EMA = "averaged weights (EMA)"
 
 
 def kind_of(leaf: LeafLayout) -> str:
-    """Returns the kind of a state's leaf, a key of `bytes_per_device`."""
+    """Returns the category of a state's leaf, a key of `bytes_per_device`."""
     if leaf.path.startswith("mdl_vars/"):
         return "weights"
     return _EMA if leaf.path.startswith("opt_states/ema/") else "optimizer slots"
@@ -237,7 +238,7 @@ def split_text(split: Sequence[None | str | Sequence[str]]) -> str:
 
 
 def optimizer_report(groups: WeightGroups) -> list[str]:
-    """Describes the optimizers: those that update weights jointly, and all if there are several."""
+    """Describes optimizers that update weights jointly, and all optimizers if there are several."""
     names = {path: group.optimizer_name for group in groups.by_name.values()
              for path in group.paths}
     members: dict[str, list[tuple[str, int]]] = {}

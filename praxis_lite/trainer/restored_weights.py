@@ -19,7 +19,7 @@ def restored_weights(
     Args:
       partitioner: The task on its mesh.
       job_dir: The job's directory.
-      step: The checkpoint's step; "best", or None for the newest.
+      step: The checkpoint's step, "best", or None for the newest checkpoint.
       use_ema: Whether to use the exponential moving averages of the weights.
 
     Returns:

@@ -10,14 +10,14 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 
-NUM_LOSSES = 100  # A loss is compared with the median of at most this many previous losses.
-MIN_LOSSES = 10  # With fewer previous losses no loss counts as a spike.
+NUM_LOSSES = 100  # A loss is compared with the median of at most this number of previous losses.
+MIN_LOSSES = 10  # Spikes are only detected after this number of losses.
 MAX_ROLL_BACKS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class LossSpike:
-    """A loss spike: the run is rolled back to before it, and its batch is left out.
+    """A loss spike. The run is rolled back to an earlier step, and the spike's batch is skipped.
 
     Attributes:
       step: The step with the spike.
@@ -29,14 +29,14 @@ class LossSpike:
 
 
 class SpikeDetector:
-    """Compares each loss with the median of the previous losses, leaving out spikes.
+    """Detects spikes by comparing each loss with the median of the previous losses.
 
-    The result depends on the losses alone. They are bitwise equal in every process and in a resumed
-    run, so all processes find the same spikes.
+    The result depends only on the losses, which are bitwise equal in all processes and in a resumed
+    run. All processes therefore find the same spikes. Spikes are excluded from the median.
 
     Args:
-      factor: A loss above this multiple of the median is a spike; None to find no spikes. A median
-        of 0 or less, as with a log-likelihood, also finds none.
+      factor: A loss above this multiple of the median is a spike. If None, or if the median is not
+        positive, as with a log-likelihood, no spikes are detected.
       previous_losses: Losses of the steps so far, oldest first, as from `recent_losses`.
     """
 
@@ -47,8 +47,8 @@ class SpikeDetector:
     def median_below(self, loss: float) -> float | None:
         """Returns the median of the previous losses if `loss` is a spike, else None.
 
-        Other finite losses are added to those of the median. A loss that is not finite is ignored,
-        because its step was skipped.
+        A finite loss that is not a spike is added to the previous losses. A loss that is not finite
+        is ignored, because its step was skipped.
         """
         if self._factor is None or not math.isfinite(loss):
             return None
@@ -61,10 +61,10 @@ class SpikeDetector:
 
 
 def recent_losses(lines: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Returns the losses to compare the next loss with, oldest first.
+    """Returns the losses with which to compare the next loss, oldest first.
 
     Args:
-      lines: Lines of metrics.jsonl, newest first; only as many as needed are consumed.
+      lines: Lines of metrics.jsonl, newest first. Only as many lines as needed are consumed.
     """
     losses = (line["loss"] for line in lines if not line.get("is_loss_spike"))
     return list(itertools.islice(filter(math.isfinite, losses), NUM_LOSSES))[::-1]
@@ -83,9 +83,9 @@ class RollBacks:
         self._num += 1
         if self._num > MAX_ROLL_BACKS:
             raise ConfigError(
-                f"The run was rolled back {MAX_ROLL_BACKS} times, each time leaving out another "
-                f"batch, but the loss still spikes at or before step {self._furthest}. Lower the "
-                "learning rate, clip gradients, raise run.loss_spikes.factor, or set "
+                f"The run was rolled back {MAX_ROLL_BACKS} times and skipped an additional batch "
+                f"each time, but the loss still spikes at or before step {self._furthest}. Lower "
+                "the learning rate, clip gradients, raise run.loss_spikes.factor, or set "
                 "run.loss_spikes.action=report. To start from an earlier checkpoint, remove the "
                 "newest."
             )

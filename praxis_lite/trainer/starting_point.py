@@ -1,4 +1,4 @@
-"""The state that training starts from: new, from pretrained weights, or the newest saved one."""
+"""Creates or restores the state from which training starts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from praxis_lite.trainer.spike_detector import LossSpike
 
 @dataclasses.dataclass
 class StartingPoint:
-    """The step and state that training starts from.
+    """The step and state from which training starts.
 
     Attributes:
-      step: Number of training steps already made.
-      state: The TrainState of that step; None after `take_state`.
-      skipped_batches: Indices of training batches to leave out, because their loss spiked.
+      step: Number of completed training steps.
+      state: The TrainState after that step, or None after `take_state`.
+      skipped_batches: Indices of training batches to skip because of loss spikes.
       hooks: Values that hooks saved with the state, by hook name.
       source: "new" for an initial state, "disk" for the job's checkpoint, or "peers" for a state
         from the memory of the job's hosts.
@@ -44,22 +44,23 @@ class StartingPoint:
         return self.source != "new"
 
     def take_state(self) -> TrainState:
-        """Returns the state and drops this reference to it, because the first step donates it."""
+        """Returns the state and drops the reference to it, because the first step donates it."""
         state, self.state = self.state, None
         assert state is not None, "It is taken once."
         return state
 
 
 class StartingPoints:
-    """Creates or restores the state that a job starts from.
+    """Creates or restores the state from which a job starts.
 
     Args:
       job: The job on its mesh.
-      sources: Further sources of initial states, by the setting of `run` that selects each.
+      sources: Additional sources of initial states, by the name of the setting in `run` that
+        selects the source.
 
     Raises:
-      ConfigError: The job has no checkpoint yet, and its initial state does not fit the task or
-        lacks a frozen weight.
+      ConfigError: The job has no checkpoint yet, and its initial state does not match the task or
+        does not contain a frozen weight.
     """
 
     def __init__(self, job: JobOnMesh, sources: Mapping[str, Source]):
@@ -73,7 +74,7 @@ class StartingPoints:
             )
 
     def new(self) -> StartingPoint:
-        """Returns step 0 of a new job, with weights that are drawn or read from a source."""
+        """Returns step 0 of a new job, with random weights or weights from a source."""
         partitioner = self._job.partitioner
         key, source = partitioner.key(self._job.run.seed), self._initial()
         if source is None:
@@ -85,7 +86,7 @@ class StartingPoints:
         return StartingPoint(source.step, begun(partitioner, key, source, _print_line))
 
     def resumed(self, saved: SavedState) -> StartingPoint:
-        """Restores a saved state; raises ConfigError if it was trained on other data."""
+        """Restores a saved state. Raises ConfigError if it was trained on different data."""
         run, data = self._job.run, saved.latest_data()
         accepted = check_resumable(data, self._job.datasets[TRAIN], run.accept_changed_data)
         for line in [*accepted, *check_same_seed(data, run)]:
@@ -97,13 +98,13 @@ class StartingPoints:
     ) -> StartingPoint:
         """Restores the newest checkpoint before a loss spike, or a new state if there is none.
 
-        Checkpoints of the spike's step and of later steps, which an earlier launch may have saved,
-        are set aside.
+        An earlier launch may have saved checkpoints of the spike's step and of later steps; these
+        checkpoints are set aside.
 
         Args:
           checkpoints: The job's checkpoints.
           spike: The loss spike.
-          skipped_batches: Indices of all training batches to leave out from now on.
+          skipped_batches: Indices of all training batches to skip from now on.
         """
         with events.phase(RESTORE):
             checkpoints.abandon_after(spike.step - 1)
@@ -112,7 +113,7 @@ class StartingPoints:
         return dataclasses.replace(start, skipped_batches=skipped_batches)
 
     def _initial(self) -> InitialState | None:
-        """Returns the initial state that `run.init_from...` selects; None to draw all arrays."""
+        """Returns the initial state selected by `run.init_from...`, or None to draw all arrays."""
         if (setting := self._job.run.init_from) is None:
             return None
         name, value = setting

@@ -1,6 +1,6 @@
 """Reads the metrics and times of a step while the next step runs.
 
-The devices therefore never wait for the host. `metrics/step_times.py` defines each time.
+The devices therefore never wait for the host. `metrics/step_times.py` defines the times.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ class PendingStep:
       batch: Index of its batch in the training data.
       outputs: The step's outputs, packed for one transfer per dtype.
       inputs: This process's rows of the batch, on the host.
-      first_row: Index in the batch of the first of these rows.
+      first_row: Index of this process's first row in the batch.
       input_time: Seconds that the loop waited for the batch.
-      dispatch_time: Seconds that the call of the compiled step took.
-      device_span: When the step started and ended on the devices.
+      dispatch_time: Duration of the call of the compiled step, in seconds.
+      device_span: The time span of the step on the devices.
     """
 
     step: int
@@ -54,7 +54,7 @@ class LateMetrics:
 
     Attributes:
       pending: The step to read next, or None.
-      last_time: When the previous step was read, in seconds of `time.perf_counter`.
+      last_time: `time.perf_counter` when the previous step was read.
     """
 
     def __init__(self, loop: Loop):
@@ -69,7 +69,8 @@ class LateMetrics:
         """Waits for the pending step, if any, and calls the hooks with its metrics.
 
         Returns:
-          The loss spike to roll back from, or None. The remaining hooks are not called then.
+          The loss spike to roll back from, or None. If there is one, the remaining hooks are not
+          called.
         """
         if self.pending is None:
             return None

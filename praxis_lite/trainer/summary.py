@@ -18,12 +18,12 @@ from praxis_lite.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIMES
 def summary(
     job: JobDir, *, num_prompts: int = 3, more: Callable[[JobDir], str] = lambda job: ""
 ) -> str:
-    """Returns a job's losses, evaluations, step times and decoded samples, and its files.
+    """Returns a text with a job's losses, evaluations, step times, decoded samples and files.
 
     Args:
-      job: The job's directory.
-      num_prompts: Number of prompts to show of each decoded dataset.
-      more: Returns another section to show after the evaluations, or "".
+      job: The job directory.
+      num_prompts: Number of prompts to show for each decoded dataset.
+      more: Function that returns a section to show after the evaluations, or "".
     """
     columns = columns_in(job.metrics_jsonl)
     with np.errstate(all="ignore"):  # The columns may contain any numbers.
@@ -39,7 +39,7 @@ def continuations(job: JobDir, num_prompts: int) -> list[tuple[str, int, str]]:
 
     Args:
       job: The job's directory.
-      num_prompts: Number of prompts, with their continuations, in each text.
+      num_prompts: Number of prompts and continuations in each text.
 
     Raises:
       ConfigError: A file cannot be read.
@@ -63,7 +63,7 @@ def _continuations(file: DecodedFile, num_prompts: int) -> str:
         heading += f", unreadable lines: {decoded.num_unreadable}"
     lines = [f"{heading})"]
     for prompt, text in decoded.pairs:
-        lines += [_block("prompt", prompt), _block("  goes on", text)]
+        lines += [_block("prompt", prompt), _block("   output", text)]
     return "\n".join(lines)
 
 
@@ -97,7 +97,7 @@ def _evaluations(job: JobDir) -> str:
 
 
 def _times_of_a_step(columns: Columns) -> str:
-    """Returns a table of the mean times of a step; dispatch and device time overlap the others."""
+    """Returns a table of mean step times, of which dispatch and device time overlap the others."""
     if not columns.keys() >= set(TIMES):
         return ""
     is_known = np.isfinite([columns[name] for name in TIMES]).all(axis=0)
@@ -116,12 +116,12 @@ def _times_of_a_step(columns: Columns) -> str:
             rows.append((f"  {name}", "", f"{utilization:.1%}"))
     num_steps = is_known.sum()
     count = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
-    heading = f"The time of a step, on average of {count}, and its share of step_time"
+    heading = f"Mean times of {count}, and their shares of step_time"
     return "\n".join([heading, *table_lines(rows, right=(1, 2))])
 
 
 def _block(name: str, text: str) -> str:
-    """Formats text as wrapped lines behind a margin that contains `name`."""
+    """Formats text as wrapped lines after a margin that contains `name`."""
     margin = f"  {name:<9} | "
     rows = [
         row or ""
@@ -152,4 +152,4 @@ def _files(job: JobDir) -> str:
             f"  {'drawn by TensorBoard':<22}tensorboard --logdir={job.tensorboard} "
             "(after: pip install tensorboard)"
         )
-    return "\n".join(["Where everything lies", *lines])
+    return "\n".join(["Files", *lines])

@@ -1,4 +1,4 @@
-"""The training loop: feeds batches to the train step in order; hooks do everything else."""
+"""The training loop, which feeds batches to the train step; hooks do everything else."""
 
 import contextlib
 import dataclasses
@@ -33,10 +33,10 @@ class TrainingResult:
     Attributes:
       step: The last training step; its checkpoint is saved.
       num_skipped: Number of consecutive skipped steps at the end of training.
-      stopped_by: The request that stopped training early, such as "SIGTERM"; None without one.
-      ended_early: Why a hook, such as early stopping, ended training; None if none did.
-      unsound: Why the final weights should not be used, such as a NaN evaluation loss; None if
-        they are fine.
+      stopped_by: The request that stopped training early, such as "SIGTERM", or None.
+      ended_early: The reason why a hook such as early stopping ended training, or None.
+      unsound: The reason why the final weights should not be used, such as a NaN evaluation loss,
+        or None.
     """
 
     step: int
@@ -52,22 +52,22 @@ def train(
 ) -> TrainingResult | LossSpike:
     """Trains until `run.num_train_steps`, a hook's decision to end, or a request to stop.
 
-    The metrics of a step are read one step late, while the next step runs, so the devices never
-    wait for the host. Before a hook that `waits`, they are read immediately.
+    The metrics of a step are read one step late, while the next step runs, so that the devices
+    never wait for the host. Before a hook that `waits`, they are read immediately.
 
     Args:
       job: The job on its mesh.
       start: The state and step to train from; the state is donated.
-      checkpoints: Where the hooks save.
-      stop: Polled after every step, and before every batch of an evaluation.
+      checkpoints: The checkpoints to which hooks save.
+      stop: The stop request, polled after every step and before every batch of an evaluation.
       hooks: All hooks, in the order in which they are called.
-      note: Prints a line.
+      note: Function that prints a line.
 
     Returns:
-      How training ended; or the loss spike before which the job must be rolled back.
+      How training ended, or a loss spike if the job must be rolled back to an earlier step.
 
     Raises:
-      ConfigError: A batch has ids outside the model's vocabulary, or a hook raised the error.
+      ConfigError: A batch contains ids outside the model's vocabulary, or a hook raised the error.
       FailedSave: A checkpoint could not be written.
     """
     loop = Loop(
@@ -97,10 +97,10 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trainin
             loop.checkpoints.raise_if_failed()
             index, inputs, batch, first_row, input_time = next(batches)
             if step == loop.first_step + 1:
-                # Do not count compilation in the time of the first step.
+                # Exclude compilation from the time of the first step.
                 late_metrics.last_time += loop.compile()
             dispatch_start = time.perf_counter()
-            # xprof finds the steps of a profile by this name.
+            # xprof identifies the steps in a profile by this name.
             annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
             with annotation, events.phase(DISPATCH, step):
                 state, outputs = partitioner.train_step(state, batch, key)
@@ -109,7 +109,7 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trainin
             packed_outputs = pack_scalars(outputs)
             loop.stop.step_ended()
             loop.should_stop()
-            # The step just dispatched is running now: read the metrics of the one before it.
+            # While the step that was just dispatched runs, read the previous step's metrics.
             if spike := late_metrics.read():
                 return spike
             late_metrics.pending = PendingStep(
@@ -138,7 +138,7 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trainin
 
 
 def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
-    """Yields training batches, without those left out after loss spikes.
+    """Yields training batches, except batches that are skipped after loss spikes.
 
     Yields:
       (index in the data, this process's rows as NumPy arrays, global batch on the devices, index

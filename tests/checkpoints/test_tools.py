@@ -193,7 +193,7 @@ def test_ls_tells_the_state_of_every_folder(job, tmp_path, capsys):
     }.items():
         assert words in states.pop(name)
     assert states == {}
-    assert "heldout/loss=4.5" in out and "has changed: its digest is another" in out
+    assert "heldout/loss=4.5" in out and "has changed: its digest differs" in out
 
 
 def test_verify_exits_with_1_where_a_step_is_damaged(job, tmp_path, capsys):
@@ -242,9 +242,9 @@ def test_digest_prints_as_checksum_tools_do(job, capsys):
         (("show", "JOB/empty"), "empty contains no checkpoints"),
         (("digest", "JOB", "--step=7"), "has no committed step 7; it has the steps 3, 6, 9"),
         (("verify", "JOB", "--step=7"), "has no committed step 7; it has the steps 3, 6, 9"),
-        (("diff", "JOB", "--step=9"), "Both sides are .*/9. Name another job, or two steps"),
+        (("diff", "JOB", "--step=9"), "Both sides are .*/9. Specify a second job, or two"),
         (("diff", "JOB", "JOB", "--step=9"), "Both sides are .*/9"),
-        (("show", "JOB/checkpoints/6"), "is one step: pass .*/checkpoints, and --step=6"),
+        (("show", "JOB/checkpoints/6"), "is a single step. Pass .*/checkpoints and --step=6"),
     ],
     ids=["absent", "empty", "step", "verified", "same", "job", "one"],
 )

@@ -48,7 +48,7 @@ def test_the_digest_is_the_same_for_any_number_of_processes(folder, capsys):
 def test_a_job_resumes_as_if_it_had_not_ended_and_says_what_input_costs(folder, tmp_path):
     whole = train(folder, tmp_path / "whole", 4)
     assert whole.code == 0, whole.err
-    assert "waiting for input took " in whole.out and "% of the steps' time" in whole.out
+    assert "waiting for input took " in whole.out and "% of the step time" in whole.out
     for steps in (2, 4):
         done = train(folder, tmp_path / "parts", steps)
         assert done.code == 0, done.err
@@ -78,6 +78,6 @@ def test_a_damaged_or_changed_file_ends_a_job_with_its_name(folder, tmp_path):
     code, text = now(path.read_bytes()[:9000])
     assert code == 2 and "docs.jsonl.gz is truncated" in text
     code, text = now(gzip.compress(b"".join([*lines[:3], json.dumps({"name": "x"}).encode()])))
-    assert code == 2 and "docs.jsonl.gz:4 has no 'text'; it has ['name']" in text
+    assert code == 2 and "docs.jsonl.gz:4 has no key 'text'; its keys are ['name']" in text
     code, text = now(gzip.compress(b"".join(lines[1:])))
     assert code == 2 and "files.docs.jsonl.gz" in text and "run.accept_changed_data" in text, text

@@ -120,7 +120,7 @@ class _Chain:
             _damage_newest(self.job)
         lines = self._metrics()
         launch = self._launch(kill.name, point)
-        if launch.code == 0 and re.search(r"trained to step|already made its", launch.out):
+        if launch.code == 0 and re.search(r"trained to step|already completed its", launch.out):
             self._is_finished = True
             return False
         failures = self._lost(launch, lines, kill)

@@ -162,7 +162,7 @@ def test_ids_of_others_are_checked(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         assert [ids for ids, _, _ in pieces_of(actual)] == [[3, 4], [0]]
         assert actual.documents.left_out == {"id_beyond_vocabulary": 1, "too_short": 1}
-    assert f"{tmp_path}/*.jsonl: examples left out: 1 (id_beyond_vocabulary), 1 (too" in caplog.text
+    assert f"{tmp_path}/*.jsonl: skipped examples: 1 (id_beyond_vocabulary), 1 (too" in caplog.text
     assert actual.documents.largest_id() == (6, f"{tmp_path}/a.jsonl:4")
 
 

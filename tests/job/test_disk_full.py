@@ -61,7 +61,7 @@ def test_lines_that_do_not_fit_are_kept_and_written_once_there_is_room(tmp_path,
         writer.write({"step": 5, "loss": 1.5})
         assert steps_in(path) == [1, 2, 3, 4, 5]
         writer.write({"step": 6, "loss": 1.5})
-    assert notes[1:] == [f"{path} can be written again, with 4 lines of steps 2 to 5"]
+    assert notes[1:] == [f"{path} can be written again; wrote 4 lines for steps 2 to 5"]
     assert steps_in(path) == [1, 2, 3, 4, 5, 6]
 
 
@@ -77,7 +77,7 @@ def test_lines_that_are_lost_at_the_end_are_an_error_or_a_note_beside_another(tm
             if raises is KeyError:
                 raise KeyError
     words = str(error.value) if raises is ConfigError else notes[-1]
-    assert str(path) in words and "2 lines of steps 2 to 3 are lost" in words
+    assert str(path) in words and "2 lines for steps 2 to 3 are lost" in words
     assert "File too large" in words and len(notes) == 3
 
 
@@ -128,7 +128,7 @@ def test_a_job_whose_disk_fails_for_some_steps_goes_on_and_misses_no_line(tmp_pa
         done = succeed(*argv, f"--job_log_dir={job.path}")
     assert lines_of(job.metrics_jsonl) == lines_of(whole.metrics_jsonl)
     assert done.out.count("metrics.jsonl cannot be written: Input/output error") == 1
-    assert done.out.count("metrics.jsonl can be written again, with 7 lines of steps 3 to 9") == 1
+    assert done.out.count("metrics.jsonl can be written again; wrote 7 lines for steps 3 to 9") == 1
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_job_whose_lines_are_lost_says_so_and_ends_with_status_2_all_else_save
     with failing(job, range(1, 8), errno.ENOSPC):
         done = launch(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7")
     message = " ".join(done.err.split())
-    assert done.code == 2 and "7 lines of steps 1 to 7 are lost" in message
+    assert done.code == 2 and "7 lines for steps 1 to 7 are lost" in message
     assert f"{job.metrics_jsonl} could not be written: No space left on device" in message
     assert (job.checkpoints / "7" / "commit.json").exists()
     assert job.timeline_jsonl.exists()

@@ -66,7 +66,7 @@ CASES = {
     "ended(None, signal.SIGINT, steps=0)": "KeyboardInterrupt 0 SIGINT",
     "ended(None, signal.SIGTERM, steps=0)": "KeyboardInterrupt 0 SIGTERM",
     "ended(0.1)": "saved: the time limit of 0.1 s",
-    "ended(0.1, steps=0)": "ConfigError 0 the time limit of 0.1 s is over before a step was made",
+    "ended(0.1, steps=0)": "ConfigError 0 the time limit of 0.1 s expired before the first step",
     "ended(None)": "saved: None",
     "ended_in_c(signal.SIGTERM)": "saved: SIGTERM",
     "ended_in_c(signal.SIGTERM, signal.SIGINT)": "KeyboardInterrupt SIGINT",

@@ -158,7 +158,7 @@ def test_a_time_limit_that_leaves_no_time_for_a_step_ends_a_compiler_with_an_err
     process = start("the first step", 0.3, num_processes)
     code, _, err = ended(process)
     assert code == 2
-    assert err[-1].startswith("error: the time limit of 0.3 s is over before a step was made")
+    assert err[-1].startswith("error: the time limit of 0.3 s expired before the first step")
     assert "run.stopping.time_limit_seconds" in err[-1]
     assert "the newest checkpoint is of step 40" in err[-1]
 
@@ -289,7 +289,7 @@ def test_a_signal_in_a_step_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv("JOBZOO_KILL_AT")
     assert "restored the checkpoint of step 7" in succeed(*argv).out
     assert outcome(tmp_path) == outcome(trained()[0].path)
-    assert "has already made its 7 steps" in succeed(*argv).out
+    assert "has already completed its 7 steps" in succeed(*argv).out
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_all_end_by_themselves_and_the_training_early_by_the_followers_values(fo
     early = f"stopped early at step {last}: heldout/loss was best at step {steps[0]} "
     assert early in processes["train"].out
     for step in steps[:3]:
-        assert f"by a follower: step {step}  heldout: loss" in processes["train"].out
+        assert f"follower: step {step}  heldout: loss" in processes["train"].out
     for name in ("eval", "decode"):
         assert processes[name].out.startswith("waiting for the first checkpoint of ")
         assert processes[name].out.endswith(f"the job has ended with step {last}\n")
@@ -209,7 +209,7 @@ def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monke
     for text in (bad, bad * 2, "".join(map(json_line, [good[0], {"step": 6, "dataset": "x"}]))):
         files.eval_metrics_jsonl.write_text(text)
         hook.after_step(None)
-    assert [note.partition(":")[0] for note in notes[1:]] == ["note", *["by a follower"] * 2]
+    assert [note.partition(":")[0] for note in notes[1:]] == ["note", *["follower"] * 2]
     assert loop.proposed_end is None
     append_lines(files.eval_metrics_jsonl, good[1:])
     hook.after_step(None)

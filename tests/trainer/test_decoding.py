@@ -110,7 +110,7 @@ def test_records_of_other_settings_are_kept_beside_and_said(decoded, tmp_path):
     assert max(line["decode_length"] for line in lines) == 2
     former = path.with_name(f"{path.name}.{len(os.listdir(path.parent)) - 1}")
     assert former.read_bytes() == before
-    assert f"{path} had other records; they were moved to {former.name}" in out
+    assert f"{path} contained different records, which were moved to {former.name}" in out
     # The same records again are no others.
     names = sorted(os.listdir(path.parent))
     again, out = decode(job, ONE_DEVICE, "task.decoder.max_decode_steps=2")

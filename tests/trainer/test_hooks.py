@@ -371,7 +371,7 @@ def test_a_roll_back_restores_the_hook(tmp_path):
         ("WithArguments", (), ("hooks[0], Arguments.after_step,", "(dispatched)")),
         ("WithNoHook", (), ("hooks[0]", "a Hook")),
         ("WithInstance", (), ("hooks()[0]", "a built Recorder")),
-        ("Hooked", ("hooks[0].every=0",), ("hooks[0].every", "0", "a number of steps")),
+        ("Hooked", ("hooks[0].every=0",), ("hooks[0].every", "0", "a positive number of steps")),
         ("Hooked", ("hooks[0].evry=2",), ("evry", "every")),
         ("MetricLoss", (), ("['loss']", "Rename it")),
         ("MetricNorm", (), ("'grad_norm'", "Rename the metric")),

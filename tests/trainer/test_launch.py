@@ -126,7 +126,7 @@ def test_steps_skipped_in_a_row_end_the_job_and_name_the_last_good_checkpoint(tm
     )
     assert done.code == 2
     words = " ".join(done.err.split())
-    assert " 3 steps, to step 10," in words
+    assert " 3 steps, up to step 10," in words
     assert "step 7 " in words and "of step 7" in words
     assert "run.stopping.max_skipped_steps_in_a_row" in words
     assert [line["num_skipped_in_a_row"] for line in read_json_lines(job.metrics_jsonl)][6:] == [
@@ -158,7 +158,7 @@ UNSOUND = {
     "a skipped step": (("datasets.train.nan_at=29,",), "The last step, 29, was skipped", 29),
     "two skipped steps": (
         ("datasets.train.nan_at=5,6", "run.num_train_steps=7", "run.loss_spikes.action=report"),
-        "The last 2 steps, to step 7, were skipped", 7,
+        "The last 2 steps, up to step 7, were skipped", 7,
     ),
 }
 
@@ -178,7 +178,7 @@ def test_a_run_whose_last_step_was_skipped_is_kept_and_ends_with_status_3(case, 
         assert saved.latest_step() == step
     # A launch that has nothing to do says it again.
     again = launch(*argv)
-    assert again.code == 3 and "has already made" in again.out and words in " ".join(
+    assert again.code == 3 and "has already completed" in again.out and words in " ".join(
         again.err.split()
     )
 
@@ -190,7 +190,7 @@ def test_a_run_whose_last_evaluation_is_not_finite_ends_with_status_3(tmp_path):
     )
     message = " ".join(done.err.split())
     assert done.code == 3, done
-    assert "step 7 has heldout/loss nan" in message
+    assert "heldout/loss is nan in the evaluation of step 7" in message
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=1")
     job.profiles.write_text("no directory")
     done = succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7", *steps[1:])
-    assert done.out.count("no profile is made of steps 2 to 3, but training continues") == 1
+    assert done.out.count("no profile is recorded of steps 2 to 3, but training continues") == 1
     assert "Not a directory" in done.out
     other = JobDir(tmp_path / "other")
     jax.profiler.start_trace(tmp_path / "of_the_user")
@@ -221,7 +221,7 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
                        *steps[1:])
     finally:
         jax.profiler.stop_trace()
-    assert done.out.count("no profile is made of steps 2 to 3, but training continues") == 1
+    assert done.out.count("no profile is recorded of steps 2 to 3, but training continues") == 1
     assert [line["step"] for line in read_json_lines(other.metrics_jsonl)] == list(range(1, 8))
 
 
@@ -294,11 +294,11 @@ def test_a_job_that_is_asked_to_end_gives_its_profile_up_and_its_last_step_none(
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGTERM")
     done = launch(TINY, f"--job_log_dir={job.path}", "--set", "run.profile.steps=2:8")
     assert done.code == 0, done.err
-    assert "the profile that began with step 2 is discarded" in done.out
+    assert "the profile that started with step 2 is discarded" in done.out
     assert "stopped by SIGTERM: step 5 is saved" in done.out
     assert list(job.profiles.iterdir()) == []
     monkeypatch.setenv("JOBZOO_KILL_AT", "6")
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")
     done = launch(TINY, f"--job_log_dir={job.path}")
     assert done.code == 0, done.err
-    assert done.out.count("the requested profile is not made: there is no step left") == 1
+    assert done.out.count("the requested profile is not recorded: no step is left") == 1

@@ -275,11 +275,11 @@ def test_each_later_step_stands_once_whatever_became_of_metrics_jsonl(tmp_path, 
         done = run(job, "numpy", "--set", "run.num_train_steps=12")
     for name in ("train", "heldout"):
         assert (f"datasets.{name} is not deterministic: it throws dice; a resumed run will see "
-                "other batches\n") in done.out
+                "different batches\n") in done.out
     lines = lines_of(job.metrics_jsonl)
     assert [line["step"] for line in lines] == [*kept, NUM_STEPS + 1]
     assert lines[:-1] == lines_of(uninterrupted("numpy").metrics_jsonl)[: len(kept)]
-    assert f"metrics.jsonl has lines of {len(kept)} of {NUM_STEPS} steps; the loss" in done.out
+    assert f"metrics.jsonl has lines for only {len(kept)} of {NUM_STEPS} steps;" in done.out
     assert job.loss_curve_png.exists()
 
 

@@ -47,7 +47,7 @@ def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
     # The newest step, three prompts, lines kept apart.
     assert continuations.splitlines()[0] == "Continuations (heldout, step 200, 3 of 5)"
     assert [line.strip() for line in continuations.splitlines()[1:4]] == [
-        "prompt    | prompt 0", "goes on | two", "| lines",
+        "prompt    | prompt 0", "output | two", "| lines",
     ]
     assert "prompt 2" in continuations and "prompt 3" not in continuations
     assert "old" not in continuations
@@ -99,7 +99,7 @@ def test_a_long_line_is_wrapped_and_an_empty_continuation_shown(tmp_path):
     lines = summary(job).split("\n\n")[0].splitlines()
     assert max(map(len, lines)) <= 100
     assert sum(line.count("word") for line in lines) == 50
-    assert lines[-1].strip() == "goes on |"
+    assert lines[-1].strip() == "output |"
 
 
 def test_the_mode_prints_it_without_a_mesh_or_a_compiler(tmp_path):
@@ -129,7 +129,7 @@ def test_texts_of_continuations_may_have_any_letters(tmp_path):
     add_records(path, [{"prompt": "a\u2028b", "continuation": "c\x85d\x1b[31m"}])
     lines = summary(job).split("\n\n")[0].splitlines()
     assert lines == ["Continuations (p, step 7)", "  prompt    | a", "            | b",
-                     "    goes on | c", "            | d\\x1b[31m"]
+                     "     output | c", "            | d\\x1b[31m"]
 
 
 @pytest.mark.parametrize("line", ["7", "{", '"a"', "\udcff", ""])
@@ -140,7 +140,7 @@ def test_lines_that_are_no_records_are_counted(line, tmp_path):
     path.write_bytes(whole + line.encode("utf-8", "surrogateescape") + b"\n" + whole + b'{"prom')
     head, *lines = summary(JobDir(tmp_path)).split("\n\n")[0].splitlines()
     assert head == "Continuations (p, step 7, 2 of 3, unreadable lines: 1)"
-    assert lines == 2 * ["  prompt    | a", '    goes on | {"score": 3}']
+    assert lines == 2 * ["  prompt    | a", '     output | {"score": 3}']
 
 
 def test_lines_of_metrics_may_lack_numbers(tmp_path):

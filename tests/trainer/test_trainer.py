@@ -59,7 +59,8 @@ def test_a_finished_job_has_nothing_to_do_and_more_steps_go_on(tmp_path):
     argv, drawn = (TINY, f"--job_log_dir={job.path}"), job.loss_curve_png.stat().st_mtime_ns
     done = succeed(*argv)
     assert job.loss_curve_png.stat().st_mtime_ns == drawn  # Nothing new is in it.
-    assert "has already made its 7 steps" in done.out and "raise run.num_train_steps" in done.out
+    assert "has already completed its 7 steps" in done.out
+    assert "raise run.num_train_steps" in done.out
     assert_as_if_never_interrupted(job)
     done = succeed(*argv, "--set", "run.num_train_steps=8")
     assert "changed since the job was last run: run.num_train_steps: 7 -> 8" in done.out
@@ -187,4 +188,4 @@ def test_moved_files_are_the_same_data(tmp_path):
         TINY, f"--job_log_dir={job.path}",
         "--set", f"datasets.train.corpus.files={tmp_path}/elsewhere/*.txt",
     )
-    assert "has already made its 7 steps" in done.out
+    assert "has already completed its 7 steps" in done.out

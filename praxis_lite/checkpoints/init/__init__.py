@@ -1,4 +1,4 @@
-"""Initializes the state of a new job from other checkpoints, chosen by rules.
+"""Initializes the state of a new job from other checkpoints, selected by rules.
 
-Reads checkpoints of other jobs and of Orbax; never writes checkpoints.
+This package reads checkpoints of other jobs and of Orbax, but never writes checkpoints.
 """

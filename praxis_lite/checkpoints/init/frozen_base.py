@@ -9,7 +9,8 @@ from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 
 Path = tuple[str, ...]
-# Trained weights next to a frozen one count as its adapters if they are this many times smaller.
+# Trained weights in the same module as a frozen weight are treated as its adapters if they are
+# smaller by this factor.
 _ADAPTER_SIZE_RATIO = 2
 
 
@@ -18,17 +19,17 @@ def check_frozen_base(
 ) -> None:
     """Checks that the frozen weights of a new state are pretrained.
 
-    An error is raised if adapters, or other much smaller weights, are trained next to a frozen
-    random matrix, or if such matrices have more than half of all parameters. Vectors are ignored,
-    because they may be counters or settings, such as a load-balancing bias.
+    An error is raised if adapters or other much smaller weights are trained together with a frozen
+    random matrix, or if frozen random matrices contain more than half of all parameters. Vectors
+    are ignored, because they may be counters or settings, such as a load-balancing bias.
 
     Args:
-      groups: The optimizer groups of the learner, which know the frozen weights.
+      groups: The optimizer groups of the learner, which include the frozen weights.
       loaded: Paths of the loaded arrays in a TrainState, such as "mdl_vars/params/...".
       may_be_new: The setting run.frozen_may_be_new, which disables this check.
 
     Raises:
-      ConfigError: Frozen weights are random; the message names them.
+      ConfigError: Frozen weights are random. The message lists them.
     """
     if may_be_new:
         return

@@ -1,4 +1,4 @@
-"""The initial state of a job that starts from other checkpoints."""
+"""The initial state for a job that starts from other checkpoints."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -17,14 +17,14 @@ from praxis_lite.job.job_dir import JobDir
 
 
 class FromCheckpoints:
-    """The initial state of `run.init_from_checkpoint_rules`."""
+    """The initial state defined by `run.init_from_checkpoint_rules`."""
 
     def __init__(self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout):
         self.plan, self._layout = plan_init(whole_layout(layout), rules), layout
 
     @property
     def paths(self) -> Collection[str]:
-        """Paths of the arrays that the rules load."""
+        """Paths of the arrays that are loaded by the rules."""
         return kept_paths(self._layout, self.plan.sources)
 
     @property
@@ -38,7 +38,7 @@ class FromCheckpoints:
         write_whole(files.init_from_checkpoint_txt, lines.encode())
 
     def read(self, mesh: Mesh, note: Note) -> dict[str, jax.Array]:
-        """Reads the arrays that the rules load into their shards, by path."""
+        """Reads the arrays selected by the rules into their shards, and returns them by path."""
         for line in self.plan.summary():
             note(line)
         note("initialising the state. See init_from_checkpoint.txt.")
@@ -56,7 +56,7 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
         dtype = plan.sources[path].cast_from or expected[path].dtype
         return dataclasses.replace(expected[path], dtype=dtype)
 
-    # All processes must read in the same order, which is that of the plan.
+    # All processes must read in the same order, so read in the order of the plan.
     for directory, step in dict.fromkeys(source[:2] for source in plan.sources.values()):
         remaining = {
             path: source.path for path, source in plan.sources.items()
@@ -64,7 +64,8 @@ def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
         }
         with opened(directory) as saved:
             while remaining:
-                # Several arrays may start from the same stored one: each pass reads it for one.
+                # Several arrays may be loaded from the same stored array. Each pass reads it for
+                # one of them.
                 targets = {source: path for path, source in remaining.items()}
                 actual = saved.restore_leaves(
                     {source: as_stored(path) for source, path in targets.items()}, mesh, step=step

@@ -1,4 +1,4 @@
-"""Initial states from pretrained arrays: the protocol of a source, and the remaining arrays."""
+"""The protocol for sources of pretrained arrays, and the initialization of all other arrays."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -18,15 +18,15 @@ Note = Callable[[str], None]
 
 
 class InitialState(Protocol):
-    """Arrays that a new job starts from, instead of random ones.
+    """Pretrained arrays from which a new job starts.
 
-    Its constructor gets a layout, and checks that the paths and logical shapes fit it. Values are
-    read by `read` only.
+    The constructor takes a layout, and checks that the paths and logical shapes match it. Values
+    are only read by `read`.
 
     Attributes:
-      paths: Paths of the arrays in a TrainState, such as "mdl_vars/params/...". Other weights are
-        drawn; other slots and averages are initialized from the weights.
-      step: The step that the job starts at.
+      paths: Paths of the arrays in a TrainState, such as "mdl_vars/params/...". All other weights
+        are drawn at random; all other slots and averages are initialized from the weights.
+      step: The step at which the job starts.
     """
 
     @property
@@ -36,15 +36,15 @@ class InitialState(Protocol):
     def step(self) -> int: ...
 
     def keep(self, files: JobDir) -> None:
-        """Writes files of the source that the job needs, or a report, to the job's directory."""
+        """Writes a report, or files of the source that the job needs, to the job directory."""
         ...
 
     def read(self, mesh: Mesh, note: Note) -> Mapping[str, jax.Array]:
-        """Reads the arrays into their shards; called in all processes together.
+        """Reads the arrays into their shards. All processes must call this together.
 
         Args:
           mesh: The mesh.
-          note: Called with lines that report the progress.
+          note: Function that prints lines about the progress.
 
         Returns:
           The padded arrays by path.
@@ -52,12 +52,12 @@ class InitialState(Protocol):
         ...
 
 
-# A function of the value of a setting of RunConfig, and the layout of the job's TrainState.
+# A function of the value of a setting in RunConfig and the layout of the job's TrainState.
 Source = Callable[[Any, StateLayout], InitialState]
 
 
 def begun(partitioner: Partitioner, key: jax.Array, source: InitialState, note: Note) -> TrainState:
-    """Returns a new state with the arrays of a source; all other arrays are initialized."""
+    """Returns a new state with the arrays from a source, and initializes all other arrays."""
     return completed(partitioner, key, source.read(partitioner.mesh, note), source.step)
 
 
@@ -70,10 +70,10 @@ def drawn(layout: StateLayout, arrays: Collection[str]) -> list[str]:
 def completed(
     partitioner: Partitioner, key: jax.Array, arrays: Mapping[str, jax.Array], step: int = 0
 ) -> TrainState:
-    """Returns a new state that contains the given arrays, and initializes all others.
+    """Returns a new state with the given arrays, and initializes all other arrays.
 
-    Other weights are drawn as `init` draws them; the given ones are not drawn at all. Other slots
-    and averages are initialized from the weights, as in Pax.
+    All other weights have the same random values as with `init`, but no values are drawn for the
+    given weights. All other slots and averages are initialized from the weights, as in Pax.
 
     Args:
       partitioner: The task on its mesh.
@@ -107,7 +107,7 @@ def _missing_leaves(
 ) -> dict[str, jax.Array]:
     """Returns the leaves of `make(argument)` that are not in `arrays`, by path.
 
-    XLA removes the computation of the other leaves, which are not outputs of the program.
+    XLA removes the computation of the leaves that are not outputs of the program.
     """
     mesh, layout = partitioner.mesh, partitioner.layout.select(item)
     shardings = {

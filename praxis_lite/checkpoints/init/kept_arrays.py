@@ -1,4 +1,4 @@
-"""Converts weights between their declared form and the packed form that a state stores."""
+"""Converts weights between the declared layout and the packed layout stored in a state."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -15,7 +15,7 @@ __all__ = ("whole_layout",)
 
 
 def whole_layout(layout: StateLayout) -> StateLayout:
-    """Returns the layout with a single leaf, as its layer declares it, for each packed weight."""
+    """Returns the layout with each packed weight replaced by the leaf that its layer declares."""
     axis_names = tuple(layout.axis_sizes)
 
     def replace_packed(tree: Any, leaf_for: Any, path: str = "") -> Any:
@@ -62,12 +62,13 @@ def kept_paths(layout: StateLayout, paths: Collection[str]) -> set[str]:
 def in_kept_form(
     layout: StateLayout, path: str, weight: jax.Array, mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Converts a weight to the form in which a layout stores it.
+    """Converts a weight to the arrays with which a layout stores it.
 
     Args:
       layout: The layout of the state.
       path: Path of the weight in `whole_layout(layout)`.
-      weight: The weight, padded and sharded as in that layout; deleted if it is packed.
+      weight: The weight, padded and sharded as in `whole_layout(layout)`. It is deleted if the
+        layout packs it.
       mesh: The mesh.
 
     Returns:
@@ -93,7 +94,7 @@ def in_kept_form(
 def whole_arrays(
     layout: StateLayout, arrays: Mapping[str, jax.Array], mesh: Mesh
 ) -> dict[str, jax.Array]:
-    """Converts the arrays of a layout to those of `whole_layout(layout)`, by path."""
+    """Converts the arrays of a layout to the arrays of `whole_layout(layout)`, by path."""
     leaf_by_path = {leaf.path: leaf for leaf in layout.leaves()}
     whole_leaves = {leaf.path: leaf for leaf in whole_layout(layout).leaves()}
     unpacked = dict(arrays)

@@ -1,7 +1,7 @@
-"""CheckpointLoadingRules: which variables a new state loads from another checkpoint.
+"""Rules that select the variables to load from other checkpoints into a new state.
 
-They are those of Pax, except that the task of the source is not needed, because a checkpoint's
-manifest describes its arrays.
+The rules are the same as in Pax, except that the task of the source is not needed, because a
+checkpoint's manifest describes its arrays.
 """
 
 import dataclasses
@@ -12,40 +12,43 @@ from typing import Any, Literal
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 
-# The load rule that loads every weight from its own path.
+# A load rule that loads every weight from the same path.
 LOAD_ALL = ("(.*)", "{}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointLoadingRules:
-    """Which variables of a new state are loaded from a checkpoint, and from which names.
+    """Rules that map variables of a new state to the variables of a checkpoint.
 
-    Names are those below mdl_vars, as in Pax: "params/softmax/logits_ffn/linear/w",
-    "non_trainable/...". Patterns are matched with `re.match`, so from the start of the name.
+    As in Pax, names are relative to mdl_vars: "params/softmax/logits_ffn/linear/w",
+    "non_trainable/...". Patterns are matched with `re.match`, that is from the start of the name.
 
     Attributes:
       load_rules: Pairs (pattern, template). A variable whose name matches the pattern is loaded
         from the name `template.format(*groups)`, with "/" or "." as separator; "ema/params/..." is
-        the moving average of a weight. The first match counts. LOAD_ALL loads all variables from
-        their own names.
+        the moving average of a weight. The first match is used. LOAD_ALL loads all variables from
+        the same names.
       ignore_rules: Patterns of variables that are not loaded from this checkpoint.
-      cast_rules: Patterns of variables that are cast if the checkpoint has another floating dtype,
-        which is otherwise an error; those of opt_states start with "opt_states/".
-      directory: Directory of the job, of its checkpoints, or of one step; defaults to the key of
+      cast_rules: Patterns of variables to cast if their floating dtype in the checkpoint differs,
+        which is otherwise an error. Patterns for opt_states start with "opt_states/".
+      directory: Directory of the job, of its checkpoints, or of one step. Defaults to the key of
         these rules.
       experiment: Name of the experiment that trains the source, for the error message if there is
         no checkpoint.
-      step: The step; "best" by the metric of the source's settings, or None for the newest.
-      load_step: Whether the job starts at the checkpoint's step, and at that position in the
-        training data. The first checkpoint that sets it counts.
-      load_opt_states: Whether to load all opt_states too; the first checkpoint counts.
-      partial_load_opt_states: Whether to load the slots of the loaded weights, if path, shape and
+      step: The step, "best" for the best step by the metric in the source's settings, or None for
+        the newest step.
+      load_step: Whether the job starts at the checkpoint's step and position in the training data.
+        If several checkpoints set this, the first one is used.
+      load_opt_states: Whether to also load all opt_states. If several checkpoints set this, the
+        first one is used.
+      partial_load_opt_states: Whether to load the slots of the loaded weights if path, shape and
         dtype are equal, and the step counts of their optimizers, from which schedules continue.
-      load_ema_states: Whether "params/..." in templates mean the moving averages, if there are any.
+      load_ema_states: Whether "params/..." in templates refers to the moving averages, if there are
+        any.
       safe_load: Whether a pattern that matches nothing is an error.
 
     Raises:
-      ConfigError: A pattern or a template is not valid, or two settings exclude each other.
+      ConfigError: A pattern or a template is invalid, or two settings cannot be combined.
     """
 
     load_rules: Sequence[tuple[str, str]]
@@ -82,8 +85,8 @@ class CheckpointLoadingRules:
                 ) from None
         if self.load_opt_states and self.partial_load_opt_states:
             raise ConfigError(
-                f"{name}: load_opt_states loads all opt_states, partial_load_opt_states only those "
-                "that fit: set only one of them."
+                f"{name}: load_opt_states cannot be combined with partial_load_opt_states. Remove "
+                "one of them."
             )
 
 

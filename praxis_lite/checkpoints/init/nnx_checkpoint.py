@@ -1,16 +1,18 @@
 """Reads Orbax checkpoints of `nnx.state(model)`.
 
-Names of arrays are the paths of the module's variables. Checkpoints of
-`nnx.to_pure_dict(nnx.state(model))`, of a part of a state, and of other nested dicts work too.
+Array names are the paths of the module's variables. Checkpoints of
+`nnx.to_pure_dict(nnx.state(model))`, of parts of a state, and of other nested dicts are also
+supported.
 
-The arrays are in one of three places, which are found by file names, without Orbax's JSON files:
+The arrays are in one of three locations, which are detected by file names without Orbax's JSON
+files:
 
     DIR/manifest.ocdbt          StandardCheckpointer
     DIR/state/manifest.ocdbt    checkpoint.v1; "pytree" in its first releases, other names if
                                 several checkpointables were saved
     DIR/7/state/manifest.ocdbt  training.Checkpointer of v1; "default" with a CheckpointManager
 
-Without OCDBT (`use_ocdbt=False`), there is a folder per array instead of the database
+Without OCDBT (`use_ocdbt=False`), each array has a folder instead of the database
 `manifest.ocdbt`: dot1.kernel/zarr.json, or .zarray in Zarr 2.
 """
 
@@ -36,20 +38,20 @@ from praxis_lite.job.local_directory import local_directory
 # The files do not specify the collection of a variable; the model does.
 COLLECTIONS = ("params", "non_trainable")
 _STRINGS = "_strings.json"
-# Files that mark the folder of a checkpoint: of v1, and of every version.
+# Files by which a checkpoint folder is recognized: one for v1, and one for all versions.
 _MARKS = ("orbax.checkpoint", "_CHECKPOINT_METADATA")
 # Step folders such as "7", "0000007", "step_7" (Orbax's step_prefix, step_format_fixed_length).
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})")
 
 
 class NnxCheckpoint:
-    """An Orbax checkpoint, with the reading methods of `Checkpoints`.
+    """An Orbax checkpoint, with the same methods for reading as `Checkpoints`.
 
     Attributes:
-      directory: The checkpoint, or the folder of its steps.
+      directory: The checkpoint, or the folder that contains its steps.
 
     Raises:
-      ConfigError: There is no checkpoint.
+      ConfigError: The directory does not contain a checkpoint.
     """
 
     def __init__(self, directory: Path):
@@ -58,23 +60,23 @@ class NnxCheckpoint:
         self._arrays: dict[Path, dict[str, StoredArray]] = {}
         if not self._steps and not _is_checkpoint(self.directory):
             raise ConfigError(
-                f"{self.directory} is not an Orbax checkpoint, nor a folder with steps of one. "
+                f"{self.directory} is neither an Orbax checkpoint nor a folder with steps. "
                 "Pass the folder that was passed to Orbax's save()."
             )
 
     @staticmethod
     def is_at(directory: Path) -> bool:
-        """Returns whether a folder is an Orbax checkpoint, or contains steps of one."""
+        """Returns whether a folder is an Orbax checkpoint or contains its steps."""
         return _is_checkpoint(directory) or bool(_step_folders(directory))
 
     def arrays(self, step: object = None) -> dict[str, StoredArray]:
-        """Opens the arrays, by path such as "dot1/kernel" and also Orbax's "dot1/kernel/value".
+        """Opens the arrays by path, both as "dot1/kernel" and as Orbax's "dot1/kernel/value".
 
         Args:
-          step: The step; None for the latest, or for a checkpoint without steps.
+          step: The step. None for the latest step, or for a checkpoint without steps.
 
         Raises:
-          ConfigError: There is no such step, it is damaged, or it has several trees of arrays.
+          ConfigError: The step does not exist, is damaged, or contains several trees of arrays.
         """
         folder = self._folder(step)
         if folder not in self._arrays:
@@ -84,7 +86,7 @@ class NnxCheckpoint:
         return self._arrays[folder]
 
     def strings(self, step: object = None) -> list[str]:
-        """Returns a note if strings were saved; their names are only in Orbax's JSON file."""
+        """Returns a note if strings were saved, because their names are only in Orbax's JSON."""
         return [f"the strings in {_STRINGS}"] * (self._folder(step) / _STRINGS).is_file()
 
     def left_out(self, taken: Collection[str], step: int | None = None) -> list[str]:
@@ -102,7 +104,8 @@ class NnxCheckpoint:
     def leaves(self, step: object = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns shapes and dtypes by path, without reading values.
 
-        Every array is listed in both collections, because the checkpoint does not specify its own.
+        Every array is listed in both collections, because the checkpoint does not specify to which
+        collection it belongs.
         """
         return {
             f"mdl_vars/{collection}/{path}": jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -110,7 +113,7 @@ class NnxCheckpoint:
         }
 
     def latest_step(self) -> int | None:
-        """Returns the newest step; None for a checkpoint without steps."""
+        """Returns the newest step, or None for a checkpoint without steps."""
         return max(self._steps, default=None)
 
     def restore_leaves(
@@ -119,8 +122,8 @@ class NnxCheckpoint:
         """Reads arrays into their shards.
 
         Args:
-          leaves: The layout of each array by its path in `leaves()`; logical shape and dtype must
-            be those of the checkpoint.
+          leaves: The layout of each array by its path in `leaves()`. Logical shapes and dtypes must
+            match the checkpoint.
           mesh: The mesh.
           step: The step; None for the latest.
         """
@@ -134,13 +137,13 @@ class NnxCheckpoint:
             return _folder_of_arrays(self.directory)
         if not self._steps:
             raise ConfigError(
-                f"{self.directory} has no steps: it is a single Orbax checkpoint. Leave out "
+                f"{self.directory} has no steps: it is a single Orbax checkpoint. Remove "
                 "CheckpointLoadingRules.step."
             )
         if step not in self._steps:
             raise ConfigError(
                 f"{self.directory} has no step {step!r}; it has {few([*map(str, self._steps)])}. "
-                "Change CheckpointLoadingRules.step, or leave it out for the latest step."
+                "Change CheckpointLoadingRules.step, or omit it for the latest step."
             )
         return _folder_of_arrays(self._steps[step])
 
@@ -163,7 +166,7 @@ def _is_checkpoint(directory: Path) -> bool:
 
 
 def _step_folders(directory: Path) -> dict[int, Path]:
-    """Returns the step folders in a folder by step, in order; {} if it is a checkpoint itself."""
+    """Returns step folders by step, in order, or {} if the directory is itself a checkpoint."""
     if _is_checkpoint(directory) or not directory.is_dir():
         return {}
     steps = {
@@ -177,7 +180,7 @@ def _folder_of_arrays(checkpoint: Path) -> Path:
     """Returns the folder inside a checkpoint that contains the arrays.
 
     Raises:
-      ConfigError: There is no such folder, or there are several; the message names them.
+      ConfigError: There is no such folder, or there are several. The message lists them.
     """
     if _has_arrays(checkpoint):
         return checkpoint

@@ -1,4 +1,4 @@
-"""Applies loading rules: plans which checkpoint each array of a new state comes from."""
+"""Applies loading rules, to plan from which checkpoint each array of a new state is loaded."""
 
 import collections
 import dataclasses
@@ -20,14 +20,14 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
 
 class Source(NamedTuple):
-    """The array of a checkpoint that an array of a new state is loaded from.
+    """The array in a checkpoint from which an array of a new state is loaded.
 
     Attributes:
       directory: Directory of the checkpoint.
-      step: Step of the checkpoint; None for an Orbax checkpoint without steps.
-      rule: The rule that selected it, as text.
+      step: Step of the checkpoint, or None for an Orbax checkpoint without steps.
+      rule: The rule that selected the array, as text.
       path: Path in the checkpoint.
-      cast_from: The dtype in the checkpoint; None if it is that of the new state.
+      cast_from: The dtype in the checkpoint if the array is cast, else None.
     """
 
     directory: Path
@@ -39,13 +39,14 @@ class Source(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class InitPlan:
-    """The arrays to load into a new TrainState; all others are initialized as usual.
+    """The arrays to load into a new TrainState. All other arrays are initialized as usual.
 
     Attributes:
       layout: Layout of the TrainState.
       sources: The source of each loaded array, by path in the state.
-      step: (step to start at, directory of the checkpoint that specifies it); None to start at 0.
-      left_out: Names of arrays that no rule loads, for each checkpoint of another library.
+      step: (first step, directory of the checkpoint that determines it), or None to start at 0.
+      left_out: Names of arrays that are not loaded by any rule, for each checkpoint that was
+        written by a different library.
     """
 
     layout: StateLayout
@@ -54,7 +55,7 @@ class InitPlan:
     left_out: Mapping[str, Sequence[str]]
 
     def summary(self) -> list[str]:
-        """Summarizes in a few lines what is loaded from where, by which rules, and what is new."""
+        """Summarizes the loaded arrays, their sources and rules, and the new arrays."""
         loaded, new = collections.defaultdict(list), collections.defaultdict(list)
         for path in self._paths():
             item, source = path.partition("/")[0], self.sources.get(path)
@@ -75,7 +76,7 @@ class InitPlan:
         return [*lines, f"step: {step}" + (f" of {directory}" if directory else "")]
 
     def lines(self) -> list[str]:
-        """Returns the summary and a line per array."""
+        """Returns the summary, followed by a line for each array."""
         return [*self.summary(), "", *map(self._line, self._paths())]
 
     def _paths(self) -> Iterable[str]:
@@ -95,7 +96,7 @@ def name_of(path: str) -> str:
 
 
 def source_text(directory: Path, step: int | None) -> str:
-    """Formats a checkpoint as "step 3 in DIRECTORY", or as "DIRECTORY" without steps."""
+    """Formats a checkpoint as "step 3 in DIRECTORY", or as "DIRECTORY" if it has no steps."""
     return str(directory) if step is None else f"step {step} in {directory}"
 
 
@@ -106,12 +107,9 @@ def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) 
       layout: Layout of the new TrainState.
       rules: Rules by directory or by any name, in order of precedence.
 
-    Returns:
-      The plan.
-
     Raises:
-      ConfigError: There is no checkpoint; a pattern matches nothing; or an array that a rule refers
-        to is missing, or has a different logical shape or dtype.
+      ConfigError: A checkpoint does not exist, a pattern matches nothing, or an array to which a
+        rule refers is missing or has a different logical shape or dtype.
     """
     sources: dict[str, Source] = {}
     step = None
@@ -128,7 +126,7 @@ def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) 
 
 
 def _left_out(sources: Mapping[str, Source]) -> dict[str, list[str]]:
-    """Returns the arrays that no rule loads, for each checkpoint of another library."""
+    """Returns the arrays that no rule loads, for each checkpoint written by another library."""
     left_out = {}
     for directory, step in dict.fromkeys(source[:2] for source in sources.values()):
         if NnxCheckpoint.is_at(directory):
@@ -139,7 +137,7 @@ def _left_out(sources: Mapping[str, Source]) -> dict[str, list[str]]:
 
 
 class _Planner:
-    """Adds the arrays that the rules of one checkpoint load to `sources`, and collects errors."""
+    """Applies the rules of one checkpoint: adds loaded arrays to `sources`, and collects errors."""
 
     def __init__(
         self,
@@ -151,8 +149,8 @@ class _Planner:
         self.key, self.rules, self.sources = key, rules, sources
         self.expected = {leaf.path: leaf for leaf in layout.leaves()}
         self.errors: list[str] = []
-        # The path below params in the checkpoint, by path below params in the state, of each weight
-        # that is loaded from this checkpoint.
+        # For each weight loaded from this checkpoint, its path in the checkpoint by its path in the
+        # state. Both are relative to "params".
         self.weights: dict[str, str] = {}
         self.directory, step = located(key, rules)
         with opened(self.directory) as saved:
@@ -163,7 +161,7 @@ class _Planner:
             self.step = saved.latest_step() if step is None else step
 
     def mdl_vars(self) -> None:
-        """Adds the variables that a load rule matches."""
+        """Adds the variables matched by load rules."""
         names = [name_of(path) for path in self.expected if path.startswith("mdl_vars/")]
         used = set()
         for name in names:
@@ -194,7 +192,7 @@ class _Planner:
     def partial_opt_states(self) -> None:
         """Adds the slots of weights that are loaded from this checkpoint, and their step counts.
 
-        Without the step count, the bias correction of loaded moments would be that of step 1.
+        Without the step count, loaded moments would get the bias correction for step 1.
         """
         if not self.rules.partial_load_opt_states:
             return
@@ -233,7 +231,7 @@ class _Planner:
         return next((rule for rule in self.rules.load_rules if re.match(rule[0], name)), None)
 
     def _stored_path(self, source: str) -> str:
-        """Returns the path in the checkpoint of the array that a template refers to."""
+        """Returns the checkpoint path of the array to which a template refers."""
         is_average = source.startswith("ema/") or (
             self.rules.load_ema_states and source.startswith("params/")
         )
@@ -246,7 +244,7 @@ class _Planner:
         return average if average in self.saved else f"mdl_vars/params/{_weight(source)}"
 
     def _add(self, path: str, source: str, rule: str) -> None:
-        """Adds the source of an array, or an error if it is missing or does not fit."""
+        """Adds the source of an array, or an error if it is missing or has the wrong type."""
         expected, saved = self.expected.get(path), self.saved.get(source)
         if expected is None:
             self.errors.append(f"{path} is only in the checkpoint")
@@ -285,7 +283,7 @@ def _group_of(path: str) -> str:
 
 
 def _weight_within(path: str, weights: set[str]) -> str | None:
-    """Returns the longest path of a weight that is contained in a slot's path, or None."""
+    """Returns the longest weight path that is contained in a slot's path, or None."""
     names = path.split("/")
     for length in range(len(names), 0, -1):
         for start in range(len(names) - length + 1):

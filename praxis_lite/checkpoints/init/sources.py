@@ -1,4 +1,4 @@
-"""Locates and opens the checkpoints that a new job loads arrays from."""
+"""Locates and opens the checkpoints from which a new job loads arrays."""
 
 import contextlib
 from pathlib import Path
@@ -19,10 +19,10 @@ SETTING = "run.init_from_checkpoint_rules"
 def located(
     key: str, rules: CheckpointLoadingRules
 ) -> tuple[Path, int | Literal["best"] | None]:
-    """Returns the directory of steps of a source, and the step to load.
+    """Returns the directory that contains a source's steps, and the step to load.
 
     Args:
-      key: Key of the rules, which is the directory if they do not set one.
+      key: Key of the rules, which is the directory if the rules do not specify a directory.
       rules: The rules.
 
     Raises:

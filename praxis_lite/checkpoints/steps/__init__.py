@@ -1,4 +1,4 @@
-"""The folders of checkpoints by step: naming, verification, commits, retention and deletion.
+"""Step folders of checkpoints: naming, verification, commits, retention and deletion.
 
-Never deals with the arrays inside.
+This package does not read the arrays in the folders.
 """

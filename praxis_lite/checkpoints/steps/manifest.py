@@ -1,8 +1,9 @@
 """The manifest of a checkpoint, which describes its arrays, files and origin.
 
-Orbax stores only the shapes that are padded for the mesh that saved. `manifest.json` adds the
-logical shapes, and the size and digest of every file. `commit.json`, written last, has the digest
-of `manifest.json`. The digests (XXH3-128) detect damage but are not cryptographic signatures.
+Orbax only stores shapes that are padded for the mesh on which the state was saved. `manifest.json`
+adds the logical shapes, and the size and digest of every file. `commit.json` is written last and
+contains the digest of `manifest.json`. The digests (XXH3-128) detect damage but are not
+cryptographic signatures.
 """
 
 import functools
@@ -37,14 +38,14 @@ def new_manifest(
     best: Mapping[str, Any] | None,
     config_digest: str,
 ) -> dict[str, Any]:
-    """Returns the manifest of a state, without the entries of its files.
+    """Returns the manifest of a state, without entries for files.
 
     Args:
       step: The step of the state.
       layout: Layout of the state.
       data: JSON data to save, such as the position in the training data.
       metrics: Metrics of the state.
-      best: Fields of the job's BestCheckpoints; None without this setting.
+      best: Fields of the job's BestCheckpoints, or None if it is not set.
       config_digest: Result of `digest_of_config`; "" if the config is unknown.
     """
     leaves = {leaf.path: manifest_leaf(leaf) for leaf in layout.leaves() if leaf.path != "step"}
@@ -74,11 +75,11 @@ def check_same(step_dir: Path, saved: Leaves, expected: Leaves) -> None:
       expected: Entries of the arrays of the model.
 
     Raises:
-      ConfigError: A leaf is missing on one side, or its logical shape or dtype differs; the message
-        has both values.
+      ConfigError: A leaf is missing on one side, or its logical shape or dtype differs. The message
+        contains both values.
     """
     differences = []
-    # In sorted order, weights (mdl_vars) come before their slots (opt_states).
+    # In sorted order, weights (mdl_vars) precede their slots (opt_states).
     for path in sorted(saved.keys() | expected.keys()):
         if path not in expected or path not in saved:
             side = "model" if path in expected else "checkpoint"
@@ -99,7 +100,7 @@ def check_same(step_dir: Path, saved: Leaves, expected: Leaves) -> None:
 
 
 def digest_of_config(config_json: str) -> str:
-    """Returns the digest of a job's config.json, without the list of --set overrides."""
+    """Returns the digest of a job's config.json, excluding the list of --set overrides."""
     config = json.loads(config_json)
     config.pop("overrides", None)
     return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode())
@@ -115,7 +116,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     """Parses the content of a manifest.json whose digest was verified.
 
     Raises:
-      ValueError: The manifest has another format version.
+      ValueError: The manifest has a different format version.
     """
     manifest = json.loads(text)
     if manifest.get("format") != FORMAT:

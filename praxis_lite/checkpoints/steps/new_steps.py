@@ -16,13 +16,13 @@ class NewSteps:
 
     Args:
       job_dir: The job's directory.
-      silent_seconds: How long to wait while no process trains and no new step appears.
-      note: Called with a line about skipped steps, and about the reason to end.
+      silent_seconds: Maximum time to wait while no process trains and no new step appears.
+      note: Called with a message about skipped steps, and with the reason for ending.
     """
 
     def __init__(self, job_dir: JobDir, silent_seconds: float, note: Callable[[str], None]):
         self._job_dir, self._silent_seconds, self._note = job_dir, silent_seconds, note
-        # The identity of each step at the last poll; a step that was saved again has a new one.
+        # The identity of each step at the last poll. It changes if a step is saved again.
         self._seen: dict[int, tuple[int, int]] = {}
 
     def wait_for_first(self) -> None:
@@ -47,20 +47,21 @@ class NewSteps:
             time.sleep(_POLL_SECONDS)
 
     def until(self, is_last: Callable[[int], bool]) -> Iterator[int]:
-        """Yields the newest new step, repeatedly.
+        """Yields the newest step whenever there are new steps.
 
-        Ends when no process trains and the job has made its last step, or after `silent_seconds`
+        Ends when no process trains and the job has saved its last step, or after `silent_seconds`
         without activity.
 
         Args:
-          is_last: Returns whether a step is the last one of the job.
+          is_last: Function that returns whether a step is the job's last step.
 
         Yields:
           The step.
         """
         active_at, newest = time.monotonic(), None
         while True:
-            # Check for a running process first: a job saves its last step before it ends.
+            # Check for a running process before listing steps, because a job saves its last step
+            # before it ends.
             trains, steps = is_training(self._job_dir.path), self._steps()
             new = [step for step, seen in steps.items() if self._seen.get(step) != seen]
             self._seen = steps

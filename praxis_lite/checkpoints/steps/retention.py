@@ -1,4 +1,4 @@
-"""Decides which checkpoints to retain: the newest, those every N steps, and the best."""
+"""Selects the checkpoints to retain: the newest, the best, and one every N steps."""
 
 import dataclasses
 import math
@@ -15,14 +15,14 @@ def retained_steps(
     keep_every_steps: int | None,
     best: "BestCheckpoints | None",
 ) -> set[int]:
-    """Returns the steps to retain; all others may be deleted.
+    """Returns the steps to retain. All other steps may be deleted.
 
     Args:
       steps: All steps, in order.
       metrics: Metrics of each step.
       max_to_keep: Number of newest steps to retain.
-      keep_every_steps: Retain steps at multiples of this; None for no such steps.
-      best: Settings of the best steps to retain; None for no such steps.
+      keep_every_steps: If not None, steps at multiples of this number are retained.
+      best: If not None, settings of the best steps to retain.
     """
     retained = set(steps[-max_to_keep:])
     if keep_every_steps is not None:
@@ -34,12 +34,12 @@ def retained_steps(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestCheckpoints:
-    """How many of the best checkpoints to retain, and the metric that ranks them.
+    """The number of best checkpoints to retain, and the metric by which they are ranked.
 
     Attributes:
       metric: Name of a metric that is saved with the state, such as "heldout/loss".
-      mode: "min" if lower values are better, "max" if higher ones are. NaN ranks last, and of equal
-        values the earlier step ranks first.
+      mode: "min" if lower values are better, "max" if higher values are better. NaN ranks last. If
+        values are equal, the earlier step ranks first.
       max_to_keep: Number of best checkpoints to retain.
 
     Raises:
@@ -67,11 +67,11 @@ class BestCheckpoints:
 
 
 def check_watched_metric(setting: str, metric: str, mode: str) -> None:
-    """Checks the metric and mode of a setting that watches a metric.
+    """Checks the metric and mode of a setting that uses an evaluation metric.
 
     Raises:
       ConfigError: The metric has no dataset in its name, or the mode is not "min" or "max".
     """
-    expected = "the name of a dataset and of a metric, for instance 'heldout/loss'"
+    expected = "the names of a dataset and a metric, for instance 'heldout/loss'"
     require(isinstance(metric, str) and "/" in metric, f"{setting}.metric", metric, expected)
-    require(mode in ("min", "max"), f"{setting}.mode", mode, "'min' (less is better) or 'max'")
+    require(mode in ("min", "max"), f"{setting}.mode", mode, "'min' (lower is better) or 'max'")

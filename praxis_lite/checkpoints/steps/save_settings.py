@@ -6,7 +6,7 @@ import math
 from praxis_lite.checkpoints.steps.retention import BestCheckpoints
 from praxis_lite.config.whole_numbers import check_whole_numbers
 
-# The default interval, and so the most training that a killed job loses.
+# The default interval, which limits how much training a killed job loses.
 SECONDS_BETWEEN_CHECKPOINTS = 600
 
 
@@ -15,15 +15,17 @@ class SaveSettings:
     """When a job saves, and which checkpoints it retains (`run.checkpoints`).
 
     Attributes:
-      every_steps: Steps between checkpoints; None for none by steps. The last step is always saved.
-      every_seconds: Seconds of training between checkpoints, measured by the first process; 0 for
-        none by time. None means 600 if every_steps is None, else 0.
-      max_to_keep: Number of newest checkpoints to retain, at least 2, because the newest may turn
-        out to be damaged.
-      keep_every_steps: Also retain checkpoints at multiples of this many steps.
-      best: Also retain the best checkpoints by a metric.
-      retries: How often to retry failed saves, for instance on a full disk, before training ends.
-      retry_seconds: Seconds between two tries.
+      every_steps: Number of steps between checkpoints. If None, checkpoints do not depend on the
+        number of steps. The last step is always saved.
+      every_seconds: Seconds of training between checkpoints, measured by the first process. If 0,
+        checkpoints do not depend on time. None means 600 if every_steps is None, else 0.
+      max_to_keep: Number of newest checkpoints to retain. At least 2, because the newest checkpoint
+        may be damaged.
+      keep_every_steps: If not None, also retain checkpoints at multiples of this number of steps.
+      best: If not None, also retain the best checkpoints by a metric.
+      retries: Number of times to retry failed saves, for example on a full disk, before training
+        ends.
+      retry_seconds: Seconds between two attempts.
       save_non_finite: Whether to save states with weights or slots that are not finite, instead of
         raising an error.
 
@@ -48,7 +50,7 @@ class SaveSettings:
 
     @property
     def seconds_between(self) -> int | None:
-        """Seconds between checkpoints; None if they are not saved by time."""
+        """Seconds between checkpoints, or None if checkpoints do not depend on time."""
         if self.every_seconds is not None:
             return self.every_seconds or None
         return None if self.every_steps else SECONDS_BETWEEN_CHECKPOINTS

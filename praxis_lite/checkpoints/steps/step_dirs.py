@@ -1,8 +1,8 @@
-"""The folders of steps on disk: their names, and how they are created and deleted atomically.
+"""Names, creates and deletes step folders atomically.
 
-The invariant is that a folder whose name is a number is complete, whenever a process is killed: it
-gets this name by a rename after all its files are on disk, and loses it by a rename before any file
-is deleted. This file imports neither Orbax nor JAX, so that command-line tools start fast.
+The invariant is that a folder whose name is a number is always complete, even if a process is
+killed: it is renamed to the number after all its files are on disk, and renamed again before any
+file is deleted. This file imports neither Orbax nor JAX, so that command-line tools start fast.
 
     N            a step                        N.saving*    is being written
     N.damaged*   failed verification           N.deleting*  is being deleted
@@ -22,7 +22,7 @@ from praxis_lite.checkpoints.steps.step_files import sync_directory
 
 __all__ = ("committed_steps", "numbered_steps")
 
-# Kinds of folders that a killed save or deletion leaves behind.
+# Suffixes of folders that a killed save or deletion leaves behind.
 LEFTOVERS = ("saving", "deleting")
 
 
@@ -42,7 +42,7 @@ def is_committed(step_dir: Path) -> bool:
 
 
 def identity(step_dir: Path) -> tuple[int, int] | None:
-    """Returns a value that changes if the step is saved again; None if it has no commit."""
+    """Returns a value that changes if the step is saved again, or None if it has no commit."""
     try:
         stat = (step_dir / COMMIT_JSON).stat()
     except OSError:
@@ -82,7 +82,7 @@ def publish(saving: Path, step_dir: Path) -> None:
 
 
 def put_aside(step_dir: Path, kind: str) -> Path:
-    """Renames `N` to the first free name of `N.KIND`, `N.KIND-2`, ...; returns the new path."""
+    """Renames `N` to the first free name of `N.KIND`, `N.KIND-2`, ..., and returns the path."""
     target, number = step_dir.with_name(f"{step_dir.name}.{kind}"), 1
     while os.path.lexists(target):
         number += 1
@@ -93,7 +93,7 @@ def put_aside(step_dir: Path, kind: str) -> Path:
 
 
 def remove(step_dir: Path) -> None:
-    """Deletes a step; an interruption never leaves an incomplete folder with its number."""
+    """Deletes a step. An interruption never leaves an incomplete folder named by its number."""
     remove_leftover(put_aside(step_dir, "deleting"))
 
 

@@ -26,10 +26,10 @@ def verify(step_dir: Path) -> list[str]:
     """Verifies a step by reading every file once.
 
     Returns:
-      A line per error, with the name of the file; [] if the step is complete.
+      A line for each error with the name of the file, or [] if the step is undamaged.
 
     Raises:
-      ConfigError: The manifest is undamaged, but has another format version.
+      ConfigError: The manifest is undamaged, but has a different format version.
     """
     try:
         actual = _files(step_dir)
@@ -42,10 +42,10 @@ def verify(step_dir: Path) -> list[str]:
 
 
 def committed_manifest(step_dir: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns a step's manifest and a list of errors in manifest and commit.
+    """Returns a step's manifest, and a list of errors in the manifest and the commit.
 
     Raises:
-      ConfigError: Both files are undamaged, but have another format version.
+      ConfigError: Both files are undamaged, but have a different format version.
     """
     texts = {}
     for name in (COMMIT_JSON, MANIFEST_JSON):
@@ -107,7 +107,7 @@ def sync_directory(path: Path) -> None:
 def _file_errors(
     actual: Mapping[str, Path], files: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Compares files with the entries of the manifest; returns a line per error."""
+    """Compares files with their entries in the manifest, and returns a line for each error."""
 
     def name_or_size_error(name: str) -> str | None:
         if name not in actual:
@@ -124,7 +124,7 @@ def _file_errors(
         except OSError as error:
             return f"cannot be read ({error.strerror})"
         is_same = digest == files[name]["xxh3_128"]
-        return None if is_same else "has changed: its digest is another"
+        return None if is_same else "has changed: its digest differs from the manifest"
 
     names = sorted(files.keys() | actual.keys() - {COMMIT_JSON, MANIFEST_JSON})
     errors = {name: error for name in names if (error := name_or_size_error(name))}

@@ -23,10 +23,10 @@ class VerifiedSteps:
 
     Args:
       directory: The folder of all steps.
-      owned: Whether this job owns the directory, and so may rename and delete steps.
-      note: Called with a line about each damaged step, and what is done about it.
-      evaluated: Returns metrics by step of evaluations after the save; metrics that were saved with
-        a step take precedence.
+      owned: Whether this job owns the directory and may rename and delete steps.
+      note: Called with a message about each damaged step and what is done about it.
+      evaluated: Function that returns metrics by step from evaluations after the save. Metrics that
+        were saved with a step take precedence.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class VerifiedSteps:
         self._manifests: dict[int, Mapping[str, Any]] = {}
 
     def repair(self) -> None:
-        """Cleans up after killed saves and deletions; completes a save that lacks only a rename."""
+        """Cleans up after killed saves and deletions, and completes saves that are not renamed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             name = path.name.removesuffix(".saving")
@@ -56,11 +56,11 @@ class VerifiedSteps:
                 self._reject(step, step_files.verify(self._dir(step)))
 
     def committed(self) -> list[int]:
-        """Returns the steps that have a commit in order, without those found damaged."""
+        """Returns the committed steps in order, except steps that were found to be damaged."""
         return [s for s in step_dirs.committed_steps(self.directory) if s not in self._skipped]
 
     def newest(self) -> int | None:
-        """Verifies and returns the newest undamaged step; None if nothing was saved.
+        """Verifies and returns the newest undamaged step, or None if no step was saved.
 
         Raises:
           ConfigError: All steps are damaged.
@@ -77,17 +77,17 @@ class VerifiedSteps:
             if damaged:
                 raise ConfigError(
                     f"No checkpoint in {self.directory} can be used: {', '.join(damaged)} "
-                    f"{'is' if len(damaged) == 1 else 'are'} damaged. Restore an undamaged copy; "
-                    "or, to start over, remove the damaged checkpoints or choose another "
+                    f"{'is' if len(damaged) == 1 else 'are'} damaged. Restore an undamaged copy, "
+                    "or to start over, remove the damaged checkpoints or choose another "
                     "directory."
                 )
         return step
 
     def best(self, ranking: BestCheckpoints | None) -> int | None:
-        """Verifies and returns the best undamaged step; None if no step has the metric.
+        """Verifies and returns the best undamaged step, or None if no step has the metric.
 
         Args:
-          ranking: The metric and mode; None for those that the newest step was saved with.
+          ranking: The metric and mode. If None, those that were saved with the newest step.
         """
         if ranking is None:
             newest = self.newest()
@@ -105,8 +105,8 @@ class VerifiedSteps:
           best: The ranking for "best".
 
         Raises:
-          StepLost: There is no such step, or it is damaged.
-          ConfigError: There is no step at all, or all steps are damaged.
+          StepLost: The step does not exist or is damaged.
+          ConfigError: There are no steps, or all steps are damaged.
         """
         number = self.newest() if step is None else self.best(best) if step == "best" else step
         steps = self.committed()
@@ -136,7 +136,7 @@ class VerifiedSteps:
         return number
 
     def manifest(self, step: int) -> Mapping[str, Any]:
-        """Returns the manifest of a step; {} if it is damaged."""
+        """Returns the manifest of a step, or {} if it is damaged."""
         if step not in self._manifests:
             manifest, errors = step_files.committed_manifest(self._dir(step))
             if errors:
@@ -146,18 +146,18 @@ class VerifiedSteps:
 
     @contextlib.contextmanager
     def read(self, step: int) -> Iterator[Mapping[str, Any]]:
-        """Context in which the files of a step are read.
+        """Context manager for reading the files of a step.
 
         Yields:
           The step's manifest.
 
         Raises:
-          StepLost: The job that trains in the directory has deleted the step, before or while it
-            was read; raised when the context is entered or left.
+          StepLost: The job that trains in the directory deleted the step. This is raised on entry
+            if the step was deleted before, and on exit if it was deleted in the meantime.
         """
         deleted = StepLost(
-            f"The checkpoint of step {step} in {self.directory} was deleted while it was read, by "
-            "the job that trains there: try again."
+            f"The checkpoint of step {step} in {self.directory} was deleted by the job that trains "
+            "there while it was being read. Try again."
         )
         manifest, identity = self.manifest(step), step_dirs.identity(self._dir(step))
         if not manifest or identity is None:
@@ -168,7 +168,7 @@ class VerifiedSteps:
             if step_dirs.identity(self._dir(step)) != identity:
                 raise deleted from error
             raise
-        # A deletion starts with a rename, so a folder that still has its name has all its files.
+        # A deletion starts with a rename, so a folder that still has its name is complete.
         if step_dirs.identity(self._dir(step)) != identity:
             raise deleted
 
@@ -198,7 +198,7 @@ class VerifiedSteps:
                 self._note(f"the checkpoint of step {later} is rolled back: renamed to {name}")
 
     def describe_newest(self) -> str:
-        """Returns a sentence about the newest checkpoint, not verified, for error messages."""
+        """Returns a message about the newest checkpoint, which is not verified, for errors."""
         if steps := self.committed():
             return f"The newest checkpoint is of step {steps[-1]}, in {self.directory}."
         return f"There is no other checkpoint in {self.directory}."
@@ -212,7 +212,7 @@ class VerifiedSteps:
         }
 
     def _remove_leftover(self, path: Path) -> bool:
-        """Removes a folder that was set aside; if that fails, notes why and returns False."""
+        """Removes a folder that was set aside. On failure, prints a note and returns False."""
         try:
             step_dirs.remove_leftover(path)
         except OSError as error:
@@ -220,17 +220,17 @@ class VerifiedSteps:
         return not path.exists()
 
     def _first_undamaged(self, candidates: Callable[[], list[int]]) -> int | None:
-        """Returns the first undamaged step; calls `candidates` again after each damaged one."""
+        """Returns the first undamaged step. Calls `candidates` again after each damaged step."""
         while steps := candidates():
             if not (errors := self._errors(steps[0])):
                 return steps[0]
-            # If the job that trains there has deleted the step, it is not a candidate again.
+            # If the job that trains there has deleted the step, `candidates` no longer returns it.
             if self._dir(steps[0]).exists():
                 self._reject(steps[0], errors)
         return None
 
     def _errors(self, step: int) -> list[str]:
-        """Verifies a step once; returns a line per error."""
+        """Verifies a step once, and returns a line for each error."""
         if step in self._verified:
             return []
         if not (errors := step_files.verify(self._dir(step))):
@@ -238,7 +238,7 @@ class VerifiedSteps:
         return errors
 
     def _reject(self, step: int, errors: Sequence[str]) -> None:
-        """Renames or skips a damaged step, and notes it."""
+        """Renames or skips a damaged step, and prints a note."""
         self.forget(step)
         if self._owned:
             action = f"renamed to {step_dirs.put_aside(self._dir(step), 'damaged').name}"

@@ -1,1 +1,1 @@
-"""Decides the order of rows: shuffling, and mixtures of several pipelines."""
+"""Determines the order of rows, by shuffling or by mixing several pipelines."""

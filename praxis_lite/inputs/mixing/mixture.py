@@ -1,4 +1,4 @@
-"""Mixes the rows of several pipelines in the ratios of given weights."""
+"""Mixes the rows of several pipelines in proportion to given weights."""
 
 import dataclasses
 import functools
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import jax
 
 Weights = Mapping[str, float]
-_NUM_SAMPLED_ROWS = 1024  # Rows of a source in which tokens are counted for unit="tokens".
+_NUM_SAMPLED_ROWS = 1024  # With unit="tokens", the number of rows per source whose tokens to count.
 
 
 @dataclasses.dataclass(eq=False)
 class Mixture(IndexedPipeline):
-    """A single stream of rows from several pipelines, in the ratios of their weights.
+    """A single stream of rows from several pipelines, in proportion to their weights.
 
     Each source contributes its rows in order. After any number of rows, the number of rows from
     each source is within one row of its share. Fractions of a row carry over when the weights
@@ -95,13 +95,13 @@ class Mixture(IndexedPipeline):
         for name, row in rows.items():
             if row != rows[first]:
                 raise ConfigError(
-                    f"Mixture: rows of {name!r} have the leaves {row}, but those of {first!r} have "
-                    f"{rows[first]}. Give all sources the same leaves and the same seq_len."
+                    f"Mixture: rows of {name!r} have the leaves {row}, but rows of {first!r} have "
+                    f"{rows[first]}. All sources must have the same leaves and the same seq_len."
                 )
 
     @functools.cached_property
     def _lengths(self) -> dict[str, int | None]:
-        """Number of rows in one pass of each source; None if it is endless."""
+        """Number of rows in one pass over each source, or None if the source is endless."""
         return {name: _num_rows(source) for name, source in self.sources.items()}
 
     @functools.cached_property
@@ -129,18 +129,18 @@ class Mixture(IndexedPipeline):
             if name not in self.sources:
                 known = ", ".join(sorted(self.sources))
                 raise ConfigError(
-                    f"Mixture.weights has {name!r}, but there is no source {name!r}. Known "
-                    f"sources: {known}.{did_you_mean(str(name), self.sources)}"
+                    f"Mixture.weights contains {name!r}, but there is no source {name!r}. The "
+                    f"sources are {known}.{did_you_mean(str(name), self.sources)}"
                 )
         if missing := [name for name in self.sources if name not in weights]:
             raise ConfigError(
-                f"Mixture.weights lacks {missing}. Add a weight for each source; a weight of 0 "
-                "excludes it."
+                f"Mixture.weights has no weight for {missing}. Specify a weight for each source; a "
+                "weight of 0 excludes it."
             )
         values = [weights[name] for name in self.sources]
         require(
             all(0 <= value < math.inf for value in values) and sum(values) > 0, "Mixture.weights",
-            dict(weights), "non-negative numbers, at least one above 0",
+            dict(weights), "non-negative numbers that are not all 0",
         )
         if self.unit == "tokens":
             return rounded_parts([
@@ -149,9 +149,8 @@ class Mixture(IndexedPipeline):
         parts = exact_parts(values)
         if parts is None:
             raise ConfigError(
-                f"Mixture.weights: {dict(weights)} have no small common denominator: scaled to "
-                f"integers, they add up to more than {MAX_PERIOD:,}. Use fewer digits, such as "
-                "0.35."
+                f"Mixture.weights: {dict(weights)} have no small common denominator: the sum of "
+                f"the equivalent integers exceeds {MAX_PERIOD:,}. Use fewer digits, such as 0.35."
             )
         return parts
 
@@ -201,7 +200,7 @@ class Mixture(IndexedPipeline):
         if length := self._lengths[name]:
             source_row %= length
         example = source.example_of(*divmod(source_row, source.batch_size))
-        return f"{name}: {example}" if example else f"of the source {name}"
+        return f"{name}: {example}" if example else f"from the source {name}"
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
@@ -244,7 +243,7 @@ def _num_rows(source: IndexedPipeline) -> int | None:
 def _row_chunks(
     source: IndexedPipeline, length: int | None, first: int, count: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields `count` rows from row `first` on, in chunks; a source of finite length repeats."""
+    """Yields `count` rows in chunks, starting at row `first`; a finite source repeats."""
     while count:
         row = first if length is None else first % length
         index, start = divmod(row, source.batch_size)

@@ -9,10 +9,10 @@ from praxis_lite.inputs.base import InputPipeline
 def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
     """Raises ConfigError if two pipelines assign different label values to the same class.
 
-    Classes that occur in only one pipeline are allowed, since a split may lack some.
+    Classes that occur in only one pipeline are allowed, since a split may not contain all classes.
 
     Args:
-      pipelines: Pipelines by their config paths, which the error message names.
+      pipelines: Pipelines by config path. The error message includes the paths.
     """
     clashes = class_clashes({path: pipeline.classes() for path, pipeline in pipelines.items()})
     for label, name, (path, index), (other_path, other_index) in clashes:

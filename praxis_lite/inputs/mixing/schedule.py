@@ -1,18 +1,19 @@
-"""Schedules which source each row of a mixture comes from, within one row of the exact shares.
+"""Assigns a source to each row of a mixture; row counts are within one of the exact shares.
 
 This is the P-fair scheduler of Baruah, Cohen, Plaxton and Varvel (1996), extended to shares that
 change. Skip the extension on a first read: it is all in `_Phase`.
 
 Positions number the rows of the mixture. The target of a source at a position is the sum of its
-shares at all earlier positions, a fraction. Row j of a source is released once the target exceeds
-j. Its deadline is the first position at which the target reaches j + 1; the row must be scheduled
-before it. The scheduler picks the released row with the earliest deadline. The invariant is that
-the number of scheduled rows of each source differs from its target by less than one.
+shares at all earlier positions, which is usually a fraction. Row j of a source is released once the
+target exceeds j. Its deadline is the first position at which the target reaches j + 1; the row must
+be scheduled before this position. The scheduler picks the released row with the earliest deadline.
+The invariant is that the number of scheduled rows of each source differs from its target by less
+than one.
 
 A row that is released before the shares change can have its deadline after the change. The order
 just before a change therefore depends on the shares after it. A schedule without this look-ahead
-cannot satisfy the invariant: once two of four equal sources have contributed a row each, a change
-may give the entire share to the other two, which are both late then.
+cannot satisfy the invariant: after two of four equal sources have contributed one row each, the
+shares may change so that only the other two sources remain, and both of their rows are then late.
 
 Between two changes, the order is periodic except near the changes; the period is the common
 denominator of the shares. The schedule is stored as periodic segments, in which the source of any
@@ -30,22 +31,22 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-# Longest period, which takes 1 s to compute and 2 MB. It suffices for the weights of 1,000 sources
-# with three decimals each.
+# The longest supported period. Computing its order takes 1 s and 2 MB. It is long enough for 1,000
+# sources whose weights have three decimals each.
 MAX_PERIOD = 1_000_000
 _BLOCK = 4096  # Number of rows between two stored counts.
 
 
 def exact_parts(weights: Sequence[float]) -> tuple[int, ...] | None:
-    """Returns the smallest integers with the ratios of the weights.
+    """Returns the smallest integers that are proportional to the weights.
 
     The decimal representation of a weight is exact: 0.7 and 0.3 become 7 and 3.
 
     Args:
-      weights: Non-negative numbers, at least one above 0.
+      weights: Non-negative numbers that are not all 0.
 
     Returns:
-      An integer per weight, or None if their sum would exceed MAX_PERIOD.
+      One integer for each weight, or None if their sum would exceed MAX_PERIOD.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in exact))
@@ -56,16 +57,16 @@ def exact_parts(weights: Sequence[float]) -> tuple[int, ...] | None:
 
 
 def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, ...]:
-    """Returns integers with approximately the ratios of the weights.
+    """Returns integers that are approximately proportional to the weights.
 
     Use this for measured weights, such as rows per token, which have no small common denominator.
 
     Args:
-      weights: Non-negative numbers, at least one above 0.
-      total: Approximate sum of the integers, before they are divided by their common divisor.
+      weights: Non-negative numbers that are not all 0.
+      total: Approximate sum of the integers before division by their greatest common divisor.
 
     Returns:
-      An integer per weight; at least 1 for each weight above 0.
+      One integer for each weight. It is at least 1 if the weight is above 0.
     """
     shares = np.array(weights, float) / sum(weights) * total
     parts = np.floor(shares).astype(int)
@@ -166,7 +167,7 @@ class Schedule:
 
 
 class _Target:
-    """The target of a source at each position: piecewise linear, with a slope per phase."""
+    """The target of one source, a piecewise linear function of the position."""
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]], source: int) -> None:
         self._phases, self._source = phases, source
@@ -200,7 +201,7 @@ class _Phase:
         self._at_end = (
             self._at_start if is_last else [target.at_starts[number + 1] for target in targets]
         )
-        # The deadline of the row of each source that is released in this phase, but due after it.
+        # For each source, the deadline of its row that is released in this phase but due later.
         self._deadlines_after_end = [
             target.first_position_at(math.ceil(at_end))
             for target, at_end in zip(targets, self._at_end, strict=True)
@@ -252,8 +253,8 @@ class _Phase:
             for target, part in zip(self._at_start, parts, strict=True)
         ]
         lower, upper = list(map(math.floor, offsets)), list(map(math.ceil, offsets))
-        # Heaps of (release position, source) and (deadline, source). Each source has at most one
-        # row in either of them: its next one.
+        # Heaps of (release position, source) and (deadline, source). The next row of each source is
+        # in at most one of them; later rows are in neither.
         unreleased, released = [], []
         for source, part in enumerate(parts):
             if part:

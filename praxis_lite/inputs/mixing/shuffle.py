@@ -1,7 +1,8 @@
 """The order of examples in an endless shuffled stream, as a pure function of seed and position.
 
-The order is derived from Philox's raw bits, which are the same in every version of NumPy. Those of
-`Generator.permutation` are not, and an upgrade in the middle of a run must not change the order.
+The order is derived from Philox's raw bits, which are the same in every version of NumPy. The
+results of `Generator.permutation` may change between versions, and upgrading NumPy in the middle of
+a run must not change the order.
 """
 
 import functools

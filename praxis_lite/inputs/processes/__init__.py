@@ -1,4 +1,4 @@
-"""Runs pipelines in other processes: to prefetch or compare batches, and to read all examples.
+"""Runs pipelines in other processes, to prefetch or compare batches and to read all examples.
 
-Nothing here depends on the contents of a batch.
+This package does not depend on the contents of batches.
 """

@@ -1,4 +1,4 @@
-"""Calls a function on many items in parallel, with a process per core, and logs the progress."""
+"""Calls a function on many items in parallel, using one process per core, and logs progress."""
 
 import concurrent.futures
 import concurrent.futures.process
@@ -14,7 +14,7 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 
-# Number of examples from which processes are worth their start, which takes half a second.
+# Minimum number of examples for which processes are used. Starting them takes half a second.
 _MIN_EXAMPLES_FOR_PROCESSES = 8_192
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -31,11 +31,11 @@ def run_on_all_cores(
       function: Function to call; must be picklable.
       items: Arguments of the calls; must be picklable.
       sizes: Number of examples in each item.
-      description: What the function does, for the log line: "tokenising into FOLDER".
+      description: Description of the work for log messages, such as "tokenizing into FOLDER".
 
     Raises:
       ConfigError: A process crashed or was killed.
-      Exception: The first exception that the function raises; remaining items are not processed.
+      Exception: The function raised an exception. Remaining items are not processed.
     """
     progress = _Progress(description, sum(sizes))
     if sum(sizes) < _MIN_EXAMPLES_FOR_PROCESSES:
@@ -67,7 +67,7 @@ def require_guarded_main() -> None:
     """Raises ConfigError if the user's script lacks an `if __name__ == "__main__"` guard.
 
     A spawned process imports the script to unpickle its functions. Without a guard, this import
-    would run the script again, and then wait forever for a lock that the parent holds.
+    would run the script again, which would then wait forever for a lock held by the parent.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
@@ -92,9 +92,9 @@ def _process_pool(
     except concurrent.futures.process.BrokenProcessPool:
         pool.shutdown(wait=False, cancel_futures=True)
         raise ConfigError(
-            "A worker process that reads data ended unexpectedly. Its output above may have the "
-            "reason; without output, the kernel probably killed it for lack of memory. Give the "
-            f"job more memory, or fewer cores than {num_processes} (taskset)."
+            "A worker process that reads data ended unexpectedly. Its output above may show the "
+            "reason. If there is no output, the kernel probably killed it for lack of memory. Give "
+            f"the job more memory, or fewer than {num_processes} cores (taskset)."
         ) from None
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)

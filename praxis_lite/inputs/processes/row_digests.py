@@ -1,4 +1,4 @@
-"""Digests of batch rows; their sum identifies a job's data for any number of processes."""
+"""Digests of batch rows, whose sum identifies a job's data for any number of processes."""
 
 import json
 import math

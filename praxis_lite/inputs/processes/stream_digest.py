@@ -1,4 +1,4 @@
-"""A digest of a pipeline's global batches whose rows are computed in several processes."""
+"""Computes a digest of a pipeline's global batches, using several processes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ def stream_digest(
       pipeline: Pipeline that computes the batches.
       num_batches: Number of batches to hash.
       start: Index of the first batch.
-      num_processes: Number of processes among which the rows are divided; the last processes have
-        fewer rows, or none, if batch_size is not divisible by it.
+      num_processes: Number of processes that compute the rows. If batch_size is not divisible by
+        this number, the last processes compute fewer rows or none.
 
     Raises:
       ConfigError: The pipeline's settings are invalid, or it ends too early.
@@ -38,7 +38,7 @@ def stream_digest(
     if pipeline.num_batches is not None:
         require(
             start + num_batches <= pipeline.num_batches, "The last batch", start + num_batches - 1,
-            f"at most {pipeline.num_batches - 1}, since a pass has {pipeline.num_batches} batches",
+            f"at most {pipeline.num_batches - 1}, the last of {pipeline.num_batches} batches",
         )
     rows_per_process = -(-pipeline.batch_size // num_processes)
     edges = [min(pipeline.batch_size, rows_per_process * k) for k in range(num_processes + 1)]

@@ -79,8 +79,8 @@ class WorkerProcess:
         except Exception as error:
             raise ConfigError(
                 f"WithWorkers: {type(pipeline).__name__} cannot be sent to worker processes "
-                f"({error}). Use only functions and classes of importable modules in its settings, "
-                "no lambdas, or set kind='threads'."
+                f"({error}). Its settings may contain only functions and classes from importable "
+                "modules, and no lambdas. Change them, or set kind='threads'."
             ) from error
 
     def batch(self, index: int) -> dict[str, np.ndarray]:
@@ -91,7 +91,8 @@ class WorkerProcess:
 
         Raises:
             ConfigError: The process was killed, or the pipeline raised a ConfigError.
-            RemoteError: The pipeline raised another exception; has the worker's traceback.
+            RemoteError: The pipeline raised another exception. The message contains the worker's
+                traceback.
         """
         try:
             header = json.loads(self._batches.recv_bytes())

@@ -1,5 +1,5 @@
-"""Sources: random access to examples in files of many formats, and parallel reads of all of them.
+"""Sources, which provide random access to examples in files of many formats.
 
-Sources do not interpret examples. Pipelines do: those in `inputs.text` for text, and `FromSource`
-for arrays.
+Sources do not interpret examples. The pipelines in `inputs.text` interpret them as text, and
+`FromSource` interprets them as arrays.
 """

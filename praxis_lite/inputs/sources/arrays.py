@@ -1,4 +1,4 @@
-"""A source over NumPy files, with an example per row of their arrays."""
+"""A source over NumPy files, with one example per row of their arrays."""
 
 import dataclasses
 import functools
@@ -32,9 +32,9 @@ class NpyFiles(OpenedFiles):
         if len(set(counts.values())) != 1:
             text = few([f"{name!r}: {count}" for name, count in counts.items()], 10)
             raise ConfigError(
-                f"{path} has arrays with these numbers of rows: {{{shown(text, 500)}}}; expected "
-                "the same first dimension in all arrays, with an example per row. Save the arrays "
-                "again."
+                f"{path} contains arrays with different numbers of rows {{{shown(text, 500)}}}; "
+                "expected the same first dimension in all arrays, with one example per row. Save "
+                "the arrays again."
             )
         return next(iter(counts.values()))
 

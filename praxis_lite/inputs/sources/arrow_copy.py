@@ -57,7 +57,7 @@ def write_copy(source: CopiedFiles, key: str) -> Path:
         if isinstance(cause, pyarrow.ArrowException) or type(cause) is ValueError:
             raise ConfigError(
                 f"{source.location} cannot be copied into an Arrow file: {shown(str(cause), 300)}. "
-                "Exclude the column (columns), or convert it to another type."
+                "Exclude the column with `columns`, or convert it to a different type."
             ) from cause
         raise cause from None
     except OSError as error:
@@ -117,8 +117,9 @@ def _with_schema(
         for fields in (table.schema, schema)
     )
     raise ConfigError(
-        f"{path} has the columns {shown(columns, 300)}; expected those of {first}: "
-        f"{shown(expected, 300)}. Give all files the same columns, or select common ones (columns)."
+        f"{path} has the columns {shown(columns, 300)}; expected the columns of {first}: "
+        f"{shown(expected, 300)}. Write all files with the same columns, or select common columns "
+        "with `columns`."
     )
 
 

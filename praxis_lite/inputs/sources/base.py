@@ -1,4 +1,4 @@
-"""Base classes of sources: random access to examples by index, and the files they are read from."""
+"""Base classes of sources, which provide random access to examples in files."""
 
 import abc
 import contextlib
@@ -30,12 +30,12 @@ _BLOCK, _MAX_BLOCKS = 1 << 16, 64
 
 
 class Part(NamedTuple):
-    """A contiguous range of examples, which one process reads when all examples are read.
+    """A contiguous range of examples, the unit of work when all examples are read in parallel.
 
     Attributes:
       start: Index of the first example.
       stop: Index after the last example.
-      name: Identifies the contents: the name changes when the files change.
+      name: Identifier of the contents, which changes when the files change.
     """
 
     start: int
@@ -52,7 +52,7 @@ def ranges_of_parts(num_examples: int) -> Iterator[tuple[int, int]]:
 def picklable_state(instance: Any, *cached: str) -> dict[str, Any]:
     """Returns the attributes of a dataclass to pickle for a worker process.
 
-    Open files and other cached properties are left out; the worker opens the files again.
+    Open files and other cached properties are omitted; the worker opens the files again.
 
     Args:
       instance: The dataclass instance.
@@ -69,7 +69,7 @@ class Source(NeedsPackage, abc.ABC):
     Constructors only store their settings; files are read by `check` and later methods.
 
     Attributes:
-      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted;
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted;
         other faults raise an error.
     """
 
@@ -81,16 +81,16 @@ class Source(NeedsPackage, abc.ABC):
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> Example:
-        """Returns an example. Raises BadExample, with its location, if it has a fault."""
+        """Returns an example. Raises BadExample with its location if it is invalid."""
 
     @property
     @abc.abstractmethod
     def location(self) -> str:
-        """The location of all examples, for messages: the globs of the files, or a folder."""
+        """The location of the data for messages: the globs of the files, or a folder."""
 
     @abc.abstractmethod
     def where(self, index: int) -> str:
-        """Returns the location of an example, for messages: "file, row 7"."""
+        """Returns the location of an example for messages, such as "file, row 7"."""
 
     @abc.abstractmethod
     def parts(self) -> list[Part]:
@@ -113,7 +113,7 @@ class Source(NeedsPackage, abc.ABC):
         return {}
 
     def check(self) -> None:
-        """Opens the files. Raises ConfigError if they are damaged or have no examples."""
+        """Opens the files. Raises ConfigError if they are damaged or contain no examples."""
         super().check()
         for fault in self.skip:
             require_choice(f"{type(self).__name__}.skip", fault, FAULTS)
@@ -121,15 +121,16 @@ class Source(NeedsPackage, abc.ABC):
     def made_of(
         self, part: Part, make: Callable[[Example, int], Any], left_out: Counter[str]
     ) -> Iterator[tuple[int, Any]]:
-        """Applies a function to the examples of a part, except those with faults in `skip`.
+        """Applies a function to the examples of a part, except examples with faults in `skip`.
 
         Args:
           part: Range of examples.
-          make: Maps (example, index) to a value, or to a str: the reason to leave it out.
-          left_out: Counter of the examples that are left out, by fault or reason; updated in place.
+          make: Function of (example, index) that returns a value, or a string with the reason to
+            skip the example.
+          left_out: Counter of skipped examples by fault or reason, which is updated in place.
 
         Yields:
-          (index, value) of each example that is not left out.
+          (index, value) of each example that is not skipped.
         """
         for index in range(part.start, part.stop):
             try:
@@ -174,9 +175,9 @@ class GlobSource(Source):
 
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.
-      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted;
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted;
         other faults raise an error.
-      cache_dir: Folder for data derived from the files. None uses `.praxis_lite` next to the first
+      cache_dir: Folder for data derived from the files. If None, `.praxis_lite` next to the first
         file.
     """
 
@@ -209,7 +210,7 @@ class GlobSource(Source):
             raise ConfigError(
                 f"{path} has changed while it was in use: it had {expected.size:,} bytes and now "
                 f"has {actual.size:,}, or a different modification time. Restore the file, or "
-                "launch again, which compares the data with that of the checkpoint."
+                "launch again, which compares the data with the checkpoint's data."
             )
 
     def cache_folder(self) -> str:
@@ -231,13 +232,13 @@ class RowsOfFiles(GlobSource):
 
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.
-      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
-      cache_dir: Folder for data derived from the files. None uses `.praxis_lite` next to the first
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
+      cache_dir: Folder for data derived from the files. If None, `.praxis_lite` next to the first
         file.
-      make: Function that creates the files if none match. It is called with a temporary folder and
-        either writes files there, or returns the examples of the single file that `files` names.
-        The complete files are then moved into the folder of the first glob, where they never
-        overwrite other files. None raises an error if no files match.
+      make: Function that creates the files if no files match. It is called with a temporary folder
+        and either writes files there, or returns the examples for the single file specified by
+        `files`. The complete files are then moved to the folder of the first glob, without
+        overwriting existing files. If None, it is an error if no files match.
     """
 
     _: dataclasses.KW_ONLY
@@ -280,8 +281,8 @@ class RowsOfFiles(GlobSource):
         super().check()
         if not len(self):
             raise ConfigError(
-                f"{type(self).__name__}: {self.files!r} has no examples ({len(self.paths)} files, "
-                "all empty). Change `files`, or remove the source."
+                f"{type(self).__name__}: {self.files!r} contains no examples ({len(self.paths)} "
+                "files, all empty). Change `files`, or remove the source."
             )
 
     def __len__(self) -> int:

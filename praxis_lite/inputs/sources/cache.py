@@ -1,4 +1,4 @@
-"""A disk cache of arrays and JSON values that are computed from data."""
+"""A disk cache for arrays and JSON values that are computed from data."""
 
 import contextlib
 import json
@@ -41,13 +41,13 @@ class Entry(NamedTuple):
 def entries(
     folder: str, names: Sequence[str], make: Callable[[list[int]], None]
 ) -> list[Entry]:
-    """Reads the named entries from a folder, after computing those that are missing.
+    """Reads the named entries from a folder, and first computes missing entries.
 
     Args:
       folder: Cache folder.
       names: Names of the entries.
-      make: Computes and writes the entries at the given indices of `names`. The folder is locked
-        during the call.
+      make: Function that computes and writes the entries at the given indices of `names`. The
+        folder is locked during the call.
 
     Raises:
       ConfigError: The folder cannot be written, or an entry cannot be read.
@@ -55,7 +55,7 @@ def entries(
     found = [read(folder, name) for name in names]
     if None in found:
         with locked(folder):
-            # Look again: another process may have written entries before we had the lock.
+            # Look again: another process may have written entries before we acquired the lock.
             found = [entry or read(folder, name) for entry, name in zip(found, names, strict=True)]
             missing = [index for index, entry in enumerate(found) if entry is None]
             if missing:

@@ -58,8 +58,8 @@ class ArrowFiles(CopiedFiles):
             for name in self.columns:
                 if name not in schema.names:
                     raise ConfigError(
-                        f"{path} has no column {name!r}; it has {sorted(schema.names)}. Correct "
-                        f"columns.{did_you_mean(name, schema.names)}"
+                        f"{path} has no column {name!r}; its columns are {sorted(schema.names)}. "
+                        f"Correct `columns`.{did_you_mean(name, schema.names)}"
                     )
             names = list(self.columns) or schema.names
             # Yield an empty table first, so that the columns of an empty file are checked, too.
@@ -82,7 +82,7 @@ class ArrowFiles(CopiedFiles):
         except (ValueError, TypeError, ArithmeticError) as error:
             raise BadExample(  # For example, a date in the year 100,000.
                 "damaged", f"{where},", f"cannot be read: {shown(str(error), 300)}",
-                "Correct the row, or exclude the column (columns).",
+                "Correct the row, or exclude the column with `columns`.",
             ) from None
 
     def settings(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _without_encodings(table: "pyarrow.Table") -> "pyarrow.Table":
 
 @contextlib.contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Adds the file's path to errors of Arrow, which raises many kinds for damaged files."""
+    """Converts Arrow's many kinds of errors to a ConfigError that names the file."""
     try:
         yield
     except Error:
@@ -131,7 +131,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 def value_of(scalar: Any) -> Any:
-    """Converts an Arrow scalar: lists of numbers to NumPy arrays, all else to Python objects."""
+    """Converts an Arrow scalar to a NumPy array if it is a list of numbers, else to Python."""
     types, kind = optional_module("pyarrow.types", "Arrow"), scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not scalar.is_valid or not types.is_primitive(kind.value_type):
@@ -144,7 +144,7 @@ def value_of(scalar: Any) -> Any:
 def without_nulls(value: Any) -> Any:
     """Removes null fields from the structs of a nested Arrow value.
 
-    All structs of an Arrow column have the same fields; those that JSON would omit are null.
+    All structs in an Arrow column have the same fields; fields that JSON would omit are null.
     """
     if isinstance(value, list):
         return [without_nulls(child) for child in value]

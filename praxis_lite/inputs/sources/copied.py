@@ -70,7 +70,7 @@ class CopiedFiles(RowsOfFiles):
         return type(self).__name__.lower()
 
     def _key(self) -> str:
-        """Returns a hash of all that determines the copy: the files, settings and reading code."""
+        """Returns a hash of everything that determines the copy: files, settings and code."""
         folder = self.cache_folder()
         # Use relative paths, so that a folder can be moved together with its cache.
         files = [
@@ -124,16 +124,16 @@ class FileSource(CopiedFiles):
 
     @abc.abstractmethod
     def records(self, path: str) -> Iterator[tuple[int, bytes]]:
-        """Yields (row or line number for messages, bytes) of each record in a file.
+        """Yields pairs (row or line number for messages, bytes), one for each record in a file.
 
         Raises:
-          BadExample: The rest of the file cannot be read. The rest counts as a single example: if
-            its fault is in `skip`, it is left out and counted, otherwise the error is raised.
+          BadExample: The rest of the file cannot be read. It is treated as a single example, which
+            is skipped and counted if the fault is in `skip`.
         """
 
     @abc.abstractmethod
     def example(self, record: bytes, where: str) -> Example:
-        """Decodes a record at location `where`. Raises BadExample if it has a fault."""
+        """Decodes the record at location `where`. Raises BadExample if it is invalid."""
 
     def tables(self, path: str) -> "Iterator[pyarrow.Table]":
         pyarrow = optional_module("pyarrow", path)

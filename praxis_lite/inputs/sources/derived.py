@@ -44,15 +44,16 @@ def derive_parts(
     source: Source, kind: str, recipe: Mapping[str, Any], make: Callable[[Part], Contents],
     activity: str,
 ) -> list[DerivedPart]:
-    """Returns `make(part)` for each part of a source, read from the cache or computed now.
+    """Returns `make(part)` for each part of a source, from the cache if possible.
 
     Args:
       source: Source of the examples.
-      kind: Kind of the results, which begins the name of the cache folder: "tokens".
-      recipe: JSON with all that determines the results except the examples. Each recipe has its own
-        cache folder.
-      make: Computes the result of a part; must be picklable, since it runs on all cores.
-      activity: Word for the progress log: "tokenising".
+      kind: Prefix for the name of the cache folder, such as "tokens".
+      recipe: JSON with everything that determines the results except the examples. Each recipe has
+        a separate cache folder.
+      make: Function that computes the result of a part. It must be picklable, because it runs on
+        all cores.
+      activity: Verb for progress messages, such as "tokenizing".
 
     Raises:
       ConfigError: `make` failed, or the cache folder cannot be written.
@@ -78,14 +79,14 @@ def derive_parts(
 
 
 def num_left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
-    """Returns and logs the number of skipped examples per fault, and of "filtered" ones."""
+    """Logs and returns the number of skipped examples by reason: a fault or "filtered"."""
     counter = collections.Counter()
     for part in parts:
         counter.update(part.values["left_out"])
     counts = dict(sorted(counter.items()))
     if counts:
         message = ", ".join(f"{count:,} ({name})" for name, count in counts.items())
-        _log.info("%s: examples left out: %s", source.location, message)
+        _log.info("%s: skipped examples: %s", source.location, message)
     return counts
 
 
@@ -103,7 +104,7 @@ class _MakePart(NamedTuple):
 def function_recipe(function: Callable[..., Any] | None) -> Any:
     """Returns the name, bound arguments and source hash of a function, for a recipe.
 
-    Editing the function thus invalidates the cache; editing the functions that it calls does not.
+    Editing the function thus invalidates the cache, but editing functions that it calls does not.
     """
     if function is None:
         return None

@@ -16,8 +16,8 @@ FAULTS = {
     "not_json": "a line is not a JSON object",
     "missing_key": "an example lacks a key that the pipeline reads",
     "id_beyond_vocabulary": "a token id is negative, or not below the vocabulary size",
-    "no_answer": "a conversation has no message to learn",
-    "unknown_key": "a row of a conversation has a key that is not read",
+    "no_answer": "a conversation has no message to train on",
+    "unknown_key": "a conversation row has an unknown key",
     "equal_answers": "the two answers of a preference pair are equal",
 }
 
@@ -64,16 +64,16 @@ def none_skipped() -> Iterator[None]:
 def apply_to_example(
     function: Callable[[Mapping[str, Any]], Any], example: Mapping[str, Any], where: str
 ) -> Any:
-    """Calls a user's function on an example, and adds the example's location to errors.
+    """Calls a user's function on an example, and adds the example's location to exceptions.
 
     Args:
-      function: The user's function.
-      example: Its argument.
+      function: The function to call.
+      example: The example to pass to it.
       where: Location of the example.
 
     Raises:
-      BadExample: The function reads a key that the example lacks.
-      Exception: Any other exception of the function, with a note on the location.
+      BadExample: The function reads a key that the example does not have.
+      Exception: Any other exception raised by the function, with a note about the location.
     """
     try:
         return function(example)
@@ -96,6 +96,6 @@ def missing_key(key: str, example: Mapping[str, Any], where: str) -> BadExample:
             "missing_key", where, f"has null for {key!r}", "Add a value, or remove the example."
         )
     return BadExample(
-        "missing_key", where, f"has no {key!r}; it has {names}",
-        f"Change the setting that names the key, or fix the data.{did_you_mean(key, names)}",
+        "missing_key", where, f"has no key {key!r}; its keys are {names}",
+        f"Change the setting for the key, or fix the data.{did_you_mean(key, names)}",
     )

@@ -1,4 +1,4 @@
-"""Sources over folders with a text or an image per file."""
+"""Sources over folders of text files or images, with one example per file."""
 
 import abc
 import dataclasses
@@ -26,7 +26,7 @@ from praxis_lite.inputs.sources.files.texts import decode_utf8
 
 @dataclasses.dataclass(eq=False)
 class _FilePerExample(GlobSource):
-    """Base class of sources with an example per file, in the order of the file names.
+    """Base class of sources with one example per file, sorted by file name.
 
     On first use, the files are listed but not read. Reading a file whose size or modification time
     has changed since then raises an error. The fingerprint covers only names and sizes.
@@ -91,11 +91,11 @@ class _FilePerExample(GlobSource):
 
 
 class TextFiles(_FilePerExample):
-    """A source with a UTF-8 text per file: {"name": ..., "text": ...}.
+    """A source over UTF-8 text files, with one example {"name": ..., "text": ...} per file.
 
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.
-      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
       cache_dir: Folder for data derived from the files. None uses `.praxis_lite` in the common
         folder of all files.
     """
@@ -106,22 +106,23 @@ class TextFiles(_FilePerExample):
 
 @dataclasses.dataclass(eq=False)
 class ImageFiles(_FilePerExample):
-    """A source with an image per file, labeled by its folder.
+    """A source over image files, labeled by the names of their folders.
 
     Examples are {"name": str, "image": uint8[height, width, 3], "label": int32}. The label is the
     index of the file's folder in `classes`. Pass the classes of the training split to all other
-    splits: a split without images of some class would otherwise number its classes differently.
+    splits; otherwise, a split without images of some class would number its classes differently.
     Use a transform to resize images to the same shape before batching.
 
-    All image formats of Pillow are read, and rotated upright according to their EXIF orientation.
+    All image formats of Pillow are supported. Images are rotated according to their EXIF
+    orientation.
 
     Args:
       files: Comma-separated globs; `**` and `~` are expanded.
-      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
       cache_dir: Folder for data derived from the files. None uses `.praxis_lite` in the common
         folder of all files.
-      classes: Folder names in the order of their labels, or the ImageFiles of the training split,
-        to use its classes. None uses the folders of all files, sorted.
+      classes: Folder names in the order of their labels, or the ImageFiles of the training split to
+        use its classes. If None, the folder names of all files, sorted.
     """
 
     needed_package = "PIL"
@@ -166,7 +167,7 @@ class ImageFiles(_FilePerExample):
         name = _folder_name(path)
         if name not in self._labels_by_class:
             raise ConfigError(
-                f"{path} is in the folder {shown(repr(name))}, which is not one of the classes "
+                f"{path} is in the folder {shown(repr(name))}, but the classes are "
                 f"{few(self.class_names, 10)}.{did_you_mean(name, self.class_names)} Add it to "
                 f"{type(self).__name__}.classes of all splits, or exclude it from `files`."
             )

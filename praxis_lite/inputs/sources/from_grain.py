@@ -29,12 +29,12 @@ _NUM_HASHED_BATCHES = 2  # The fingerprint contains a hash of this many batches.
 
 
 class _GrainPipeline(InputPipeline):
-    """Base class of pipelines over a Grain dataset of class grain._DATASET_CLASS."""
+    """Base class of pipelines over a Grain dataset, an instance of grain.<_DATASET_CLASS>."""
 
     make_dataset: Callable[[], Any]
     batch_size: int
     _DATASET_CLASS = ""
-    _ALTERNATIVES = ""  # Which pipelines to use for other datasets, for the error message.
+    _ALTERNATIVES = ""  # Advice for the error message if the dataset has a different class.
 
     def check(self) -> None:
         super().check()
@@ -80,19 +80,19 @@ class _GrainPipeline(InputPipeline):
 
 
 class FromGrain(_GrainPipeline, IndexedPipeline):
-    """Batches of a grain.MapDataset of dicts of arrays, which your function returns.
+    """Batches from a user function that returns a grain.MapDataset with dicts of arrays.
 
     A MapDataset has random access, so a job resumes without replaying data, each host computes only
     its own rows, and `WithWorkers` and `Mixture` accept this pipeline. Shuffle and repeat the
-    dataset in your function: `.seed(0).shuffle().repeat()` makes it endless, for training; without
-    `.repeat()` it is one pass. Elements are examples, not batches. Filtered datasets are not
-    supported, because a filter leaves gaps among the indices: filter the source instead, or use
+    dataset in your function: `.seed(0).shuffle().repeat()` makes it endless for training; without
+    `.repeat()`, it is a single pass. Elements are examples, not batches. Filtered datasets are not
+    supported, because a filter leaves gaps in the indices; filter the source instead, or use
     `FromGrainIter`.
 
-    If there are no `weights`, ones are added: one per label, or one per row without labels. 64-bit
-    numbers are converted to 32 bits. An incomplete last batch is padded with zero rows. The
-    fingerprint contains the function's qualified name, its arguments, the settings, and a hash of
-    the first two batches.
+    If there are no `weights`, weights of 1 are added: one for each label, or for each row without
+    labels. 64-bit numbers are converted to 32 bits. An incomplete last batch is padded with zero
+    rows. The fingerprint contains the function's qualified name, its arguments, the settings, and a
+    hash of the first two batches.
 
     Args:
         make_dataset: Importable function that returns the dataset. Configure it as
@@ -128,9 +128,9 @@ class FromGrain(_GrainPipeline, IndexedPipeline):
         element = self.dataset[index]
         if element is None:
             raise ConfigError(
-                f"FromGrain: element {index} of {self._name} is filtered out, but FromGrain does "
-                "not support filters. Filter the source instead, or end the function with "
-                ".to_iter_dataset() and use FromGrainIter."
+                f"FromGrain: element {index} of {self._name} was removed by a filter, but "
+                "FromGrain does not support filters. Filter the source instead, or end the "
+                "function with .to_iter_dataset() and use FromGrainIter."
             )
         return element
 
@@ -144,11 +144,11 @@ class FromGrain(_GrainPipeline, IndexedPipeline):
 
 
 class FromGrainIter(_GrainPipeline, SequentialPipeline):
-    """Batches of a grain.IterDataset of dicts of arrays, which your function returns.
+    """Batches from a user function that returns a grain.IterDataset with dicts of arrays.
 
     An IterDataset has no random access: a job that resumes at step k first recomputes k batches
     (and logs this), and every process computes the complete global batch and takes its own rows.
-    Prefer `FromGrain`, which does neither; leaves are converted and padded as in `FromGrain`.
+    Prefer `FromGrain`, which avoids both costs. Leaves are converted and padded as in `FromGrain`.
 
     Args:
         make_dataset: Importable function that returns the dataset. Configure it as

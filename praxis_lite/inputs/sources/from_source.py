@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class FromSource(ExamplePipeline):
-    """Batches of a source's examples, each a dict of arrays or numbers of the same shapes.
+    """Batches of examples from a source, which are dicts of arrays or numbers of equal shapes.
 
     Sources have random access, so a job resumes without replaying data, and each host reads only
-    its own rows. With `keep`, or a source with `skip`, all examples are read once on all cores to
-    find those to use, and the result is cached in the source's cache folder.
+    its own rows. If `keep` or the source's `skip` is set, all examples are read once on all cores
+    to select the examples to use, and the selection is cached in the source's cache folder.
 
-    If there are no `weights`, ones are added: one per label, or one per row without labels. 64-bit
-    numbers are converted to 32 bits. An incomplete last batch is padded with zero rows.
+    If there are no `weights`, weights of 1 are added: one for each label, or for each row without
+    labels. 64-bit numbers are converted to 32 bits. An incomplete last batch is padded with zero
+    rows.
 
     Args:
       source: Source of the examples.
       batch_size: Number of rows in the global batch.
       transform: Importable function from an example to the leaves of its row, for example to
-        decode, scale, crop or drop values. None uses the examples unchanged.
-      keep: Importable predicate of examples, called before `transform`; examples for which it
-        returns False are left out. None keeps all examples.
+        decode, scale, crop or drop values. If None, examples are used unchanged.
+      keep: Importable predicate that is called before `transform`. Examples for which it returns
+        False are skipped. If None, all examples are used.
       seed: Seed of the shuffled order.
       shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
     """
@@ -61,14 +62,14 @@ class FromSource(ExamplePipeline):
         self.source.check()
         if not self.num_examples:
             raise ConfigError(
-                f"FromSource: all {len(self.source):,} examples were left out: {self.left_out}. "
+                f"FromSource: all {len(self.source):,} examples were skipped: {self.left_out}. "
                 "Relax `keep`, or fix the data."
             )
         _ = self._first_row
 
     @functools.cached_property
     def _selection(self) -> tuple[np.ndarray | None, dict[str, int]]:
-        """Source indices of the used examples (None: all), and counts of the others by reason."""
+        """The source indices of examples to use (None for all), and counts of skipped examples."""
         if self.keep is None and not self.source.skip:
             return None, {}
         parts = derive_parts(
@@ -81,7 +82,7 @@ class FromSource(ExamplePipeline):
 
     @property
     def left_out(self) -> dict[str, int]:
-        """The number of examples that are not used, by fault, or "filtered" for `keep`."""
+        """The number of skipped examples by reason: a fault, or "filtered" for `keep`."""
         return self._selection[1]
 
     def _select(self, part: Part) -> Contents:
@@ -106,7 +107,7 @@ class FromSource(ExamplePipeline):
 
     @property
     def num_examples(self) -> int:
-        """The number of examples that are not left out."""
+        """The number of examples that are not skipped."""
         indices, _ = self._selection
         return len(self.source) if indices is None else len(indices)
 

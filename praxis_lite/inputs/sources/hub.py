@@ -1,4 +1,4 @@
-"""Sources over datasets on disk that Hugging Face's `datasets` or TFDS prepared."""
+"""Sources over datasets on disk that were prepared by Hugging Face's `datasets` or by TFDS."""
 
 import abc
 import dataclasses
@@ -49,7 +49,7 @@ class _PreparedDataset(Source):
     def check(self) -> None:
         super().check()
         if not len(self):
-            raise ConfigError(f"{self.location} has no examples. Remove the source.")
+            raise ConfigError(f"{self.location} contains no examples. Remove the source.")
 
     @property
     def location(self) -> str:
@@ -106,8 +106,8 @@ class HuggingFaceDataset(_PreparedDataset):
     Args:
       path: Folder of the dataset.
       split: Name of the split if the folder contains a DatasetDict, else None.
-      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
-      cache_dir: Folder for data derived from the dataset. None uses `.praxis_lite` in its folder.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
+      cache_dir: Folder for data derived from the dataset. If None, `.praxis_lite` in its folder.
     """
 
     @functools.cached_property
@@ -129,9 +129,9 @@ class HuggingFaceDataset(_PreparedDataset):
             ) from None
         splits = loaded if isinstance(loaded, Mapping) else {None: loaded}
         if self.split not in splits:
-            known = "a dataset without splits" if None in splits else sorted(splits)
+            known = "no splits" if None in splits else f"the splits {sorted(splits)}"
             raise ConfigError(
-                f"HuggingFaceDataset.split is {self.split!r}; {self.folder} has {known}."
+                f"HuggingFaceDataset.split is {self.split!r}, but {self.folder} has {known}."
                 f"{did_you_mean(str(self.split), [name for name in splits if name])}"
             )
         _require_same_classes(self.folder, splits)
@@ -193,8 +193,8 @@ class Tfds(_PreparedDataset):
     Args:
       path: Folder of one version of the dataset, such as ~/tensorflow_datasets/mnist/3.0.1.
       split: Split in the syntax of TFDS: "train", "train[:90%]".
-      skip: Names of faults (keys of FAULTS). Examples with such a fault are left out and counted.
-      cache_dir: Folder for data derived from the dataset. None uses `.praxis_lite` in its folder.
+      skip: Names of faults (keys of FAULTS). Examples with such a fault are skipped and counted.
+      cache_dir: Folder for data derived from the dataset. If None, `.praxis_lite` in its folder.
     """
 
     needed_package = "tensorflow_datasets"
@@ -216,13 +216,14 @@ class Tfds(_PreparedDataset):
         known = sorted(info.splits)
         if self.split is None or self.split.partition("[")[0] not in known:
             raise ConfigError(
-                f"Tfds.split is {self.split!r}; {self.path} has {known}."
+                f"Tfds.split is {self.split!r}, but {self.path} has the splits {known}."
                 f"{did_you_mean(str(self.split), known)}"
             )
         if info.file_format.value != "array_record":
             raise ConfigError(
-                f"{self.path} has the format {info.file_format.value}, which has no random access; "
-                "expected array_record. Convert it (tfds build --file_format=array_record, or tfds "
+                f"{self.path} has the format {info.file_format.value}, which does not support "
+                "random access; expected array_record. Convert it "
+                "(tfds build --file_format=array_record, or tfds "
                 "convert_format), or use FromDataset."
             )
         self._require_complete_files()

@@ -1,4 +1,4 @@
-"""Base class of sources that read files in place, opened on first use."""
+"""Base class of sources that read files in place and open them on first use."""
 
 import abc
 import collections

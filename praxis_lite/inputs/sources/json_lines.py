@@ -1,4 +1,4 @@
-"""A source over JSON lines files, optionally compressed."""
+"""A source over JSON lines files, which may be compressed."""
 
 import dataclasses
 import gzip
@@ -25,10 +25,10 @@ _LONGEST = 1 << 26  # Maximum number of bytes in a line.
 
 @dataclasses.dataclass(eq=False)
 class JsonLines(FileSource):
-    """A source with an example per JSON line; files may be compressed (.gz, .zst).
+    """A source over JSON lines files with one example per line, optionally compressed (.gz, .zst).
 
-    Blank lines are ignored. The cached copy stores the unparsed lines, and each line is parsed when
-    its example is read. Therefore objects may differ in their keys and types, unlike rows of Arrow
+    Blank lines are ignored. The cached copy stores the unparsed lines, and a line is parsed when
+    its example is read. Objects may therefore differ in their keys and types, unlike rows of Arrow
     tables.
     """
 
@@ -41,7 +41,7 @@ class JsonLines(FileSource):
                     if len(line) > _LONGEST:
                         raise ConfigError(
                             f"{path}:{number} is longer than {format_bytes(_LONGEST)}; expected an "
-                            "object per line. Cut the document, or leave the file out of files."
+                            "object per line. Split the document, or exclude the file from `files`."
                         )
                     if not line.isspace():
                         yield number, line
@@ -50,8 +50,8 @@ class JsonLines(FileSource):
                     raise
                 raise BadExample(
                     "truncated", path,
-                    f"is truncated or damaged: after line {number:,} it cannot be read ({error})",
-                    "Make or copy the file again.",
+                    f"is truncated or damaged: it cannot be read after line {number:,} ({error})",
+                    "Write or copy the file again.",
                 ) from None
 
     def example(self, record: bytes, where: str) -> Example:
@@ -87,8 +87,8 @@ def parsed(line: bytes, where: str) -> Example:
     for end, start in COMPRESSED.items():
         if line.startswith(start):
             raise BadExample(
-                "not_utf8", where, "is not UTF-8: it begins like a compressed file",
-                f"If it is compressed, its name must end in {end}.",
+                "not_utf8", where, "is not UTF-8: it starts like a compressed file",
+                f"If the file is compressed, its name must end in {end}.",
             )
     text = decode_utf8(line, where)  # Removes a byte order mark, as RFC 8259 permits.
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MAX_RECORD_BYTES = 1 << 31  # The size limit of a protocol buffer such as tf.train.Example.
 _LENGTH, _CRC = struct.Struct("<Q"), struct.Struct("<I")
-_NUM_THREADS = 16  # Threads that count the records, which reads the end of each file.
+_NUM_THREADS = 16  # Number of threads that read the record counts at the ends of the files.
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,8 +32,8 @@ class ArrayRecords(OpenedFiles):
     """The records of ArrayRecord files, read with the same library as in Grain.
 
     Args:
-      decode: Importable function from a record's bytes to an example. None parses each record as a
-        `tf.train.Example`; see `tf_example`.
+      decode: Importable function from a record's bytes to an example. If None, records are parsed
+        as `tf.train.Example`; see `tf_example`.
     """
 
     decode: Callable[[bytes], Example] | None = None
@@ -66,8 +66,8 @@ class TfRecords(FileSource):
     """The records of TFRecord files, uncompressed or gzipped (.gz).
 
     Args:
-      decode: Importable function from a record's bytes to an example. None parses each record as a
-        `tf.train.Example`; see `tf_example`.
+      decode: Importable function from a record's bytes to an example. If None, records are parsed
+        as `tf.train.Example`; see `tf_example`.
     """
 
     needed_package = "google_crc32c"
@@ -98,7 +98,7 @@ class TfRecords(FileSource):
                 row += 1
         raise BadExample(
             "truncated", path, f"is truncated or damaged: record {row:,} cannot be read{reason}",
-            "Write or copy the file again. The name of a gzipped file must end in .gz.",
+            "Write or copy the file again. Names of gzipped files must end in .gz.",
         )
 
     def example(self, record: bytes, where: str) -> Example:
@@ -152,7 +152,7 @@ def _parse_tf_example(record: bytes, where: str) -> Example:
     except DecodeError:
         raise BadExample(
             "damaged", f"{where},",
-            f"is not a tf.train.Example: it begins with {shown(repr(record[:24]))}",
+            f"is not a tf.train.Example: it starts with {shown(repr(record[:24]))}",
             "Set `decode` to a function that returns a dict from the record's bytes.",
         ) from None
 

@@ -1,4 +1,4 @@
-"""Tokens of a conversation, and which of them belong to the answers."""
+"""Tokenizes conversations and marks the tokens of the answers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,12 @@ from praxis_lite.inputs.tokenizers.chat_template import Answers
 
 
 class Tokens(NamedTuple):
-    """A conversation's ids int32[T], and which of them are trained on, bool[T]."""
+    """Token ids, and whether each of them is a training target.
+
+    Attributes:
+      ids: int32[T].
+      is_answer: bool[T], True for tokens to train on.
+    """
 
     ids: np.ndarray
     is_answer: np.ndarray
@@ -25,20 +30,24 @@ def tokens_of(
     conversation: Conversation | Sequence[Message], tokenizer: Tokenizer, where: str, *,
     first: int = 0,
 ) -> Tokens:
-    """Returns a conversation's tokens, and which are answers, including the ends of turns.
+    """Tokenizes a conversation and marks the tokens of answers, including end-of-turn tokens.
 
-    Answers are between `{% generation %}` and `{% endgeneration %}` in the chat template. Without
-    these tags, an answer is the text that a turn adds to its prompt. Empty answers, which would
-    train to say nothing, and messages with weight 0 do not count.
+    The chat template marks answers with `{% generation %}` and `{% endgeneration %}`. If it does
+    not contain these tags, an answer is the text that a turn adds to its prompt. Messages with
+    weight 0 are not trained on, nor are empty answers, since they would teach the model to answer
+    nothing.
 
     Args:
-      where: "file:line", for messages.
-      first: only answers from this message on count.
+      conversation: The conversation, or its messages.
+      tokenizer: Tokenizer with a chat template.
+      where: Location of the conversation for error messages, as "file:line".
+      first: Index of the first message to train on; answers before it are ignored.
 
     Raises:
-      BadExample: there is no answer to train on; the template renders a turn differently once
-        others follow, and has no `{% generation %}`; or there is a key that it does not read.
-      ConfigError: there is no template.
+      BadExample: The conversation contains no answer to train on or a key that the template does
+        not read, or the template has no `{% generation %}` tag and renders a turn differently
+        depending on later turns.
+      ConfigError: The tokenizer has no chat template.
     """
     with errors_at(where):
         if not isinstance(conversation, Conversation):
@@ -48,9 +57,9 @@ def tokens_of(
         if not any(index >= first for index in answers):
             roles = sorted({str(item["role"]) for item in messages[first:]})
             raise BadExample(
-                "no_answer", f"{where}:", "no message has the role assistant, so there is nothing "
-                f"to train on; the roles are {roles}",
-                "Give the messages that the model should write the role assistant.",
+                "no_answer", f"{where}:", "no message has the role 'assistant', so there is "
+                f"nothing to train on; the roles are {roles}",
+                "Set the role of the messages to train on to 'assistant'.",
             )
         learned = [
             index for index in answers
@@ -59,12 +68,12 @@ def tokens_of(
         ]
         if not learned:
             raise BadExample(
-                "no_answer", f"{where}:", "every message of the assistant has weight 0 or train "
-                "false, or is empty, so there is nothing to train on",
-                "Leave the conversation out.",
+                "no_answer", f"{where}:", "every assistant message is empty or is excluded by "
+                "weight 0 or train false, so there is nothing to train on",
+                "Remove the conversation.",
             )
         if tokenizer.chat is None:
-            tokenizer.apply_chat_template(messages)  # Raises that there is no template.
+            tokenizer.apply_chat_template(messages)  # Raises ConfigError.
         chat = tokenizer.chat.chosen(variables)
         messages = chat.prepared(messages)
         if chat.marks_answers:
@@ -78,8 +87,8 @@ def tokens_of(
     ids, offsets = tokenizer.encode_with_places(text)
     is_answer = np.zeros(len(ids), bool)
     for start, stop in chosen:
-        # A token that includes the blank before an answer counts, or its first word would never be
-        # trained on.
+        # Include a token that starts with the space before the answer. Otherwise, the first word of
+        # an answer would never be trained on.
         is_answer |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
     return Tokens(ids, is_answer)
 
@@ -88,25 +97,25 @@ def _chosen(
     messages: Sequence[Message], answers: Sequence[int], learned: Sequence[int], first: int,
     spans: Sequence[tuple[int, int]], marked: Callable[[Sequence[Message]], Answers], where: str,
 ) -> list[tuple[int, int]]:
-    """Returns the character spans of the messages that get a loss."""
+    """Returns the character spans of the messages to train on."""
     if len(spans) == len(answers):
         return [span for span, index in zip(spans, answers, strict=True) if index in learned]
     if len(learned) == len(answers):
         return list(spans)
-    # A template may mark several parts of an answer, or other roles' messages: each message has the
-    # spans that it adds to those before it.
+    # A template may mark several spans of an answer, or messages with other roles. Render prefixes
+    # of the conversation to find the message that adds each span.
     try:
         counts = [len(marked(messages[: index + 1]).spans) for index in range(len(messages))]
     except ConfigError:
         counts = []
     if sorted(counts) != counts or not counts or counts[-1] != len(spans):
         raise BadExample(
-            "no_answer", f"{where}:", f"the chat template marks {len(spans)} answers of a "
-            f"conversation with {len(answers)}, so it is unclear which are which",
-            "Put {% generation %} and {% endgeneration %} once around each answer.",
+            "no_answer", f"{where}:", f"the chat template marks {len(spans)} answers, but the "
+            f"conversation has {len(answers)}, so they cannot be matched",
+            "Enclose each answer once in {% generation %} and {% endgeneration %}.",
         )
     owners = np.searchsorted(counts, np.arange(len(spans)), side="right")
-    # Other roles' messages are trained on if the template marks them.
+    # Messages with other roles are also trained on if the template marks them.
     skipped = set(answers) - set(learned)
     return [
         span for span, owner in zip(spans, owners, strict=True)
@@ -118,14 +127,14 @@ def _span(
     messages: Sequence[Message], index: int, text: str, rendered: Callable[..., str],
     tokenizer: Tokenizer, where: str,
 ) -> tuple[int, int]:
-    """Returns the characters that a message adds to the prompt for it."""
+    """Returns the character span that a message adds to its prompt."""
     before, with_answer = rendered(messages[:index], True), rendered(messages[: index + 1])
     if not (with_answer.startswith(before) and text.startswith(with_answer)):
         raise BadExample(
             "no_answer", f"{where}:",
-            f"the chat template of {tokenizer} renders message {index} differently once others "
-            "follow it, so the tokens of its answer are unknown",
-            "Put {% generation %} and {% endgeneration %} around an answer in the template.",
+            f"the chat template of {tokenizer} renders message {index} differently if other "
+            "messages follow it, so the tokens of this answer cannot be determined",
+            "Enclose answers in {% generation %} and {% endgeneration %} in the template.",
         )
     # Whitespace between turns is not part of the answer.
     return len(before), len(with_answer.rstrip())

@@ -1,4 +1,4 @@
-"""A corpus of text documents, split into training and held-out documents, and its tokens."""
+"""A corpus of text documents with a training and a held-out split."""
 
 import codecs
 import functools
@@ -22,20 +22,21 @@ BLOCK_BYTES = 16 * 1024
 
 
 class TextCorpus:
-    """Text documents, read on first use; a hash of a document's name decides its split.
+    """A corpus of text documents, split by a hash of each document's name and read on first use.
 
-    A document is held out if the last two decimal digits of sha256(name), in reverse order, are
-    below heldout_percent; at 10 that is `sha256(name) % 10 == 0`. So adding documents moves no
-    other document to the other split. A paragraph that is also in a held-out document is left out
-    of training: the language reference repeats itself, and 19% of the held-out text would
-    otherwise be in the training data.
+    A document is held out if the number formed by the last two decimal digits of sha256(name), in
+    reverse order, is below heldout_percent. For 10 percent, the condition is
+    `sha256(name) % 10 == 0`. Adding documents therefore never moves existing documents to another
+    split. Paragraphs that also occur in held-out documents are removed from the training split.
+    Without this, 19% of the held-out text of the language reference would occur in the training
+    data, because the reference repeats itself.
 
     Args:
-        files: globs of text files, separated by commas; `**` and `~` work. Each file is split, at
-            line ends, into documents of at most 16 KiB named `<basename>#<k>`. None: CPython's
-            language reference (`pydoc_data.topics`), a document per topic.
-        heldout_percent: 0 to 100.
-        tokenizer: or the directory of one; None: bytes.
+        files: Comma-separated globs of text files; `**` and `~` are supported. Each file is split
+            at line ends into documents of at most 16 KiB named `<basename>#<k>`. If None, uses
+            CPython's language reference (`pydoc_data.topics`) with one document per topic.
+        heldout_percent: Percentage of documents to hold out, from 0 to 100.
+        tokenizer: A tokenizer or its directory. If None, tokens are bytes.
     """
 
     def __init__(
@@ -48,29 +49,32 @@ class TextCorpus:
         self._tokens: dict[str, np.ndarray] = {}
 
     def documents(self, split: str) -> list[tuple[str, bytes]]:
-        """Returns the (name, text) of each document of 'train' or 'heldout', in a fixed order.
+        """Returns the (name, text) of each document in a split, in a fixed order.
+
+        Args:
+            split: 'train' or 'heldout'.
 
         Raises:
-            ConfigError: another split; no documents in it; files that are missing, empty or not
-                UTF-8.
+            ConfigError: The split is unknown or empty, or a file is missing, empty or not UTF-8.
         """
         require_choice("The split of a TextCorpus", split, SPLITS)
         documents = self._splits[split]
         if not documents:
             total = sum(map(len, self._splits.values()))
             raise ConfigError(
-                f"TextCorpus: the {split!r} split of {self._source} is empty: at heldout_percent "
-                f"{self.heldout_percent} all {total} documents fall to the other split. Change "
-                f"heldout_percent, or give more text (files are split into documents of "
+                f"TextCorpus: the {split!r} split of {self._source} is empty: with heldout_percent "
+                f"{self.heldout_percent}, all {total} documents are in the other split. Change "
+                f"heldout_percent, or add text (files are split into documents of "
                 f"{BLOCK_BYTES // 1024} KiB)."
             )
         return documents
 
     def tokens(self, split: str) -> np.ndarray:
-        """Returns the stream EOS, document, EOS, document, ..., EOS as int32.
+        """Returns the token stream EOS, document, EOS, document, ..., EOS of a split, as int32.
 
-        All but the first are labels; with bytes there are num_bytes + one EOS per document. If
-        the tokenizer puts a BOS before a text, each document has it as well.
+        All tokens except the first are labels. With bytes as tokens, the number of labels is
+        num_bytes plus one EOS per document. If the tokenizer adds a BOS token, it precedes every
+        document.
         """
         if split not in self._tokens:
             tokenizer = self.tokenizer
@@ -78,38 +82,38 @@ class TextCorpus:
             end = np.array(tokenizer.document_end, np.int32)
             pieces = [end]
             for ids in tokenizer.encode_documents(texts):
-                # An EOS that starts documents is the one that ends the document before.
+                # If documents start with EOS, the EOS after the previous document is that token.
                 starts_with_end = tokenizer.document_start == tokenizer.document_end
                 pieces.append(tokenizer.with_end(
                     ids if starts_with_end else tokenizer.with_start(ids)
                 ))
-            # Windows wrap around, so the stream ends with the token that it begins with.
+            # Windows wrap around, so the stream must end with its first token.
             if not len(end):
                 pieces.append(np.array(tokenizer.document_start[:1], np.int32))
             self._tokens[split] = np.concatenate(pieces)
         return self._tokens[split]
 
     def num_bytes(self, split: str) -> int:
-        """Returns the bytes of text in the split, without end tokens."""
+        """Returns the number of bytes of text in the split, not counting EOS tokens."""
         return sum(len(text) for _, text in self.documents(split))
 
     def gzip_bits_per_byte(self, split: str) -> float:
-        """Returns the bits per byte that `gzip -9` needs for the split.
+        """Returns the number of bits per byte to which `gzip -9` compresses the split.
 
-        It compresses the documents, each followed by a zero byte for EOS, which counts as a byte.
-        Compare it with loss / ln 2 of a model of bytes, and with that times `tokens_per_byte` for
-        other tokens.
+        Each document is followed by a zero byte, which stands for EOS and is counted as a byte.
+        Compare the result with loss / ln 2 for a byte-level model, and with
+        loss / ln 2 * `tokens_per_byte` for any other tokenizer.
         """
         data = b"".join(text + b"\0" for _, text in self.documents(split))
         return 8 * len(gzip.compress(data, compresslevel=9, mtime=0)) / len(data)
 
     def tokens_per_byte(self, split: str) -> float:
-        """Returns labels per byte of the stream, counting one byte for each document's end."""
+        """Returns the number of labels per byte, counting the end of each document as one byte."""
         num_bytes = self.num_bytes(split) + len(self.documents(split))
         return (len(self.tokens(split)) - 1) / num_bytes
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns a hash of all names, texts and splits (not paths), and of the tokenizer."""
+        """Returns hashes of the tokenizer and of all names, texts and splits, but not of paths."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return dict(self._fingerprint)
         return {**self._fingerprint, **self.tokenizer.fingerprint()}
@@ -153,7 +157,7 @@ def require_percent(setting: str, found: Any) -> None:
 
 
 def _paragraphs(text: bytes) -> list[bytes]:
-    """Returns the paragraphs that are long enough to leak held-out text."""
+    """Returns the paragraphs that are long enough to matter as leaked held-out text."""
     return [part for part in text.split(b"\n\n") if len(part) >= 40]
 
 
@@ -162,30 +166,32 @@ def _without(text: bytes, paragraphs: set[bytes]) -> bytes:
 
 
 def _percentile(name: str) -> int:
-    """Returns a number from 0 to 99 that depends on the document's name alone."""
-    # Digits in reverse order, so that 10 percent is the simple rule "hash % 10 == 0".
+    """Returns a number from 0 to 99 that depends only on the document's name."""
+    # Reversing the digits makes 10 percent equivalent to the simple rule "hash % 10 == 0".
     tens, ones = divmod(int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100, 10)
     return 10 * ones + tens
 
 
 def language_reference() -> list[tuple[str, bytes]]:
-    """Returns CPython's language reference as (topic, text)."""
+    """Returns CPython's language reference as pairs (topic, text)."""
     from pydoc_data.topics import topics
 
     return [(name, topics[name].encode()) for name in sorted(topics)]
 
 
 def read_documents(path: str) -> list[tuple[str, bytes]]:
-    """Returns the blocks of a file as (`<basename>#<k>`, UTF-8), without a byte order mark.
+    """Splits a file into blocks, and returns them as pairs (`<basename>#<k>`, UTF-8 bytes).
+
+    A byte order mark at the start of the file is removed.
 
     Raises:
-        ConfigError: the file is empty or not UTF-8; names file and line.
+        ConfigError: The file is empty or not UTF-8. The message names the file and the line.
     """
     with open(path, "rb") as file:
         data = file.read().removeprefix(codecs.BOM_UTF8)
     if not data:
         raise ConfigError(
-            f"TextCorpus: the text file {path!r} is empty. Fill it, or leave it out of files."
+            f"TextCorpus: the text file {path!r} is empty. Add text, or remove it from files."
         )
     with none_skipped():
         decode_utf8(data, f"TextCorpus: {path}", is_file=True)
@@ -194,7 +200,7 @@ def read_documents(path: str) -> list[tuple[str, bytes]]:
 
 
 def _blocks(data: bytes) -> list[bytes]:
-    """Splits UTF-8 into blocks of at most BLOCK_BYTES, at line ends, or between characters."""
+    """Splits UTF-8 into blocks of at most BLOCK_BYTES, at line ends or else between characters."""
     blocks, start = [], 0
     while start < len(data):
         end = min(start + BLOCK_BYTES, len(data))
@@ -203,7 +209,7 @@ def _blocks(data: bytes) -> list[bytes]:
             if line_end >= 0:
                 end = line_end + 1
             else:
-                # Bytes 10xxxxxx continue a character.
+                # Step back over continuation bytes (10xxxxxx) to the start of a character.
                 end -= next((n for n in range(4) if data[end - n] & 0xC0 != 0x80), 0)
         blocks.append(data[start:end])
         start = end

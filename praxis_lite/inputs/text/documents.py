@@ -34,23 +34,24 @@ from praxis_lite.inputs.tokenizers.plain import TokenIds
 class Documents:
     """The tokenized documents of a source, computed once on all cores and cached on disk.
 
-    The first pass over the source reports faulty examples, drops examples for which `keep` returns
+    The first pass over the source reports invalid examples, drops examples for which `keep` returns
     False, and records the length of each document. With all lengths known, any row of packed
     documents can be built without reading other rows. An interrupted pass resumes, and later passes
-    read only files that changed.
+    read only files that have changed.
 
     Args:
       source: Source of the examples.
       holds: Format of the examples:
-        * "text": a text.
+        * "text": a string.
         * "ids": token ids.
         * "messages": a conversation; trains on the assistant's messages.
         * "completion": trains on the completion, but not on the "prompt" before it.
         * "sharegpt": a conversation in ShareGPT's format, with the key `conversations`.
         * "alpaca": Alpaca's format, with the keys `instruction`, `input` and `output`.
         * "preference": `prompt`, `chosen` and `rejected`, for PreferenceData.
-      key: Key of the value in an example. None uses the name of the format.
-      tokenizer: A tokenizer or its directory. None uses bytes, and no tokenizer for "ids".
+      key: Key of the value in an example. If None, the name of the format.
+      tokenizer: A tokenizer or its directory. If None, tokens are bytes, and "ids" are used
+        unchanged.
       transform: Importable function from an example to an example, applied first.
       keep: Importable predicate of examples; those for which it returns False are dropped.
       ignored_keys: Keys of conversations or preferences that are not read, such as "id"; any other
@@ -78,13 +79,14 @@ class Documents:
         self.tokenizer = as_tokenizer(self.tokenizer)
 
     def check(self) -> None:
-        """Computes or reads the cached documents. Raises ConfigError if an example has a fault."""
+        """Reads or computes the cached documents. Raises ConfigError if an example is invalid."""
         require_choice("Documents.holds", self.holds, KEYS)
         has_names = self.key is None or KEYS[self.holds] is not None
-        require(
-            has_names, "Documents.key", self.key, f"None: {self.holds} has fixed keys",
-            "Rename the keys with a transform.",
-        )
+        if not has_names:
+            raise ConfigError(
+                f"Documents.key is {self.key!r}, but the format {self.holds!r} has fixed keys. Set "
+                "key to None, and rename the keys of the examples with a transform."
+            )
         require(
             not isinstance(self.ignored_keys, str), "Documents.ignored_keys", self.ignored_keys,
             "a list of keys",
@@ -98,7 +100,7 @@ class Documents:
 
     @functools.cached_property
     def parts(self) -> list[DerivedPart]:
-        """The cached tokens, or only lengths, of each part of the source."""
+        """The cached tokens of each part of the source, or only the lengths if `ahead` is False."""
         self.source.check()
         recipe = {
             "version": 3, "holds": self.holds, "key": self.key, "ahead": self.ahead,
@@ -112,7 +114,7 @@ class Documents:
 
     @functools.cached_property
     def left_out(self) -> dict[str, int]:
-        """The number of examples that are left out, by reason.
+        """The number of skipped examples by reason.
 
         A reason is the name of a fault, "filtered" (by `keep`), "empty", or "too_short" (one id).
         """
@@ -162,7 +164,7 @@ class Documents:
         return values, arrays
 
     def _encode(self, example: Mapping[str, Any], number: int) -> Tokens | Pair | str:
-        """Returns the tokens of an example, or the reason to leave it out."""
+        """Returns the tokens of an example, or the reason to skip it."""
         where = self.source.where(number)
         if self.transform is not None:
             example = apply_to_example(self.transform, example, where)
@@ -219,7 +221,7 @@ class Documents:
             if isinstance(tokens, str) or len(tokens.ids) != arrays["lengths"][offset]:
                 raise ConfigError(
                     f"{self.source.where(index)} has different tokens than in the first pass. "
-                    "Make `transform` and `keep` depend only on the example."
+                    "`transform` and `keep` must depend only on the example."
                 )
             return tokens
         start, stop = self._starts[part][offset : offset + 2]
@@ -229,7 +231,7 @@ class Documents:
 
     @functools.cached_property
     def chosen_lengths(self) -> np.ndarray:
-        """int32[documents]: the number of ids in the chosen side of each preference pair."""
+        """int32[documents]: the number of ids on the chosen side of each preference pair."""
         return self._concatenated("chosen_lengths", np.int32)
 
     def pair(self, number: int) -> Pair:

@@ -1,4 +1,4 @@
-"""Encodes an example for a language model: its token ids, and which of them are trained on."""
+"""Encodes examples for a language model as token ids and a mask of training targets."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ from praxis_lite.inputs.text.pairs import Pair, pair_of, prompted
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, is_empty
 
-# The formats of examples, and the default key of each; None: the format has several fixed keys.
+# The default key of each example format, or None for formats with several fixed keys.
 KEYS = {
     "text": "text", "ids": "ids", "messages": "messages", "completion": "completion",
     "sharegpt": "conversations", "alpaca": None, "preference": None,
@@ -33,19 +33,21 @@ def encoded(
     holds: str, key: str | None, example: Mapping[str, Any], tokenizer: Tokenizer, where: str,
     ignored_keys: Iterable[str] = (),
 ) -> Tokens | Pair | None:
-    """Returns the ids of an example with its start and end tokens, and which are trained on.
+    """Encodes an example, including start and end tokens.
 
-    Returns None for an empty example, which would only train to end at once.
+    Returns None for an empty example, which would only teach the model to stop immediately.
 
     Args:
-      holds: a key of KEYS.
-      key: of the example's value; None: the default key.
-      where: "file:line", for messages.
-      ignored_keys: keys of a conversation's or preference's example that are not read.
+      holds: Format of the example, a key of KEYS.
+      key: Key of the value in the example. If None, the default key of the format.
+      example: The example.
+      tokenizer: Tokenizer, with a chat template if the example is a conversation.
+      where: Location of the example for error messages, as "file:line".
+      ignored_keys: Keys to ignore in conversations and preference pairs.
 
     Raises:
-      BadExample: the example lacks the key or has a wrong value or id; or it is a conversation with
-        an unknown key.
+      BadExample: The key is missing, or its value or a token id is invalid, or a conversation
+        contains an unknown key.
     """
     if holds == "preference":
         return pair_of(example, tokenizer, where, ignored_keys)
@@ -71,7 +73,7 @@ def _of_completion(
     example: Mapping[str, Any], key: str, tokenizer: Tokenizer, where: str,
     ignored_keys: Iterable[str],
 ) -> Tokens | None:
-    """Returns the tokens of a prompt and its completion: two texts, or two lists of messages."""
+    """Tokenizes a prompt and its completion, which are two strings or two lists of messages."""
     for name in (key, "prompt"):
         _value(example, name, where)
     row = row_without_nulls(example, where, ignored_keys)
@@ -108,28 +110,28 @@ def _text(value: Any, key: str, where: str) -> str:
     if isinstance(value, str):
         return require_valid_unicode(value, where, repr(key))
     raise BadExample(
-        "missing_key", where, f"has {shown(repr(value))} as {key!r}; expected a text",
-        "Correct it, or set key to another.",
+        "missing_key", where, f"has {shown(repr(value))} as {key!r}; expected a string",
+        "Correct it, or set a different key.",
     )
 
 
 def _of_ids(value: Any, key: str, vocab_size: int | None, where: str) -> Tokens | None:
     try:
         ids = np.asarray(value)
-    except ValueError:  # Lists of several lengths.
+    except ValueError:  # Nested lists of different lengths.
         ids = np.empty((0, 0))
     if ids.shape == (0,):
         return None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise BadExample(
             "missing_key", where, f"has {shown(repr(value))} as {key!r}; expected a list of ids",
-            "Correct it, or set key to another.",
+            "Correct it, or set a different key.",
         )
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     if ids.min() < 0 or ids.max() > most:
         wrong = ids[(ids < 0) | (ids > most)][0]
         raise BadExample(
             "id_beyond_vocabulary", where, f"has the id {wrong}; expected ids from 0 to {most}",
-            "Tokenize it with the tokenizer of the model.",
+            "Tokenize it with the model's tokenizer.",
         )
     return Tokens(ids.astype(np.int32), np.ones(len(ids), bool))

@@ -1,7 +1,7 @@
-"""Reads conversations from rows in the usual formats of datasets.
+"""Reads conversations from dataset rows in the common formats.
 
-Only this module knows the keys of a row: training data, preferences, prompts and requests are all
-read here. docs/finetuning.md lists the formats.
+This is the only module that knows the keys of a row: training data, preferences, prompts and
+requests are all read here. docs/finetuning.md lists the formats.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
 
 __all__ = ("Conversation", "conversation", "conversation_of")
 
-# Keys that a row may have next to its messages.
+# Keys that a row may contain in addition to its messages.
 CONTEXT_KEYS = ("system", "tools", "documents", "chat_template_kwargs")
 _ALPACA_KEYS = ("instruction", "input", "output", "history")
-# The roles of ShareGPT and LLaMA-Factory; other names are unchanged.
+# Role names of ShareGPT and LLaMA-Factory. All other role names are kept unchanged.
 _SHAREGPT_ROLES = {
     "human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT,
     "observation": "tool", "function_response": "tool",
@@ -37,12 +37,13 @@ _SHAREGPT_ROLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages, and variables of the chat template.
+    """The messages of a conversation, and the variables for its chat template.
 
     Attributes:
-      messages: as `as_messages`; those of the assistant with weight 0 are not trained on.
-      variables: `tools`, `documents` and `chat_template_kwargs` of the row.
-      where: "file:line", for messages.
+      messages: Messages as returned by `as_messages`. Assistant messages with weight 0 are not
+        trained on.
+      variables: The row's `tools` and `documents`, and the entries of its `chat_template_kwargs`.
+      where: Location of the row for error messages, as "file:line".
     """
 
     messages: Sequence[Message]
@@ -52,31 +53,32 @@ class Conversation:
 
 @contextlib.contextmanager
 def errors_at(where: str) -> Iterator[None]:
-    """Turns RefusedConversation into a BadExample that names `where` the conversation is."""
+    """Converts a RefusedConversation to a BadExample that names the location `where`."""
     try:
         yield
     except RefusedConversation as error:
         fault = "unknown_key" if isinstance(error, UnreadKey) else "no_answer"
         found, is_fixable, fix = str(error).rpartition(". ")
         if not is_fixable:
-            found, fix = fix.rstrip("."), "Correct it, or leave it out."
+            found, fix = fix.rstrip("."), "Correct or remove it."
         raise BadExample(fault, f"{where}:", found, fix) from None
 
 
 def row_without_nulls(
     row: Mapping[str, Any], where: str, ignored_keys: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Returns a row as plain JSON values, without keys that are null or ignored."""
+    """Converts a row to plain JSON values, without ignored keys and keys whose value is null."""
     return to_json_value({
         name: item for name, item in row.items() if item is not None and name not in ignored_keys
     }, where)
 
 
 def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix: str = "") -> None:
-    """Checks that a row without nulls has only keys that are read.
+    """Checks that a row without nulls contains only known keys.
 
     Raises:
-      BadExample: `unknown_key`: names the keys that would be lost, and the known keys.
+      BadExample: The row contains other keys, which would be ignored silently. The message lists
+        them and the known keys.
     """
     known = tuple(known)
     unknown = [str(name) for name in row if name not in known]
@@ -84,14 +86,14 @@ def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix:
         return
     names = ", ".join(repr(shown(name, 40)) for name in unknown[:20])
     fix = fix or (
-        f"Correct them, or have them ignored: ignored_keys=[{names}] of Documents or "
+        f"Correct them, or ignore them by passing ignored_keys=[{names}] to Documents or "
         "PreferenceData."
     )
     raise BadExample(
         "unknown_key", where,
-        f"has {names}, which {'is' if len(unknown) == 1 else 'are'} not read; known are "
+        f"has the unknown {'key' if len(unknown) == 1 else 'keys'} {names}; the known keys are "
         f"{', '.join(known)}",
-        f"{did_you_mean(unknown[0], known).strip()} Variables of the chat template belong in "
+        f"{did_you_mean(unknown[0], known).strip()} Put chat template variables in "
         f"chat_template_kwargs. {fix}".strip(),
     )
 
@@ -100,23 +102,26 @@ def conversation_of(
     row: Mapping[str, Any], where: str, *, holds: str = "messages", key: str | None = None,
     ignored_keys: Iterable[str] = (), fix: str = "",
 ) -> Conversation:
-    """Returns the conversation of a row.
+    """Reads the conversation from a row.
 
     Args:
-      holds: the format: "messages", "sharegpt" or "alpaca".
-      key: of the messages; None: the usual one.
-      ignored_keys: of the row, which are not read.
-      fix: what to change if there are unknown keys; "": ignored_keys of Documents.
+      row: The row.
+      where: Location of the row for error messages, as "file:line".
+      holds: Format of the row: "messages", "sharegpt" or "alpaca".
+      key: Key of the messages. If None, the default key of the format.
+      ignored_keys: Keys of the row to ignore.
+      fix: Advice for the error message about unknown keys. If empty, the message recommends
+        `ignored_keys` of Documents.
 
     Raises:
-      BadExample: the row has another form, or an unknown key.
+      BadExample: The row does not have the given format, or contains an unknown key.
     """
     given, row = row, row_without_nulls(row, where, ignored_keys)
     if holds == "alpaca":
         require_known(row, (*_ALPACA_KEYS, *CONTEXT_KEYS), where, fix)
         return with_context(_of_alpaca(row, where), row, where, wraps_tools=True)
     if key is None:
-        # TRL also accepts `conversations` for messages.
+        # TRL also accepts messages under the key `conversations`.
         is_usual = holds == "messages" and ("messages" in row or "conversations" not in row)
         key = "messages" if is_usual else "conversations"
     if key not in row:
@@ -126,12 +131,12 @@ def conversation_of(
 
 
 def conversation(value: Any, where: str) -> list[Message]:
-    """Returns messages; [] of an empty list.
+    """Reads a list of messages, which may be empty.
 
-    {"from", "value"} of ShareGPT become {"role", "content"}.
+    ShareGPT's keys "from" and "value" are renamed to "role" and "content".
 
     Raises:
-      BadExample: it is not a list of messages, or a text has half of a character.
+      BadExample: The value is not a list of messages, or a string is not valid Unicode.
     """
     value = to_json_value(value, where)
     with errors_at(where):
@@ -149,7 +154,7 @@ def _of_sharegpt(message: Any) -> Any:
     role, content = result.pop("from", None), result.pop("value", None)
     if role != "function_call":
         return {"role": _SHAREGPT_ROLES.get(str(role), role), "content": content, **result}
-    # LLaMA-Factory: one or several calls as JSON text.
+    # In LLaMA-Factory, the value is one call or a list of calls, encoded as a JSON string.
     try:
         calls = json.loads(content)
     except (TypeError, ValueError, RecursionError):
@@ -157,25 +162,25 @@ def _of_sharegpt(message: Any) -> Any:
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise RefusedConversation(
-            f"function_call is {shown(str(content))}; expected the JSON text of "
-            '{"name": ..., "arguments": {...}}, or of a list of them. Correct it.'
+            f"function_call is {shown(str(content))}; expected a JSON string with an object "
+            '{"name": ..., "arguments": {...}} or a list of such objects. Correct it.'
         )
     calls = [{"type": "function", "function": call} for call in calls]
     return {"role": ASSISTANT, "tool_calls": calls, **result}
 
 
 def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
-    """Returns the messages of {"instruction", "input", "output", "history"}.
+    """Converts an Alpaca row to messages.
 
-    The user's message is the instruction and, on a new line, the input if there is one. Before it
-    are the pairs of a question and an answer in `history`.
+    The user's message is the instruction, followed on a new line by the input, if any. The pairs of
+    question and answer in `history` precede it.
     """
     texts = {name: row.get(name, "") for name in _ALPACA_KEYS[:3]}
     for name, text in texts.items():
         if name not in row and name != "input":
             raise missing_key(name, row, where)
         if not isinstance(text, str):
-            raise _wrong_value(row, name, where, "a text")
+            raise _wrong_value(row, name, where, "a string")
     pairs = row.get("history", [])
     is_right = isinstance(pairs, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
@@ -183,7 +188,7 @@ def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
     )
     if not is_right:
         raise _wrong_value(
-            row, "history", where, "a list of pairs of texts: [[question, answer], ...]"
+            row, "history", where, "a list of pairs of strings: [[question, answer], ...]"
         )
     asked = "\n".join(filter(None, (texts["instruction"], texts["input"])))
     turns = [*pairs, (asked, texts["output"])]
@@ -196,26 +201,29 @@ def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
 def with_context(
     messages: Sequence[Message], row: Mapping[str, Any], where: str, *, wraps_tools: bool = False
 ) -> Conversation:
-    """Returns a conversation of messages and the row's CONTEXT_KEYS.
+    """Combines messages with the CONTEXT_KEYS of their row into a conversation.
 
     Args:
-      row: without nulls.
-      wraps_tools: True: a plain function becomes {"type": "function", "function": ...}, as in
-        LLaMA-Factory's formats; TRL passes it unchanged.
+      messages: Messages as returned by `conversation`.
+      row: The row, without nulls.
+      where: Location of the row for error messages, as "file:line".
+      wraps_tools: Whether to wrap plain functions as {"type": "function", "function": ...}, as
+        LLaMA-Factory does for its formats. TRL leaves them unchanged.
 
     Raises:
-      BadExample: a value has another form; or there are two system messages.
+      BadExample: A value has the wrong type, or the row sets `system` although the messages already
+        contain a system message.
     """
     messages = list(messages)
     system = row.get("system", "")
     if not isinstance(system, str):
-        raise _wrong_value(row, "system", where, "a text")
+        raise _wrong_value(row, "system", where, "a string")
     if system:
         first = {"role": "system", "content": system}
         if not messages or messages[0] != first:
             if any(message["role"] == "system" for message in messages):
                 raise BadExample(
-                    "unknown_key", where, "has 'system' and also a system message",
+                    "unknown_key", where, "has both the key 'system' and a system message",
                     "Remove one of them.",
                 )
             messages.insert(0, first)
@@ -223,12 +231,12 @@ def with_context(
     for name in ("tools", "documents"):
         value = _parse_json(row.get(name), name, row, where)
         if not isinstance(value, list | None):
-            raise _wrong_value(row, name, where, "a list of objects, or its JSON text")
+            raise _wrong_value(row, name, where, "a list of objects, or a JSON string of one")
         items = [_parse_json(item, name, row, where) for item in value or ()]
         if not isinstance(row.get(name), str):
             items = without_nulls(items)
         if not all(isinstance(item, dict) for item in items):
-            raise _wrong_value(row, name, where, "a list of objects, or its JSON text")
+            raise _wrong_value(row, name, where, "a list of objects, or a JSON string of one")
         if name == "tools" and wraps_tools:
             items = [
                 item if "function" in item else {"type": "function", "function": item}
@@ -243,12 +251,13 @@ def with_context(
     if taken := [name for name in more if name in (*variables, *_RENDERING_VARIABLES)]:
         raise BadExample(
             "unknown_key", where,
-            f"has {taken[0]!r} in chat_template_kwargs, which is set elsewhere", "Remove it there.",
+            f"sets {taken[0]!r} in chat_template_kwargs, but this variable is set elsewhere",
+            "Remove it from chat_template_kwargs.",
         )
     return Conversation(messages, {**variables, **more}, where)
 
 
-# Variables that a conversation must not set.
+# Variables that are set when a template is rendered, so a row must not set them.
 _RENDERING_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message")
 
 
@@ -265,5 +274,5 @@ def _wrong_value(row: Mapping[str, Any], name: str, where: str, expected: str) -
     return BadExample(
         "missing_key", where,
         f"has {shown(json.dumps(row[name], default=repr))} as {name!r}; expected {expected}",
-        "Correct it, or leave it out.",
+        "Correct or remove it.",
     )

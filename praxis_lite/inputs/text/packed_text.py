@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.inputs.base import lm_spec, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order
 from praxis_lite.inputs.sources import cache
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class PackedText(DocumentPipeline):
-    """Packed rows: `ids`, `labels`, `weights`, `segment_ids` and `segment_pos`, each [B, T].
+    """Rows of packed documents: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos` [B, T].
 
     `segment_ids` number the documents of a row from 1 and are 0 for padding; attention is limited
     to tokens of the same segment. `segment_pos` counts the tokens of each segment from 0. `weights`
@@ -49,10 +49,10 @@ class PackedText(DocumentPipeline):
       seq_len: Number of labels per row, T.
       seed: Seed of the order of documents and rows.
       shuffle: True for endless batches; False for one pass over the documents in file order.
-      packing: Whether a row may contain several documents. If False, each document, or each piece
-        of a document that is longer than a row, has a separate row.
-      split_documents: True fills every row, and continues a document that does not fit in the next
-        row. False splits only documents that are longer than a row.
+      packing: Whether a row may contain several documents. If False, each document has a separate
+        row, or several rows if it is longer than a row.
+      split_documents: If True, every row is filled, and a document that does not fit continues in
+        the next row. If False, only documents that are longer than a row are split.
       too_long: What to do with documents of more than seq_len + 1 ids if split_documents is False:
         "split" them into pieces, "refuse" them with an error, "drop" them, or "cut" them.
       window: Maximum number of incomplete rows in which to place a document if split_documents is
@@ -76,22 +76,23 @@ class PackedText(DocumentPipeline):
         self.require_at_least(1, "seq_len", "window")
         require_choice("PackedText.split", self.split, SPLITS)
         require_choice("PackedText.too_long", self.too_long, typing.get_args(TooLong))
-        require(
-            self.packing or not self.split_documents, "PackedText.split_documents",
-            self.split_documents, "False if packing is False",
-        )
-        holds = self.documents.holds
-        require(
-            holds != "preference", "Documents.holds", holds, "a format with a document per example",
-            "Use PreferenceData for pairs.",
-        )
+        if self.split_documents and not self.packing:
+            raise ConfigError(
+                "PackedText.split_documents=True cannot be combined with packing=False. Set "
+                "split_documents=False or packing=True."
+            )
+        if self.documents.holds == "preference":
+            raise ConfigError(
+                "PackedText does not support documents in the format 'preference'. Use "
+                "PreferenceData."
+            )
         self.documents.check()
         if not self.table.num_rows:
             left_out = self.documents.left_out
             raise ConfigError(
                 f"PackedText: the {self.split!r} split is empty: {len(self.documents.lengths):,} "
-                "documents in all, "
-                f"heldout_percent {self.documents.heldout_percent}, left out {left_out or 'none'}. "
+                "documents in all splits, "
+                f"heldout_percent {self.documents.heldout_percent}, skipped: {left_out or 'none'}. "
                 "Add documents, or change heldout_percent, keep or too_long."
             )
 

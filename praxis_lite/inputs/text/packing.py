@@ -34,7 +34,7 @@ class Packing(NamedTuple):
 
 
 def unpacked(counts: Sequence[int], row_length: int) -> Packing:
-    """Places each document, or each of its pieces of at most row_length labels, in its own row."""
+    """Places each document in a separate row, after splitting documents longer than row_length."""
     documents, firsts, sizes = _pieces(np.asarray(counts, np.int64), row_length)
     return Packing(np.arange(len(documents) + 1), documents, firsts, sizes)
 
@@ -43,8 +43,8 @@ def first_fit(counts: Sequence[int], row_length: int, window: int) -> Packing:
     """Packs documents in order, each into the first open row with enough room.
 
     This is first fit with a bounded number of open rows (Johnson 1974; Csirik and Johnson 2001): if
-    `window` rows are open and none has room, the oldest is closed. A document that is longer than a
-    row is first split into pieces that fill a row each, and a remainder.
+    `window` rows are open and none has room, the oldest row is closed. A document that is longer
+    than a row is first split into pieces that each fill a row, and a remainder.
 
     Args:
       counts: Number of labels in each document.
@@ -75,7 +75,7 @@ def first_fit(counts: Sequence[int], row_length: int, window: int) -> Packing:
 
 
 def without_gaps(counts: Sequence[int], row_length: int) -> Packing:
-    """Concatenates documents and splits them at the ends of rows; only the last row may be short.
+    """Concatenates documents and splits them at row boundaries, so only the last row may be short.
 
     When a document continues in the next row, that row's first label is still predicted from the
     token before it.

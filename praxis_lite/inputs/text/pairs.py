@@ -1,4 +1,4 @@
-"""Tokens of preference pairs in TRL's formats."""
+"""Tokenizes preference pairs in TRL's formats."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ _KEYS = ("prompt", "chosen", "rejected")
 
 
 class Pair(NamedTuple):
-    """The prompt with the preferred answer, and with the rejected answer."""
+    """A tokenized preference pair: the prompt with the chosen answer and with the rejected one."""
 
     chosen: Tokens
     rejected: Tokens
@@ -31,15 +31,22 @@ class Pair(NamedTuple):
 def pair_of(
     example: Mapping[str, Any], tokenizer: Tokenizer, where: str, ignored_keys: Iterable[str] = ()
 ) -> Pair | None:
-    """Returns the pair of {"prompt", "chosen", "rejected"}, or None if an answer is empty.
+    """Tokenizes a preference pair, or returns None if one of its answers is empty.
 
-    Each is a text or a list of messages. Without a prompt, or with a text next to complete
-    conversations, the prompt is the common start of both answers (TRL's `maybe_extract_prompt`).
-    If both answers begin with the prompt's messages, these count once. Rows of messages may have
-    CONTEXT_KEYS; messages of an answer with weight 0 are not compared.
+    The values of "prompt", "chosen" and "rejected" are strings or lists of messages. The prompt is
+    taken from the messages that both answers start with if "prompt" is missing, or if it is a
+    string although the answers are complete conversations; this is TRL's `maybe_extract_prompt`.
+    Answers may repeat the messages of the prompt. Rows of messages may also contain CONTEXT_KEYS.
+    Assistant messages with weight 0 are excluded from the comparison.
+
+    Args:
+      example: A row of the dataset.
+      tokenizer: Tokenizer, with a chat template if the row contains messages.
+      where: Location of the row for error messages, as "file:line".
+      ignored_keys: Keys of the row to ignore.
 
     Raises:
-      BadExample: it has another form or an unknown key, or the answers are equal.
+      BadExample: The row has another format or an unknown key, or the two answers are equal.
     """
     example = row_without_nulls(example, where, ignored_keys)
     prompt, *answers = map(example.get, _KEYS)
@@ -49,14 +56,13 @@ def pair_of(
         names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
         raise BadExample(
             "missing_key", where,
-            f"has {names}; expected prompt, chosen and rejected, all of them texts or all of them "
-            "lists of messages, or chosen and rejected conversations",
+            f"has the keys {names}; expected prompt, chosen and rejected, either all strings or "
+            "all lists of messages, or only chosen and rejected as complete conversations",
             "Correct it, or rename the keys with a transform of the source.",
         )
     if answers[0] == answers[1]:
         raise BadExample(
-            "equal_answers", where, "has the same answer as chosen and as rejected",
-            "Leave the pair out.",
+            "equal_answers", where, "has equal chosen and rejected answers", "Remove the pair.",
         )
     has_messages = not is_text or isinstance(prompt, list)
     require_known(example, (*_KEYS, *(CONTEXT_KEYS if has_messages else ())), where)
@@ -80,7 +86,7 @@ def pair_of(
 def _split(
     prompt: Any, answers: Sequence[list[Any]], where: str
 ) -> tuple[list[Any], list[list[Any]]]:
-    """Returns the messages of the prompt, and those of each answer."""
+    """Splits two conversations into the messages of the prompt and of each answer."""
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
         if all(answer[: len(before)] == before for answer in answers):
@@ -96,21 +102,22 @@ def _split(
             text_of(message.get("content")).strip() for message in before
         ]:
             raise BadExample(
-                "unknown_key", where, "has a prompt that is not among the messages at the start of "
-                "chosen and rejected, so it would not be read",
-                "Remove it, or put it before both.",
+                "unknown_key", where, "has a prompt that would be ignored, because it is not one "
+                "of the messages that chosen and rejected start with",
+                "Remove it, or add it to the start of both answers.",
             )
     if not before:
         raise BadExample(
             "missing_key", where,
-            "has a chosen and a rejected conversation that do not begin alike, and no prompt",
-            "Give the same messages before both answers, or as prompt.",
+            "has no prompt, and its chosen and rejected conversations start with different "
+            "messages",
+            "Add a prompt, or start both conversations with the messages of the prompt.",
         )
     return before, answers
 
 
 def _num_alike(chosen: Any, rejected: Any) -> int:
-    """Returns the length of the common start of two answers, at most all but the last item."""
+    """Returns the length of the common prefix, which never includes all of either sequence."""
     shorter = min(len(chosen), len(rejected))
     both = enumerate(zip(chosen, rejected, strict=False))
     return next((i for i, (a, b) in both if a != b), max(shorter - 1, 0))
@@ -119,7 +126,7 @@ def _num_alike(chosen: Any, rejected: Any) -> int:
 def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) -> Pair | None:
     if prompt is None:
         count = _num_alike(*answers)
-        # The blank before a word belongs to the word, as in its token.
+        # Leave the space before a word to the answer, because tokens include the space before them.
         count -= count > 0 and answers[0][count - 1] == " "
         prompt, answers = answers[0][:count], [answer[count:] for answer in answers]
     if not all(answers):
@@ -128,12 +135,13 @@ def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) 
 
 
 def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
-    """Returns a prompt and an answer with its end token; only answer and end are trained on."""
-    # Encode them as one text, so that no tokenizer puts a space between them.
+    """Tokenizes a prompt and an answer; only the answer and its end token are trained on."""
+    # Encode both as a single string, so that no tokenizer inserts a space between them.
     ids, offsets = tokenizer.encode_with_places(prompt + answer)
     started = tokenizer.with_start(ids)
     ended = tokenizer.with_end(started)
-    # A token with characters of both counts as the answer's, or its start would not be trained on.
+    # A token that spans both is part of the answer. Otherwise, the start of the answer would not be
+    # trained on.
     is_answer = np.concatenate([
         np.zeros(len(started) - len(ids), bool), offsets[:, 1] > len(prompt),
         np.ones(len(ended) - len(started), bool),

@@ -31,24 +31,25 @@ class PreferenceData(DocumentPipeline):
     Index 0 of the second dimension is the chosen side, index 1 the rejected one. `answers` is 1 for
     the labels of an answer, including the token that ends its turn or text.
 
-    Examples have TRL's formats: {"prompt", "chosen", "rejected"}, each a text or a list of
-    messages; or "chosen" and "rejected" with a common prefix, with or without the text of the
-    prompt. Pairs with an empty answer are left out and counted.
+    Examples have one of TRL's formats: "prompt", "chosen" and "rejected" are all strings or lists
+    of messages, or "chosen" and "rejected" are conversations with a common prefix, and "prompt" is
+    optional. Pairs with an empty answer are skipped and counted.
 
     Args:
-        files: Comma-separated globs of JSON lines files, or a source of examples in any format.
-            None uses questions about Python with answers from its language reference.
+        files: Comma-separated globs of JSON lines files, or a source of examples in any file
+            format. If None, uses questions about Python with answers from its language reference.
         split: Name of the split, 'train' or 'heldout'.
         batch_size: Number of pairs in the global batch.
         seq_len: Maximum number of labels per side, T.
-        tokenizer: A tokenizer or its directory; needs a chat template if there are messages.
+        tokenizer: A tokenizer or its directory. It needs a chat template if examples contain
+            messages.
         seed: Seed of the shuffled order.
         shuffle: True for endless batches, reshuffled every epoch; False for one pass in order.
         heldout_percent: Percentage of pairs in the split 'heldout', selected by a hash of their
             content.
-        skip: If `files` are globs, names of faults (keys of FAULTS) of pairs to leave out and
-            count. A source has this setting itself.
-        ignored_keys: Keys of the examples that are not read, such as "score_chosen".
+        skip: If `files` are globs, names of faults (keys of FAULTS). Pairs with such a fault are
+            skipped and counted. If `files` is a source, set its `skip` instead.
+        ignored_keys: Keys of the examples to ignore, such as "score_chosen".
     """
 
     files: str | Source | None
@@ -75,15 +76,16 @@ class PreferenceData(DocumentPipeline):
             isinstance(self.files, str | Source | None), "PreferenceData.files", self.files,
             "globs of files, a source of examples, or None",
         )
-        require(
-            not (self.skip and isinstance(self.files, Source)), "PreferenceData.skip", self.skip,
-            "empty, because files is a source", "Set files.skip instead.",
-        )
+        if self.skip and isinstance(self.files, Source):
+            raise ConfigError(
+                f"PreferenceData.skip={self.skip} cannot be combined with a source. Set files.skip "
+                "instead."
+            )
         self.documents.check()
         if not len(self._numbers):
             raise ConfigError(
-                f"PreferenceData: the {self.split!r} split of {self.files or 'the reference'} has "
-                f"no pair: {len(self.documents.lengths):,} pairs in all, left out "
+                f"PreferenceData: the {self.split!r} split of {self.files or 'the reference'} is "
+                f"empty: {len(self.documents.lengths):,} pairs in all splits, skipped: "
                 f"{self.documents.left_out or 'none'}. Change heldout_percent, or add pairs."
             )
         chosen = self.documents.chosen_lengths

@@ -18,15 +18,15 @@ def token_ids(
     """Validates token ids or positions, and returns them as an int32 array.
 
     Args:
-      given: Lists or an array of integers, not empty.
+      given: Nonempty lists or array of integers.
       what: Name of the argument for error messages, such as "logits: ids".
       size: Vocabulary size, or number of positions; None accepts any non-negative int32.
       ndim: Expected rank.
-      counts: Bool array of the same shape. Where it is False, negative numbers are padding, and are
+      counts: Bool array of the same shape. Where it is False, negative numbers are padding and are
         replaced by 0.
 
     Raises:
-      ConfigError: A number is out of range, or the array has another rank or dtype.
+      ConfigError: A number is out of range, or the rank or dtype of the array is wrong.
     """
     x = np.asarray(given)
     if x.ndim != ndim or not x.size or x.dtype.kind not in "iu":

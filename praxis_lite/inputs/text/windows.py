@@ -24,8 +24,8 @@ class TrainingWindows:
     """Endless windows in a random order; within an epoch, no label occurs twice.
 
     Windows of an epoch start at a random offset and wrap around at the end of the stream, which
-    starts and ends with EOS. Each epoch leaves out fewer than seq_len labels, different ones each
-    time.
+    starts and ends with EOS. Each epoch omits fewer than seq_len labels, which differ between
+    epochs.
     """
 
     num_labels: int
@@ -50,10 +50,10 @@ class TrainingWindows:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationWindows:
-    """One pass in order, in which every label has weight 1 in exactly one window.
+    """Windows of one pass in order, in which every label has weight 1 in exactly one window.
 
-    Window k starts at token k * stride. All labels of the first window have weight 1; in later
-    windows, only the last `stride` labels do, and the labels before them are context.
+    Window k starts at token k * stride. All labels of the first window have weight 1. In later
+    windows, only the last `stride` labels have weight 1, and the labels before them are context.
     """
 
     num_labels: int

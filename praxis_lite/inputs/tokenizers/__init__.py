@@ -1,10 +1,10 @@
-"""How text becomes the ids of a model and ids become text again; nothing here knows a model.
+"""Tokenizers, which convert text to token ids and back. This package does not depend on models.
 
-    python -m praxis_lite.inputs.tokenizers train --help    # makes one of your own text
-    python -m praxis_lite.inputs.tokenizers show DIR        # special tokens, and what ends a text
+    python -m praxis_lite.inputs.tokenizers train --help    # trains a tokenizer on your text
+    python -m praxis_lite.inputs.tokenizers show DIR        # lists special tokens and end tokens
 
-`tokenizers`, `jinja2` and, for directories without a plain tokenizer.json, `transformers` are
-imported when a tokenizer reads its files.
+The libraries `tokenizers` and `jinja2` are imported when a tokenizer first reads its files, and so
+is `transformers` for directories that are not in the plain tokenizer.json format.
 """
 
 from praxis_lite.public_names import public_names

@@ -1,4 +1,4 @@
-"""Makes a tokenizer of your own text, in GPT-2's and Llama 3's form, or shows a directory's."""
+"""Trains a byte-level BPE tokenizer like those of GPT-2 and Llama 3, or describes a tokenizer."""
 
 import json
 import sys
@@ -17,8 +17,8 @@ from praxis_lite.inputs.tokenizers.loading import load_tokenizer
 from praxis_lite.job.command import Parser, status_of
 from praxis_lite.job.local_directory import local_directory
 
-# GPT-4's pieces of text, within which tokens lie: a word and the blank before it, up to three
-# digits, punctuation, blanks and ends of lines.
+# GPT-4's pre-tokenization pattern. Tokens never cross the boundaries of its matches: a word with
+# the space before it, up to three digits, punctuation, whitespace, and line ends.
 PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,20 +32,24 @@ def train(
     files: str, directory: Path, vocab_size: int, special_tokens: Sequence[str] = (),
     chat_template: str = CHAT,
 ) -> JsonTokenizer:
-    """Returns a new byte-level BPE of a text, written to a directory.
+    """Trains a byte-level BPE tokenizer and writes it to a directory.
 
-    It has the special tokens of an end of text and of turns, and a chat template.
+    The tokenizer has special tokens for the end of a text and for the start and end of a turn, and
+    a chat template.
 
     Args:
-      files: globs, separated by commas.
-      directory: a new or an empty one.
-      vocab_size: of all tokens, special ones included.
-      special_tokens: further ones, none of which ordinary text may contain.
-      chat_template: a Jinja template.
+      files: Comma-separated globs of text files.
+      directory: A new or empty directory.
+      vocab_size: Number of tokens, including special tokens.
+      special_tokens: Additional special tokens. They must not occur in ordinary text.
+      chat_template: A Jinja chat template.
+
+    Returns:
+      The new tokenizer.
 
     Raises:
-      ConfigError: no file matches, the directory has files, the vocabulary is too small, or a
-        special token cannot be told from text.
+      ConfigError: No file matches, the directory is not empty, the vocabulary is too small, or a
+        special token could occur in ordinary text.
     """
     special = [END, BEGIN_TURN, END_TURN]
     for token in special_tokens:
@@ -54,7 +58,7 @@ def train(
     least = 256 + len(special)
     require(
         vocab_size >= least, "--vocab-size", vocab_size,
-        f"{least} or more, for 256 bytes and {len(special)} special tokens",
+        f"at least {least}, for 256 bytes and {len(special)} special tokens",
     )
     paths = matching_files(files)
     with new_directory(directory, TOKENIZER_JSON) as target:
@@ -66,18 +70,19 @@ def _check_special(token: str, before: Sequence[str]) -> None:
     def check(holds: bool, expected: str) -> None:
         require(holds, "--special", token, expected, "Write it like <|name|>.")
 
-    check(isinstance(token, str) and token != "", "a text that is not empty")
+    check(isinstance(token, str) and token != "", "a nonempty string")
     try:
         token.encode()
     except UnicodeEncodeError:
-        check(False, "a text without half of a character")
-    check(token not in before, f"another token than {', '.join(before)}, which there are already")
+        check(False, "a string without unpaired surrogates")
+    check(token not in before, f"a token other than the existing {', '.join(before)}")
     library = optional_module("tokenizers", "Training a tokenizer")
     cut = library.pre_tokenizers.Split(library.Regex(PIECES), "isolated")
-    # The trainer may learn any single piece, which would then have the special token's id.
+    # The trainer may learn any single match of the pattern, which would then get the special
+    # token's id.
     is_text = len(cut.pre_tokenize_str(token)) == 1 or token != token.strip()
     is_text |= all(part.isalnum() for part in token.split())
-    check(not is_text, "a token that ordinary text does not contain")
+    check(not is_text, "a token that does not occur in ordinary text")
 
 
 def _train(
@@ -111,13 +116,13 @@ def _train(
     (target / TOKENIZER_JSON).write_text(result.to_str(pretty=True), "utf-8")
     (target / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     (target / TEMPLATE).write_text(chat_template, "utf-8")
-    # What ends an answer, besides the end of a text.
+    # An answer ends at the end of a turn or of the text.
     ends = {"eos_token_id": [result.token_to_id(END), result.token_to_id(END_TURN)]}
     (target / "generation_config.json").write_text(json.dumps(ends) + "\n", "utf-8")
 
 
 def description(tokenizer: JsonTokenizer) -> str:
-    """Returns lines on a tokenizer: its size, the roles and ids of special tokens, and ends."""
+    """Describes a tokenizer: its vocabulary size, special tokens and end tokens."""
     return "\n".join(_lines(tokenizer))
 
 
@@ -131,29 +136,34 @@ def _lines(tokenizer: JsonTokenizer) -> Iterator[str]:
         yield f"  {role:12} {shown(repr(text))}"
     yield f"  before a text: {named(tokenizer.begin_ids)}"
     yield f"  after a text: {named(tokenizer.end_ids)}"
-    yield f"  end a document: {named(tokenizer.document_end)}"
-    yield f"  end an answer: {named(tokenizer.eos_ids)}"
+    yield f"  end of a document: {named(tokenizer.document_end)}"
+    yield f"  end of an answer: {named(tokenizer.eos_ids)}"
     yield f"{len(tokenizer.special_ids)} special tokens: {named(sorted(tokenizer.special_ids))}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2, and a paragraph, for errors that the user can fix."""
+    """Runs the command and returns its exit status, which is 2 for errors the user can fix."""
     return status_of(lambda: _run(argv), continues_without_output=True)
 
 
 def _run(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m praxis_lite.inputs.tokenizers", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="train|show", dest="command")
-    other = commands.add_parser("show", help="a directory's special tokens, and what ends a text")
-    other.add_argument("directory", metavar="DIR", help="of a tokenizer")
-    item = commands.add_parser("train", help="a byte-level BPE of a text", description=__doc__)
-    item.add_argument("files", metavar="FILES", help="globs of text files, separated by commas")
-    item.add_argument("directory", metavar="OUT_DIR", help="a new or an empty directory")
-    item.add_argument("--vocab-size", type=int, default=8192, help="default: 8192")
-    item.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="special tokens")
+    other = commands.add_parser("show", help="list special tokens and end tokens of a tokenizer")
+    other.add_argument("directory", metavar="DIR", help="directory of the tokenizer")
+    item = commands.add_parser(
+        "train", help="train a byte-level BPE tokenizer", description=__doc__
+    )
+    item.add_argument("files", metavar="FILES", help="comma-separated globs of text files")
+    item.add_argument("directory", metavar="OUT_DIR", help="new or empty directory")
     item.add_argument(
-        "--chat-template", metavar="FILE",
-        help="a Jinja template of conversations; default: ChatML's form",
+        "--vocab-size", type=int, default=8192, help="number of tokens (default: 8192)"
+    )
+    item.add_argument(
+        "--special", nargs="+", default=[], metavar="TOKEN", help="additional special tokens"
+    )
+    item.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja chat template (default: ChatML format)"
     )
     args = parser.parse_args(argv)
     if args.command == "show":
@@ -165,12 +175,17 @@ def _run(argv: Sequence[str] | None) -> None:
     texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]
     num_bytes = sum(map(len, texts))
     num_tokens = sum(map(len, result.encode_documents(texts)))
-    require(num_tokens > 0, "The text of the files", "empty", "some text")
+    if not num_tokens:
+        raise ConfigError(f"The files {args.files} contain no text. Name files with text.")
     if result.vocab_size < args.vocab_size:
-        print(f"The text has no more pairs: {result.vocab_size} tokens, not {args.vocab_size}.")
+        print(
+            f"The vocabulary has only {result.vocab_size} tokens instead of {args.vocab_size}, "
+            "because the text contains no further pairs to merge."
+        )
     print(
-        f"{result.vocab_size} tokens in {args.directory}: {num_bytes:,} bytes of text are "
-        f"{num_tokens:,} tokens, {num_bytes / num_tokens:.2f} bytes each."
+        f"{args.directory}: a tokenizer with {result.vocab_size} tokens. It encodes the "
+        f"{num_bytes:,} bytes of text as {num_tokens:,} tokens, {num_bytes / num_tokens:.2f} bytes "
+        "per token."
     )
 
 
@@ -180,7 +195,7 @@ def _template(path: Path) -> str:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--chat-template={path} cannot be read: {getattr(error, 'strerror', None) or error}. "
-            "Name a file of UTF-8 text."
+            "Name a UTF-8 text file."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What every tokenizer has: ids of a text, the text of ids, and the ids that stand for no text."""
+"""The tokenizer interface: encoding, decoding, and special tokens."""
 
 import abc
 import os
@@ -12,20 +12,29 @@ from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 
 
 class Tokenizer(abc.ABC):
-    """Text into ids and back. All that a text corpus, prompts and a language model's task ask for.
+    """Converts text to token ids and back.
+
+    Custom tokenizers are subclasses. A corpus, a pipeline of prompts and a language model task use
+    a tokenizer only through this interface.
 
     Attributes:
-      token_unit: what one id stands for, "byte" or "token"; names the metric bits_per_<unit>.
-      vocab_size: ids are below it, special ones included; None: any number is an id.
-      eos_id: ends a text; None if there is none.
-      eos_ids: each of them ends what a model writes: eos_id, `model_eos_ids`, `turn_end_ids`.
-      model_eos_ids: the ends that generation_config.json, or else config.json, names.
-      turn_end_ids: the ends of a turn of a chat, as the template writes them after an answer.
-      bos_id, pad_id: of the beginning of a text and of padding; None if there is none.
-      special_ids: of tokens that stand for no text, and are left out where those are skipped.
-      begin_ids, end_ids: the special tokens that `encode` puts before and after a text.
-      document_start, document_end: the ids around a document; prompts begin with the former.
-      chat: the template of its chats, or None.
+      token_unit: The unit of text that an id represents, "byte" or "token". It appears in the name
+        of the metric bits_per_<unit>.
+      vocab_size: All ids, including those of special tokens, are below this number. None if any
+        number is a valid id.
+      eos_id: Id of the end-of-text token, or None.
+      eos_ids: Ids that end the output of a model: eos_id, `model_eos_ids` and `turn_end_ids`.
+      model_eos_ids: End ids listed in generation_config.json, or else in config.json.
+      turn_end_ids: Ids of the end-of-turn tokens that the chat template writes after an answer.
+      bos_id: Id of the beginning-of-text token, or None.
+      pad_id: Id of the padding token, or None.
+      special_ids: Ids of the special tokens, which `decode` omits if skip_special_tokens is True.
+      begin_ids: Ids of the special tokens that `encode` adds before a text.
+      end_ids: Ids of the special tokens that `encode` adds after a text.
+      document_start: Ids that precede each document and each prompt.
+      document_end: Ids that follow each document.
+      chat: The chat template, or None.
+      path: Directory of the tokenizer's files, or None.
     """
 
     token_unit: str = "token"
@@ -39,19 +48,19 @@ class Tokenizer(abc.ABC):
     begin_ids: Sequence[int] = ()
     end_ids: Sequence[int] = ()
     chat: ChatTemplate | None = None
-    path: str | os.PathLike[str] | None = None  # Of a tokenizer of files.
+    path: str | os.PathLike[str] | None = None
 
     @abc.abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        """Returns int32[num_tokens], between `begin_ids` and `end_ids` unless told otherwise."""
+        """Encodes a text as int32[num_tokens], by default with `begin_ids` and `end_ids`."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Returns the text of the ids; special tokens stand in it as text unless skipped."""
+        """Decodes ids to text, in which special tokens are written as text unless skipped."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that decide a text's ids, as JSON: equal for equal tokenizers."""
+        """Returns the settings that affect token ids, as JSON; equal for equal tokenizers."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -59,46 +68,48 @@ class Tokenizer(abc.ABC):
         return tuple(dict.fromkeys((*local, *self.model_eos_ids, *self.turn_end_ids)))
 
     def name_of(self, token: int) -> str | None:
-        """Returns a token as its vocabulary has it, "<0xE2>" for a byte, or None."""
+        """Returns a token as written in the vocabulary, such as "<0xE2>" for a byte, or None."""
         return None
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a text without special tokens around it, and where each stands.
+        """Encodes a text without special tokens, and returns the character span of each token.
 
         Returns:
-          ids int32[num_tokens]; int64[num_tokens, 2]: the first character of each, and the one
-          behind its last. Tokens that share a character all have it.
+          A tuple (ids, spans): int32[num_tokens], and int64[num_tokens, 2] with the index of each
+          token's first character and the index after its last character. If several tokens encode
+          parts of a character, the spans of all of them include it.
 
         Raises:
-          ConfigError: the tokenizer does not know it.
+          ConfigError: The tokenizer cannot compute character spans.
         """
-        raise ConfigError(f"{self} does not know where in a text its tokens stand.")
+        raise ConfigError(f"{self} cannot compute the character spans of tokens.")
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Returns the ids of each text without special tokens.
+        """Encodes each text without special tokens.
 
-        Bytes that are no UTF-8, as where a file was cut within a character, become U+FFFD.
+        Bytes that are not valid UTF-8, such as an incomplete character at the end of a truncated
+        file, are replaced by U+FFFD.
         """
         return [self.encode(text.decode(errors="replace"), False) for text in texts]
 
     def cut(self, text: bytes, length: int) -> bytes:
-        """Returns the first bytes of a text, at most `length`, without a part of a character."""
+        """Truncates a UTF-8 text to at most `length` bytes, at a character boundary."""
         return text[:length].decode(errors="ignore").encode()
 
-    # What precedes and follows a text: the only rule for prompts, documents and answers. It starts
-    # from what transformers puts around a text for this directory, `begin_ids` and `end_ids`.
+    # Prompts, documents and answers all get their start and end tokens from the following methods.
+    # The defaults are the special tokens that transformers adds: `begin_ids` and `end_ids`.
 
     @property
     def document_start(self) -> tuple[int, ...]:
         """The ids that precede a prompt or a document: `begin_ids` unless overridden.
 
-        Most models without a BOS, such as Qwen and GPT-2, have none.
+        The tuple is empty for most models without a BOS token, such as Qwen and GPT-2.
         """
         return tuple(self.begin_ids)
 
     @property
     def document_end(self) -> tuple[int, ...]:
-        """The ids after the last token of a document: the EOS, else `end_ids`."""
+        """The ids that follow a document: the EOS token if there is one, otherwise `end_ids`."""
         return tuple(self.end_ids) if self.eos_id is None else (self.eos_id,)
 
     def with_start(self, ids: np.ndarray) -> np.ndarray:
@@ -133,22 +144,22 @@ class Tokenizer(abc.ABC):
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """Returns a conversation as the model was taught to read it: int32[num_tokens], or text.
+        """Formats a conversation with the chat template, and tokenizes it by default.
 
         Args:
-          messages: each with a "role" and a "content"; see `ChatTemplate.prepared`.
-          add_generation_prompt: True: the answer of the model is to come next.
-          tokenize: False: the text.
-          variables: further ones of the template: `tools`, `enable_thinking`.
+          messages: Messages with the keys "role" and "content"; see `ChatTemplate.prepared`.
+          add_generation_prompt: Whether to add the start of the model's next message.
+          tokenize: Whether to return int32[num_tokens] or a string.
+          **variables: Additional variables of the template, such as `tools` or `enable_thinking`.
 
         Raises:
-          ConfigError: there is no template, it refuses the conversation, or does not read a part of
-            it; says what it said.
+          ConfigError: There is no template, or the template rejects the conversation or does not
+            use all of it. The message includes the template's error message.
         """
         if self.chat is None:
             raise ConfigError(
-                f"{self} has no chat template. Put one beside its files, as chat_template.jinja or "
-                "as chat_template in tokenizer_config.json, or give texts instead of messages."
+                f"{self} has no chat template. Add chat_template.jinja or a chat_template entry in "
+                "tokenizer_config.json to its directory, or pass strings instead of messages."
             )
         chat = self.chat.chosen(variables)
         messages = chat.prepared(messages)
@@ -164,18 +175,18 @@ class Tokenizer(abc.ABC):
 
 
 def checked_text(text: object) -> str:
-    """Returns a text to encode, which is a str that UTF-8 can write.
+    """Checks that a text is a string that can be encoded as UTF-8, and returns it.
 
     Raises:
-      ConfigError: it is something else, or has half of a character.
+      ConfigError: The text is not a string, or contains an unpaired surrogate.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"A text to encode is {shown(repr(text))}; expected a str.")
+        raise ConfigError(f"The text to encode is {shown(repr(text))}; expected a str.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"A text to encode has {text[error.start]!r} at its character {error.start}, which is "
-            "half of a character. Write the data in UTF-8, or leave it out."
+            f"The text to encode contains the unpaired surrogate {text[error.start]!r} at index "
+            f"{error.start}, which cannot be encoded as UTF-8. Fix or remove it."
         ) from None
     return text

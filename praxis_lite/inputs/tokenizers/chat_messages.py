@@ -1,4 +1,4 @@
-"""Messages of a conversation, in the form in which chat templates read them."""
+"""Converts the messages of a conversation to the format that chat templates expect."""
 
 import json
 from collections.abc import Mapping
@@ -10,23 +10,24 @@ __all__ = ("Message", "as_messages", "text_of")
 
 USER, ASSISTANT = "user", "assistant"
 Message = Mapping[str, Any]
-# Names of a model's reasoning, in the order in which transformers looks for them.
+# Keys for a model's reasoning, in the order in which transformers looks them up.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Keys that are no words of a message. Which call an answer is for is also told by their order.
+# Keys that a template may ignore, because their values are metadata. For ids of tool calls, the
+# order of calls and results carries the same information.
 _LABELS = ("role", "id", "tool_call_id", "name", "weight", "train")
 
 
 class RefusedConversation(ConfigError):
-    """A conversation is malformed, or a template does not take it, though it may take others."""
+    """A conversation is malformed or is rejected by the chat template."""
 
 
 class UnreadKey(RefusedConversation):
-    """A part of a conversation that would not reach the model."""
+    """A conversation contains data that the chat template would not show to the model."""
 
 
 class _Arguments(dict):
-    """The arguments of a call that were given as JSON text, which `str` returns unchanged."""
+    """Arguments of a tool call parsed from a JSON string; `str` returns the original string."""
 
     def __init__(self, text: str, values: Mapping[str, Any]):
         super().__init__(values)
@@ -37,21 +38,22 @@ class _Arguments(dict):
 
 
 def as_messages(value: Any) -> list[Message]:
-    """Returns messages as chat templates read them.
+    """Validates messages and converts them to the format that chat templates expect.
 
-    Null values are left out at every depth, because Arrow gives each object the keys of all others.
-    Parts of a content become {"type": "text", "text": ...}, and arguments of calls that are JSON
-    text become objects. Reasoning has the names that transformers gives it. Of `weight` and `train`
-    only a weight of 0 remains.
+    Null values are removed at every depth, because Arrow gives all objects in a column the same
+    keys. Content parts become {"type": "text", "text": ...}, and tool call arguments that are JSON
+    strings become objects. Reasoning is stored under the keys that transformers uses. `weight` and
+    `train` are replaced by a weight of 0 if the message is not to be trained on, and are removed
+    otherwise.
 
     Raises:
-      RefusedConversation: it is not a list of messages of text; names the message.
+      RefusedConversation: The value is not a list of text messages. The message names the element.
     """
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise RefusedConversation(
             f"messages are {shown(json.dumps(value, default=repr))}; expected a list of "
             '{"role": "user", "content": ...}, usually with the roles system, user and assistant. '
-            "Correct them, or name the key of the messages."
+            "Correct them, or set the key that contains the messages."
         )
     return [_message(item, f"message {number}") for number, item in enumerate(value)]
 
@@ -60,25 +62,24 @@ def _message(value: Message, name: str) -> Message:
     result = without_nulls(value)
     if not isinstance(result.get("role"), str):
         raise RefusedConversation(
-            f'{name} of messages is {shown(json.dumps(value, default=repr))}; expected {{"role": '
-            '"user", "content": ...}. Correct it, or name the key of the messages.'
+            f'{name} is {shown(json.dumps(value, default=repr))}; expected {{"role": "user", '
+            '"content": ...}. Correct it, or set the key that contains the messages.'
         )
     role, is_learned = result["role"], _is_learned(result, name)
     result = {key: item for key, item in result.items() if key not in ("weight", "train")}
     if "content" in result:
         result["content"] = _content(result["content"], name)
     elif is_empty(result):
-        # A null content of an assistant is an empty answer; others must have said something.
+        # Null content is an empty answer in an assistant message, and an error in other messages.
         if role != ASSISTANT or "content" not in value:
             raise RefusedConversation(
-                f"{name} of messages, with the role {role!a:.40}, has no content. Write it, or "
-                "leave the message out."
+                f"{name} (role {role!a:.40}) has no content. Add content, or remove the message."
             )
         result["content"] = ""
     if (calls := result.get("tool_calls")) is not None:
         calls = _of_json(calls, f"tool_calls of {name}")
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise RefusedConversation(f"tool_calls of {name} are not a list of objects.")
+            raise RefusedConversation(f"tool_calls of {name} is not a list of objects.")
         result["tool_calls"] = [
             _call(call, f"tool_calls of {name}") for call in calls
         ]
@@ -91,7 +92,7 @@ def _message(value: Message, name: str) -> Message:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a JSON value without the keys whose value is null, at every depth."""
+    """Removes keys whose value is null from a JSON value, at every depth."""
     if isinstance(value, _Arguments):
         return value
     if isinstance(value, Mapping):
@@ -102,12 +103,12 @@ def without_nulls(value: Any) -> Any:
 
 
 def _is_learned(message: Message, name: str) -> bool:
-    """Returns False if a message has weight 0 (OpenAI) or train false (axolotl)."""
+    """Returns False if a message has weight 0 (OpenAI) or train false (axolotl), else True."""
     weight, train = message.get("weight"), message.get("train")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise RefusedConversation(
-            f"weight of {name} is {weight!a:.40}; expected 0, for an answer that is not learned, "
-            "or 1. Weights between them are not supported."
+            f"weight of {name} is {weight!a:.40}; expected 1, or 0 to exclude the answer from "
+            "training. Other weights are not supported."
         )
     if train is not None and not isinstance(train, bool):
         raise RefusedConversation(f"train of {name} is {train!a:.40}; expected true or false.")
@@ -115,8 +116,8 @@ def _is_learned(message: Message, name: str) -> bool:
     is_marked = weight is not None or train is not None
     if is_marked and is_learned and message["role"] != ASSISTANT:
         raise RefusedConversation(
-            f"{name} has the role {message['role']!a:.40} and {'weight 1' if weight else 'train'}; "
-            "only messages of the assistant are learned. Remove it."
+            f"{name} sets {'weight 1' if weight else 'train'}, but has the role "
+            f"{message['role']!a:.40}; only assistant messages are trained on. Remove this key."
         )
     return is_learned
 
@@ -126,8 +127,8 @@ def _content(value: Any, name: str) -> Any:
         return value
     if not isinstance(value, list):
         raise RefusedConversation(
-            f"content of {name} is {shown(json.dumps(value, default=repr))}; expected a text, or a "
-            'list of {"type": "text", "text": ...}. Write other values as JSON text.'
+            f"content of {name} is {shown(json.dumps(value, default=repr))}; expected a string or "
+            'a list of {"type": "text", "text": ...}. Encode other values as a JSON string.'
         )
     return [_part(part, name) for part in value]
 
@@ -138,16 +139,17 @@ def _part(part: Any, name: str) -> Message:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
         raise UnreadKey(
-            f"content of {name} has the part {shown(json.dumps(part, default=repr))}; expected "
-            '{"type": "text", "text": ...}, because the model reads text only. Leave it out.'
+            f"content of {name} contains {shown(json.dumps(part, default=repr))}; expected "
+            '{"type": "text", "text": ...}, because only text is supported. Remove it.'
         )
     unread = [
         key for key, item in part.items() if key not in ("type", "text") and not _is_nothing(item)
     ]
     if unread:
         raise UnreadKey(
-            f"a part of the content of {name} has {', '.join(map(repr, unread))}, which nothing "
-            'reads; expected {"type": "text", "text": ...}. Remove it.'
+            f"content of {name} has the unknown {'key' if len(unread) == 1 else 'keys'} "
+            f"{', '.join(map(repr, unread))} in one of its parts; expected "
+            '{"type": "text", "text": ...}. Remove them.'
         )
     return {"type": "text", "text": part["text"]}
 
@@ -161,7 +163,8 @@ def _call(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     values = _of_json(arguments, f"arguments in {name}") if arguments.strip() else {}
     if not isinstance(values, dict):
         raise RefusedConversation(
-            f"arguments in {name} are {shown(arguments)}; expected a JSON object, or its text."
+            f"arguments in {name} is {shown(arguments)}; expected a JSON object, or a JSON string "
+            "of an object."
         )
     return {**call, "arguments": _Arguments(arguments, values)}
 
@@ -172,11 +175,11 @@ def _of_json(value: Any, name: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise RefusedConversation(f"{name} are not JSON: {error}. Correct them.") from None
+        raise RefusedConversation(f"{name} is not valid JSON: {error}. Correct it.") from None
 
 
 def with_text_arguments(messages: list[Message]) -> list[Message]:
-    """Returns messages whose calls have their arguments as JSON text, for older templates."""
+    """Converts tool call arguments back to JSON strings, which older templates expect."""
 
     def of_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(call.get("function"), dict):
@@ -196,21 +199,21 @@ def with_text_arguments(messages: list[Message]) -> list[Message]:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a content: of parts, their texts joined; of none, ''."""
+    """Returns message content as a string: joins parts, and returns "" for None."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
 
 
 def is_empty(message: Message) -> bool:
-    """Returns True if a message says nothing: no text, and no call, reasoning or similar."""
+    """Returns whether a message contains neither text nor tool calls, reasoning or other data."""
     others = (item for key, item in message.items() if key not in (*_LABELS, "content"))
     return not text_of(message.get("content")).strip() and all(map(_is_nothing, others))
 
 
 def unread_candidates(message: Message) -> list[tuple[str, ...]]:
-    """Returns the keys of a message that a template must read, those with one meaning together."""
+    """Returns the message keys that a template must read, grouping the keys for reasoning."""
     labels = {"content", *_LABELS}
     if message["role"] in ("user", "assistant", "system", "developer"):
-        labels -= {"name"}  # Of a tool it only repeats the call.
+        labels -= {"name"}  # A tool's name is metadata, because it only repeats the call.
     keys = [key for key, item in message.items() if key not in labels and not _is_nothing(item)]
     reasoning = tuple(key for key in keys if key in REASONING)
     return [*([reasoning] if reasoning else []), *((key,) for key in keys if key not in REASONING)]

@@ -1,7 +1,7 @@
-"""Chat templates: conversations as the text that a model was taught to read.
+"""Chat templates, which format conversations as the text on which a model was trained.
 
-They run in Jinja's immutable sandbox, with the variables and functions of transformers:
-https://huggingface.co/docs/transformers/chat_templating_writing.
+Templates run in Jinja's immutable sandbox, with the same variables and functions as in
+transformers: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 
 import datetime
@@ -26,22 +26,23 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
 
 __all__ = ("RefusedConversation",)
 
-# Around what `{% generation %}` encloses. No text has them: Unicode keeps them for internal use.
+# Markers around the text in `{% generation %}` blocks. They are Unicode noncharacters, which are
+# reserved for internal use and do not occur in text.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-_PROBE = "praxislite"  # A content that no template has in it.
+_PROBE = "praxislite"  # Message content that does not occur in any template.
 
 Rendered = TypeVar("Rendered")
 
 
 class Answers(NamedTuple):
-    """A conversation's text, and the (start, stop) of the characters that the model is to write."""
+    """The text of a conversation, and the character spans (start, stop) of its answers."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
 def chatml(begin: str, end: str) -> str:
-    """Returns a template in the form of ChatML that marks answers, given what encloses a turn."""
+    """Returns a ChatML template that marks answers, given the start and end tokens of a turn."""
     begin, end = json.dumps(begin), json.dumps(end)
     return (
         "{%- for message in messages %}{{- " + begin + " + message['role'] + '\\n' }}"
@@ -53,12 +54,13 @@ def chatml(begin: str, end: str) -> str:
 
 
 class ChatTemplate:
-    """A Jinja template of conversations.
+    """A Jinja template that formats conversations.
 
     Args:
-      source: its text.
-      variables: the texts of special tokens by name, such as bos_token.
-      tool_use: the source of the template named "tool_use", for conversations with tools.
+      source: Source of the template.
+      variables: Variables for the template: the special tokens as text, by name such as
+        "bos_token".
+      tool_use: Source of the template named "tool_use", which is used for conversations with tools.
     """
 
     def __init__(
@@ -69,29 +71,31 @@ class ChatTemplate:
 
     @property
     def sources(self) -> list[str]:
-        """The text of this template, and that of `tool_use` if there is one."""
+        """The source of this template, followed by the source of `tool_use` if there is one."""
         return [self.source, *([self.tool_use.source] if self.tool_use else [])]
 
     def chosen(self, variables: Mapping[str, Any]) -> "ChatTemplate":
-        """Returns the template of a conversation with these variables, as transformers chooses."""
+        """Returns the template that transformers would choose for these variables."""
         return self.tool_use if self.tool_use and variables.get("tools") else self
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Returns a conversation's text.
+        """Formats a conversation as text.
 
         Raises:
-          ConfigError: the template is wrong, or refuses the conversation; says what it said.
+          ConfigError: The template is invalid, or rejects the conversation. The message includes
+            the template's error message.
         """
         text = self._rendered(messages, add_generation_prompt, **variables)
         return text.replace(_BEGIN, "").replace(_END, "")
 
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns messages as `as_messages`, without weights.
+        """Converts messages to the format that the template expects, without weights.
 
-        Parts of a content are joined, unless the template reads lists of them.
+        This is the format of `as_messages`. If the template does not support content that is a list
+        of parts, the parts are joined to a string.
         """
         result = []
         for message in as_messages(messages):
@@ -106,26 +110,29 @@ class ChatTemplate:
         self, messages: Sequence[Message], variables: Mapping[str, Any],
         rendered: Callable[[Sequence[Message]], Rendered],
     ) -> Rendered:
-        """Returns what `rendered` makes of messages, if all parts of the conversation reach it.
+        """Renders messages, and checks that the template does not ignore any part of them.
 
-        A variable must be read by the template. A key of a message must be mentioned in its
-        source, or change the text; so must the role of a message that is neither user nor
-        assistant. A `name` must change the text, because templates mention names of tools, too.
+        The template must read each variable. Each message key must occur in the template's source
+        or change the rendered text, and so must each role except user and assistant. A `name` must
+        change the text, because templates also mention the names of tools.
 
         Args:
-          messages: from `prepared`.
-          variables: which `rendered` gives the template.
-          rendered: returns the text of messages, or their Answers.
+          messages: Messages as returned by `prepared`.
+          variables: The variables that `rendered` passes to the template.
+          rendered: Function that renders messages as text or Answers.
+
+        Returns:
+          The result of `rendered` for the messages.
 
         Raises:
-          UnreadKey: names what would be lost.
-          RefusedConversation: the template refuses the conversation.
+          UnreadKey: The template ignores a variable, key or role. The message names it.
+          RefusedConversation: The template rejects the conversation.
         """
         for name, value in variables.items():
             if value not in (None, "", [], {}) and name not in self._read_variables:
                 raise UnreadKey(
-                    f"{name} is given, but the chat template does not read it. Leave {name} out, "
-                    "or use a template that reads it."
+                    f"{name} is set, but the chat template does not use it. Remove {name}, or use "
+                    "a template that supports it."
                 )
         try:
             result, refusal = rendered(messages), None
@@ -150,16 +157,17 @@ class ChatTemplate:
                 without = {key: item for key, item in message.items() if key not in keys}
                 if is_lost(number, without):
                     raise UnreadKey(
-                        f"message {number}, with the role {role!a:.40}, has {keys[-1]!a:.60}, "
-                        "which the chat template does not read. Remove it, or use a template that "
-                        "reads it."
+                        f"message {number} (role {role!a:.40}) has the key {keys[-1]!a:.60}, which "
+                        "the chat template does not use. Remove it, or use a template that "
+                        "supports it."
                     ) from refusal
             if refusal is not None or role in (USER, ASSISTANT) or role in self._mentioned:
                 continue
             if text_of(message.get("content")).strip() and is_lost(number):
                 raise UnreadKey(
-                    f"message {number} has the role {role!a:.40}, which the chat template leaves "
-                    "out. Write it as a message of the user, leave it out, or use another template."
+                    f"message {number} has the role {role!a:.40}, but the chat template omits "
+                    "messages with this role. Change the role to user, remove the message, or use "
+                    "a different template."
                 )
         if refusal is not None:
             raise refusal
@@ -173,14 +181,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def _mentioned(self) -> frozenset[str]:
-        """The names of attributes and the constant texts in the source."""
+        """The attribute names and string constants in the template's source."""
         nodes = optional_module("jinja2.nodes", "A chat template")
         found = self._compiled("parse").find_all((nodes.Getattr, nodes.Const))
         names = (node.attr if isinstance(node, nodes.Getattr) else node.value for node in found)
         return frozenset(name for name in names if isinstance(name, str))
 
     def _reads_parts(self, role: str) -> bool:
-        """Returns True if the template reads the contents of a role as lists of parts, too."""
+        """Returns whether the template supports lists of parts as content of messages of a role."""
         if role not in self._parts_read_of:
             before = {ASSISTANT: [{"role": USER, "content": "a"}]}.get(role, [])
             after = [{"role": USER, "content": "a"}] if role == "system" else []
@@ -202,18 +210,18 @@ class ChatTemplate:
 
     @property
     def marks_answers(self) -> bool:
-        """True if the template marks the model's words with `{% generation %}`."""
+        """Whether the template marks answers with `{% generation %}`."""
         return "generation" in self.source and self._marks
 
     def render_data(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """Returns a text of training data: as `render`, on the same day whenever it is made."""
+        """Renders training data: like `render`, but with a fixed date, for reproducible data."""
         return self.render(messages, add_generation_prompt, **{**_OF_DATA, **variables})
 
     def answers(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Answers:
-        """Returns a conversation's text and where in it are what `{% generation %}` encloses."""
+        """Renders training data, and returns the spans enclosed by `{% generation %}`."""
         text, spans = "", []
         for piece in self._rendered(messages, False, **{**_OF_DATA, **variables}).split(_BEGIN):
             inside, is_end, after = piece.partition(_END)
@@ -231,19 +239,19 @@ class ChatTemplate:
             return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **given
             )
-        except Exception as error:  # A template may do anything.
-            # Older templates join the arguments of calls with texts.
+        except Exception as error:  # Templates may raise any exception.
+            # Older templates concatenate the arguments of calls as strings.
             with_texts = with_text_arguments(messages) if isinstance(error, TypeError) else messages
             if with_texts != messages:
                 return self._rendered(with_texts, add_generation_prompt, **variables)
             jinja2 = optional_module("jinja2", "A chat template")
             message = shown(str(error), 300).rstrip(".")
             if isinstance(error, jinja2.TemplateError):
-                message = f"The chat template refuses the conversation: {message}"
+                message = f"The chat template rejects the conversation: {message}"
             else:
                 message = (
-                    "The chat template cannot read the conversation: "
-                    f"{type(error).__name__}: {message}. Each message is "
+                    "The chat template cannot render the conversation: "
+                    f"{type(error).__name__}: {message}. Check that each message is "
                     '{"role": ..., "content": ...}.'
                 )
             raise RefusedConversation(message) from error
@@ -253,14 +261,14 @@ class ChatTemplate:
         return self._compiled("from_string")
 
     def _compiled(self, how: str) -> Any:
-        """Returns the template as a method of the environment makes it."""
+        """Compiles the source with a method of the Jinja environment, "parse" or "from_string"."""
         jinja2 = optional_module("jinja2", "A chat template")
         try:
             return getattr(_environment(), how)(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"The chat template is not a valid Jinja template: {shown(str(error), 300)}. "
-                "Correct it, or use another."
+                "Correct it, or use a different template."
             ) from error
 
     @functools.cached_property
@@ -274,8 +282,8 @@ class ChatTemplate:
 
 
 _marked_name = "_marked"
-# A template may ask for the day. Data made tomorrow have to be those of today: this is the day that
-# Llama 3.1's template writes where it is told none.
+# A template may insert the current date. Training data must not depend on the day on which it is
+# generated, so the date is fixed to the default date of Llama 3.1's template.
 _OF_DATA = {
     "strftime_now": lambda form: datetime.datetime(2024, 7, 26).strftime(form)
 }
@@ -287,7 +295,7 @@ def _environment() -> Any:
     sandbox = optional_module("jinja2.sandbox", "A chat template")
 
     class Generation(optional_module("jinja2.ext", "A chat template").Extension):
-        """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
+        """Adds markers around the text between `{% generation %}` and `{% endgeneration %}`."""
 
         tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""The files of a tokenizer's directory: their names, and their fields."""
+"""Names and contents of the files in a tokenizer directory."""
 
 import json
 from pathlib import Path
@@ -12,13 +12,14 @@ ADDED_TOKENS = "added_tokens.json"
 TEMPLATE, GENERATION_CONFIG, CONFIG = (
     "chat_template.jinja", "generation_config.json", "config.json"
 )
-# Of transformers: further templates by name, such as tool_use.jinja.
+# In transformers, a subdirectory of additional named templates, such as tool_use.jinja.
 TEMPLATES = "additional_chat_templates"
-# Each is a vocabulary: of tokenizers, SentencePiece, BPE, WordPiece or tiktoken.
+# Vocabulary files of the libraries and algorithms tokenizers, SentencePiece, BPE, WordPiece and
+# tiktoken.
 _VOCABULARIES = (
     TOKENIZER_JSON, "*.model", "*.spm", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken"
 )
-# All that a tokenizer may be read from but config.json, which is the model's.
+# All files that a tokenizer may consist of, except config.json, which belongs to the model.
 _PATTERNS = (
     *_VOCABULARIES, "merges.txt", TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS, TEMPLATE,
     f"{TEMPLATES}/*.jinja", GENERATION_CONFIG,
@@ -26,21 +27,21 @@ _PATTERNS = (
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Returns True if a directory has the vocabulary of a tokenizer."""
+    """Returns whether a directory contains a tokenizer's vocabulary."""
     return any(path.is_file() for name in _VOCABULARIES for path in directory.glob(name))
 
 
 def names_of_tokenizer(directory: Path) -> tuple[str, ...]:
-    """Returns the paths within a directory of the files that its tokenizer is read from."""
+    """Returns the relative paths of a directory's tokenizer files."""
     paths = {path for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file()}
     return tuple(sorted(str(path.relative_to(directory)) for path in paths))
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Returns the fields of a JSON file, {} if it is absent.
+    """Reads a JSON file with an object, and returns {} if the file does not exist.
 
     Raises:
-      ConfigError: it cannot be read, or is not an object of JSON.
+      ConfigError: The file cannot be read, or does not contain a JSON object.
     """
     if not path.exists():
         return {}
@@ -48,21 +49,21 @@ def read_fields(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The tokenizer's file {path} cannot be read: {shown(str(error), 200)}. Copy it again."
+            f"The tokenizer file {path} cannot be read: {shown(str(error), 200)}. Copy it again."
         ) from None
     if not isinstance(fields, dict):
-        raise ConfigError(f"The tokenizer's file {path} is not an object of JSON. Copy it again.")
+        raise ConfigError(f"The tokenizer file {path} is not a JSON object. Copy it again.")
     return fields
 
 
 def chat_templates(directory: Path) -> dict[str, str]:
-    """Returns the chat templates of a directory by name, such as "default" and "tool_use".
+    """Returns a directory's chat templates by name, such as "default" and "tool_use".
 
-    Files chat_template.jinja and additional_chat_templates/*.jinja take precedence over the field
-    of tokenizer_config.json, as in transformers.
+    As in transformers, the files chat_template.jinja and additional_chat_templates/*.jinja take
+    precedence over chat_template in tokenizer_config.json.
 
     Raises:
-      ConfigError: the field has another form.
+      ConfigError: chat_template in tokenizer_config.json has the wrong type.
     """
     paths = {path.stem: path for path in sorted((directory / TEMPLATES).glob("*.jinja"))}
     if (directory / TEMPLATE).is_file():
@@ -77,13 +78,13 @@ def chat_templates(directory: Path) -> dict[str, str]:
     if not isinstance(source, dict):
         raise ConfigError(
             f"{directory / TOKENIZER_CONFIG}: chat_template is {shown(repr(source))}; expected a "
-            'text, or a list of {"name": ..., "template": ...}.'
+            'string or a list of {"name": ..., "template": ...}.'
         )
     return source
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Returns the special tokens that tokenizer_config.json names, by role, such as "eos_token"."""
+    """Returns the special tokens in tokenizer_config.json by role, such as "eos_token"."""
     fields = read_fields(directory / TOKENIZER_CONFIG)
     tokens = {
         role: value.get("content") if isinstance(value, dict) else value
@@ -93,7 +94,7 @@ def special_tokens(directory: Path) -> dict[str, str]:
 
 
 def model_eos_ids(directory: Path) -> tuple[int, ...]:
-    """Returns the ends of an answer that generation_config.json, else config.json, names."""
+    """Returns the EOS ids in generation_config.json, or else in config.json."""
     for name in (GENERATION_CONFIG, CONFIG):
         fields = read_fields(directory / name)
         ends = fields.get("eos_token_id", (fields.get("text_config") or {}).get("eos_token_id"))

@@ -1,4 +1,4 @@
-"""The tokenizer of a directory, read with the library `tokenizers`."""
+"""A tokenizer that reads a directory with the library `tokenizers`."""
 
 import functools
 import hashlib
@@ -24,26 +24,26 @@ from praxis_lite.inputs.tokenizers.files import (
 )
 from praxis_lite.inputs.tokenizers.normalized import opened
 
-_MAX_ID = 2**32 - 1  # The library's ids are unsigned; it leaves out those that stand for no token.
-# An answer that no template has in it; and a token that may stand behind it.
+_MAX_ID = 2**32 - 1  # The library's ids are uint32. It ignores ids without a token.
+# An answer that does not occur in any template, and the pattern of an end-of-turn token.
 _ANSWER = "praxislite"
 _MARK = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
 
 
 class JsonTokenizer(Tokenizer):
-    """The tokenizer of a directory: that of transformers' AutoTokenizer, in ids and templates.
+    """A tokenizer with the same ids and chat templates as transformers' AutoTokenizer.
 
-    A tokenizer.json that transformers takes as it is is read directly. Any other directory is
-    first normalized by transformers; see `normalized`. Decoding adds and removes no blanks:
-    `clean_up_tokenization_spaces` is not followed, which loses text.
+    A tokenizer.json that transformers would load unchanged is read directly. Any other directory is
+    first normalized by transformers; see `normalized`. Decoding never adds or removes spaces:
+    `clean_up_tokenization_spaces` is ignored, because it loses text.
+
+    The files are read on first use, which raises ConfigError if a file is damaged, or if
+    transformers is needed but not installed.
 
     Args:
-      path: the directory; its files are read when they are first needed.
-      documents_start_with_eos: True: where the tokenizer puts no BOS before a text, documents of
-        training and prompts of decoding begin with the EOS.
-
-    Raises:
-      ConfigError: a file is damaged, or transformers is needed; when a file is first needed.
+      path: Directory of the tokenizer.
+      documents_start_with_eos: Whether training documents and prompts start with EOS if the
+        tokenizer does not add a BOS token.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def directory(self) -> Path:
-        """The normalized directory: `path`, or its copy in the cache."""
+        """The normalized directory: `path`, or its normalized copy in the cache."""
         return self._opened[0]
 
     @property
@@ -96,12 +96,12 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def roles(self) -> dict[str, str]:
-        """The special tokens by role, such as "eos_token"; they are variables of the template."""
+        """The special tokens by role, such as "eos_token"; also variables of the chat template."""
         return special_tokens(self.directory)
 
     @property
     def eos_id(self) -> int | None:
-        # If no tokenizer file names an EOS, the model's configs may.
+        # If no tokenizer file specifies EOS, fall back to the model's configs.
         token = self._id_of("eos_token")
         return next(iter(self.model_eos_ids), None) if token is None else token
 
@@ -135,7 +135,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The special tokens before and after a text."""
+        """The special tokens that `encode` adds before and after a text."""
         full, plain = self.encode("a").tolist(), self.encode("a", False).tolist()
         places = range(len(full) - len(plain) + 1)
         at = next((i for i in places if full[i : i + len(plain)] == plain), 0)
@@ -157,12 +157,12 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
-        # The first thing behind an answer, if it is one token by itself: <|im_end|>, </s>.
+        # The text after an answer, if it starts with a single token such as <|im_end|> or </s>.
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
         try:
             text = "" if self.chat is None else self.chat.render(messages)
         except ConfigError:
-            return ()  # Reported where a conversation is to be read.
+            return ()  # The error is reported when a conversation is rendered.
         mark = _MARK.match(text.rpartition(_ANSWER)[2]) if _ANSWER in text else None
         if mark is None:
             return ()

@@ -1,4 +1,4 @@
-"""The tokenizer that a path or a setting names."""
+"""Loads tokenizers from directories and config values."""
 
 import os
 from pathlib import Path
@@ -11,28 +11,33 @@ from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> JsonTokenizer:
-    """Returns the tokenizer of a directory, as transformers' AutoTokenizer reads it.
+    """Loads the tokenizer in a directory, with the same ids as transformers' AutoTokenizer.
+
+    The files are read on first use.
 
     Raises:
-      ConfigError: there is no such directory, or it has no vocabulary. Its files are read when
-        they are first needed.
+      ConfigError: The directory does not exist, or does not contain a vocabulary.
     """
     directory = Path(os.path.expanduser(os.fspath(path)))
     if not os.path.isdir(directory):
-        raise ConfigError(f"There is no directory {directory} with a tokenizer.")
+        raise ConfigError(f"The tokenizer directory {directory} does not exist.")
     if not has_tokenizer(directory):
         raise ConfigError(
-            f"{directory} has no tokenizer: expected tokenizer.json, tokenizer.model or another "
-            f"vocabulary, found {few(sorted(os.listdir(directory)))}. Name another directory."
+            f"{directory} does not contain a tokenizer: expected tokenizer.json, tokenizer.model "
+            f"or another vocabulary, found {few(sorted(os.listdir(directory)))}. Specify a "
+            "different directory."
         )
     return JsonTokenizer(directory)
 
 
 def as_tokenizer(given: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
-    """Returns a tokenizer for a config's value: itself, that of a directory, or None for bytes.
+    """Converts a config value to a tokenizer.
+
+    Args:
+      given: A tokenizer, the directory of a tokenizer, or None for a byte tokenizer.
 
     Raises:
-      ConfigError: as `load_tokenizer`; or it is something else.
+      ConfigError: The value has another type, or the directory does not contain a tokenizer.
     """
     if given is None:
         return ByteTokenizer()
@@ -40,7 +45,7 @@ def as_tokenizer(given: Tokenizer | str | os.PathLike[str] | None) -> Tokenizer:
         return load_tokenizer(given)
     require(
         isinstance(given, Tokenizer), "The tokenizer", given,
-        "a Tokenizer, the directory of one, or None for bytes",
-        "A custom tokenizer is a subclass of praxis_lite.inputs.tokenizers.Tokenizer.",
+        "a Tokenizer, the directory of a tokenizer, or None for bytes",
+        "Custom tokenizers must be subclasses of praxis_lite.inputs.tokenizers.Tokenizer.",
     )
     return given

@@ -1,10 +1,10 @@
-"""Directories of tokenizers in the one form that is read here; transformers rewrites all others.
+"""Normalizes tokenizer directories to a single format, using transformers for the conversion.
 
-The form is that of a plain fast tokenizer of transformers: tokenizer.json has every token and what
-is put around a text, and tokenizer_config.json names the special tokens. Other directories (a
-SentencePiece model, vocab.json and merges.txt, vocab.txt, or a tokenizer.json that a class of
-transformers changes when it loads it) are read once by AutoTokenizer, so ids, special tokens and
-templates are those of transformers by construction.
+The normalized format is a plain fast tokenizer of transformers: tokenizer.json contains all tokens
+and the rule for adding special tokens to a text, and tokenizer_config.json lists the special
+tokens. Any other directory (a SentencePiece model, vocab.json and merges.txt, vocab.txt, or a
+tokenizer.json that a transformers class modifies on loading) is read once with AutoTokenizer and
+saved in this format. Ids, special tokens and templates are therefore the same as in transformers.
 """
 
 import hashlib
@@ -31,18 +31,22 @@ from praxis_lite.inputs.tokenizers.files import (
     special_tokens,
 )
 
-# Classes of transformers that take a tokenizer.json as it is.
+# Classes of transformers that load a tokenizer.json unchanged.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# A field of tokenizer_config.json that marks a normalized directory; changes when the form does.
+# A field in tokenizer_config.json that marks normalized directories, and the format's version.
 _MARK, _VERSION = "normalized_by_praxis_lite", 1
 
 
 def opened(directory: Path) -> tuple[Path, Any]:
-    """Returns the normalized directory, which may be the given one, and the library's tokenizer.
+    """Opens the tokenizer in a directory, after normalizing the directory if necessary.
+
+    Returns:
+      A tuple of the normalized directory, which may be the given directory, and the
+      `tokenizers.Tokenizer`.
 
     Raises:
-      ConfigError: a file is damaged, transformers cannot read the directory, or it is needed and
-        is not installed.
+      ConfigError: A file is damaged, or transformers is required but is not installed or cannot
+        read the directory.
     """
     if _is_plain(directory):
         tokenizer = read_tokenizer(directory / TOKENIZER_JSON)
@@ -54,19 +58,20 @@ def opened(directory: Path) -> tuple[Path, Any]:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """Returns the library's tokenizer of a tokenizer.json, which gives a text one encoding.
+    """Reads a tokenizer.json as a deterministic `tokenizers.Tokenizer`.
 
-    Truncation, padding and dropout are not applied: they belong to training, not to the tokenizer.
+    Truncation, padding and dropout are disabled, because they are settings of a training run rather
+    than of the tokenizer.
 
     Raises:
-      ConfigError: the file is damaged.
+      ConfigError: The file is damaged.
     """
     library = optional_module("tokenizers", f"The tokenizer {path}")
     try:
         tokenizer = library.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises nothing narrower.
         raise ConfigError(
-            f"The tokenizer's file {path} cannot be read: {shown(str(error), 200)}. Copy it again."
+            f"The tokenizer file {path} cannot be read: {shown(str(error), 200)}. Copy it again."
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -76,7 +81,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def _is_plain(directory: Path) -> bool:
-    """Returns True if transformers takes the directory's tokenizer.json as it is."""
+    """Returns whether transformers would load the directory's tokenizer.json unchanged."""
     if not (directory / TOKENIZER_JSON).is_file():
         return False
     fields = read_fields(directory / TOKENIZER_CONFIG)
@@ -88,7 +93,7 @@ def _is_plain(directory: Path) -> bool:
 
 
 def _has_all_settings(directory: Path, tokenizer: Any) -> bool:
-    """Returns True if tokenizer.json has all that the files next to it add in transformers."""
+    """Returns whether tokenizer.json includes all settings from the directory's other files."""
     fields = read_fields(directory / TOKENIZER_CONFIG)
     added = tokenizer.get_added_tokens_decoder()
     if "added_tokens_decoder" in fields:
@@ -110,7 +115,7 @@ def _has_all_settings(directory: Path, tokenizer: Any) -> bool:
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, list) or text != roles.get(role):
             return False
-    # transformers does not read add_bos_token and add_eos_token next to a tokenizer.json.
+    # transformers ignores add_bos_token and add_eos_token if there is a tokenizer.json.
     return True
 
 
@@ -121,10 +126,12 @@ def _texts(fields: dict[str, Any], name: str) -> list[str]:
 
 
 def normalized_copy(directory: Path) -> Path:
-    """Returns the normalized copy of a directory, which is cached by the content of its files.
+    """Returns the cached normalized copy of a directory, and creates it if necessary.
+
+    The cache key is a hash of the directory's files.
 
     Raises:
-      ConfigError: as `write_normalized`; or the cache cannot be written.
+      ConfigError: The cache cannot be written, or `write_normalized` fails.
     """
     digest = hashlib.sha256(f"{_VERSION}".encode())
     for name in (*names_of_tokenizer(directory), CONFIG):
@@ -142,20 +149,20 @@ def normalized_copy(directory: Path) -> Path:
             write_normalized(directory, new)
             os.rename(new, target)
     except OSError as error:
-        # Another process may have written the same meanwhile.
+        # Another process may have written the same copy in the meantime.
         if not (target / TOKENIZER_JSON).is_file():
             raise ConfigError(
                 f"The normalized tokenizer of {directory} cannot be written to {target.parent}: "
-                f"{error}. Set XDG_CACHE_HOME to a folder that you can write."
+                f"{error}. Set XDG_CACHE_HOME to a writable directory."
             ) from error
     return target
 
 
 def write_normalized(source: Path, target: Path) -> None:
-    """Writes a tokenizer in the normalized form, as transformers reads it.
+    """Reads a tokenizer with transformers and writes it in the normalized format.
 
     Raises:
-      ConfigError: transformers is not installed, or cannot read the directory.
+      ConfigError: transformers is not installed, or cannot read the source directory.
     """
     tokenizer = _of_transformers(source)
     tokenizer.save_pretrained(target)
@@ -176,9 +183,9 @@ def write_normalized(source: Path, target: Path) -> None:
 
 
 def _mark_special(path: Path, tokenizer: Any) -> None:
-    """Marks the tokens in a tokenizer.json as special that a tokenizer of transformers skips.
+    """Marks every token in a tokenizer.json as special that transformers skips in decoding.
 
-    It also skips tokens that are named by a role and whose entry in added_tokens is not special.
+    These include tokens with a role, such as EOS, even if added_tokens lists them as not special.
     """
     fields = read_fields(path)
     for token in fields["added_tokens"]:
@@ -190,7 +197,7 @@ def _mark_special(path: Path, tokenizer: Any) -> None:
 
 
 def _of_transformers(directory: Path) -> Any:
-    # Without it transformers warns that PyTorch is missing, which tokenizers do not need.
+    # Suppress the warning of transformers that PyTorch is missing; tokenizers do not need it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     transformers = optional_module(
         "transformers", f"The first use of {directory}, which is not a plain tokenizer.json,"
@@ -206,7 +213,7 @@ def _of_transformers(directory: Path) -> Any:
         require_package("sentencepiece", f"The first use of {models[0]}")
     try:
         if len(models) == 1 and len(names_of_tokenizer(directory)) == 1:
-            # A bare model of SentencePiece: transformers wants the usual name.
+            # A single SentencePiece model; transformers only reads it under the default name.
             with tempfile.TemporaryDirectory() as folder:
                 shutil.copyfile(models[0], f"{folder}/tokenizer.model")
                 if (directory / CONFIG).is_file():
@@ -214,16 +221,16 @@ def _of_transformers(directory: Path) -> Any:
                 tokenizer = read(Path(folder))
         else:
             tokenizer = read(directory)
-    except Exception as error:  # Its classes raise anything.
+    except Exception as error:  # The classes of transformers may raise any exception.
         raise ConfigError(
-            f"transformers cannot read the tokenizer in {directory}, which has "
+            f"transformers cannot read the tokenizer in {directory}, which contains "
             f"{few(names_of_tokenizer(directory))}: {type(error).__name__}: "
-            f"{shown(str(error), 300)}. Give the directory the files with which the model was "
-            "published."
+            f"{shown(str(error), 300)}. Add all tokenizer files that were published with the "
+            "model to the directory."
         ) from error
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"The tokenizer in {directory} is a {type(tokenizer).__name__}, which has no "
-            "tokenizer.json. Convert it to one."
+            f"The tokenizer in {directory} is a {type(tokenizer).__name__}, which cannot be saved "
+            "as tokenizer.json. Convert it to a fast tokenizer."
         )
     return tokenizer

@@ -1,4 +1,4 @@
-"""Tokenizers that need no file: bytes, and numbers that stand for no text."""
+"""Tokenizers that need no files: bytes, and numbers without text."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
 
 
 class ByteTokenizer(Tokenizer):
-    """Bytes as ids 0 to 255, and 256 for the end of a text, which also begins the next text.
+    """A tokenizer whose ids 0 to 255 are bytes; the EOS id 256 separates documents.
 
-    A turn of a chat begins with the byte 2 and ends with the byte 3.
+    A turn of a chat starts with byte 2 and ends with byte 3.
     """
 
     token_unit = "byte"
@@ -21,15 +21,15 @@ class ByteTokenizer(Tokenizer):
     eos_id = 256
     special_ids = frozenset({eos_id})
     document_start = (eos_id,)
-    chat = ChatTemplate(chatml("\x02", "\x03"))  # The start and the end of a text, in ASCII.
+    chat = ChatTemplate(chatml("\x02", "\x03"))  # ASCII's start of text and end of text.
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> np.ndarray:
-        """Returns int32[num_bytes], without an EOS; a str is taken as UTF-8."""
+        """Returns the UTF-8 bytes of a text as int32[num_bytes], without EOS."""
         data = text if isinstance(text, bytes) else checked_text(text).encode()
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the bytes, and the character of each."""
+        """Encodes a text, and returns the span of the character to which each byte belongs."""
         sizes = [len(item.encode()) for item in checked_text(text)]
         first = np.repeat(np.arange(len(text)), sizes)
         return self.encode(text), np.stack([first, first + 1], axis=-1)
@@ -38,23 +38,24 @@ class ByteTokenizer(Tokenizer):
         return f"<0x{token:02X}>" if 0 <= token < 256 else None
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Returns the bytes of each text as they are."""
+        """Returns the bytes of each text unchanged, even if they are not valid UTF-8."""
         return [self.encode(text) for text in texts]
 
     def cut(self, text: bytes, length: int) -> bytes:
-        """Returns the first bytes of a text, whatever they are."""
+        """Returns the first `length` bytes of a text, even if they end within a character."""
         return text[:length]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Returns the text before the first EOS.
 
-        Invalid UTF-8, and ids above 256, which a model's vocabulary may have, show as U+FFFD.
+        Invalid UTF-8 is replaced by U+FFFD, and so are ids above 256, which may occur if a model
+        has a larger vocabulary.
         """
         data = bytearray()
         for token in ids:
             if token == self.eos_id:
                 break
-            data.append(token if 0 <= token < 256 else 0xFF)  # UTF-8 has no byte 0xFF.
+            data.append(token if 0 <= token < 256 else 0xFF)  # 0xFF never occurs in UTF-8.
         return data.decode(errors="replace")
 
     def fingerprint(self) -> dict[str, Any]:
@@ -62,27 +63,27 @@ class ByteTokenizer(Tokenizer):
 
 
 class TokenIds(Tokenizer):
-    """Tokens without text, such as made-up tokens; as text they are numbers with blanks."""
+    """A tokenizer for ids without text, such as synthetic data; text is a list of numbers."""
 
-    eos_id = 2**31 - 1  # No vocabulary has it: no token ends a text, and none begins the next.
+    eos_id = 2**31 - 1  # Above any vocabulary, so no token ever ends a text.
     document_start = ()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        """Returns int32[num_tokens] of '3 17 5'.
+        """Parses space-separated numbers such as '3 17 5' as int32[num_tokens].
 
         Raises:
-          ConfigError: a word is no number, or one that int32 does not hold.
+          ConfigError: A word is not an integer, or does not fit in int32.
         """
         try:
             return np.array([int(word) for word in text.split()], np.int32)
         except (ValueError, OverflowError):
             raise ConfigError(
-                f"{shown(text)!r} is no text of these tokens, which stand for no words. Write "
-                "their numbers with blanks between: '3 17 5'."
+                f"{shown(text)!r} is not a list of token ids. These tokens have no text; write "
+                "their ids separated by spaces, such as '3 17 5'."
             ) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Returns '3 17 5'."""
+        """Returns the ids as space-separated numbers, such as '3 17 5'."""
         return " ".join(map(str, ids))
 
     def fingerprint(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The text that ids add to a prompt, while they come, and the bytes of parts of characters."""
+"""Decodes generated ids to text as they arrive."""
 
 import os
 import re
@@ -8,22 +8,23 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 __all__ = ("StreamingDecoder", "UNKNOWN", "bytes_of_token")
 
-# What decoding gives for bytes that are not a character, or not yet.
+# Replacement character that decoding returns for invalid or incomplete UTF-8.
 UNKNOWN = "\ufffd"
-# Ids at the end of a prompt that decide the text of the next ones; a character has 4 bytes at most.
+# Number of ids at the end of a prompt on which the text of the next ids may depend. A character has
+# at most 4 bytes.
 _NUM_CONTEXT = 8
 
 
 class StreamingDecoder:
-    """Turns ids into text as they come: the text of prompt and ids without that of the prompt.
+    """Decodes ids one at a time to pieces of text that never end within a character.
 
-    So the first word after a prompt has its space, which tokenizers such as Llama's omit at the
-    beginning of a text. A piece never ends within a character.
+    Ids are decoded together with the end of the prompt, whose text is then removed. This keeps the
+    space before the first word, which tokenizers such as Llama's omit at the start of a text.
 
     Args:
-      tokenizer: Decodes the ids.
-      skip_special_tokens: As for `Tokenizer.decode`.
-      prompt_ids: The ids that precede those to come.
+      tokenizer: Tokenizer that decodes the ids.
+      skip_special_tokens: As in `Tokenizer.decode`.
+      prompt_ids: Ids of the prompt.
     """
 
     def __init__(
@@ -35,12 +36,12 @@ class StreamingDecoder:
         start = max(0, len(prompt) - _NUM_CONTEXT)
         while start and self._decode(prompt[start:]).startswith(UNKNOWN):  # Within a character.
             start = max(0, start - _NUM_CONTEXT)
-        # The ids of the latest text, then those whose text is not complete.
+        # The ids of the latest returned text, then the ids whose text is still incomplete.
         self._ids, self._num_context = prompt[start:], len(prompt) - start
         self._sent = self._decode(self._ids)
 
     def push(self, token: int) -> str:
-        """Returns the text that has become final; "" while a character is incomplete."""
+        """Adds an id, and returns the text that it completes, or "" within a character."""
         self._ids.append(int(token))
         text = self._decode(self._ids)
         is_incomplete = text.endswith(UNKNOWN)
@@ -57,13 +58,13 @@ class StreamingDecoder:
         return new
 
     def flush(self) -> str:
-        """Returns the text that was held back; U+FFFD for characters that stay incomplete."""
+        """Returns the remaining text, with U+FFFD for incomplete characters."""
         text = self._decode(self._ids)
         new, self._sent, self._num_context = self._not_sent(text), text, len(self._ids)
         return new
 
     def text_of(self, token: int) -> str:
-        """Returns the text that a token would add next, with U+FFFD for an incomplete character."""
+        """Returns the text that a token would add, with U+FFFD for an incomplete character."""
         return self._not_sent(self._decode([*self._ids[: self._num_context], int(token)]))
 
     def _not_sent(self, text: str) -> str:
@@ -74,7 +75,7 @@ class StreamingDecoder:
 
 
 def bytes_of_token(tokenizer: Tokenizer, token: int) -> bytes | None:
-    """Returns the bytes of a token that is part of a character, or None if they are not known."""
+    """Returns the bytes of a token that may be part of a character, or None if unknown."""
     name = tokenizer.name_of(token) or ""
     if match := re.fullmatch("<0x([0-9A-Fa-f]{2})>", name):
         return bytes.fromhex(match[1])
@@ -83,7 +84,7 @@ def bytes_of_token(tokenizer: Tokenizer, token: int) -> bytes | None:
 
 
 def _byte_level() -> dict[str, int]:
-    """Returns the bytes by the characters that stand for them in vocabularies such as GPT-2's."""
+    """Returns the mapping from characters to bytes in byte-level vocabularies such as GPT-2's."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

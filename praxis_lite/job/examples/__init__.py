@@ -1,5 +1,5 @@
 """Verifies that a run used every example exactly once and in order.
 
-Compares the record of the rows that each process fed with the recomputed data. Never deals with
-steps, device arrays or checkpoints.
+The record of the rows that each process fed is compared with the recomputed data. This package does
+not depend on compiled steps, device arrays or checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Extracts the valid history from a record: for each step, the last start that computed it."""
+"""Extracts the valid history from a record, which is the last computation of each step."""
 
 import dataclasses
 import itertools
@@ -15,12 +15,12 @@ _MAX_FAULTS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """The steps of a start that no later start has recomputed.
+    """The steps of a start that were not recomputed by a later start.
 
     Attributes:
-      starts: The line of each process, in the order of the processes.
-      first_step: The first of these steps.
-      last_step: The last of these steps.
+      starts: The line of each process, sorted by process.
+      first_step: The first step.
+      last_step: The last step.
       spans: The spans of rows that all processes fed in these steps.
     """
 
@@ -36,12 +36,12 @@ class Segment:
 
     @property
     def batch_size(self) -> int:
-        """Number of rows of a global batch."""
+        """Number of rows in a global batch."""
         return self.starts[0].batch_size
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """Indices of the batches that are left out."""
+        """Indices of skipped batches."""
         return self.starts[0].skipped
 
     def rows_of(self, process: int) -> tuple[tuple[int, int], ...]:
@@ -49,19 +49,19 @@ class Segment:
         return next(start.rows for start in self.starts if start.process == process)
 
     def batch_of(self, step: int) -> int:
-        """Returns the index of the batch that belongs to a step."""
+        """Returns the index of a step's batch."""
         return DataPosition.of_step(step - 1, self.skipped).next_batch
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The valid history of a job, and the faults of its record.
+    """The valid history of a job, and the errors in its record.
 
     Attributes:
-      segments: The segments, in the order of their steps.
-      faults: A sentence per fault. Without faults, every row of every batch was fed exactly once
-        and in order.
-      notes: Sentences about other observations.
+      segments: The segments, sorted by step.
+      faults: A message for each error. If there are no errors, every row of every batch was fed
+        exactly once and in order.
+      notes: Messages about other observations.
       num_starts: Number of starts in the record.
       num_launches: Number of launches of the job.
       num_lost_steps: Number of recorded steps that were recomputed later.
@@ -76,17 +76,17 @@ class History:
 
     @property
     def first_step(self) -> int:
-        """First step of the history; 0 if it is empty."""
+        """First step of the history, or 0 if it is empty."""
         return self.segments[0].first_step if self.segments else 0
 
     @property
     def last_step(self) -> int:
-        """Last step of the history; 0 if it is empty."""
+        """Last step of the history, or 0 if it is empty."""
         return self.segments[-1].last_step if self.segments else 0
 
     @property
     def skipped(self) -> tuple[int, ...]:
-        """Indices of the batches that were left out before the batch of the last step."""
+        """Indices of the batches that were skipped before the last step's batch."""
         if not self.segments:
             return ()
         last = self.segments[-1]
@@ -94,7 +94,7 @@ class History:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all batches."""
+        """Total number of rows in all batches."""
         return sum(
             (segment.last_step - segment.first_step + 1) * segment.batch_size
             for segment in self.segments
@@ -108,12 +108,12 @@ class History:
 
 
 def history_of(record: Record, saved_step: int | None) -> History:
-    """Returns the valid history of a record, and checks it.
+    """Extracts the valid history from a record, and checks it.
 
     Args:
       record: All lines of a job.
-      saved_step: Step of the latest checkpoint, which the job would resume from; None if there is
-        no checkpoint.
+      saved_step: Step of the latest checkpoint, from which the job would resume, or None if there
+        is no checkpoint.
     """
     groups = {
         number: list(group)
@@ -162,17 +162,17 @@ def history_of(record: Record, saved_step: int | None) -> History:
 def _chain(
     groups: Mapping[int, Sequence[Start]], ends: Mapping[int, int], step: int
 ) -> list[tuple[int, int]]:
-    """Returns (start number, last valid step) of the starts that led to the state of `step`.
+    """Returns (start number, last valid step) for the starts that led to the state of `step`.
 
-    The chain is followed backwards: each start resumed from the state that the latest earlier start
-    had at that step.
+    The chain is followed backwards: each start resumed from the state of the latest earlier start
+    at that step.
     """
     chain, number = [], max(groups, default=0) + 1
     while step > 0:
         earlier = [other for other in groups if other < number and groups[other][0].step < step]
         if not earlier:
             break
-        # If no start has recorded that step, there is a gap, which `_check_order` reports.
+        # If no start recorded that step, there is a gap, which is reported by `_check_order`.
         number = max([other for other in earlier if ends[other] >= step] or earlier)
         chain.append((number, min(step, ends[number])))
         if (first := groups[number][0]).is_new:
@@ -184,7 +184,7 @@ def _chain(
 def _segment(
     starts: Sequence[Start], spans: Sequence[RowSpan], last_step: int, faults: list[str]
 ) -> Segment:
-    """Returns the steps of a start up to `last_step`, and appends faults of its lines."""
+    """Returns the segment of a start up to `last_step`, and appends errors in its lines."""
     first = starts[0]
     segment = Segment(
         starts, first.step + 1, last_step, [span for span in spans if span.steps[1] <= last_step]
@@ -215,7 +215,7 @@ def _segment(
 
 
 def _row_faults(starts: Sequence[Start]) -> Iterator[str]:
-    """Yields a sentence per range of rows that no process, or more than one, fed."""
+    """Yields a message for each range of rows that was not fed by exactly one process."""
     end = 0
     for first, last, process in sorted(
         (first, last, start.process) for start in starts for first, last in start.rows
@@ -230,7 +230,7 @@ def _row_faults(starts: Sequence[Start]) -> Iterator[str]:
 
 
 def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
-    """Yields a sentence per step of a process that is not on record exactly once and in order."""
+    """Yields a message for each range of steps that is not recorded exactly once and in order."""
     end = segment.first_step - 1
     for span in spans:
         first, last = span.steps
@@ -263,7 +263,7 @@ def _step_faults(segment: Segment, spans: Sequence[RowSpan]) -> Iterator[str]:
 
 
 def _check_order(segments: Sequence[Segment], saved_step: int, faults: list[str]) -> None:
-    """Appends faults between segments: missing steps, and batches left out or repeated."""
+    """Appends errors between segments: missing steps, and skipped or repeated batches."""
     last = segments[-1].last_step if segments else 0
     if last < saved_step:
         faults.append(

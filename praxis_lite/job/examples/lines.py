@@ -1,4 +1,4 @@
-"""Reads and writes the lines of JOB/examples/PROCESS.jsonl: which rows each process fed."""
+"""Reads and writes JOB/examples/PROCESS.jsonl, the record of the rows that a process fed."""
 
 import dataclasses
 import json
@@ -8,27 +8,27 @@ from typing import Any
 
 from praxis_lite.host.file_reading import lines_of, parse_json
 
-_TAIL_BYTES = 2**16  # Enough for the last lines of a file.
+_TAIL_BYTES = 2**16  # Number of bytes to read for the last lines of a file.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """The line that a process writes when training starts, or starts again after a roll-back.
+    """The line that a process writes when training starts or restarts after a roll-back.
 
     Attributes:
-      start: Number of the start, from 1, the same in all processes.
-      step: Number of training steps completed before.
+      start: Number of the start, counted from 1 and equal in all processes.
+      step: Number of training steps completed before the start.
       is_new: Whether the job had no checkpoint.
       time: Time of the start, in Unix seconds.
-      launch: When the first process was launched, in Unix seconds, as in timeline.jsonl.
-      generation: Generation of an elastic job; None in other jobs.
+      launch: Time when the first process was launched, in Unix seconds, as in timeline.jsonl.
+      generation: Generation of an elastic job, or None if the job is not elastic.
       process: Index of the process.
       num_processes: Number of processes.
       host: Name of the process's host.
       mesh: Number of devices along each mesh axis.
-      batch_size: Rows of a global batch.
-      rows: The ranges of these rows that the process feeds.
-      skipped: Indices of batches that are left out.
+      batch_size: Number of rows in a global batch.
+      rows: Ranges of the rows that the process feeds.
+      skipped: Indices of skipped batches.
       data: Digest of the pipeline's fingerprint.
       versions: Versions of Python and packages, by name.
     """
@@ -52,14 +52,14 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSpan:
-    """The line about the rows that a process fed between two saves, written before the second save.
+    """A line about the rows that a process fed between two saves, written before the second save.
 
     Attributes:
-      start: Number of the start that the span belongs to.
+      start: Number of the start to which the span belongs.
       process: Index of the process.
       steps: First and last step.
       batches: Indices of the first and last batch.
-      skipped: Indices of batches between them that were left out.
+      skipped: Indices of skipped batches between them.
       digest: Sum of the digests of all rows (`row_digests`), in hex.
     """
 
@@ -87,7 +87,7 @@ class Record:
 
     @property
     def last_start(self) -> int:
-        """Number of the last start; 0 if there is none."""
+        """Number of the last start, or 0 if there is none."""
         return max((line.start for line in (*self.starts, *self.spans)), default=0)
 
 
@@ -97,7 +97,7 @@ def line_of(line: Start | RowSpan) -> str:
 
 
 def read_record(folder: Path) -> Record:
-    """Reads the record of a job; it is empty if there is no such folder.
+    """Reads the record of a job, which is empty if the folder does not exist.
 
     Raises:
       ConfigError: A file cannot be read.
@@ -117,7 +117,7 @@ def read_record(folder: Path) -> Record:
 
 
 def next_start(folder: Path) -> int:
-    """Returns the number of a job's next start, by reading only the end of each file.
+    """Returns the number of a job's next start. Only the end of each file is read.
 
     Raises:
       ConfigError: A file cannot be read.
@@ -130,7 +130,7 @@ def next_start(folder: Path) -> int:
 
 
 def _parse_line(text: str) -> Start | RowSpan | None:
-    """Parses a line; returns None if it is incomplete or not valid."""
+    """Parses a line, and returns None if it is incomplete or invalid."""
     try:
         fields = parse_json(text)
         line_class = RowSpan if "digest" in fields else Start

@@ -1,4 +1,4 @@
-"""Compares the digests in a record with those of the recomputed data."""
+"""Compares the digests in a record with the digests of the recomputed data."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,18 +15,18 @@ __all__ = ("faults_of_data",)
 def faults_of_data(
     history: History, pipeline: InputPipeline, progress: Callable[[int, int], None]
 ) -> list[str]:
-    """Checks that the recorded rows are those of the pipeline.
+    """Checks that the recorded rows match the rows of the pipeline.
 
     Args:
       history: The valid history of the record.
       pipeline: The training data, as rebuilt from the job's config.
-      progress: Called with (number of compared steps, number of all steps).
+      progress: Called with (number of compared steps, total number of steps).
 
     Returns:
-      A sentence per difference.
+      A message for each difference.
 
     Raises:
-      ConfigError: A batch of the pipeline is not valid.
+      ConfigError: A batch of the pipeline is invalid.
     """
     faults, done = [], 0
     num_steps = sum(segment.last_step - segment.first_step + 1 for segment in history.segments)
@@ -35,10 +35,10 @@ def faults_of_data(
         if segment.batch_size != pipeline.batch_size:
             faults.append(
                 f"steps {segment.first_step} to {segment.last_step} had batches of "
-                f"{segment.batch_size} rows; those of the config have {pipeline.batch_size}"
+                f"{segment.batch_size} rows, but the config has batch_size {pipeline.batch_size}"
             )
             return faults
-        # Several spans may be active at a step: one per process.
+        # Each process has an active span, so there may be several at a step.
         spans_by_first_step: dict[int, list[int]] = {}
         for number, span in enumerate(segment.spans):
             spans_by_first_step.setdefault(span.steps[0], []).append(number)
@@ -46,7 +46,10 @@ def faults_of_data(
         for step in range(segment.first_step, segment.last_step + 1):
             digests = next(batches, None)
             if digests is None:
-                faults.append(f"the data end before batch {segment.batch_of(step)}, of step {step}")
+                faults.append(
+                    f"the data ends before batch {segment.batch_of(step)}, which belongs to step "
+                    f"{step}"
+                )
                 return faults
             active += spans_by_first_step.get(step, [])
             for number in active:
@@ -57,7 +60,8 @@ def faults_of_data(
             progress(done, num_steps)
         faults += [
             f"steps {span.steps[0]} to {span.steps[1]} (start {segment.number}, process "
-            f"{span.process}): the recorded digest is {span.digest}, that of the data is {digest}"
+            f"{span.process}): the recorded digest is {span.digest}, but the data has the digest "
+            f"{digest}"
             for span, value in zip(segment.spans, sums, strict=True)
             if span.digest != (digest := f"{value % 2**64:016x}")
         ]

@@ -1,6 +1,6 @@
 """The processes of a job: how they connect, communicate and end.
 
-Never deals with a model, mesh axes or the job's files.
+This package does not depend on models, mesh axes or the job's files.
 """
 
 from praxis_lite.job.processes.coordination import (

@@ -1,4 +1,4 @@
-"""Addresses of a job's hosts: where to listen, and how other hosts connect."""
+"""Determines the addresses on which a job's hosts listen and to which they connect."""
 
 import contextlib
 import ipaddress
@@ -16,15 +16,16 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """Returns "HOST:PORT"; the host is in brackets if it is an IPv6 address."""
+    """Returns "HOST:PORT", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def own_address(coordinator: str | None) -> str:
     """Returns this host's IP address on the network of the coordinator.
 
-    A loopback address if the coordinator's is, or without a network. The coordinator's name may not
-    resolve, as in Kubernetes before its pod runs; then another network interface is used.
+    Returns a loopback address if the coordinator has one or if there is no network. If the
+    coordinator's name does not resolve, as in Kubernetes before its pod runs, the interface of the
+    default route is used.
 
     Args:
       coordinator: "HOST:PORT" of the coordinator, or None.
@@ -35,18 +36,18 @@ def own_address(coordinator: str | None) -> str:
         with contextlib.suppress(OSError):
             family, _, _, _, to = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(to)  # Selects the interface; a UDP socket sends nothing here.
+                probe.connect(to)  # Selects the interface. A UDP socket sends no data here.
                 address = probe.getsockname()[0]
-            # On the host itself, its name may resolve to 127.0.1.1.
+            # A host may resolve its own name to 127.0.1.1.
             if not is_loopback(address) or (target == host and is_loopback(host)):
                 return address
     return "127.0.0.1"
 
 
 def to_bind(coordinator: str) -> tuple[str, int]:
-    """Returns the (host, port) to listen on in the process with the coordinator "HOST:PORT".
+    """Returns the (host, port) on which the process with the coordinator "HOST:PORT" listens.
 
-    The host is one address of this host; 0.0.0.0 and :: mean all interfaces, as usual.
+    The host is an address of this machine. 0.0.0.0 and :: mean all interfaces, as usual.
     """
     host, port = parse_address(coordinator)
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Heartbeats between the processes of a job, which reveal processes that no longer respond."""
+"""Heartbeats between the processes of a job, which detect processes that no longer respond."""
 
 import json
 import os
@@ -16,8 +16,8 @@ _REASONS = (
 class Beats:
     """The heartbeats that a process sends and receives through JAX's coordination service.
 
-    A heartbeat is a JSON object with its "number", the "pid" of its process, and `extra_fields`. A
-    subclass may detect more than silence, such as processes that are alive but stuck.
+    A heartbeat is a JSON object with its "number", the "pid" of its process, and `extra_fields`.
+    Subclasses may also detect other failures, such as processes that are alive but stuck.
 
     Args:
       seconds: Seconds between two heartbeats.
@@ -34,13 +34,13 @@ class Beats:
         return json.dumps({"number": self._number, "pid": os.getpid(), **self.extra_fields()})
 
     def extra_fields(self) -> dict[str, Any]:
-        """Returns further JSON fields of the heartbeat."""
+        """Returns additional JSON fields for the heartbeat."""
         return {}
 
     def receive(self, beats: Mapping[int, str]) -> None:
-        """Stores the latest heartbeats of other processes; called once per own heartbeat.
+        """Stores the latest heartbeats of other processes; called once per heartbeat sent.
 
-        Silence is counted in heartbeats of this process instead of seconds, because this process
+        Silence is measured in heartbeats of this process instead of seconds, because this process
         may have been suspended.
         """
         for process, text in beats.items():
@@ -56,7 +56,8 @@ class Beats:
           service: Client of JAX's coordination service.
 
         Returns:
-          A stuck process, already reported, because of which the job must end; None to continue.
+          A stuck process because of which the job must end, or None to continue. The process has
+          already been reported.
         """
         return None
 
@@ -74,7 +75,7 @@ class Beats:
 
 
 def value_of(service: Any, key: str) -> str | None:
-    """Returns the value of a key in JAX's coordination service; None if it is not set."""
+    """Returns the value of a key in JAX's coordination service, or None if it is not set."""
     try:
         return service.key_value_try_get(key)
     except RuntimeError as error:

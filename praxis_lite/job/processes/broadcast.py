@@ -9,7 +9,7 @@ from praxis_lite.job import processes
 
 __all__ = ("from_first",)
 
-# Timeout for the other processes. It is long because the first may verify a large checkpoint.
+# Timeout for the other processes. It is long, because the first may verify a large checkpoint.
 _TIMEOUT_SECONDS = 3600.0
 
 
@@ -17,15 +17,15 @@ def from_first(name: str, decide: Callable[[], Any]) -> Any:
     """Calls `decide` in the first process and returns its result in all processes.
 
     Args:
-      name: Name of the decision; the n-th calls with a name in all processes belong together.
-      decide: Returns a JSON-serializable value.
+      name: Name of the decision. The n-th calls with the same name in all processes are matched.
+      decide: Function that returns a JSON-serializable value.
 
     Returns:
       The result, after a round trip through JSON.
 
     Raises:
       ConfigError: `decide` raised an exception with this message. The first process raises the
-        exception itself.
+        original exception.
     """
     message, own_error = {}, None
     if processes.is_first():

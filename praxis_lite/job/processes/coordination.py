@@ -1,7 +1,7 @@
-"""The index of this process in its job, and messages between the hosts of a job.
+"""The index of this process in its job, and messages between the job's hosts.
 
-The messages go through the coordination service of `jax.distributed`, not through the devices, so
-they also work while devices are busy or stuck.
+Messages are sent through the coordination service of `jax.distributed` instead of the devices, so
+they work even while devices are busy or stuck.
 """
 
 import collections
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 def client() -> Any:
-    """Returns the client of JAX's coordination service; None in a job of one process."""
+    """Returns the client of JAX's coordination service, or None if there is a single process."""
     return getattr(distributed_state(), "client", None)
 
 
@@ -31,7 +31,7 @@ def index() -> int:
 
 
 def count() -> int:
-    """Returns the number of processes of the job, without initializing devices."""
+    """Returns the number of processes in the job, without initializing devices."""
     return distributed_state().num_processes if client() else 1
 
 
@@ -46,7 +46,7 @@ def name(process: int) -> str:
 
 
 def host(process: int) -> str:
-    """Returns the host name of a process; "" before `exchange_host_names` was called."""
+    """Returns the host name of a process, or "" before `exchange_host_names` is called."""
     return _hosts[process] if process < len(_hosts) else ""
 
 
@@ -56,25 +56,25 @@ def exchange_host_names(timeout_seconds: float) -> None:
 
 
 def count_on_this_host() -> int:
-    """Returns the number of the job's processes on hosts with the name of this host."""
+    """Returns the number of the job's processes on hosts with the same name as this host."""
     return max(1, sum(host(process) == host(index()) for process in range(count())))
 
 
 def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
-    """Exchanges a text between all processes, which wait for each other.
+    """Gathers a string from every process in all processes, which wait for each other.
 
     `exchange(name, "")` is a barrier.
 
     Args:
-      name: Name of the exchange; the n-th calls with a name in all processes belong together.
-      text: This process's text, of at most about 3 MB.
-      timeout_seconds: How long to wait for the other processes.
+      name: Name of the exchange. The n-th calls with the same name in all processes are matched.
+      text: This process's string, of at most about 3 MB.
+      timeout_seconds: Maximum time to wait for the other processes.
 
     Returns:
-      The texts of all processes, by process index.
+      The strings of all processes, by process index.
 
     Raises:
-      PeerLost: A process sent no text in time; the message names it.
+      PeerLost: A process sent no string in time. The message identifies the process.
     """
     service = client()
     if service is None:
@@ -89,7 +89,7 @@ def _exchange(service: Any, name: str, text: str, timeout_seconds: float) -> lis
         _uses[name] += 1
         folder = f"praxis_lite/exchange/{name}/{_uses[name]}"
     deadline = time.monotonic() + timeout_seconds
-    # Prefix each text with '.', because the service rejects empty values.
+    # Prefix each string with '.', because the service rejects empty values.
     service.key_value_set(f"{folder}/{index()}", f".{text}")
     texts, missing = [], []
     for process in range(count()):
@@ -102,7 +102,7 @@ def _exchange(service: Any, name: str, text: str, timeout_seconds: float) -> lis
             missing.append(process)
     if missing:
         raise _timeout_error(name, missing, timeout_seconds)
-    # The last process that has read all texts deletes the keys.
+    # The last process that reads all strings deletes the keys.
     if service.key_value_increment(f"{folder}/readers", 1) == count():
         service.key_value_delete(f"{folder}/")
     return texts

@@ -1,12 +1,13 @@
 """An authenticating proxy ("gate") for JAX's coordination service, which has no authentication.
 
 The service listens on a Unix socket that only its user can open. The gate of the first process
-accepts connections at the coordinator's address, and forwards those that prove that they have the
-job's key: an HMAC-SHA256 over random numbers of both sides and the number of processes. The gates
-of the other processes give this proof. Traffic after it is neither signed nor encrypted.
+accepts connections at the coordinator's address, and forwards a connection if the other side proves
+that it has the job's key. The proof is an HMAC-SHA256 over random numbers from both sides and the
+number of processes, and is computed by the gates of the other processes. Later traffic is neither
+signed nor encrypted.
 
-A gate is a separate process, so that it also works while C code in its parent holds the GIL. It
-ends with its parent. This file is its program, so it imports only the standard library.
+A gate is a separate process, so that it works even while C code in its parent holds the GIL. It
+ends when its parent ends. This file is the gate's program, so it only imports the standard library.
 """
 
 import asyncio
@@ -25,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 _PROOF_SECONDS = 5.0
-# Maximum number of connections that are not authenticated yet; another one closes the oldest.
+# Maximum number of unauthenticated connections. Further connections close the oldest ones.
 _MAX_UNAUTHENTICATED = 32
-# How long to wait for the gate of the first process and for the file with the key.
+# Maximum time to wait for the first process's gate and for the file with the key.
 _START_SECONDS = 15.0
 _RETRY_SECONDS = 0.2
 _CHUNK_BYTES = 2**16
-# How long a lost connection stays open, so that this process can end by itself before JAX notices
-# the loss and aborts it.
+# Time for which a lost connection is kept open, so that this process can end before JAX detects the
+# loss and aborts it.
 _LOST_SECONDS = 3.0
 
 _gates: list["Gate"] = []  # Keeps the gates alive until this process ends.
@@ -42,11 +43,11 @@ class Gate:
     """A gate in a child process.
 
     Args:
-      address: (host, port) of the coordinator: where to listen in the first process, and where to
-        connect in others.
-      key: The job's key, or a file for it. The first process writes a new key to the file once it
-        listens.
-      num_processes: Number of processes of the job.
+      address: (host, port) of the coordinator. The first process listens on this address, and all
+        other processes connect to it.
+      key: The job's key, or a file for the key. The first process writes a new key to the file
+        after it has started listening.
+      num_processes: Number of processes in the job.
       is_first: Whether this is the first process of the job.
 
     Attributes:
@@ -92,7 +93,7 @@ class Gate:
 
 
 def wait_until_lost() -> None:
-    """Blocks until this process's connection to the first process is lost; for any thread."""
+    """Blocks until the connection to the first process is lost. Callable from any thread."""
     if _gates:
         _gates[-1].wait_until_lost()
     else:
@@ -110,7 +111,7 @@ def _write_key(file: Path, key: bytes) -> None:
 
 
 def user_folder() -> Path:
-    """Returns a folder on this host that only this user can read; creates it if needed."""
+    """Returns a folder on this host that only this user can read, and creates it if needed."""
     folder = Path(f"/tmp/praxis_lite-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -149,7 +150,7 @@ class _Program:
             return
         print("ready", flush=True)
         parent_ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        # The pipe may stay open in forked children of the parent, so there is a signal in addition.
+        # The pipe may stay open in forked children of the parent, so a signal is used as well.
         loop.add_reader(0, parent_ended.set)
         loop.add_signal_handler(signal.SIGALRM, parent_ended.set)
         await parent_ended.wait()
@@ -190,10 +191,10 @@ class _Program:
             writer.transport.abort()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Opens an authenticated connection to the first process; None if that fails."""
+        """Opens an authenticated connection to the first process, or returns None on failure."""
         writer = None
         try:
-            # Read the file at each try, because it may still contain the key of an earlier launch.
+            # Read the file on each attempt, because it may contain an earlier launch's key.
             key = self._key or self._read_key()
             reader, writer = await asyncio.open_connection(*self._address)
             await self._authenticate(reader, writer, key, (b"client", b"server"))
@@ -208,13 +209,13 @@ class _Program:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes,
         roles: tuple[bytes, bytes],
     ) -> None:
-        """Proves to the other side that this one has the key, and checks its proof.
+        """Proves to the other side that this side has the key, and checks the other side's proof.
 
         Args:
-          reader: Reads from the other side.
-          writer: Writes to the other side.
+          reader: Stream from the other side.
+          writer: Stream to the other side.
           key: The job's key.
-          roles: Names of this side and of the other one, so that a proof cannot be reflected.
+          roles: Names of this side and of the other side, to prevent reflection attacks.
 
         Raises:
           ConnectionRefusedError: The other side has a different key or number of processes.
@@ -236,7 +237,7 @@ async def _relay(
     """Copies bytes in both directions until one side closes its connection.
 
     Returns:
-      Whether the other side closed it, after it had sent something.
+      Whether the other side closed the connection after it had sent data.
     """
     tasks = [
         asyncio.ensure_future(_copy(reader, other_writer)),
@@ -252,7 +253,7 @@ async def _relay(
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-    """Copies bytes until a side closes its connection; returns the number of bytes."""
+    """Copies bytes until either side closes its connection, and returns the number of bytes."""
     num_bytes = 0
     with contextlib.suppress(OSError):
         while chunk := await reader.read(_CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Ends a process without Python's clean-up, but removes its temporary folders."""
+"""Ends a process without Python's cleanup, except for removing its temporary folders."""
 
 import atexit
 import os
@@ -35,12 +35,12 @@ def on_end_now(callback: Callable[[int, str], None]) -> None:
 
 
 def end_now(status: int, why: str = "") -> NoReturn:
-    """Ends the process immediately; callable from any thread, even if other threads are busy.
+    """Ends the process immediately. Callable from any thread, even if other threads are busy.
 
     Args:
       status: The exit status.
-      why: Reason to report to the other processes of the job, such as "was ended by SIGTERM"; "" to
-        report nothing.
+      why: Reason to report to the other processes of the job, such as "was ended by SIGTERM", or ""
+        to report nothing.
     """
     if why:
         for callback in _callbacks:

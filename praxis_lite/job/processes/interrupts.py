@@ -10,10 +10,10 @@ __all__ = ("Interrupt",)
 class Interrupt(StopRequest):
     """A StopRequest that raises exceptions instead of ending the process.
 
-    Before the first step, when there is nothing to save, a signal raises KeyboardInterrupt. The
-    time limit raises ConfigError after the first step. Later, only `reason` is set. A second signal
-    raises KeyboardInterrupt in the main thread, even during a save. If entered in another thread,
-    this class handles no signals.
+    Before the first step, when there is nothing to save, a signal raises KeyboardInterrupt; if the
+    time limit expires, ConfigError is raised after the first step. Later, only `reason` is set. A
+    second signal raises KeyboardInterrupt in the main thread, even during a save. If the context is
+    entered in a different thread, no signals are handled.
     """
 
     # The signal for which the main thread must raise KeyboardInterrupt.

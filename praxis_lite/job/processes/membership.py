@@ -9,16 +9,17 @@ __all__ = ("Membership",)
 class Membership:
     """The role of a process in one generation of an elastic job.
 
-    A generation is a fixed set of processes; when it changes, supervisors start the next one.
+    A generation is a fixed set of processes. When the set changes, supervisors start the next
+    generation.
 
     Attributes:
       generation: Number of the generation.
-      member: Number of this process's host (`--process_id`), the same in all generations.
+      member: Number of this process's host (`--process_id`), which is equal in all generations.
       members: Numbers of all members, in the order of their process indices.
-      num_slots: Number of processes of the complete job (`--num_processes`).
+      num_slots: Number of processes in the complete job (`--num_processes`).
       coordinator: "HOST:PORT" of JAX's coordination service in this generation.
       key: Secret that authenticates the processes to each other.
-      lost_status: Exit status of a process that ends because another one was lost.
+      lost_status: Exit status of a process that ends because another process was lost.
     """
 
     generation: int
@@ -39,7 +40,7 @@ _membership: Membership | None = None
 
 
 def membership() -> Membership | None:
-    """Returns the role of this process in an elastic job; None in other jobs."""
+    """Returns the role of this process in an elastic job, or None if the job is not elastic."""
     return _membership
 
 

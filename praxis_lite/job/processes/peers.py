@@ -1,11 +1,12 @@
-"""Ends all processes of a job when one of them fails, and reports which one and why.
+"""Ends all processes of a job when one of them fails, and reports its name and error.
 
 Without this, the other processes would wait in a collective until JAX aborts them, and the error
-would name no host. Three threads run in each process:
+message would not identify the host. Three threads run in each process:
 
-- `_send_heartbeats` writes a heartbeat to JAX's coordination service, and reads the heartbeats of
-  others. The first process reads all of them, the others only that of the first.
-- `_wait_for_failure` waits for a record, in the coordination service, that some process has failed.
+- `_send_heartbeats` writes a heartbeat to JAX's coordination service and reads other processes'
+  heartbeats. The first process reads all heartbeats, and every other process reads the first
+  process's heartbeat.
+- `_wait_for_failure` waits for a record in the coordination service that a process has failed.
 - `_watch_service` checks that the coordination service, which runs in the first process, responds.
 """
 
@@ -28,21 +29,21 @@ from praxis_lite.job.processes.exits import end_now, on_end_now
 from praxis_lite.job.processes.stacks import GilAlarm
 
 BEAT_SECONDS = 2.0
-# A live process may miss heartbeats for a while, when C code holds the GIL.
+# A live process may miss heartbeats for a while if C code holds the GIL.
 SILENT_SECONDS = 20.0
-# After this time without the GIL a process writes its stacks, before others report it as silent.
+# After this time without the GIL, a process writes its stacks, before others report it as silent.
 _GIL_SECONDS = 16.0
-# JAX's own timeout. It must be longer: JAX aborts processes without naming the one that failed. It
-# sends a heartbeat twice in this time, so it aborts 25 to 50 s after a failure.
+# JAX's timeout. It must be longer, because JAX aborts processes without identifying the process
+# that failed. JAX sends two heartbeats in this time, so it aborts 25 to 50 s after a failure.
 JAX_HEARTBEAT_SECONDS = 50
-# How long the first process, which runs the service, stays alive after a failure, so that the
+# Time for which the first process, which runs the service, stays alive after a failure, so that the
 # other processes can read the reason.
 _LINGER_SECONDS = 3.0
 _RECORD_SECONDS = 1.0
 
 # Keys in JAX's coordination service.
 _BEATS_KEY, _ENDED_KEY = "praxis_lite/beats", "praxis_lite/ended"
-_NO_PROCESS = -1  # In the record of a job that ended without a failure.
+_NO_PROCESS = -1  # The process number in the record of a job that ended without a failure.
 
 _threads: list[threading.Thread] = []
 _beats: list[Beats] = []  # The heartbeats of this process, once it has called `watch`.
@@ -64,7 +65,7 @@ def watch(beats: type[Beats] = Beats) -> None:
 def end_with_connection() -> None:
     """Ends this process when its connection to the first process is lost.
 
-    JAX would notice later, and abort this process without naming the host that failed.
+    JAX would detect this later, and abort this process without identifying the failed host.
     """
     def wait() -> None:
         wait_until_lost()
@@ -87,10 +88,10 @@ def _end_because_of_first(
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Makes all processes of a job end together: without an error, or when one of them fails.
+    """Makes all processes of a job end together, after success or when a process fails.
 
-    After an exception in any process, all processes end with its exit status; with 1 if a process
-    was killed.
+    After an exception in any process, all processes end with the exit status of that process. If a
+    process was killed, all other processes end with status 1.
     """
     try:
         yield
@@ -111,16 +112,16 @@ def ending_together() -> Iterator[None]:
         if processes.is_first() and _threads:
             _record_end(_NO_PROCESS, "", 0)  # Lets `_wait_for_failure` return in all processes.
         for thread in _threads:
-            # A daemon thread that is inside JAX's C++ when Python exits would abort the process.
+            # A daemon thread in JAX's C++ code at Python's exit would abort the process.
             thread.join()
         jax.distributed.shutdown()
 
 
 def _end_first_member_last() -> None:
-    """Ends the workers of an elastic job, the first one after all others.
+    """Ends the workers of an elastic job, with the first worker last.
 
-    The first runs the coordination service. With recoverability, JAX does not wait for the other
-    processes at the end, and aborts those that lose the service.
+    The first worker runs the coordination service. If recoverability is enabled, JAX does not wait
+    for the other processes at the end, and aborts processes that lose the service.
     """
     if not processes.is_first():
         processes.client().key_value_set(f"{_ENDED_KEY}/{processes.index()}", ".")
@@ -133,7 +134,7 @@ def _end_first_member_last() -> None:
 
 
 def _end_member(error: BaseException) -> NoReturn:
-    """Ends a worker of an elastic job after an exception; its supervisor informs the others."""
+    """Ends an elastic job's worker after an exception. Its supervisor informs the other ones."""
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(cause, PeerLost) or _is_collective_error(error):
         # Most likely a process was lost. Print the error, because the devices may have failed.
@@ -149,7 +150,7 @@ def _end_member(error: BaseException) -> NoReturn:
 def _fail(error: BaseException) -> NoReturn:
     """Ends this process after an exception, and records it so that all other processes end."""
     if _is_collective_error(error):
-        # Most likely another process failed: wait for `_wait_for_failure` to name it and to end
+        # Most likely, another process failed. Wait for `_wait_for_failure` to report it and to end
         # this process.
         threading.Event().wait(SILENT_SECONDS + 5 * BEAT_SECONDS)
     _is_failing.set()
@@ -159,11 +160,11 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _print_exception(error: BaseException) -> tuple[int, str]:
-    """Prints an exception; returns its exit status, and its reason for the other processes."""
+    """Prints an exception, and returns its exit status and a reason for the other processes."""
     status = 1
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else 1
-        error = error.__context__ or error  # The message of this error was printed before.
+        error = error.__context__ or error  # The message of this error has already been printed.
     else:
         traceback.print_exception(error)
     name = "" if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: "
@@ -171,7 +172,7 @@ def _print_exception(error: BaseException) -> tuple[int, str]:
 
 
 def _is_collective_error(error: BaseException) -> bool:
-    """Returns whether an exception, or one of its causes, is a failure of devices or network."""
+    """Returns whether an exception or one of its causes is a device or network failure."""
     for cause in causes(error):
         if isinstance(cause, OutOfMemory):
             return False
@@ -181,14 +182,14 @@ def _is_collective_error(error: BaseException) -> bool:
 
 
 def _record_end(process: int, reason: str, status: int) -> None:
-    """Records in the coordination service that a process has ended; the first record counts."""
+    """Records in the coordination service that a process has ended, unless one already has."""
     record = json.dumps({"process": process, "reason": reason, "status": status})
     with contextlib.suppress(RuntimeError):
         processes.client().key_value_set(_ENDED_KEY, record)
 
 
 def _record_own_end(status: int, reason: str) -> None:
-    """Records that this process ends, even if its main thread is busy; may take a few seconds."""
+    """Records that this process ends, even if its main thread is busy. May take a few seconds."""
     if not _has_succeeded.is_set():
         _is_failing.set()
         # Use a thread, because the call never returns if the service is stopped.
@@ -201,7 +202,7 @@ def _record_own_end(status: int, reason: str) -> None:
 
 
 def _linger() -> None:
-    """In the process that runs the service, waits so that the others can read the record."""
+    """Waits, in the process that runs the service, so that other processes can read the record."""
     if processes.is_first() and processes.membership() is None:
         threading.Event().wait(_LINGER_SECONDS)
 
@@ -216,7 +217,7 @@ def _flush_and_end(status: int) -> NoReturn:
 
 
 def _wait_for_failure() -> None:
-    """Ends this process when another one has recorded that it failed."""
+    """Ends this process when another process has recorded a failure."""
     client = processes.client()
     while not _has_succeeded.is_set():
         try:
@@ -229,7 +230,7 @@ def _wait_for_failure() -> None:
             _end_because_of_first()
         if record["process"] == _NO_PROCESS:
             return
-        # If this process fails for the same reason, it prints its own error within the second.
+        # If this process fails for the same reason, it prints its error within a second.
         if record["process"] != processes.index() and not _is_failing.wait(1.0):
             failure = f"{processes.name(record['process'])} {record['reason']}"
             own_name = processes.name(processes.index())
@@ -240,7 +241,7 @@ def _wait_for_failure() -> None:
 
 
 def _send_heartbeats() -> None:
-    """Exchanges heartbeats, and records processes that are silent or stuck as failed."""
+    """Exchanges heartbeats, and records silent or stuck processes as failed."""
     global _num_responses
     client, beats = processes.client(), _beats[0]
     process, is_first = processes.index(), processes.is_first()
@@ -265,7 +266,7 @@ def _send_heartbeats() -> None:
 
 
 def _newest_beats(client: Any, process: int) -> dict[int, str]:
-    """Returns the heartbeats that this process watches: those of others, or of the first only."""
+    """Returns the heartbeats that this process monitors: all others, or only the first one."""
     if not processes.is_first():
         text = value_of(client, f"{_BEATS_KEY}/0")
         return {0: text} if text is not None else {}
@@ -278,8 +279,8 @@ def _newest_beats(client: Any, process: int) -> dict[int, str]:
 def _watch_service() -> None:
     """Ends this process if the first process, which runs the service, is suspended.
 
-    Also postpones the alarm that writes this process's stacks while C code holds the GIL, when no
-    thread of Python runs and the other processes receive no heartbeats.
+    It also postpones the alarm that writes this process's stacks if C code holds the GIL, so that
+    no Python thread runs and the other processes receive no heartbeats.
     """
     num_responses = num_silent = 0
     with GilAlarm(_GIL_SECONDS) as alarm:

@@ -18,18 +18,18 @@ def check_same(what: str, fields: Mapping[str, Any]) -> None:
     """Checks that all processes have the same values.
 
     Args:
-      what: Beginning of the error message, such as "The processes have different data".
+      what: Start of the error message, such as "The processes have different data".
       fields: JSON-serializable values by name.
 
     Raises:
-      ConfigError: A value differs; raised in all processes, with the name of a field, and its
-        values in two processes.
+      ConfigError: A value differs. The error is raised in all processes, and contains the name of a
+        field and its values in two processes.
     """
     if processes.count() == 1:
         return
     texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
     by_process = [json.loads(text) for text in processes.exchange(what, json.dumps(texts))]
-    # Names of the first process in its order, then names that only other processes have.
+    # Names in the order of the first process, then names that only occur in other processes.
     names = dict.fromkeys(name for values in by_process for name in values)
     differing = [name for name in names if len({values.get(name) for values in by_process}) > 1]
     if not differing:

@@ -1,8 +1,8 @@
-"""Handles signals that stop a process or request a profile, without delay in any state.
+"""Handles signals that stop a process or request a profile, without delay.
 
-Python runs signal handlers in the main thread, between two bytecodes, so a compilation or a wait
-for devices delays them by minutes. But Python's C code also writes each signal number to a socket
-immediately (`signal.set_wakeup_fd`), and a separate thread here reads it from there.
+Python runs signal handlers in the main thread between two bytecodes, so a compilation or a wait
+for devices can delay them by minutes. However, Python's C code also writes each signal number to a
+socket immediately (`signal.set_wakeup_fd`), and a separate thread in this module reads the socket.
 """
 
 import contextlib
@@ -18,38 +18,38 @@ from praxis_lite.job.processes.exits import end_now
 
 __all__ = ("STOPS_WORKER", "SignalListener", "listen_to_supervisor_only", "name", "write_line")
 
-# SIGHUP means that the terminal was closed. Under nohup it is ignored, and remains ignored.
+# SIGHUP means that the terminal was closed. It is ignored under nohup, and remains ignored.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-# Sent by a supervisor to its worker, which ignores SIGNALS. SLURM sends those to all processes of a
-# host, and the second one would end the worker before it has saved.
+# Sent by a supervisor to its worker, which ignores SIGNALS. SLURM sends SIGNALS to all processes on
+# a host, so a worker that did not ignore them would end at the second signal without saving.
 STOPS_WORKER = signal.SIGUSR2
 
 # Requests a profile. Its default action would end the process.
 PROFILES = signal.SIGUSR1
 
-# A byte that is not a signal number; once it was read, all earlier signals have been read too.
+# A byte that is not a signal number. After it is read, all earlier signals have been read as well.
 _MARK = 255
-# How long the main thread waits for the listening thread, which may wait for a lock that the main
-# thread holds.
+# Maximum time for which the main thread waits for the listening thread, which may in turn wait for
+# a lock that the main thread holds.
 _LISTENER_SECONDS = 1.0
 
-# How long the main thread may take to clean up, if there is no checkpoint to write.
+# Maximum time for the main thread to clean up if there is no checkpoint to write.
 CLEAN_UP_SECONDS = 2.0
 
 
 class SignalListener(contextlib.AbstractContextManager):
-    """Handles SIGNALS and PROFILES while it is entered; subclasses define the actions.
+    """A context that handles SIGNALS and PROFILES; subclasses define the actions.
 
     In a worker of an elastic job, STOPS_WORKER takes the place of SIGNALS.
 
-    Python installs handlers only in the main thread; if entered in another thread, this class
-    handles no signals. Signals that were ignored before remain ignored, and the user's handler for
-    PROFILES remains installed.
+    Python can only install handlers in the main thread. If the context is entered in a different
+    thread, no signals are handled. Signals that were ignored before remain ignored, and the user's
+    handler for PROFILES remains installed.
     """
 
     def __init__(self) -> None:
-        # When to call `_on_timeout`, in seconds of time.monotonic; set by the listening thread.
+        # `time.monotonic` at which to call `_on_timeout`; set by the listening thread.
         self._timeout_at: float | None = None
         self._has_stop_signal = False
         self._raised: SystemExit | None = None
@@ -57,37 +57,37 @@ class SignalListener(contextlib.AbstractContextManager):
 
     @property
     def handles_profile_signal(self) -> bool:
-        """Whether PROFILES is handled: in the main thread, if the user has no handler for it."""
+        """Whether PROFILES is handled, which requires the main thread and no user handler."""
         return PROFILES in self._handlers
 
     def _in_main_thread(self, signum: int) -> None:
-        """Called in the main thread as soon as it executes Python code; may raise."""
+        """Called in the main thread as soon as it executes Python code. May raise exceptions."""
 
     def _on_signal(self, signum: int) -> None:
-        """Called immediately, in the listening thread, for the first signal and for each SIGHUP."""
+        """Called immediately in the listening thread, for the first signal and for each SIGHUP."""
 
     def _on_profile_signal(self) -> None:
-        """Called immediately, in the listening thread, for each PROFILES signal."""
+        """Called immediately in the listening thread, for each PROFILES signal."""
         write_line(f"{name(PROFILES)}: ignored, because only a training job can be profiled")
 
     def _on_second_signal(self, signum: int) -> None:
-        """Called immediately, in the listening thread, for a second signal; ends the process."""
+        """Called immediately in the listening thread for a second signal. Ends the process."""
         cause, outcome = f"{name(signum)}, the second signal", self._outcome()
         write_line(f"{cause}: ended at once{outcome}")
         end_now(128 + signum, f"was ended by {cause}{outcome}")
 
     def _outcome(self) -> str:
-        """Returns the end of a message: the latest checkpoint if the process ends now, or ""."""
+        """Returns a message about the latest checkpoint to append if the process ends, or ""."""
         return ""
 
     def _on_timeout(self) -> None:
         """Called in the listening thread at `_timeout_at`."""
 
     def _wait_for_listener(self) -> None:
-        """Waits, in the main thread, until the listening thread has handled all earlier signals.
+        """Waits in the main thread until the listening thread has handled all earlier signals.
 
-        Only the listening thread knows which signal came first, and how many came: after a wait in
-        C++, Python calls each pending handler once, in the order of signal numbers.
+        Only the listening thread knows the number and order of the signals: after a wait in C++,
+        Python calls each pending handler once, in the order of signal numbers.
         """
         self._caught_up.clear()
         self._write.send(bytes([_MARK]))
@@ -122,7 +122,7 @@ class SignalListener(contextlib.AbstractContextManager):
         self._read.close()
         self._write.close()
         if self._raised is not None and error is not self._raised:
-            # Some code has replaced the SystemExit by another exception.
+            # Some code has replaced the SystemExit by a different exception.
             raise self._raised from None
 
     def _end(self, status: int) -> None:
@@ -135,7 +135,7 @@ class SignalListener(contextlib.AbstractContextManager):
         if self in _active_listeners:
             _active_listeners.remove(self)
             for signum, handler in self._handlers.items():
-                # None means a handler that was not installed by Python, which cannot restore it.
+                # None is a handler that was not installed by Python and cannot be restored by it.
                 signal.signal(signum, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._wakeup_fd)
 
@@ -152,8 +152,8 @@ class SignalListener(contextlib.AbstractContextManager):
                 self._timeout_at = None
                 self._on_timeout()
                 continue
-            # Count equal signals that arrive together once: `timeout` signals its command, and then
-            # the command's process group.
+            # Treat equal signals that arrive together as a single signal: `timeout` signals its
+            # command, and then the command's process group.
             for signum in dict.fromkeys(self._read.recv(64)):
                 if signum in _stop_signals:
                     self._dispatch(signum)
@@ -164,7 +164,7 @@ class SignalListener(contextlib.AbstractContextManager):
 
     def _dispatch(self, signum: int) -> None:
         if signum == signal.SIGHUP:
-            # SIGHUP never counts as the second signal: a closed session sends it after SIGTERM.
+            # SIGHUP is never a second signal, because a closed session sends it after SIGTERM.
             self._on_signal(signum)
         elif self._has_stop_signal:
             self._on_second_signal(signum)
@@ -174,10 +174,10 @@ class SignalListener(contextlib.AbstractContextManager):
 
 
 class EndsBySignal(SignalListener):
-    """Ends the process at the first signal, with exit status 128 + its number and no traceback.
+    """Ends the process at the first signal with status 128 + its number, and without a traceback.
 
-    The main thread gets a SystemExit, so that it can remove incomplete files. If it does not end
-    within CLEAN_UP_SECONDS, for instance in a compilation, the process ends anyway.
+    A SystemExit is raised in the main thread, so that it can remove incomplete files. If it does
+    not end within CLEAN_UP_SECONDS, for example during a compilation, the process is ended.
     """
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ def name(signum: int) -> str:
 
 
 def write_line(line: str) -> None:
-    """Writes a line to standard error without Python's buffers, which another thread may lock."""
+    """Writes a line to standard error, bypassing buffers that another thread may have locked."""
     # Start on a new line, because the terminal may show ^C or the progress line.
     start = "\n" if os.isatty(2) else ""
     with contextlib.suppress(OSError):
@@ -214,7 +214,7 @@ def write_line(line: str) -> None:
 
 
 def listen_to_supervisor_only() -> None:
-    """Makes this process, a worker, handle STOPS_WORKER and ignore SIGNALS."""
+    """Makes this worker process handle STOPS_WORKER and ignore SIGNALS."""
     global _stop_signals
     _stop_signals = (STOPS_WORKER,)
     for signum in SIGNALS:
@@ -224,7 +224,7 @@ def listen_to_supervisor_only() -> None:
 
 
 def _ignore(signum: int, frame: object) -> None:
-    """Does nothing. Unlike SIG_IGN it is not inherited by programs that a worker starts."""
+    """Does nothing. Unlike SIG_IGN, this is not inherited by programs that a worker starts."""
 
 
 _stop_signals: tuple[int, ...] = SIGNALS
@@ -239,6 +239,6 @@ def _restore_in_child() -> None:
             signal.signal(signum, signal.SIG_DFL)
 
 
-# A forked process has no listening thread, and would write its signals to its parent's socket: a
-# pool that terminates its workers would stop the training.
+# A forked process has no listening thread, and would write its signals to its parent's socket. A
+# pool that terminates its workers would then stop the training.
 os.register_at_fork(after_in_child=_restore_in_child)

@@ -1,4 +1,4 @@
-"""Returns the stacks of all threads, of this process or of another process on the same host."""
+"""Returns the stacks of all threads in this process or in another process on the same host."""
 
 import contextlib
 import ctypes
@@ -15,16 +15,16 @@ from praxis_lite.job.processes.exits import temporary_folder
 
 __all__ = ("request_stacks", "install_stacks_handler", "stacks")
 
-# Makes a process write its stacks. `faulthandler` does so in C, even while C code holds the GIL.
-# Named signals have other meanings (`job/processes/signals.py`).
+# The signal that makes a process write its stacks. `faulthandler` writes them in C, even while C
+# code holds the GIL. Named signals are used for other purposes (`job/processes/signals.py`).
 _STACKS_SIGNAL = signal.SIGRTMIN + 3
 _MAX_CHARS = 100_000
 
 
 def stacks() -> str:
-    """Returns the stacks of all threads but the calling one, starting with the main thread."""
+    """Returns the stacks of all threads except the calling thread, with the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    # Group threads with the same stack, such as the idle threads of a pool.
+    # Group threads with equal stacks, such as the idle threads of a pool.
     threads_by_stack: dict[str, list[str]] = {}
     main, calling = threading.main_thread().ident, threading.get_ident()
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
@@ -37,21 +37,21 @@ def stacks() -> str:
 
 
 def install_stacks_handler() -> str:
-    """Makes this process write its stacks to a file on request; returns the file's path."""
+    """Makes this process write its stacks to a file on request, and returns the file's path."""
     path = temporary_folder() / "stacks"
-    # Stays open, because the signal handler writes to this descriptor.
+    # The file stays open, because the signal handler writes to its descriptor.
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     faulthandler.register(_STACKS_SIGNAL, file=descriptor, all_threads=True)
     return str(path)
 
 
 def request_stacks(pid: int, path: str, seconds: float = 3.0) -> str:
-    """Returns the stacks of another process on this host; "" if it does not respond in time.
+    """Returns the stacks of another process on this host, or "" if it does not respond in time.
 
     Args:
       pid: Id of a process that has called `install_stacks_handler`.
-      path: The path that this call returned.
-      seconds: How long to wait; a suspended process does not respond.
+      path: The path returned by that call.
+      seconds: Maximum time to wait. A suspended process does not respond.
     """
     file = Path(path)
     try:
@@ -71,13 +71,13 @@ def request_stacks(pid: int, path: str, seconds: float = 3.0) -> str:
 
 
 class GilAlarm(contextlib.AbstractContextManager):
-    """A timer that writes the stacks of this process to standard error, unless it is postponed.
+    """A timer that writes the stacks of this process to standard error unless it is postponed.
 
-    It uses a timer of the Linux kernel, so that it also fires while C code holds the GIL and no
-    Python thread runs. On other systems it does nothing.
+    It uses a timer of the Linux kernel, so it fires even while C code holds the GIL and no Python
+    thread runs. On other systems, it does nothing.
 
     Args:
-      seconds: Seconds until it fires.
+      seconds: Seconds until the timer fires.
     """
 
     def __init__(self, seconds: float):
@@ -97,7 +97,7 @@ class GilAlarm(contextlib.AbstractContextManager):
         return self
 
     def postpone(self, seconds: float | None = None) -> None:
-        """Restarts the timer with this many seconds, by default its own; 0 cancels it."""
+        """Restarts the timer with the given seconds (default: as constructed); 0 cancels it."""
         if self._libc is not None:
             spec = _Timer(after=int(self._seconds if seconds is None else seconds))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
@@ -116,7 +116,7 @@ class _Event(ctypes.Structure):
 
 
 class _Timer(ctypes.Structure):
-    """The C struct `itimerspec`: interval, and time until the timer fires."""
+    """The C struct `itimerspec`: the interval, and the time until the timer fires."""
 
     _fields_ = tuple(
         (name, ctypes.c_long) for name in ("every", "every_ns", "after", "after_ns")

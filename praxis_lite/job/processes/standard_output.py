@@ -1,4 +1,4 @@
-"""Keeps a program running when its output cannot be written: closed pipe, full disk."""
+"""Keeps a program running when its output cannot be written, as with a closed pipe."""
 
 import contextlib
 import logging
@@ -16,9 +16,9 @@ __all__ = ("print_log",)
 
 
 def redirect_to_null(number: int) -> None:
-    """Redirects a file descriptor, open or closed, to /dev/null."""
+    """Redirects a file descriptor to /dev/null, whether it is open or closed."""
     null = os.open(os.devnull, os.O_RDWR)
-    if null != number:  # `open` may return this number itself, if it was closed.
+    if null != number:  # `open` may return this same number if it was closed.
         os.dup2(null, number)
         os.close(null)
 
@@ -43,8 +43,8 @@ class _LosableStream:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        # Redirect the descriptor and not Python's stream, so that flushing its buffer at exit does
-        # not fail again.
+        # Redirect the descriptor instead of Python's stream, so that flushing the stream's buffer
+        # at exit does not fail again.
         redirect_to_null(self._stream.fileno())
         if not self._continues():
             raise SystemExit(128 + signal.SIGPIPE)
@@ -58,10 +58,10 @@ class _LosableStream:
 
 
 def open_closed_streams() -> None:
-    """Opens /dev/null for each standard stream that is closed, as by `1>&-` in a shell.
+    """Opens /dev/null for each standard stream that is closed, for example by `1>&-` in a shell.
 
-    Otherwise the next file that the job opens would get its descriptor, and `print` would write
-    into that file.
+    Otherwise, the next file that the job opens would get the stream's descriptor, and `print` would
+    write to that file.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -78,8 +78,9 @@ def output_may_be_lost(*, continues: bool | Callable[[], bool]) -> Iterator[None
     """Defines what happens when standard output or standard error cannot be written.
 
     Args:
-      continues: Whether the program continues without them. Otherwise it ends quietly, like a
-        program in a pipe. May also be a function that returns this, called when output is lost.
+      continues: Whether the program continues without them. Otherwise, it ends quietly, like a
+        program in a pipe. May also be a function that returns this and is called when output is
+        lost.
     """
     decide = continues if callable(continues) else lambda: continues
     original = sys.stdout, sys.stderr
@@ -105,7 +106,8 @@ def output_may_be_lost(*, continues: bool | Callable[[], bool]) -> Iterator[None
 
 class _PrintHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        # Only the first process has a standard output; the others print warnings to standard error.
+        # Only the first process has a standard output. All other processes print warnings to
+        # standard error.
         to_stdout = processes.is_first() or record.levelno < logging.WARNING
         # The message may contain a file name that is not UTF-8, which cannot be printed.
         message = printable(record.getMessage())
@@ -113,7 +115,7 @@ class _PrintHandler(logging.Handler):
 
 
 def print_log() -> None:
-    """Prints the log messages of both packages, such as the choice of an attention kernel."""
+    """Prints log messages of both packages, such as the selected attention kernel."""
     for name in ("praxis_lite", "praxis_tools"):
         log = logging.getLogger(name)
         if not log.handlers:

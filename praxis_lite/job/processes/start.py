@@ -1,4 +1,4 @@
-"""Connects the processes of a job, found from flags or from a launcher's environment variables."""
+"""Connects the processes of a job, using flags or a launcher's environment variables."""
 
 import contextlib
 import os
@@ -41,20 +41,20 @@ def start(
     job_log_dir: str | None = None,
     beats: type[Beats] = Beats,
 ) -> None:
-    """Connects this process with the other processes of its job.
+    """Connects this process to the other processes of its job.
 
-    Call it before JAX initializes devices. Afterwards only the first process prints to standard
-    output. Without other processes, according to flags and environment, it does nothing and does
-    not import jax.
+    Call this before JAX initializes devices. Afterwards, only the first process prints to standard
+    output. If there are no other processes according to flags and environment, this function does
+    nothing and does not import jax.
 
     Args:
       coordinator: The option --coordinator.
       num_processes: The option --num_processes.
       process_id: The option --process_id.
       start_seconds: The option --start_seconds.
-      job_log_dir: The job's directory, through which the processes share a secret key. If it is
-        None and the processes run on several hosts, connections are not authenticated, so the
-        network must be isolated.
+      job_log_dir: The job directory, through which the processes share a secret key. If it is None
+        and the processes run on several hosts, connections are not authenticated, so the network
+        must be isolated.
       beats: Class of the heartbeats.
 
     Raises:
@@ -77,9 +77,9 @@ def start(
 
 
 def connect_member(membership: Membership, start_seconds: int) -> None:
-    """Connects a worker of an elastic job with the other workers of its generation.
+    """Connects a worker of an elastic job to the other workers of its generation.
 
-    Its supervisor watches it, so `peers` does not.
+    The worker is monitored by its supervisor instead of `peers`.
 
     Args:
       membership: The role of this process.
@@ -93,7 +93,8 @@ def connect_member(membership: Membership, start_seconds: int) -> None:
         return
     import jax
 
-    # Otherwise JAX aborts the remaining processes when one is lost, before their supervisors act.
+    # Otherwise, when a process is lost, JAX aborts the remaining processes before their supervisors
+    # act.
     jax.config.update("jax_enable_recoverability", True)
     settings = {
         "coordinator_address": membership.coordinator, "num_processes": len(membership.members),
@@ -116,7 +117,7 @@ def process_numbers(
     """Returns (process_id, num_processes) of this process of an elastic job.
 
     Raises:
-      ConfigError: Neither flags nor the environment specify them.
+      ConfigError: Neither flags nor environment variables specify these numbers.
     """
     if (num_processes, process_id) == (None, None):
         _, num_processes, process_id = _launcher(environment)
@@ -125,8 +126,8 @@ def process_numbers(
     require(
         num_processes is not None and process_id is not None, "--elastic",
         f"process {process_id} of {num_processes}", "both numbers",
-        "Add --num_processes=N and --process_id=K, from 0, on each host. Under SLURM and Open MPI "
-        "neither is needed, and in a Kubernetes job --process_id is not needed.",
+        "Add --num_processes=N and --process_id=K, counted from 0, on each host. SLURM and Open "
+        "MPI set both numbers, and a Kubernetes job sets --process_id.",
     )
     _check_flags(coordinator or "localhost:1", num_processes, process_id)
     return process_id, num_processes
@@ -147,11 +148,11 @@ def find_others(
       environment: The environment variables.
 
     Returns:
-      The arguments of `jax.distributed.initialize`, and how they were found, as text; (None, "") if
-      the job has one process.
+      A tuple of the arguments for `jax.distributed.initialize` and a description of how they were
+      found, or (None, "") if the job has a single process.
 
     Raises:
-      ConfigError: A flag is wrong or missing, or the launcher does not specify the coordinator.
+      ConfigError: A flag is invalid or missing, or the launcher does not specify the coordinator.
     """
     launcher, size, rank = _launcher(environment)
     if (coordinator, num_processes, process_id) != (None, None, None):
@@ -179,16 +180,16 @@ def find_others(
         return {"cluster_detection_method": "mpi4py"}, "mpi4py"
     raise ConfigError(
         f"{launcher} started {size} processes, of which this is number {rank}, but does not "
-        "specify where the first one runs. Add --coordinator=HOST:PORT with the host of the first "
-        "process and a free port there, or install mpi4py."
+        "specify the host of the first process. Add --coordinator=HOST:PORT with this host and a "
+        "free port on it, or install mpi4py."
     )
 
 
 def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | None]:
-    """Returns (launcher, num_processes, process_id); ("", None, None) without a launcher."""
+    """Returns (launcher, num_processes, process_id), or ("", None, None) without a launcher."""
     for launcher, (size, rank) in _LAUNCHERS.items():
         if size in environment and rank in environment:
-            # A script of sbatch that does not use srun runs only once, for any number of tasks.
+            # An sbatch script without srun runs only once, for any number of tasks.
             if launcher == "SLURM" and not all(name in environment for name in _SLURM_STEP):
                 continue
             return launcher, int(environment[size]), int(environment[rank])
@@ -200,7 +201,7 @@ def _is_tpu(environment: Mapping[str, str]) -> bool:
     return (
         "," in environment.get("TPU_WORKER_HOSTNAMES", "")
         or environment.get("MEGASCALE_NUM_SLICES", "1") != "1"
-        # On a TPU VM outside Kubernetes, let JAX query the metadata server, also for a single host.
+        # On a TPU VM outside Kubernetes, let JAX query the metadata server, even for a single host.
         or ("TPU_WORKER_HOSTNAMES" not in environment and environment.get("JAX_PLATFORMS") != "cpu"
             and os.path.exists("/dev/accel0") and find_spec("libtpu") is not None)
     )
@@ -218,7 +219,7 @@ def _check_flags(
         raise ConfigError(
             f"Each process of a job with several processes needs {', '.join(flags)}, but "
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Add "
-            f"{'it' if len(missing) == 1 else 'them'}, or leave out all three."
+            f"{'it' if len(missing) == 1 else 'them'}, or remove all three flags."
         )
     host, _, port = coordinator.rpartition(":")
     require(
@@ -235,7 +236,7 @@ def _check_flags(
 
 
 def _with_detected(settings: Mapping[str, Any], seconds: int) -> Mapping[str, Any]:
-    """Adds arguments of `jax.distributed.initialize` that JAX detects in the cluster."""
+    """Adds arguments for `jax.distributed.initialize` that JAX detects in the cluster."""
     if "coordinator_address" in settings:
         return settings
     try:
@@ -243,7 +244,7 @@ def _with_detected(settings: Mapping[str, Any], seconds: int) -> Mapping[str, An
             settings.get("cluster_detection_method"), seconds
         )
         if coordinator is None:
-            raise ValueError("JAX does not find the first process")
+            raise ValueError("JAX cannot find the first process")
     except (RuntimeError, ValueError, OSError) as error:
         raise _connection_error(error) from error
     return {
@@ -258,7 +259,7 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
     """Provides a file through which the processes share the job's key while they connect.
 
     Yields:
-      The file; None without a directory that all processes can read.
+      The file, or None if there is no directory that all processes can read.
     """
     host, port = addresses.parse_address(settings["coordinator_address"])
     if is_loopback(host):
@@ -275,7 +276,7 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
     yield file
     if settings["process_id"] == 0:
         file.unlink(missing_ok=True)
-        if not had_folder:  # The job's settings may still turn out to be wrong.
+        if not had_folder:  # The job's settings may still turn out to be invalid.
             with contextlib.suppress(OSError):
                 file.parent.rmdir()
 
@@ -283,13 +284,13 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
 def _connect(
     settings: Mapping[str, Any], seconds: int, key: bytes | Path | None, lost_status: int = 2
 ) -> None:
-    """Calls `jax.distributed.initialize`, through authenticating gates if there is a key.
+    """Calls `jax.distributed.initialize`, using authenticating gates if there is a key.
 
     Args:
-      settings: Arguments of `jax.distributed.initialize`.
-      seconds: How long to wait for the other processes, before this process ends.
-      key: The job's key, or the file that the first process will write it to. None accepts any
-        connection to the port of the first process.
+      settings: Arguments for `jax.distributed.initialize`.
+      seconds: Maximum time to wait for the other processes before this process ends.
+      key: The job's key, or the file to which the first process will write it. If None, the first
+        process accepts any connection to its port.
       lost_status: Exit status after a timeout, in an elastic job.
     """
     import jax
@@ -308,12 +309,12 @@ def _connect(
                 "system that all hosts share. If they start at different times, add "
                 "--start_seconds=600 to all of them.\n"
             ).encode())
-            # Status 1 lets a cluster retry, because a missing process may start later.
+            # With status 1, a cluster retries. This may help if a missing process starts later.
             os._exit(1 if lost_status == 2 else lost_status)
 
     threading.Thread(target=end_after_timeout, daemon=True).start()
     try:
-        # JAX's timeout is longer, because JAX aborts the process without such a message.
+        # JAX's timeout is longer, because JAX aborts the process without a helpful message.
         jax.distributed.initialize(
             **{**settings, **_addresses(settings, key)}, initialization_timeout=seconds + 60,
             heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
@@ -327,7 +328,8 @@ def _connect(
         os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
     )
     if is_alone_on_its_host and "JAX_LOCAL_DEVICE_IDS" not in os.environ:
-        # Under SLURM and Open MPI, JAX assumes a process per GPU and shows each process one GPU.
+        # Under SLURM and Open MPI, JAX assumes one process per GPU and hides all but one GPU from
+        # each process.
         for platform in ("cuda", "rocm"):
             jax.config.update(f"jax_{platform}_visible_devices", "all")
 
@@ -341,7 +343,7 @@ def _connection_error(error: Exception) -> ConfigError:
 
 
 def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[str, str]:
-    """Starts this process's gate, if there is a key; returns the address arguments for JAX."""
+    """Starts this process's gate if there is a key, and returns the address arguments for JAX."""
     coordinator, is_first = settings["coordinator_address"], settings["process_id"] == 0
     to_reach, to_bind = addresses.to_reach(coordinator), addresses.to_bind(coordinator)
     if (bound := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")) and not isinstance(key, bytes):
@@ -359,14 +361,14 @@ def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[st
 
 
 def _redirect_output(process: int) -> None:
-    """Drops standard output, and prefixes lines on standard error with the process's index."""
+    """Discards standard output, and prefixes lines on standard error with the process's index."""
     sys.stdout.flush()
     redirect_to_null(1)
     sys.stderr = PrefixedStream(sys.stderr, f"[process {process}] ")
 
 
 class PrefixedStream:
-    """A text stream that begins each line with a prefix."""
+    """A text stream that adds a prefix to each line."""
 
     def __init__(self, stream: TextIO, prefix: str):
         self._stream, self._prefix, self._is_new_line = stream, prefix, True

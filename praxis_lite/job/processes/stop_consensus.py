@@ -13,27 +13,28 @@ from praxis_lite.job.events import ON_DEVICES, events
 
 _log = logging.getLogger(__name__)
 
-# A process is slow if its host time per step exceeds the median by this many seconds, and is more
-# than this multiple of the median.
+# A process is slow if its host time per step exceeds the median by this number of seconds and by
+# this factor.
 _SLOW_SECONDS, _SLOW_FACTOR = 0.05, 3.0
 _SLOW_STEPS = 5  # Consecutive slow steps before a warning.
 _REPEAT_SECONDS = 300.0
 
 
 class StopConsensus:
-    """Combines the requests of all processes, so that all act on them at the same step.
+    """Combines the requests of all processes, so that they all act at the same step.
 
     Each call of `should_stop` dispatches a small gather over the mesh and returns the result of the
-    previous call, so no process waits. Processes whose host work is slow are logged.
+    previous call, so no process waits. Processes with slow host work are logged.
 
     Args:
       mesh: The job's mesh.
 
     Attributes:
-      stop_reason: Which processes requested to stop, as text, once `should_stop` returned True.
+      stop_reason: Message that lists the processes that requested to stop, after `should_stop` has
+        returned True.
       save_is_due: Whether a checkpoint was due by the first process's clock. Like the following
         attributes, it is updated by `should_stop` and equal in all processes.
-      profile_steps: Number of steps that a process requested to profile; 0 without a request.
+      profile_steps: Number of steps that a process requested to profile, or 0 without a request.
       end_is_due: Whether the first process had a reason to end training early.
     """
 
@@ -62,7 +63,7 @@ class StopConsensus:
             self._host_seconds += seconds
 
     def saved(self) -> None:
-        """Clears a pending request for a checkpoint, because one was just started."""
+        """Clears a pending request for a checkpoint, because a save was just started."""
         self.save_is_due, self._has_saved = False, True
 
     def should_stop(
@@ -71,9 +72,9 @@ class StopConsensus:
     ) -> bool:
         """Combines the requests of all processes.
 
-        With several processes, the result and the attributes are those of the requests in the
-        previous call. That gather is complete by then, because the loop reads the metrics of the
-        step before it.
+        If there are several processes, the result and the attributes are based on the requests in
+        the previous call. Their gather is already complete, because the loop has read the metrics
+        of the step before it.
 
         Args:
           stop_requested: Whether this process was requested to stop.
@@ -82,7 +83,7 @@ class StopConsensus:
           end_is_due: Whether this process has a reason to end training early.
 
         Returns:
-          Whether any process was requested to stop; the same in all processes.
+          Whether any process was requested to stop; equal in all processes.
         """
         self.profile_steps = 0
         if self._is_alone:
@@ -107,7 +108,7 @@ class StopConsensus:
             ]
         if processes.is_first():
             self._slow.add(requests[:, 1])
-        # Ignore a request that was made before a save which has started since.
+        # Ignore a request if a save has started since it was made.
         self.save_is_due = bool(requests[0, 2]) and not has_saved
         self.profile_steps = int(requests[:, 3].max())
         self.end_is_due = bool(requests[0, 4])
@@ -118,7 +119,7 @@ class StopConsensus:
 
 
 class SlowHosts:
-    """Logs a warning about processes whose host work takes far longer than that of the others."""
+    """Logs a warning about processes whose host work is much slower than in other processes."""
 
     def __init__(self) -> None:
         self._num_slow: dict[int, int] = {}
@@ -126,7 +127,7 @@ class SlowHosts:
 
     def add(self, seconds: np.ndarray) -> None:
         """Adds the host seconds of each process in a step."""
-        # The lower median: with two processes, the mean of both would hide that one is slow.
+        # Use the lower median. With two processes, the mean would hide that one of them is slow.
         median = float(np.sort(seconds)[(len(seconds) - 1) // 2])
         for process, own in enumerate(seconds.tolist()):
             is_slow = own > max(_SLOW_FACTOR * median, median + _SLOW_SECONDS)

@@ -1,4 +1,4 @@
-"""Handles requests to stop a training job: signals, and its time limit."""
+"""Handles requests to stop a training job, by signals or by its time limit."""
 
 import threading
 import time
@@ -6,28 +6,29 @@ import time
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.exits import end_now
 
-# The processes of a job stop after the same step. Before the first step, a process that received a
-# stop request waits at most this long for that step, and then ends. Schedulers kill it after 30 s.
+# All processes of a job stop after the same step. Before the first step, a process that received a
+# stop request waits for that step for at most this time, and then ends. Schedulers kill a process
+# after 30 s.
 PEERS_SECONDS = 20.0
 
 
 class StopRequest(signals.SignalListener):
-    """Handles SIGTERM, SIGINT, SIGHUP and a time limit while it is entered.
+    """A context that handles SIGTERM, SIGINT, SIGHUP and a time limit.
 
-    The first request is reported immediately on standard error. Before the first step there is
-    nothing to save, so the process ends immediately: with status 0 after a signal, and with 2 at
-    the time limit, because a restarted job would reach it again. After the first call of
-    `step_ended`, only `reason` is set; the training loop reads it, saves and stops. A second signal
-    ends the process immediately with status 128 + its number.
+    The first request is reported immediately on standard error. Before the first step, there is
+    nothing to save, so the process ends immediately. Its status is 0 after a signal, and 2 at the
+    time limit, because a restarted job would reach the limit again. After the first call of
+    `step_ended`, only `reason` is set, and the training loop reads it, saves and stops. A second
+    signal ends the process immediately with status 128 + its number.
 
     Args:
-      time_limit_seconds: Time limit, counted from entering; None for no limit.
-      num_processes: Number of processes of the job. If there are several, they all stop after the
-        same step, at the earliest the first.
+      time_limit_seconds: Time limit, measured from entering the context, or None for no limit.
+      num_processes: Number of processes in the job. If there are several, they all stop after the
+        same step, which is at least the first step.
 
     Attributes:
-      reason: The request to stop this process, such as "SIGTERM"; None without one.
-      profile_requested: Whether SIGUSR1 has requested a profile; reset by the code that makes it.
+      reason: The request to stop this process, such as "SIGTERM", or None.
+      profile_requested: Whether SIGUSR1 has requested a profile. Reset by the code that starts it.
     """
 
     def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
@@ -38,7 +39,7 @@ class StopRequest(signals.SignalListener):
         # Reentrant: the handler interrupts the main thread, which may hold the lock.
         self._lock = threading.RLock()
         self._has_stepped = self._ends_now = False
-        self._status = 0  # Exit status if the process ends before the first step.
+        self._status = 0  # The exit status if the process ends before the first step.
         self.reason: str | None = None
         self.profile_requested = False
 
@@ -49,15 +50,15 @@ class StopRequest(signals.SignalListener):
         return self
 
     def training_begins(self, newest_step: int | None) -> None:
-        """Sets the step of the latest checkpoint, for messages; None if there is none yet."""
+        """Sets the step of the latest checkpoint for messages, or None if there is none yet."""
         self._has_begun, self._newest_step = True, newest_step
 
     def saved(self, newest_step: int | None) -> None:
-        """Updates the step of the latest checkpoint; callable from any thread."""
+        """Updates the step of the latest checkpoint. Callable from any thread."""
         self._newest_step = newest_step
 
     def step_ended(self) -> None:
-        """Records that the job has a state to save; called after every step."""
+        """Records that the job has a state to save. Called after every step."""
         if not self._has_stepped:
             with self._lock:
                 if self._ends_now:
@@ -97,7 +98,7 @@ class StopRequest(signals.SignalListener):
                 end_now(self._status, f"ended before its first step, because of {self.reason}")
 
     def _request_end(self, reason: str) -> None:
-        """Handles the first request; later ones, from either thread, are ignored."""
+        """Handles the first request. Later requests from either thread are ignored."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -135,7 +136,7 @@ class StopRequest(signals.SignalListener):
     def _time_limit_message(self) -> str:
         """Returns the error message for a time limit that ends before the first step."""
         return (
-            f"{self.reason} is over before a step was made, and {self._newest_checkpoint()}. It "
-            "must be longer than restoring and compiling take: raise "
+            f"{self.reason} expired before the first step, and {self._newest_checkpoint()}. It "
+            "must be longer than the time for restoring and compiling: raise "
             "run.stopping.time_limit_seconds."
         )

@@ -1,4 +1,4 @@
-"""Reports where a job hangs: writes the stacks of all threads if no step ends for a set time."""
+"""Reports where a job hangs, by writing all stacks if no step ends for a given time."""
 
 import contextlib
 import faulthandler
@@ -27,23 +27,23 @@ _ADVICE = {
 
 
 class Watchdog(contextlib.AbstractContextManager):
-    """Reports, while it is entered, if the training loop shows no sign of life for some time.
+    """A context that writes a report if the training loop makes no progress for some time.
 
     A report is a line on standard error with the last step and the current activity, followed by
-    the stacks of all threads. The next report comes after twice the time. If hanging C code holds
+    the stacks of all threads. The next report follows after twice the time. If hanging C code holds
     the GIL, so that no Python thread runs, `faulthandler` writes the stacks after at most twice the
     time.
 
     Args:
-      seconds: Seconds without a sign of life before a report; None for no reports.
-      exits: Whether the process ends with status 1 after the first report. It does not end while
-        it saves: within `during(SAVING)`, or while `is_saving` returns True. Saves start only
+      seconds: Seconds without progress before a report, or None for no reports.
+      exits: Whether the process exits with status 1 after the first report. It does not exit during
+        a save, that is within `during(SAVING)` or while `is_saving` returns True. Saves only start
         within `during(SAVING)`.
-      is_saving: Returns whether a save runs in the background.
-      stacks_txt: A file to append the reports to, or None.
+      is_saving: Function that returns whether a save runs in the background.
+      stacks_txt: A file to which reports are appended, or None.
 
     Attributes:
-      last_sign: Time of the last sign of life, in seconds of time.monotonic.
+      last_sign: `time.monotonic` at the last progress.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class Watchdog(contextlib.AbstractContextManager):
         self._exits, self._is_saving = exits, is_saving
         self._step: int | None = None
         self._doing = COMPILING
-        # Held from the decision to end the process until its end, so that no save starts then.
+        # Held from the decision to end the process until it ends, so that no save starts in
+        # between.
         self._lock = threading.Lock()
         self.last_sign = self._last_step = time.monotonic()
         self._is_over = threading.Event()
@@ -71,19 +72,20 @@ class Watchdog(contextlib.AbstractContextManager):
         self.last_sign = self._last_step = time.monotonic()
 
     def alive(self) -> None:
-        """Restarts the timer, without the end of a step."""
+        """Restarts the timer although no step has ended."""
         events.progress()
         self.last_sign = time.monotonic()
 
     def is_silent(self) -> bool:
-        """Returns whether the loop is silent for `seconds`, while it neither compiles nor saves."""
+        """Returns whether there was no progress for `seconds`, except during compilation or saves.
+        """
         if self._seconds is None or self._doing in (COMPILING, SAVING) or self._is_saving():
             return False
         return time.monotonic() - self.last_sign > self._seconds
 
     @contextlib.contextmanager
     def during(self, doing: str) -> Iterator[None]:
-        """Sets the activity that reports name; restarts the timer when entered and left."""
+        """Context that sets the activity in reports. Restarts the timer on entry and exit."""
         previous = self._doing
         self._set_activity(doing)
         with events.phase(doing):
@@ -98,16 +100,16 @@ class Watchdog(contextlib.AbstractContextManager):
                 self._restart_faulthandler()
 
     def may_end(self) -> bool:
-        """Returns whether a report of a stuck process may end this process now."""
+        """Returns whether a report about a stuck process may end this process now."""
         with self._lock:
             return self._is_exit_allowed()
 
     def _is_exit_allowed(self) -> bool:
-        """Returns whether a report may end the process; the caller holds the lock."""
+        """Returns whether a report may end the process. The caller must hold the lock."""
         return self._exits and self._doing != SAVING and not self._is_saving()
 
     def _restart_faulthandler(self) -> None:
-        """Restarts the timer that writes stacks if no Python thread runs; needs the lock."""
+        """Restarts the timer of `faulthandler`. The caller must hold the lock."""
         may_exit = self._is_exit_allowed()
         faulthandler.dump_traceback_later(2 * self._seconds, exit=may_exit, file=2)
 
@@ -134,7 +136,7 @@ class Watchdog(contextlib.AbstractContextManager):
             seconds_left = last_sign + timeout - time.monotonic()
             if self._is_over.wait(min(max(seconds_left, 0.0), self._seconds)):
                 return
-            with self._lock:  # So that no save ends between the check and the report.
+            with self._lock:  # Prevents a save from ending between the check and the report.
                 if self.last_sign != last_sign:
                     last_sign, timeout = self.last_sign, self._seconds
                 if time.monotonic() - last_sign >= timeout:
@@ -166,12 +168,12 @@ _entered: list[Watchdog] = []
 
 
 def entered() -> Watchdog | None:
-    """Returns the watchdog of the running training, or None."""
+    """Returns the watchdog of the current training run, or None."""
     return _entered[-1] if _entered else None
 
 
 def write_report(report: str, stacks_txt: Path | None) -> None:
-    """Writes a report to standard error, and appends it to a file, if one is given."""
+    """Writes a report to standard error, and appends it to a file unless the file is None."""
     _to_stderr(report)
     if stacks_txt is not None:
         # If the file cannot be written, the report is still on standard error.

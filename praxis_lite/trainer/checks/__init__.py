@@ -1,4 +1,4 @@
-"""Checks of a job before its first step compiles: settings, datasets, ids and memory.
+"""Checks of a job before its first step is compiled: settings, datasets, ids and memory.
 
-They may trace a step but never run one.
+The checks may trace a step but never run one.
 """

@@ -1,4 +1,4 @@
-"""Checks a job's datasets against its task and its mesh, before a step compiles."""
+"""Checks a job's datasets against its task and its mesh, before a step is compiled."""
 
 from collections.abc import Mapping
 
@@ -33,10 +33,11 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
       job: The job, as built from its config.
       partitioner: The job's task on its mesh.
       root: The field, "datasets" or "decode_datasets".
-      mode: The mode, as for `partitioner_of`; "explain" reads no batch.
+      mode: The mode, as for `partitioner_of`. In mode "explain", no batch is read.
 
     Raises:
-      ConfigError: A dataset does not fit, or the processes have different data.
+      ConfigError: A dataset does not match the task or the mesh, or the processes have different
+        data.
     """
     pipelines = {f"{root}.{name}": pipeline for name, pipeline in getattr(job, root).items()}
     specs = {}
@@ -59,7 +60,7 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
                 _check_first_batch(pipeline, spec, rows, num_ids, path)
             check_tokens(job.task, pipeline, path)
         # Trace the step, because layers check some settings only when they are called. JAX caches
-        # the trace. In mode "train" the step of an evaluation dataset is the eval step.
+        # the trace. In mode "train", the eval step is traced for evaluation datasets.
         if mode in ("train", "decode"):
             step.trace(spec)
         elif mode == "eval" and name != TRAIN:
@@ -70,12 +71,12 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
 
 
 def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
-    """Returns the compiled step that takes the batches of a dataset.
+    """Returns the train, eval or decode step for the batches of a dataset.
 
     Args:
       partitioner: The job's task on its mesh.
       root: The field of the job that contains the dataset: "datasets" or "decode_datasets".
-      name: Name of the dataset; in "datasets", all but "train" are for evaluation.
+      name: Name of the dataset. In "datasets", all datasets except "train" are for evaluation.
     """
     if root == "decode_datasets":
         return partitioner.decode_step
@@ -83,7 +84,7 @@ def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
 
 
 def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str) -> None:
-    """Checks that a batch has every leaf that a step reads, and that the mesh can split it.
+    """Checks that a batch contains all leaves that a step reads, and can be sharded over the mesh.
 
     Args:
       step: The step.
@@ -91,7 +92,7 @@ def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str)
       name: Name of the dataset, for the error message.
 
     Raises:
-      ConfigError: A leaf is missing, or the batch does not fit the mesh.
+      ConfigError: A leaf is missing, or the batch cannot be sharded over the mesh.
     """
     step.where.task.check_inputs(spec, step.required_inputs, name)
     step.check_batch(spec)
@@ -106,7 +107,7 @@ def _check_first_batch(
 ) -> None:
     """Checks the size and the ids of this process's rows of the first batch.
 
-    Later batches are checked just before their steps.
+    Later batches are checked just before the steps that use them.
     """
     fraction = max(0, rows.stop - rows.start) / pipeline.batch_size
     check_batch_fits(spec, fraction, name)

@@ -1,8 +1,8 @@
 """Finds the valid range of the integers in a batch, by tracing how the task indexes with them.
 
-A model looks its ids up in an embedding table, and its labels in the logits. JAX does not report an
-id out of range: the lookup returns NaN or the last row, and a one-hot row is all zeros. So the
-sizes of the indexed dims are read from the jaxpr, and batches are checked against them.
+A model looks up ids in an embedding table, and labels in the logits. JAX does not report ids that
+are out of range: the lookup returns NaN or the last row, and a one-hot row is all zeros. Therefore,
+the sizes of the indexed dims are read from the jaxpr, and batches are checked against them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from praxis_lite.core.models.model import abstract_mdl_vars
 from praxis_lite.core.partitioner.steps import eval_step
 from praxis_lite.core.task import Task
 
-# Primitives whose result consists of elements of their first operand, unchanged.
+# Primitives that return elements of their first operand unchanged.
 _ELEMENT_PRESERVING = {
     "reshape", "broadcast_in_dim", "squeeze", "expand_dims", "transpose", "rev", "slice",
     "dynamic_slice", "copy", "convert_element_type", "stop_gradient", "sharding_constraint",
@@ -27,7 +27,7 @@ _ELEMENT_PRESERVING = {
 
 
 def num_ids_of(task: Task, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, int]:
-    """Returns the number of valid ids of each integer leaf of a batch, where it is known.
+    """Returns the number of valid ids for each integer leaf of a batch, if it is known.
 
     Args:
       task: The task; `Task.num_ids` takes precedence over the traced sizes.
@@ -45,12 +45,12 @@ def num_ids_of(task: Task, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[
 def _traced_sizes(
     task: Task, spec: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
 ) -> dict[str, int]:
-    """Returns the size of the smallest dim that each leaf indexes in the task's eval step."""
+    """Returns the size of the smallest dim indexed by each leaf in the task's eval step."""
     try:
         mdl_vars = abstract_mdl_vars(task.model.weight_specs())
         traced = jax.make_jaxpr(functools.partial(eval_step, task))(mdl_vars, dict(spec))
     except Exception:
-        return {}  # The trace of the actual step raises the error, with the names of settings.
+        return {}  # Tracing the actual step raises this error with the names of settings.
     leaves = jax.tree.leaves_with_path(dict(spec))
     names = [
         path[0].key if len(path) == 1 and _is_integer(leaf) else None for path, leaf in leaves
@@ -73,21 +73,21 @@ class _Shifted:
 
 
 class _IndexTracker:
-    """Follows the leaves of a batch through a jaxpr, as long as their values are unchanged.
+    """Tracks the leaves of a batch through a jaxpr, as long as their values are unchanged.
 
-    Each value in the jaxpr has a label, or None if it is not followed: the name of a leaf; a
-    `_Shifted` leaf; a tuple of names, for indices of several dims that were concatenated; or an int
-    n, for the numbers 0 to n - 1 along a dim (an iota).
+    Each value in the jaxpr has a label. The label is the name of a leaf; a `_Shifted` leaf; a tuple
+    of names for concatenated indices of several dims; an int n for an iota, the numbers 0 to n - 1
+    along a dim; or None for any other value.
 
     Attributes:
-      sizes: Size of the smallest dim that each leaf is an index into, by name of the leaf.
+      sizes: Size of the smallest dim that each leaf indexes, by name of the leaf.
     """
 
     def __init__(self):
         self.sizes: dict[str, int] = {}
 
     def visit(self, jaxpr: Any, labels: Sequence[Any]) -> list[Any]:
-        """Returns the labels of a jaxpr's results, given those of its arguments."""
+        """Returns the labels of a jaxpr's results, given the labels of its arguments."""
         return evaluate_jaxpr(jaxpr, labels, self._result_labels)
 
     def _result_labels(self, eqn: Any, labels: list[Any]) -> list[Any]:
@@ -99,7 +99,7 @@ class _IndexTracker:
         if primitive == "add" and isinstance(labels[0], str) and isinstance(eqn.invars[1], Literal):
             return [_Shifted(labels[0])]
         if primitive == "select_n":
-            # JAX wraps negative indices: it selects between x and x + n.
+            # JAX wraps negative indices by selecting between x and x + n.
             leaves = {label.name if isinstance(label, _Shifted) else label for label in labels[1:]}
             is_same = len(leaves) == 1 and leaves <= set(labels)
             return [leaves.pop() if is_same else None]
@@ -135,7 +135,7 @@ class _IndexTracker:
             self.sizes[name] = min(size, self.sizes.get(name, size))
 
     def _visit_inner(self, eqn: Any, labels: list[Any]) -> list[Any] | None:
-        """Visits the jaxprs inside an equation; returns result labels if it is a plain call."""
+        """Visits the jaxprs in an equation, and returns the result labels for a plain call."""
         primitive, results = eqn.primitive.name, None
         arguments = labels[1:] if primitive == "cond" else labels
         for inner in jaxprs_in_params(eqn.params):

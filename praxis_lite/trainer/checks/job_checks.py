@@ -1,4 +1,4 @@
-"""Checks a job's settings against each other, before its first step compiles."""
+"""Checks that a job's settings are consistent, before its first step is compiled."""
 
 import json
 import operator
@@ -23,7 +23,7 @@ __all__ = ("check_parts",)
 
 
 def check_parts(job: Any) -> None:
-    """Raises ConfigError if a part of a job has the wrong type, as an edited config.json allows."""
+    """Raises ConfigError if a field of the job has the wrong type, as in an edited config.json."""
     _check_part("The config", job, Job)
     parts = {
         "mesh": MeshConfig, "task": Task, "run": RunConfig, "datasets": Mapping,
@@ -34,8 +34,8 @@ def check_parts(job: Any) -> None:
     if not hasattr(job.task, "weight_sharding"):
         name = type(job.task).__name__
         raise ConfigError(
-            f"{name} did not call the constructor of Task: call super().__init__(model, learner) "
-            f"in {name}.__init__."
+            f"{name}.__init__ does not call the constructor of Task. Call "
+            "super().__init__(model, learner)."
         )
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():
@@ -54,7 +54,7 @@ def _check_part(path: str, actual: Any, expected: type) -> None:
 
 
 def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
-    """Raises ConfigError if training has too few batches, or an evaluation would never end."""
+    """Raises ConfigError if there are too few training batches, or an evaluation never ends."""
     for name, pipeline in datasets.items():
         num_batches = pipeline.num_batches
         if name == TRAIN and num_batches is not None and num_batches < run.num_train_steps:
@@ -65,30 +65,30 @@ def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> 
             )
         if name != TRAIN and num_batches is None and run.evaluation.max_batches is None:
             raise ConfigError(
-                f"datasets.{name} is endless, so an evaluation on it would never end. Use a "
-                "pipeline of one pass (shuffle=False, or num_batches), or set "
+                f"datasets.{name} is endless, so its evaluation would never end. Use a pipeline "
+                "with a single pass (shuffle=False, or num_batches), or set "
                 "run.evaluation.max_batches."
             )
 
 
 def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequence[int]) -> None:
-    """Raises ConfigError if the batches left after loss spikes are too few for all steps."""
+    """Raises ConfigError if too few batches remain for all steps after loss spikes."""
     num_batches = pipeline.num_batches
     if num_batches is not None and num_batches - len(skipped) < run.num_train_steps:
         raise ConfigError(
-            f"datasets.{TRAIN} has {num_batches} batches, of which {len(skipped)} were left out "
-            f"after loss spikes ({', '.join(map(str, skipped[:5]))}): too few for "
+            f"datasets.{TRAIN} has {num_batches} batches, of which {len(skipped)} were skipped "
+            f"after loss spikes ({', '.join(map(str, skipped[:5]))}), which leaves too few for "
             f"run.num_train_steps={run.num_train_steps}. Set it to at most "
             f"{num_batches - len(skipped)}."
         )
 
 
 def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
-    """Checks that a dataset has the task's tokenizer, and that its ids are in the vocabulary.
+    """Checks that a dataset uses the task's tokenizer, and that its ids are in the vocabulary.
 
     Args:
       task: The task, with its tokenizer and model.
-      pipeline: The dataset; other data than text is not checked.
+      pipeline: The dataset. Only text datasets are checked.
       name: The dataset's name, such as "datasets.train".
 
     Raises:
@@ -114,17 +114,18 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
         require(
             largest < size, f"{name}: the largest id of {data_tokenizer}{where}", largest,
             f"at most {size - 1}, because the model's vocab_size is {size}",
-            f"Set the model's vocab_size={data_tokenizer.vocab_size}, or use another tokenizer.",
+            f"Set the model's vocab_size={data_tokenizer.vocab_size}, or use a different "
+            "tokenizer.",
         )
 
 
 def byte_tokenizer_hint(pipeline: InputPipeline) -> str:
-    """Returns a sentence on how to set a tokenizer, if text is encoded as bytes; else ""."""
+    """Returns a hint on how to set a tokenizer if text is encoded as bytes, else ""."""
     if not isinstance(_without_workers(pipeline).tokenizer, ByteTokenizer):
         return ""
     return (
-        " Text is encoded as bytes, because no tokenizer is set and HF_DIR has none: put its "
-        "tokenizer.json there, or use --set corpus.tokenizer=DIRECTORY."
+        " Text is encoded as bytes, because no tokenizer is set and HF_DIR does not contain one: "
+        "put its tokenizer.json there, or use --set corpus.tokenizer=DIRECTORY."
     )
 
 
@@ -142,7 +143,7 @@ def check_decoder(task: Task) -> None:
 def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
     """Checks the first batch of each evaluation dataset, and the fingerprint of `train`.
 
-    The first batch of `train` is checked when the loop reads it.
+    The first training batch is checked when the loop reads it.
 
     Raises:
       ConfigError: A batch does not match its dataset's spec, or the fingerprint is not JSON.
@@ -164,21 +165,21 @@ def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
 
 
 def notes_on_batch_size(pipeline: InputPipeline) -> list[str]:
-    """Returns a warning if a training batch is larger than the dataset; else []."""
+    """Returns a warning if a training batch is larger than the dataset, else []."""
     pipeline = _without_workers(pipeline)
     if isinstance(pipeline, Mixture):
-        return []  # A batch of a mixture takes rows of several sources.
+        return []  # A batch of a mixture contains rows from several sources.
     num_examples = getattr(pipeline, "num_examples", None)
     if num_examples is None or num_examples >= pipeline.batch_size:
         return []
     return [
         f"WARNING: datasets.{TRAIN} has {num_examples:,} examples and a batch_size of "
-        f"{pipeline.batch_size:,}: each batch repeats examples. Lower batch_size, or add data."
+        f"{pipeline.batch_size:,}, so each batch repeats examples. Lower batch_size, or add data."
     ]
 
 
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
-    """Raises ConfigError if averaged weights are to be evaluated but the learner has none."""
+    """Raises ConfigError if the run evaluates averaged weights but the learner averages none."""
     opt_states = partitioner.layout.shapes.opt_states
     for use_ema in (run.evaluation.use_ema_states, run.decode_use_ema_states):
         partitioner.task.learner.eval_opt_states(opt_states, use_ema=use_ema)
@@ -190,8 +191,8 @@ def check_watched_metrics(
     """Checks the metrics of early stopping (run.stopping.early) and of run.checkpoints.best.
 
     Raises:
-      ConfigError: No evaluation computes the metric, the only evaluation is after the last step, or
-        a checkpoint is saved without an evaluation; unless a follower evaluates.
+      ConfigError: No evaluation computes the metric. If there is no follower, also if the only
+        evaluation is after the last step, or if checkpoints are saved without an evaluation.
     """
     for setting in ("stopping.early", "checkpoints.best"):
         watcher = operator.attrgetter(setting)(run)
@@ -204,12 +205,15 @@ def check_watched_metrics(
                 names += [f"{name}/{n}" for n in (*scalars, *pipeline.baselines())]
         if watcher.metric not in names:
             raise ConfigError(
-                f"run.{setting}.metric is '{watcher.metric}', but evaluations have "
-                f"{sorted(names) or 'no dataset'}.{did_you_mean(watcher.metric, names)}"
+                f"run.{setting}.metric is '{watcher.metric}', but the metrics of evaluations are "
+                f"{sorted(names)}.{did_you_mean(watcher.metric, names)}"
+                if names else
+                f"run.{setting}.metric is '{watcher.metric}', but there is no evaluation dataset. "
+                "Add one to the experiment's datasets()."
             )
         if run.evaluation.every_steps is None and not run.evaluation.by_follower:
             raise ConfigError(
-                f"run.{setting} watches {watcher.metric}, but the only evaluation is after the "
+                f"run.{setting} uses {watcher.metric}, but the only evaluation is after the "
                 "last step: set run.evaluation.every_steps, or let a follower evaluate "
                 "(run.evaluation.by_follower)."
             )
@@ -220,9 +224,9 @@ def check_watched_metrics(
         saved_every is None or evaluated_every is None or saved_every % evaluated_every
     ):
         raise ConfigError(
-            f"run.checkpoints.best needs an evaluation at each checkpoint, but "
-            f"run.checkpoints.every_steps is {saved_every} and run.evaluation.every_steps is "
-            f"{run.evaluation.every_steps}. Make the first a multiple of the second."
+            f"run.checkpoints.best requires an evaluation at each checkpoint, but "
+            f"run.checkpoints.every_steps={saved_every} is not a multiple of "
+            f"run.evaluation.every_steps={run.evaluation.every_steps}. Change one of them."
         )
 
 
@@ -233,13 +237,13 @@ _RESERVED_NAMES = {
 
 
 def check_metric_names(partitioner: Partitioner, train: InputPipeline) -> None:
-    """Raises ConfigError if a metric of the task has the name of another entry of metrics.jsonl."""
+    """Raises ConfigError if a metric's name is already used for another value in metrics.jsonl."""
     outputs = partitioner.train_step.trace(train.element_spec()).out_info[1]
     reserved = {
         *outputs["learner"], *_RESERVED_NAMES, f"{partitioner.task.weight_unit}_per_second"
     }
     if taken := sorted(reserved & outputs["metrics"].keys()):
         raise ConfigError(
-            f"{type(partitioner.task).__name__} reports a metric called {taken[0]!r}, which lines "
-            "of metrics.jsonl use for another number. Rename the metric."
+            f"{type(partitioner.task).__name__} reports a metric named {taken[0]!r}, but "
+            "metrics.jsonl uses this name for a different value. Rename the metric."
         )

@@ -17,10 +17,10 @@ __all__ = ("bytes_of_a_device", "check_fits")
 
 _NUM_LARGEST = 3
 SMALLER_STATE = (
-    "Split it over more devices (mesh.ici_mesh_shape, with a sharding preset such as fsdp, or "
-    "Learner.slot_mesh_axes for slots alone), keep slots on the host (Learner.host_slots), use an "
-    "optimizer with smaller slots (adafactor, lion, low_precision_slots in "
-    "bfloat16), or make the model smaller"
+    "Split it over more devices (mesh.ici_mesh_shape with a sharding preset such as fsdp, or "
+    "Learner.slot_mesh_axes for only the slots), store slots on the host (Learner.host_slots), use "
+    "an optimizer with smaller slots (adafactor, lion, low_precision_slots in "
+    "bfloat16), or use a smaller model"
 )
 SMALLER_STEP = (
     "set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a checkpoint_policy of the "
@@ -31,24 +31,24 @@ SMALLER_STEP = (
 def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
     """Checks that this process's devices can hold the state, before it is created.
 
-    A state that passes may still be too large, because gradients, activations and copies need
-    memory in addition.
+    A state that passes this check may still be too large, because gradients, activations and copies
+    need additional memory.
 
     Args:
       layout: Layout of the TrainState.
       mesh: The mesh.
-      mode: "train" counts all of the state, "eval" and "decode" only the weights.
+      mode: "train" to check the complete state, "eval" or "decode" to check only the weights.
 
     Raises:
-      OutOfMemory: The state does not fit.
+      OutOfMemory: The state does not fit in memory.
     """
     is_training, devices = mode == "train", mesh.local_devices
     leaves = [leaf for leaf in layout.leaves() if is_training or leaf.path.startswith("mdl_vars/")]
     per_device = sum(leaf.bytes_per_device for leaf in leaves)
     subject = "The state of training" if is_training else "The model"
     if devices[0].platform == "cpu":
-        # A training step allocates a buffer per simulated device. Weights that were only restored
-        # share one buffer among the devices.
+        # A training step allocates a separate buffer for each simulated device. Restored weights
+        # share a single buffer among the devices.
         needed = per_device * len(devices) if is_training else sum(
             math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves
         )
@@ -59,7 +59,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
             f"{subject} takes {format_bytes(needed)} on {len(devices)} simulated devices, which "
             f"share this machine's memory, but {format_bytes(int(available))} are available. "
             f"{_largest(leaves)} {SMALLER_STATE}; or use fewer simulated devices, because each "
-            "holds a copy of replicated arrays, or use real devices."
+            "device holds a copy of replicated arrays, or use real devices."
         )
     else:
         leaves = [leaf for leaf in leaves if not leaf.is_on_host]
@@ -76,7 +76,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
 
 
 def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
-    """Returns the bytes of memory per device; simulated devices share the host's free memory."""
+    """Returns the bytes of memory per device. Simulated devices share the host's free memory."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":
         return host_memory.available_bytes() / len(local)
@@ -87,7 +87,7 @@ def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
 def check_batch_fits(
     spec: Mapping[str, jax.ShapeDtypeStruct], fraction: float, name: str
 ) -> None:
-    """Checks that the host can hold its rows of a batch, before the batch is created.
+    """Checks that the host's rows of a batch fit in its memory, before the batch is created.
 
     Args:
       spec: Shapes and dtypes of the global batch.
@@ -111,9 +111,9 @@ def check_batch_fits(
 
 @contextlib.contextmanager
 def explaining_out_of_memory(layout: StateLayout) -> Iterator[None]:
-    """Turns an out-of-memory error of the compiler, a device or the host into an OutOfMemory.
+    """Converts out-of-memory errors of the compiler, a device or the host to OutOfMemory.
 
-    The message contains the failed allocation and the largest arrays of the state.
+    The message contains the failed allocation and the largest arrays in the state.
     """
     try:
         yield
@@ -126,7 +126,7 @@ def explaining_out_of_memory(layout: StateLayout) -> Iterator[None]:
         per_device = sum(leaf.bytes_per_device for leaf in layout.leaves())
         raise OutOfMemory(
             f"The job ran out of memory: {reason}. Each device holds {format_bytes(per_device)} of "
-            "the state of training, and in addition gradients, activations and the batch. "
+            "the training state, in addition to gradients, activations and the batch. "
             f"{_largest(layout.leaves())} To reduce activations, lower batch_size, {SMALLER_STEP}. "
             f"To reduce the state: {SMALLER_STATE[0].lower()}{SMALLER_STATE[1:]}."
         ) from error

@@ -1,4 +1,4 @@
-"""Checks that a job resumes with the data and the seed of its checkpoint."""
+"""Checks that a job resumes with the same data and seed as its checkpoint."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from praxis_lite.inputs.position import step_of
 def check_resumable(
     data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
 ) -> list[str]:
-    """Checks that the training data is that of the checkpoint, by its fingerprint.
+    """Checks by fingerprint that the training data is the same as for the checkpoint.
 
     Args:
       data: JSON data saved with the state, from `DataPosition.as_json`.
@@ -27,8 +27,8 @@ def check_resumable(
       A line for each accepted difference.
 
     Raises:
-      ConfigError: The fingerprints differ; the message has both values. Or an accepted name is not
-        in the fingerprints.
+      ConfigError: The fingerprints differ, in which case the message contains both values, or an
+        accepted name is not in the fingerprints.
     """
     # Compare both after a round trip through JSON, which turns tuples into lists.
     old, new = (
@@ -41,7 +41,7 @@ def check_resumable(
         covered = {n for n in names if f"{n}.".startswith(f"{name}.")}
         if not covered and name != RUN_SEED:
             raise ConfigError(
-                f"run.accept_changed_data contains {name!r}; expected names of the fingerprint of "
+                f"run.accept_changed_data contains {name!r}; expected names in the fingerprint of "
                 f"the training data: {names}.{did_you_mean(name, names)}"
             )
         allowed |= covered
@@ -55,7 +55,7 @@ def check_resumable(
         raise ConfigError(
             f"datasets.{TRAIN} differs from the data that the checkpoint of step {step_of(data)} "
             f"was trained with: {'; '.join(differing[name] for name in refused)}. Change it back, "
-            "start a new job in another job_log_dir, or accept that the job continues with other "
+            "start a new job in a different job_log_dir, or let the job continue with different "
             f"batches: --set 'run.accept_changed_data={in_brackets}'."
         )
     return [f"datasets.{TRAIN}: {text} (run.accept_changed_data)" for text in differing.values()]
@@ -65,14 +65,14 @@ RUN_SEED = "run.seed"
 
 
 def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Checks that the run's seed, which dropout uses, is that of the checkpoint.
+    """Checks that the run's seed, which dropout uses, is the same as for the checkpoint.
 
     Args:
       data: JSON data saved with the state.
       run: Settings of the run.
 
     Returns:
-      A line if another seed was accepted (run.accept_changed_data), else [].
+      A line if a different seed was accepted (run.accept_changed_data), else [].
 
     Raises:
       ConfigError: The seeds differ.
@@ -83,24 +83,24 @@ def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
     text = f"{RUN_SEED} was {old}, is {run.seed}"
     if RUN_SEED not in run.accept_changed_data:
         raise ConfigError(
-            f"The checkpoint of step {step_of(data)} was trained with another seed: {text}. Change "
-            "it back, start a new job in another job_log_dir, or accept that dropout continues "
-            f"with other random numbers: --set 'run.accept_changed_data={RUN_SEED},'."
+            f"The checkpoint of step {step_of(data)} was trained with a different seed: {text}. "
+            "Change it back, start a new job in a different job_log_dir, or let dropout continue "
+            f"with different random numbers: --set 'run.accept_changed_data={RUN_SEED},'."
         )
     return [f"{text} (run.accept_changed_data)"]
 
 
 def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
-    """Returns lines about datasets that a resumed run cannot continue exactly, or only slowly."""
+    """Returns notes about datasets that a resumed run cannot continue exactly or quickly."""
     reasons = {name: pipeline.nondeterminism() for name, pipeline in datasets.items()}
     lines = [
-        f"datasets.{name} is not deterministic: {reason}; a resumed run will see other batches"
+        f"datasets.{name} is not deterministic: {reason}; a resumed run will see different batches"
         for name, reason in reasons.items()
         if reason
     ]
     if datasets[TRAIN].replays:
         lines.append(
-            f"datasets.{TRAIN} yields its batches only in order ({datasets[TRAIN].class_name()}): "
+            f"datasets.{TRAIN} can only yield batches in order ({datasets[TRAIN].class_name()}): "
             "a run that resumes at step k first recomputes the k batches before it"
         )
     return lines

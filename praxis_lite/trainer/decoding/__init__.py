@@ -1,1 +1,1 @@
-"""Decodes prompts with a job's weights, streams the text to the terminal, and writes files."""
+"""Decodes prompts with a job's weights, and prints the text or writes it to files."""

@@ -1,4 +1,4 @@
-"""--mode=decode: decodes a job's datasets of prompts, prompts of the command line, or a chat."""
+"""Implements --mode=decode: decodes datasets of prompts, command-line prompts, or a chat."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from praxis_lite.checkpoints.steps.verified_steps import Step
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.job import processes
@@ -30,19 +30,19 @@ def decode(
 
     Args:
       job: The job on its mesh.
-      step: The checkpoint's step; "best", or None for the newest.
-      prompts: Prompts of the command line, if these are the job's only decode dataset. Their
+      step: The checkpoint's step, "best", or None for the newest checkpoint.
+      prompts: Prompts from the command line, if they are the job's only decode dataset. Their
         continuations are printed as they are decoded.
-      batchings: Compiled programs, which are added to and reused for other checkpoints.
+      batchings: Compiled programs to reuse for other checkpoints; updated in place.
 
     Raises:
-      ConfigError: There is no decode dataset or no such checkpoint, or a prompt has ids outside the
-        vocabulary.
+      ConfigError: There is no decode dataset, the checkpoint does not exist, or a prompt contains
+        ids outside the vocabulary.
     """
     if not job.decode_datasets:
         raise ConfigError(
-            "The job has no decode datasets. Give --prompt TEXT, or add a method decode_datasets() "
-            'to the experiment: return {"prompts": fdl.Config(TextPrompts, ...)}.'
+            "The job has no decode datasets. Pass --prompt TEXT, or add a method decode_datasets() "
+            'to the experiment that returns {"prompts": fdl.Config(TextPrompts, ...)}.'
         )
     compile_together(
         (job.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
@@ -63,30 +63,31 @@ def decode(
 
 
 def chat(job: JobOnMesh, step: Step, lines: Iterable[str]) -> None:
-    """Answers the lines of a conversation with the weights of a checkpoint.
+    """Answers a user's messages in a conversation, with the weights of a checkpoint.
 
     Each prompt is the conversation so far, formatted by the tokenizer's chat template.
 
     Args:
       job: The job on its mesh.
-      step: The checkpoint's step; "best", or None for the newest.
+      step: The checkpoint's step, "best", or None for the newest checkpoint.
       lines: The user's messages; an empty line starts a new conversation.
 
     Raises:
       ConfigError: There are several processes, or the task has no chat template.
     """
-    require(
-        processes.count() == 1, "--chat: the number of processes", processes.count(), "1",
-        "Give the prompts with --prompt, or in a file with --prompts.",
-    )
+    if processes.count() != 1:
+        raise ConfigError(
+            f"--chat requires a single process, but there are {processes.count()}. Pass prompts "
+            "with --prompt, or in a file with --prompts."
+        )
     task, messages = job.partitioner.task, list[Message]()
     if isinstance(lines, io.TextIOWrapper):
-        # Let text that is not UTF-8 through: `prompt_batch` rejects it with a clear error.
+        # Accept invalid UTF-8 here; `prompt_batch` rejects it with a clear error.
         lines.reconfigure(errors="surrogateescape")
     # Check that the task can chat before its weights are restored.
     prompt_batch(task, [[{"role": "user", "content": "?"}]], "--chat")
     decoder = _restore_decoder(job, step)
-    print("Say something; an empty line begins a new conversation, Ctrl-D ends it.", flush=True)
+    print("Enter a message. An empty line starts a new conversation; Ctrl-D exits.", flush=True)
     for number, line in enumerate(lines):
         if not line.strip():
             messages.clear()

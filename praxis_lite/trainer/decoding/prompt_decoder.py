@@ -1,4 +1,4 @@
-"""The decode loop over a dataset of prompts: from restored weights to records."""
+"""Decodes datasets of prompts with restored weights, and returns records."""
 
 import dataclasses
 import functools
@@ -19,10 +19,10 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.trainer.compilation import compile_step
 
-# Steps between two reads of the tokens. A read waits for the devices, but rows that have reached a
-# stop string continue until it.
+# Number of steps between two reads of the tokens. Each read waits for the devices, but rows that
+# have reached a stop string only end at a read.
 STEPS_BETWEEN_LOOKS = 8
-# Maximum number of rows decoded at a time if tokens are streamed.
+# Maximum number of rows to decode at a time if tokens are streamed.
 MAX_STREAMED_ROWS = 8
 
 OnTokens = Callable[[NewTokens], None]
@@ -32,13 +32,13 @@ Batchings = dict[tuple[int, int], ContinuousBatching]
 
 @runtime_checkable
 class DecodesByRow(Protocol):
-    """A task whose prompts can be decoded separately, by continuous batching."""
+    """A task whose prompts can be decoded independently by continuous batching."""
 
     def row_keys(self, key: jax.Array, num_rows: int) -> jax.Array:
-        """Returns a key per row of a batch."""
+        """Returns a random key for each row of a batch."""
 
     def per_row_settings(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the decoder's arguments that have a value per row, by name."""
+        """Returns the decoder arguments that have a separate value for each row, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +50,10 @@ class PromptDecoder:
       mdl_vars: The weights on the mesh, as returned by `Partitioner.for_decoding`.
       step: The checkpoint's step.
       seed: Seed for sampling; the step and the index of the batch are folded in.
-      batchings: Compiled programs of continuous batching, which decoders of other checkpoints may
+      batchings: Compiled programs for continuous batching, which decoders of other checkpoints may
         share.
-      first_batch: Index of a pipeline's first batch for the random keys; not 0 if the pipeline is a
-        part of a dataset, such as a turn of a chat.
+      first_batch: Index of a pipeline's first batch, used for random keys. Nonzero if the pipeline
+        is part of a larger dataset, such as a turn of a chat.
     """
 
     partitioner: Partitioner
@@ -71,15 +71,15 @@ class PromptDecoder:
         Args:
           name: Name of the dataset.
           pipeline: The dataset.
-          on_tokens: Called with new tokens as they are decoded; their index counts real rows times
-            hypotheses. Not called for beam search, or with several processes.
+          on_tokens: Called with new tokens as they are decoded. Their index is over all hypotheses
+            of all real rows. Not called for beam search, or if there are several processes.
 
         Returns:
           The task's records, in the order of the prompts.
 
         Raises:
-          ConfigError: A batch has ids outside the model's vocabulary; or there are several
-            processes, and the decoder needs all prompts in one.
+          ConfigError: A batch contains ids outside the model's vocabulary, or the decoder requires
+            a single process but there are several.
         """
         task = self.partitioner.task
         decoder = task.decoder
@@ -95,7 +95,7 @@ class PromptDecoder:
         ]
 
     def _batches(self, name: str, pipeline: InputPipeline) -> Iterator[tuple[Any, jax.Array]]:
-        """Yields (rows with checked ids, random key) of each batch."""
+        """Yields (rows with validated ids, random key) for each batch."""
         num_ids = self.partitioner.task.num_ids()
         for index, inputs in checked_batches(pipeline, f"decode_datasets.{name}"):
             check_ids(inputs, num_ids, f"decode_datasets.{name}, batch {index}")
@@ -103,9 +103,9 @@ class PromptDecoder:
             yield inputs, self.partitioner.batch_key(self.seed, self.step, index)
 
     def _batch_by_batch(self, name: str, pipeline: InputPipeline) -> Iterator[tuple[Any, Any]]:
-        """Yields (inputs, outputs) of each batch.
+        """Yields (inputs, outputs) for each batch.
 
-        Every process gets all rows of both, because records need the complete batch.
+        Every process gets all rows, because records are built from the complete batch.
         """
         num_rows = pipeline.batch_size
         rows = self.partitioner.process_rows(num_rows)
@@ -118,9 +118,9 @@ class PromptDecoder:
     def _continuously(
         self, name: str, pipeline: InputPipeline, on_tokens: OnTokens | None
     ) -> Iterator[tuple[Any, Any]]:
-        """Yields (inputs, outputs) of each batch, decoded by continuous batching.
+        """Yields (inputs, outputs) for each batch, decoded by continuous batching.
 
-        The tokens are the same as those of `_batch_by_batch`.
+        The tokens are the same as in `_batch_by_batch`.
         """
         require(
             jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
@@ -159,7 +159,8 @@ class PromptDecoder:
 
         stream_settings: dict[str, Any] = {} if on_tokens is None else {"num_steps": 1}
         if decoder.stop_strings:
-            # Compare the text: tokens other than those of the encoded stop string may spell it.
+            # Compare text, because a stop string can also be spelled by other tokens than its
+            # encoding.
             def text_of(prompt: Prompt) -> ContinuationText:
                 ids = prompt.ids[: prompt.length]
                 return ContinuationText(task.tokenizer, ids, decoder.stop_strings)

@@ -1,4 +1,4 @@
-"""Prints continuations on the terminal while they are decoded."""
+"""Prints continuations to the terminal while they are decoded."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 
 class ContinuationPrinter:
-    """Prints continuations in the order of their prompts, each as far as it is decoded.
+    """Prints continuations as they are decoded, in the order of their prompts.
 
     Args:
       titles: Title of each prompt, printed before its continuation if there are several prompts.
       prompts: Token ids of each prompt.
       tokenizer: The task's tokenizer.
       decoder: The task's decoder.
-      write: Prints a piece of text.
+      write: Function that prints a piece of text.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ContinuationPrinter:
         self._next, self._has_heading = 0, False
 
     def add(self, new: NewTokens) -> None:
-        """Adds tokens of a continuation; their index counts prompts times hypotheses."""
+        """Adds new tokens, whose index is over all hypotheses of all prompts."""
         text = self._texts[new.index]
         for token in new.ids.tolist():
             text.push(token)
@@ -45,7 +45,7 @@ class ContinuationPrinter:
         self._print()
 
     def add_rest(self, records: Sequence[dict[str, Any]]) -> None:
-        """Prints the continuations that are not finished yet, from the records of all."""
+        """Prints the unfinished continuations, given the records of all continuations."""
         for index, (text, record) in enumerate(zip(self._texts, records, strict=True)):
             if not self._is_done[index]:
                 text.replace(record["continuation"])

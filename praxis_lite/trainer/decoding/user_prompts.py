@@ -1,4 +1,4 @@
-"""Turns prompts from users, which are texts, conversations or token ids, into a batch."""
+"""Converts users' prompts, which are strings, conversations or token ids, to a batch."""
 
 import dataclasses
 import re
@@ -46,24 +46,21 @@ PROMPT_KEYS = ("prompt", "messages", "conversations")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Reads prompts from a file with a prompt per line; blank lines are skipped.
+    """Reads prompts from a file with one prompt per line, and skips blank lines.
 
-    In a file NAME.jsonl, each line is an object with the key "prompt" (a text or messages),
+    In a file NAME.jsonl, each line is an object with the key "prompt" (a string or messages),
     "messages" or "conversations", and optionally the CONTEXT_KEYS.
 
     Args:
-      path: The file; it may be a pipe that the shell created.
-
-    Returns:
-      The prompts.
+      path: The file, which may be a pipe created by the shell.
 
     Raises:
-      ConfigError: The file cannot be read or has no prompt, or a line is not valid.
+      ConfigError: The file cannot be read or contains no prompts, or a line is invalid.
     """
     name = f"--prompts={path}"
     try:
-        # Read from pipes of the shell, such as <(command); `opened` rejects other pipes, which may
-        # never end.
+        # Read from shell pipes such as <(command). `opened` rejects all other pipes, because
+        # they may never end.
         is_shell_pipe = str(path) == "/dev/stdin" or path.parent == Path("/dev/fd")
         with path.open("rb") if is_shell_pipe else opened(path) as file:
             data = file.read()
@@ -77,16 +74,16 @@ def read_prompts(path: Path) -> list[Prompt]:
                 if line.strip()
             ]
         else:
-            # `splitlines` would also split at U+2028 and similar characters of the text.
+            # Do not use `splitlines`, which also splits at U+2028 and similar characters.
             lines = re.split("\r\n|\r|\n", decode_utf8(data, name, is_file=True))
             prompts = [line for line in lines if line.strip()]
     if not prompts:
-        raise ConfigError(f"{name} has no prompt: every line is blank.")
+        raise ConfigError(f"{name} contains no prompts: every line is blank.")
     return prompts
 
 
 def _parse_prompt(line: bytes, where: str) -> Prompt:
-    """Returns the prompt of a JSON line; `where` names the line in error messages."""
+    """Parses a JSON line with a prompt; error messages start with its location `where`."""
     row = row_without_nulls(parsed(line, where), where)
     key = next((name for name in PROMPT_KEYS if name in row), None)
     fix = "Remove them from the file."
@@ -97,7 +94,7 @@ def _parse_prompt(line: bytes, where: str) -> Prompt:
         return conversation_of(row, where, key=key, fix=fix)
     raise ConfigError(
         f'{where} is {shown(line.decode())}; expected {{"prompt": TEXT}}, or {{"messages": '
-        f'[{{"role": "user", "content": TEXT}}, ...]}}, perhaps with {", ".join(CONTEXT_KEYS)}.'
+        f'[{{"role": "user", "content": TEXT}}, ...]}}, optionally with {", ".join(CONTEXT_KEYS)}.'
     )
 
 
@@ -115,21 +112,21 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
 
     Args:
       task: The task of a language model.
-      prompts: Texts, which start like documents in training; conversations, as lists of messages or
-        as mappings {"messages", "tools", ...}, formatted by the tokenizer's chat template; or token
-        ids, used unchanged.
-      what: The call or flag that got the prompts, for error messages.
+      prompts: Strings, conversations or token ids. Strings get the start token of training
+        documents. Conversations are lists of messages, or mappings {"messages", "tools", ...}, and
+        are formatted by the tokenizer's chat template. Token ids are used unchanged.
+      what: The function or flag to which the prompts were passed, for error messages.
 
     Raises:
-      ConfigError: The task does not continue prompts, a prompt is empty, or there is no chat
-        template.
+      ConfigError: The task does not generate text, a prompt is empty, or the chat template is
+        missing.
     """
     tokenizer = task.tokenizer
     if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
         raise ConfigError(
-            f"{what} got prompts, but {type(task).__name__} does not continue prompts; only tasks "
-            "of language models do. Use --mode=decode without prompts, or decode(NAME), to decode "
-            "the job's datasets, and predict(ARRAYS) for the model's outputs."
+            f"{what} requires a language model task, but {type(task).__name__} does not continue "
+            "prompts. Use --mode=decode without prompts, or decode(NAME), to decode the job's "
+            "datasets, or predict(ARRAYS) to compute the model's outputs."
         )
     prompt_list: list[Prompt] = []
     if isinstance(prompts, str | Mapping | Conversation):
@@ -140,8 +137,8 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
     rows = [prompt_ids(prompt, tokenizer, what, size) for prompt in prompt_list]
     if not rows or not all(map(len, rows)):
         raise ConfigError(
-            f"{what} was given {prompts!a:.100}; expected a prompt, or a list of prompts with at "
-            "least one token each."
+            f"{what} was given {prompts!a:.100}; expected a prompt or a list of prompts, each with "
+            "at least one token."
         )
     num_new, num_positions = task.decoder.max_decode_steps, task.num_ids().get("segment_pos")
     length = length_of_prompts(max(map(len, rows)), num_new, num_positions)
@@ -161,16 +158,17 @@ def check_language_model(task: Task, user: str) -> None:
 
     Args:
       task: The task.
-      user: The feature that needs it, for error messages.
+      user: Name of the feature that requires this, for error messages.
 
     Raises:
-      ConfigError: The task does not, or it has no tokenizer that matches the model's vocabulary.
+      ConfigError: The task does not generate text with a causal model, its tokenizer does not match
+        the model's vocabulary, or there are several processes.
     """
     tokenizer = task.tokenizer
     if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
         raise ConfigError(
-            f"{user} needs a task that continues text, but {type(task).__name__} does not. Use a "
-            "job with a LanguageModelTask."
+            f"{user} requires a task that generates text, but {type(task).__name__} does not. Use "
+            "a job with a LanguageModelTask."
         )
     kind = getattr(task.model.abstract_module(), "model_type", "causal")
     require(kind == "causal", "task.model.model_type", kind, "'causal'", f"{user} needs it.")
@@ -179,8 +177,8 @@ def check_language_model(task: Task, user: str) -> None:
     is_default = type(tokenizer) is ByteTokenizer and size not in (256, 257, None)
     if isinstance(tokenizer, TokenIds) or is_default:
         raise ConfigError(
-            f"The model has a vocabulary of {size} ids, but its task has no tokenizer for them. "
-            "Set the directory of the tokenizer: task.tokenizer=DIRECTORY."
+            f"The model has a vocabulary of {size} ids, but its task has no tokenizer. Set "
+            "task.tokenizer to the directory of a tokenizer."
         )
     require(
         jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
@@ -191,16 +189,17 @@ def check_language_model(task: Task, user: str) -> None:
 def prompt_ids(
     prompt: Prompt, tokenizer: Any, what: str, size: int | None = None
 ) -> np.ndarray:
-    """Returns the token ids of a prompt, int32[length]; length 0 for an empty list.
+    """Returns the token ids of a prompt as int32[length]. An empty list has length 0.
 
     Args:
-      prompt: A text, a conversation or token ids.
+      prompt: A string, a conversation or token ids.
       tokenizer: The task's tokenizer.
-      what: The call or flag that got the prompt, for error messages.
-      size: Size of the vocabulary, to check token ids against; None to skip the check.
+      what: The function or flag to which the prompt was passed, for error messages.
+      size: Size of the vocabulary, to check the range of token ids; None to skip the check.
 
     Raises:
-      ConfigError: The prompt has another type, has ids out of range, or there is no chat template.
+      ConfigError: The prompt has the wrong type, an id is out of range, or the chat template is
+        missing.
     """
     with none_skipped():
         if isinstance(prompt, str):
@@ -222,14 +221,14 @@ def prompt_ids(
         kind, is_valid = shown(repr(prompt)), False
     if not is_valid:
         raise ConfigError(
-            f"{what} was given a prompt of {kind}; expected a text, a conversation "
+            f"{what} was given a prompt of {kind}; expected a string, a conversation "
             '[{"role": ..., "content": ...}, ...], or the token ids of one prompt, int[length].'
         )
     return token_ids(ids, f"{what}: a prompt", size, ndim=1) if ids.size else ids
 
 
 def title(prompt: Prompt, tokenizer: Any) -> str:
-    """Returns a prompt as text for display; for a conversation, its last message."""
+    """Returns a prompt as text for display, or the last message of a conversation."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):

@@ -12,9 +12,10 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
 class Evaluations(Hook):
-    """Evaluates on every dataset but `train`, every `run.evaluation.every_steps` and at the end.
+    """Evaluates all datasets except `train`, every `run.evaluation.every_steps` and at the end.
 
-    Before the first step it repeats the evaluation that stopping the previous launch interrupted.
+    If the previous launch was stopped during an evaluation, the evaluation is repeated before the
+    first step.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -44,8 +45,8 @@ class Evaluations(Hook):
             loop.watchdog.during(f"evaluating step {step}"),
             events.phase(EVALUATION),
         ):
-            # Pass the weights without a local name: averaged weights are a second copy, which must
-            # be freed after the evaluation.
+            # Do not assign the weights to a local variable: averaged weights are a second copy,
+            # which must be freed after the evaluation.
             results = self._evaluator.run(
                 step,
                 self._job.partitioner.eval_mdl_vars(state, use_ema=run.evaluation.use_ema_states),
@@ -65,7 +66,7 @@ class EarlyStops(Hook):
         self._watched: dict[int, float] = {}
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
-        # `MetricsFiles`, an earlier hook, has removed the lines of steps to be recomputed.
+        # The `MetricsFiles` hook runs earlier and has removed the lines of steps to be recomputed.
         self._watched = watched_history(self._stopping, self._job.files, loop.first_step)
 
     def after_evaluation(

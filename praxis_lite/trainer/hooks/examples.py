@@ -1,4 +1,4 @@
-"""The hook that records which rows each process fed, so that the data order can be verified."""
+"""The hook that records which rows each process trained on, to verify the order of the data."""
 
 import contextlib
 import os
@@ -29,14 +29,15 @@ from praxis_lite.trainer.metrics.kept_lines import RetryingLineWriter
 
 
 class Examples(Hook):
-    """Before each save, writes a line about the rows that this process fed since the last save.
+    """Writes a line before each save about the rows that this process fed since the last save.
 
-    A line therefore ends at every step that a restore may start from. The line is written in
-    `to_save`, which every process calls before each save, after the step's metrics were read.
+    Every step from which a restore may start is therefore the last step of a line. The line is
+    written by `to_save`, which every process calls before each save, after reading the step's
+    metrics.
     """
 
     every, waits = None, False
-    # What was fed since the last line.
+    # The rows that were fed since the last line.
     _sum: int
     _steps: list[int]
     _batches: list[int]
@@ -103,7 +104,7 @@ class Examples(Hook):
         self._steps, self._batches = [], []
 
     def _write(self, step: int, text: str) -> None:
-        """Adds a line and flushes it to disk, so that it survives a crash of the host."""
+        """Appends a line and syncs it to disk, so that it survives a crash of the host."""
         assert self._lines is not None, "`before_training` was called."
         self._lines.add(step, text)
         with contextlib.suppress(OSError):

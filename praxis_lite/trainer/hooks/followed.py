@@ -1,4 +1,4 @@
-"""The hook that reads evaluations by a follower, a separate process, for early stopping."""
+"""The hook that reads a follower's evaluations for early stopping."""
 
 import math
 import os
@@ -18,10 +18,11 @@ _POLL_SECONDS = 1.0
 
 
 class FollowedEvaluations(Hook):
-    """Reads the evaluations that a follower writes to the job's file (run.evaluation.by_follower).
+    """Reads the evaluations of a follower, a separate process that evaluates new checkpoints.
 
-    The first process polls the size of the file once a second, and reads the file when its size has
-    changed. All processes end training after the same step.
+    The setting run.evaluation.by_follower selects this hook. The first process polls the size of
+    the job's evaluation file once a second, and reads the file when its size has changed. All
+    processes end training after the same step.
     """
 
     every, waits = 1, False
@@ -35,7 +36,7 @@ class FollowedEvaluations(Hook):
         self._loop = loop
         if self._job.run.evaluation.by_follower and loop.is_first:
             loop.note(
-                "evaluations are left to a follower (run.evaluation.by_follower): main.py "
+                "a follower must run the evaluations (run.evaluation.by_follower): main.py "
                 f"--mode=eval --follow --job_log_dir={self._job.files.path}"
             )
             self._known = {(step, name) for step, name, _ in evaluations(self._job.files)}
@@ -65,13 +66,13 @@ class FollowedEvaluations(Hook):
             results = evaluations(self._job.files)
         except ConfigError as error:
             if not self._has_noted:
-                self._loop.note(f"note: evaluations by a follower cannot be read: {error}")
+                self._loop.note(f"note: the follower's evaluations cannot be read: {error}")
             self._has_noted = True
             return
         for step, dataset, metrics in results:
             if (step, dataset) not in self._known:
                 self._known.add((step, dataset))
-                self._loop.note(f"by a follower: {evaluation_line(step, dataset, metrics)}")
+                self._loop.note(f"follower: {evaluation_line(step, dataset, metrics)}")
                 self._trackers.log_evaluation(step, {dataset: metrics})
             for name, value in metrics.items():
                 if self._stopping is not None and self._stopping.metric == f"{dataset}/{name}":

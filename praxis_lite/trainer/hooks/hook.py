@@ -29,7 +29,7 @@ class DispatchedStep:
       batch: The global batch.
       key: The run's random key, into which the step folds its number.
       outputs: `{"metrics": {name: (value, weight)}, "learner": {name: scalar}}`.
-      is_last: Whether training ends with this step, as far as known when the hook is called.
+      is_last: Whether training is expected to end with this step.
     """
 
     step: int
@@ -50,7 +50,7 @@ class StepMetrics:
       weight: Weight of the loss: the number of tokens or examples in the batch.
       batch: Index of the batch in the training data.
       inputs: This process's rows of the batch, as NumPy arrays.
-      first_row: Index in the batch of the first of these rows.
+      first_row: Index of this process's first row in the batch.
     """
 
     step: int
@@ -69,19 +69,19 @@ class Hook(contextlib.AbstractContextManager):
     and before its checkpoint is saved.
 
     Every process calls every hook in the same order. Code that compiles, or that reads an array of
-    the state, must therefore run in all processes; write files and call services in the first
-    process only (`loop.is_first`). An exception ends training like an exception in a step: the next
-    launch resumes from the newest checkpoint. `__exit__` of every hook receives the exception.
+    the state, must therefore run in all processes. Write files and call services only in the first
+    process (`loop.is_first`). An exception in a hook ends training like an exception in a step: the
+    next launch resumes from the newest checkpoint. `__exit__` of every hook receives the exception.
 
-    A hook is a context manager, entered when training begins and left when it ends. A roll-back
-    from a loss spike leaves it without an exception, enters it again, and calls `restore`.
+    A hook is a context manager, which is entered when training starts and exited when it ends. A
+    roll-back from a loss spike exits it without an exception, enters it again, and calls `restore`.
 
     Attributes:
-      every: `after_step` is called after every multiple of this many steps, and after the last
-        step. None to call it after the last step only.
+      every: `after_step` is called after every multiple of this number of steps, and after the last
+        step. If None, it is only called after the last step.
       waits: Whether `after_step` may wait for the devices or take time. If True, the metrics of the
-        step are read and written first, and the hook's time does not count as the step's. Set it
-        to False for a hook that reads no array, so that the devices never wait for the host.
+        step are read and written first, and the hook's time is not included in the step time. Set
+        it to False for a hook that reads no array, so that the devices never wait for the host.
     """
 
     every: int | None = 1
@@ -91,18 +91,18 @@ class Hook(contextlib.AbstractContextManager):
         """Raises ConfigError if the hook does not fit the job, before anything compiles."""
 
     def restore(self, saved: Any, /) -> None:
-        """Restores the hook's own state from the checkpoint that training resumes from.
+        """Restores the hook's state from the checkpoint from which training resumes.
 
         Args:
-          saved: The value that `to_save` returned for that checkpoint; None in a new job, or if the
-            hook was added later.
+          saved: The value that `to_save` returned for that checkpoint, or None if the job is new or
+            the hook was added later.
         """
 
     def to_save(self) -> Any:
         """Returns a JSON-serializable value to save with each checkpoint, or None."""
 
     def before_training(self, loop: "Loop", state: "TrainState", /) -> None:
-        """Called before the first step compiles, with the state that the step will donate."""
+        """Called before the first step is compiled, with the state that the step will donate."""
 
     def compiling(self) -> contextlib.AbstractContextManager:
         """Returns a context manager in which the training step is compiled."""
@@ -119,12 +119,12 @@ class Hook(contextlib.AbstractContextManager):
           dispatched: The dispatched step.
 
         Returns:
-          A message that says why training must end with this step, the same in all processes; None
-          to continue.
+          A message with the reason why training must end with this step, equal in all processes, or
+          None to continue.
         """
 
     def add_metrics(self, metrics: StepMetrics, /) -> Mapping[str, Any]:
-        """Returns further numbers for the step's line of metrics.jsonl; called for every step."""
+        """Returns additional numbers for a step's line in metrics.jsonl; called for every step."""
         return {}
 
     def after_metrics(self, metrics: StepMetrics, /) -> None:
@@ -140,14 +140,14 @@ class Hook(contextlib.AbstractContextManager):
           results: Metrics by dataset and name.
 
         Returns:
-          A message that says why training must end with this step, or None, as in `after_step`.
+          A message with the reason why training must end with this step, or None to continue.
         """
 
     def after_profile(self, folder: "Path", /) -> None:
-        """Called in the first process only, after the files of a profile were written."""
+        """Called after the files of a profile were written, only in the first process."""
 
     def after_training(self, step: int, /) -> None:
-        """Called after the metrics of the last step were reported; not after an exception."""
+        """Called after the metrics of the last step were reported, except after an exception."""
 
     def __exit__(self, *exc_info: object) -> None:
         """Frees the hook's resources, however training ended."""
@@ -176,7 +176,7 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
         is_number = type(hook.every) is int and hook.every > 0
         require(
             hook.every is None or is_number, f"{path}.every, of {name},", hook.every,
-            "a number of steps, 1 or more, or None",
+            "a positive number of steps or None",
         )
         for method, arguments in METHODS.items():
             check_takes(f"{path}, {name}.{method},", getattr(hook, method), *arguments)
@@ -192,7 +192,8 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
 def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
     """Returns hooks by the names under which checkpoints store their values.
 
-    The name is that of the class; further hooks of the same class get "#2", "#3" and so on.
+    The name is the class name. If a class has several hooks, "#2", "#3" and so on are appended to
+    the names of its second and later hooks.
     """
     named: dict[str, Hook] = {}
     for hook in hooks:

@@ -24,15 +24,15 @@ Results = Mapping[str, Mapping[str, float]]
 
 
 class Loop:
-    """The training loop, as hooks see it.
+    """The state of the training loop that is visible to hooks.
 
     It never stores the TrainState, because each step donates it.
 
     Attributes:
       job: The job on its mesh, with its datasets, settings and files.
-      first_step: Number of steps made before this launch, or before the roll-back.
+      first_step: Number of steps completed before this launch, or before the roll-back.
       is_resumed: Whether an earlier launch of this job saved the state of `first_step`.
-      skipped_batches: Indices of training batches left out after loss spikes.
+      skipped_batches: Indices of training batches that are skipped after loss spikes.
       note: Prints a line above the progress line.
       is_first: Whether this is the process that writes the job's files.
       checkpoints: The job's checkpoints.
@@ -40,17 +40,18 @@ class Loop:
       watchdog: Reports steps that take too long.
       consensus: Makes all processes stop, save and profile at the same step.
       hooks: All hooks, in the order in which they are called.
-      stops: Whether any process was asked to stop; the same in all processes.
-      reason: Why a hook ends training, or None.
-      proposed_end: Why the first process wants to end training, before the other processes agree;
-        None if it does not.
-      results: Metrics by dataset of the newest step's evaluation; None if it was not evaluated.
+      stops: Whether any process was asked to stop; equal in all processes.
+      reason: The reason why a hook ends training, or None.
+      proposed_end: The reason for which the first process wants to end training, before the other
+        processes agree, or None.
+      results: Metrics of the newest step's evaluation by dataset, or None if the step was not
+        evaluated.
       spike: The loss spike to roll back from, or None.
-      saved_at: When the newest checkpoint was started, in seconds of `time.monotonic`.
-      profile_steps: Number of steps of a requested profile that has not begun, the same in all
-        processes; 0 without a request.
-      has_profile_request: Whether this process received a request for a profile that the other
-        processes have not agreed on yet.
+      saved_at: `time.monotonic` at the start of the newest save.
+      profile_steps: Number of steps in a requested profile that has not started, or 0 if there is
+        no request; equal in all processes.
+      has_profile_request: Whether this process received a request for a profile to which the other
+        processes have not yet agreed.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Loop:
         self._evaluation_hooks = [hook for hook in hooks if overrides(hook, "after_evaluation")]
 
     def compile(self) -> float:
-        """Compiles the training step in the context of all hooks; returns the seconds it took."""
+        """Compiles the training step in the contexts of all hooks, and returns the duration."""
         start, train = time.perf_counter(), self.job.datasets[TRAIN]
         with contextlib.ExitStack() as stack:
             stack.enter_context(events.phase(COMPILE))
@@ -89,9 +90,10 @@ class Loop:
         return time.perf_counter() - start
 
     def should_stop(self) -> bool:
-        """Updates and returns `stops`; also resets the watchdog's timer.
+        """Updates and returns `stops`, and resets the watchdog's timer.
 
-        A collective call: all processes call it after each step and each batch of an evaluation.
+        This is a collective operation: all processes call it after each step and after each batch
+        of an evaluation.
         """
         self.watchdog.alive()
         seconds = self.job.run.checkpoints.seconds_between
@@ -113,16 +115,16 @@ class Loop:
             self.end(hook.after_evaluation(step, results))
 
     def report_profile(self, folder: Path) -> None:
-        """Calls `after_profile` of all hooks; in the first process only."""
+        """Calls `after_profile` of all hooks. Only the first process calls this method."""
         for hook in self.hooks:
             hook.after_profile(folder)
 
     def end(self, reason: str | None) -> None:
-        """Ends training with the current step unless `reason` is None; the first reason counts."""
+        """Ends training with the current step unless `reason` is None; keeps the first reason."""
         self.reason = self.reason or reason
 
     def is_last(self, step: int) -> bool:
-        """Returns whether training ends with this step, as far as known now."""
+        """Returns whether training is currently expected to end with this step."""
         ends = self.stops or self.reason is not None
         return ends or step >= self.job.run.num_train_steps
 

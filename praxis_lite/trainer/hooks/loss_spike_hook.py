@@ -10,7 +10,7 @@ from praxis_lite.trainer.spike_detector import LossSpike, SpikeDetector
 
 
 class LossSpikes(Hook):
-    """Marks loss spikes in metrics.jsonl and prints them; sets `loop.spike` to roll back."""
+    """Marks loss spikes in metrics.jsonl and prints them, or sets `loop.spike` to roll back."""
 
     every, waits = None, False
 
@@ -20,7 +20,7 @@ class LossSpikes(Hook):
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop, run = loop, self._job.run
-        # `MetricsFiles`, an earlier hook, has removed the lines of steps to be recomputed.
+        # The `MetricsFiles` hook runs earlier and has removed the lines of steps to be recomputed.
         self._spikes = SpikeDetector(run.loss_spikes.factor, losses_before(run, self._job.files))
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, int]:

@@ -18,7 +18,7 @@ from praxis_lite.trainer.metrics.step_times import EVALUATION_TIME, SAVE_TIME
 class MetricsFiles(Hook):
     """Writes metrics.jsonl one step late, and eval_metrics.jsonl after each evaluation.
 
-    Before training it moves the lines of steps that will be recomputed to NAME.lost.jsonl.
+    Before training, the lines of steps that will be recomputed are moved to NAME.lost.jsonl.
     """
 
     every, waits = None, False
@@ -35,12 +35,12 @@ class MetricsFiles(Hook):
         if lost := self._writer.lost_steps:
             events.report(lost_to=lost[1])
             loop.note(
-                f"steps {lost[0]} to {lost[1]} were not saved and are recomputed; their lines were "
-                f"moved to {self._writer.lost_path.name}"
+                f"steps {lost[0]} to {lost[1]} were not saved and will be recomputed; their lines "
+                f"were moved to {self._writer.lost_path.name}"
             )
         if self._writer.newest_kept < first_step:
-            loop.note(f"note: {files.metrics_jsonl} has lines of {self._writer.num_lines()} of "
-                      f"{first_step} steps; the loss curve lacks the others")
+            loop.note(f"note: {files.metrics_jsonl} has lines for only {self._writer.num_lines()} "
+                      f"of {first_step} steps; the other steps are missing in the loss curve")
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         self._writer.write(metrics.line)

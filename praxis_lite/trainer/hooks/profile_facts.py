@@ -1,4 +1,4 @@
-"""Files with facts that a profile's trace lacks: the program, the mesh and memory use."""
+"""Writes files that supplement a profile's trace: the program, the mesh and memory use."""
 
 import dataclasses
 import json
@@ -16,16 +16,17 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 __all__ = ("HLO_PROTO", "HLO_TXT", "ProfileFacts", "read_facts")
 
-# Files next to profile.json. Instructions in the HLO text have the same names as in the trace.
+# Files in the same folder as profile.json. Instructions have the same names in the HLO text as in
+# the trace.
 HLO_TXT = "train_step.hlo.txt"
 HLO_PROTO = "train_step.hlo_proto.pb"  # The program with its buffer assignment, for xprof.
-MEMORY_PROF = "memory.prof"  # Live arrays by the line that created them, for pprof.
+MEMORY_PROF = "memory.prof"  # Live arrays by the line of code that created them, for pprof.
 _MEMORY_KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceFacts:
-    """A device of the mesh; the fields are those of `jax.Device`."""
+    """A device of the mesh, with fields as in `jax.Device`."""
 
     id: int
     platform: str
@@ -46,10 +47,10 @@ class ProfileFacts:
       axis_sizes: Sizes of the mesh axes.
       devices: Devices of the mesh, in mesh order.
       arrays: Bytes per device of each array of the state, by path.
-      step_bytes: Bytes per device that the compiler plans for a step: "argument", "output", "temp",
-        "alias" and "generated_code".
+      step_bytes: Bytes per device in the compiler's memory plan for a step: "argument", "output",
+        "temp", "alias" and "generated_code".
       peak_bytes: Peak bytes in use since the process started, by device id, for the devices of the
-        first process; empty on platforms that do not report it.
+        first process. Empty on platforms that do not report peak memory.
     """
 
     first_step: int
@@ -67,7 +68,7 @@ class ProfileFacts:
 
 
 def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> None:
-    """Writes the files next to a profile's trace; `profile.json` comes last.
+    """Writes the files that supplement a profile's trace, with `profile.json` last.
 
     Args:
       job: The job on its mesh.
@@ -80,7 +81,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
       jax.errors.JaxRuntimeError: XLA cannot serialize the program.
     """
     partitioner = job.partitioner
-    # Served from JAX's cache, because the loop has compiled this step.
+    # This hits JAX's cache, because the loop has already compiled this step.
     compiled = partitioner.train_step.lower(job.datasets[TRAIN].element_spec()).compile()
     stats, mesh = compiled.memory_analysis(), partitioner.mesh
     write_whole(folder / MEMORY_PROF, jax.profiler.device_memory_profile())
@@ -113,8 +114,8 @@ def read_facts(folder: Path) -> ProfileFacts:
         return ProfileFacts(**{**fields, "devices": devices, "peak_bytes": peaks})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path} is damaged, or praxis_lite did not write it ({type(error).__name__}: {error})."
-            " Make a new profile."
+            f"{path} is damaged or was not written by praxis_lite ({type(error).__name__}: "
+            f"{error}). Record a new profile."
         ) from None
 
 

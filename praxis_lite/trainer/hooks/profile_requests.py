@@ -1,4 +1,4 @@
-"""Receives requests for a profile of a running job: SIGUSR1, or a file in its directory."""
+"""Receives requests to profile a running job, by SIGUSR1 or by a file in its directory."""
 
 import re
 import time
@@ -15,13 +15,13 @@ _POLL_SECONDS = 1.0
 
 
 class ProfileRequests:
-    """Requests for a profile to this process. Only the first process looks for the file.
+    """Collects this process's requests for a profile. Only the first process polls the file.
 
     Args:
-      file: The file that requests a profile; it may contain a number of steps, and is removed once
-        it was read.
+      file: The file that requests a profile. It may contain a number of steps, and is removed after
+        it is read.
       stop: Listener that receives SIGUSR1.
-      note: Prints a line.
+      note: Function that prints a line.
     """
 
     def __init__(self, file: Path, stop: StopRequest, note: Callable[[str], None]):
@@ -30,7 +30,7 @@ class ProfileRequests:
         self._polls_file = processes.is_first()
 
     def take(self) -> int:
-        """Returns the number of steps requested since the last call; 0 without a request."""
+        """Returns the number of steps requested since the last call, or 0 without a request."""
         has_signal, self._stop.profile_requested = self._stop.profile_requested, False
         now = time.monotonic()
         if self._polls_file and now - self._polled_at >= _POLL_SECONDS:
@@ -40,7 +40,7 @@ class ProfileRequests:
         return NUM_STEPS * has_signal
 
     def _read(self) -> int:
-        """Reads and removes the file; returns its number of steps, or notes why it has none."""
+        """Reads and removes the file, and returns its number of steps, or prints an error."""
         try:
             text = self._file.read_text(errors="replace").strip()
             self._file.unlink()
@@ -48,14 +48,14 @@ class ProfileRequests:
             self._polls_file = False
             self._note(
                 f"{self._file} cannot be read and removed ({error.strerror or error}), so this "
-                "launch ignores the file from now on. Send SIGUSR1 to request a profile."
+                "launch will ignore the file. Send SIGUSR1 to request a profile."
             )
             return 0
         is_number = re.fullmatch(r"\d{1,4}", text, re.ASCII) and 1 <= int(text) <= MAX_STEPS
         if text and not is_number:
             self._note(
-                f"{self._file.name} has {shown(text)!r}, so no profile is made; expected a "
-                f"number of steps from 1 to {MAX_STEPS}, or an empty file for {NUM_STEPS}"
+                f"{self._file.name} contains {shown(text)!r}, so no profile is recorded; expected "
+                f"a number of steps from 1 to {MAX_STEPS}, or an empty file for {NUM_STEPS} steps"
             )
             return 0
         return int(text) if text else NUM_STEPS

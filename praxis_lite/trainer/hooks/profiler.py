@@ -1,4 +1,4 @@
-"""Traces steps with JAX's profiler; its errors never end the run."""
+"""Traces steps with JAX's profiler, whose errors never end the run."""
 
 import contextlib
 import logging
@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces steps into `profiles/FIRST_STEP` in the job's directory, for xprof and TensorBoard.
+    """Writes traces to `profiles/FIRST_STEP` in the job directory, for xprof and TensorBoard.
 
     Every process calls each method; `run.profile.processes` selects the processes that trace.
 
     Attributes:
-      steps: The steps being profiled, or None. Set until the last of them even if the trace could
-        not be started, so that all processes take the same path.
-      note: Prints a line.
+      steps: The steps being profiled, or None. Set until the last step even if the trace could not
+        be started, so that all processes take the same path.
+      note: Function that prints a line.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -39,15 +39,15 @@ class Profiler:
         self._start = 0.0
 
     def begin(self, steps: range, state: TrainState) -> None:
-        """Starts the trace once the devices have computed `state`, the input of the first step."""
+        """Waits until the devices have computed `state`, the first step's input, and starts."""
         self.steps = steps
         if not self._traces:
             return
         jax.block_until_ready(state)
         folder = self._job.files.profiles / str(steps.start)
-        with self._never_ending_the_run(f"no profile is made of {_words(steps)}"):
+        with self._never_ending_the_run(f"no profile is recorded of {_words(steps)}"):
             if processes.is_first():
-                # An earlier launch may have profiled this step and lost it.
+                # An earlier launch may have profiled this step, which is now recomputed.
                 shutil.rmtree(folder, ignore_errors=True)
             unfinished = _unfinished(folder)
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -60,10 +60,10 @@ class Profiler:
 
         Args:
           step: The last profiled step.
-          state: The state after it, which is waited for.
+          state: The state after that step; the trace stops when it has been computed.
 
         Returns:
-          The profile's folder; None if this is not the first process or a file was not written.
+          The profile's folder, or None if this is not the first process or a file was not written.
         """
         assert self.steps is not None, "`begin` was called."
         steps, self.steps = range(self.steps.start, step + 1), None
@@ -86,12 +86,12 @@ class Profiler:
         return None
 
     def discard(self) -> None:
-        """Stops an unfinished trace, if there is one, and removes its files."""
+        """Stops an unfinished trace and removes its files. Does nothing if there is no trace."""
         folder, self._folder, steps, self.steps = self._folder, None, self.steps, None
         if folder is not None:
             assert steps is not None
             self.note(
-                f"the profile that began with step {steps.start} is discarded, because training "
+                f"the profile that started with step {steps.start} is discarded, because training "
                 "ends before its last step"
             )
             with contextlib.suppress(Exception):
@@ -104,7 +104,7 @@ class Profiler:
             yield
         except Exception as error:
             reason = shown(" ".join(str(error).split()) or type(error).__name__, 300)
-            # Other processes than the first show only log warnings.
+            # In all processes except the first, only log warnings are shown.
             note = self.note if processes.is_first() else _log.warning
             note(f"{outcome}, but training continues: {reason}")
 
@@ -122,7 +122,8 @@ def _stop() -> None:
     try:
         jax.profiler.stop_trace()
     except Exception:
-        # After a failed write JAX considers the trace as running and would refuse to start another.
+        # After a failed write, JAX considers the trace as running and would refuse to start a new
+        # trace.
         with contextlib.suppress(Exception):
             jax.profiler.stop_trace()
         raise
@@ -131,14 +132,14 @@ def _stop() -> None:
 def _unfinished(folder: Path) -> Path:
     """Returns the folder into which this process traces, next to the profile's folder.
 
-    It cannot be inside, because the first process clears the profile's folder, perhaps after
-    another process has started its trace.
+    It cannot be inside that folder, because the first process clears it, possibly after another
+    process has started its trace.
     """
     return folder.with_name(f".process_{processes.index()}")
 
 
 def _move(unfinished: Path, session: Path) -> None:
-    """Moves the files of a trace, which JAX named by host and time, to the profile's folder."""
+    """Moves the files of a trace to the profile's folder; JAX includes host and time in names."""
     files = [file for file in unfinished.rglob("*") if file.is_file() and file.stat().st_size]
     if not any(file.name.endswith(".xplane.pb") for file in files):
         raise OSError("JAX's profiler wrote no trace; the disk may be full")

@@ -9,14 +9,14 @@ from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.profiler import Profiler
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
-_TOO_LATE = "the requested profile is not made: there is no step left to profile"
+_TOO_LATE = "the requested profile is not recorded: no step is left to profile"
 
 
 class ProfileBegins(Hook):
     """Starts a profile after the previous step was evaluated and saved.
 
-    The last of a job's hooks. It profiles the remaining steps of each range in `run.profile.steps`,
-    and steps that were requested while the job runs.
+    This is the last hook of a job. It profiles the steps in `run.profile.steps` that remain in this
+    launch, and steps that are requested while the job runs.
     """
 
     every = None
@@ -44,7 +44,7 @@ class ProfileBegins(Hook):
     def after_step(self, dispatched: DispatchedStep) -> None:
         num_requested, self._loop.profile_steps = self._loop.profile_steps, 0
         if self._profiler.steps:
-            self._loop.note("the requested profile is not made: another profile is running")
+            self._loop.note("the requested profile is not recorded: another profile is running")
         elif dispatched.is_last:
             self._loop.note(_TOO_LATE)
         else:
@@ -57,7 +57,7 @@ class ProfileBegins(Hook):
             self._loop.note(_TOO_LATE)
 
     def _configured_after(self, step: int) -> range | None:
-        """Returns the steps after `step` of the range that contains `step + 1`, or None."""
+        """Returns the configured range that contains `step + 1`, from that step on, or None."""
         if self._profiler.steps:
             return None
         for steps in self._ranges:
@@ -69,8 +69,8 @@ class ProfileBegins(Hook):
 class ProfileEnds(Hook):
     """Ends a profile after its last step, before that step is evaluated or saved.
 
-    The first of a job's hooks. If the job is asked to stop, the profile is discarded, because the
-    remaining time is needed for the checkpoint.
+    This is the first hook of a job. If the job is asked to stop, the profile is discarded, because
+    the remaining time is needed for the checkpoint.
     """
 
     every = None

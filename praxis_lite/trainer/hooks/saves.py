@@ -1,4 +1,4 @@
-"""The hook that saves checkpoints, and the data that is saved with the state."""
+"""The hook that saves checkpoints, including JSON data such as the position in the dataset."""
 
 import json
 import time
@@ -20,7 +20,7 @@ __all__ = ("data_to_save",)
 class Saves(Hook):
     """Saves checkpoints every N steps or seconds and at the end, and retries failed saves.
 
-    It runs after the hooks whose values it saves, so that these values belong to the same step.
+    It runs after all hooks whose values it saves, so that the values belong to the same step.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -29,8 +29,8 @@ class Saves(Hook):
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
         if loop.results is not None and self._job.run.checkpoints.best is not None:
-            # The interrupted evaluation of this step was repeated: save the step again with its
-            # results, which decide whether it is among the best checkpoints.
+            # The interrupted evaluation of this step has been repeated. Save the step again,
+            # because the results decide whether it is among the best checkpoints.
             loop.stop.step_ended()
             self.save(loop.first_step, state, is_last=True)
         loop.saved_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The hook that reports skipped steps, and ends training after too many in a row."""
+"""The hook that reports skipped steps, and ends training after too many skipped steps in a row."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
 class SkippedSteps(Hook):
-    """Reports skipped steps and NaN in their batches; too many in a row end training."""
+    """Reports skipped steps and NaN in their batches; ends training after too many in a row."""
 
     every, waits = None, False
 
@@ -49,7 +49,7 @@ class SkippedSteps(Hook):
         if text := "; ".join(filter(None, faults)):
             hint = f"datasets.train: batch {batch} (counted from 0) has {text}"
         elif not self._job.run.debug_nans and in_a_row == 1:
-            hint = "--set run.debug_nans=true names the layer where the number arises"
+            hint = "Use --set run.debug_nans=true to find the layer that produces the number"
         self._loop.note(
             f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
             f"gradient is too large ({metrics.line['num_skipped_steps']} skipped so far"
@@ -63,39 +63,40 @@ class SkippedSteps(Hook):
         last_good, checkpoints = step - in_a_row, self._loop.checkpoints
         good_steps = [saved for saved in checkpoints.all_steps() if saved <= last_good]
         checkpoint = (
-            f"The newest checkpoint before them is of step {good_steps[-1]}, in "
+            f"The newest checkpoint before these steps is step {good_steps[-1]}, in "
             f"{checkpoints.directory}"
             if good_steps
-            else "There is no checkpoint before them"
+            else "There is no checkpoint before these steps"
         )
         if data_fault:
             advice = f"{data_fault}: fix the data"
         elif self._job.run.debug_nans:
-            advice = f"run.debug_nans recorded the layer in {self._job.files.non_finite_txt}"
+            advice = f"run.debug_nans wrote the layer to {self._job.files.non_finite_txt}"
         else:
             advice = (
-                "Look at grad_norm and learning_rate in metrics.jsonl; --set run.debug_nans=true "
-                "names the layer. Lower the learning rate, clip gradients, or use bfloat16 instead "
-                "of float16"
+                "Look at grad_norm and learning_rate in metrics.jsonl, and find the layer with "
+                "--set run.debug_nans=true. Lower the learning rate, clip gradients, or use "
+                "bfloat16 instead of float16"
             )
         return (
-            f"The last {in_a_row} steps, to step {step}, were skipped, because the loss, gradient "
-            "or learning rate was not finite or the gradient was too large; step "
-            f"{last_good} was the last good one. {checkpoint}. {advice}; to allow more, raise "
-            "run.stopping.max_skipped_steps_in_a_row (None: no limit)."
+            f"The last {in_a_row} steps, up to step {step}, were skipped, because the loss, "
+            "gradient or learning rate was not finite or the gradient was too large; the last step "
+            f"that was not skipped is step {last_good}. {checkpoint}. {advice}; to allow more "
+            "skipped steps, raise run.stopping.max_skipped_steps_in_a_row, or set it to None for "
+            "no limit."
         )
 
 
 def _without_weight(metrics: StepMetrics) -> str | None:
-    """Returns a message if all weights of this process's rows are 0, else None."""
+    """Returns a message if the weights of all of this process's rows are 0, else None."""
     weights = metrics.inputs.get("weights") if isinstance(metrics.inputs, Mapping) else None
     if weights is None or not np.size(weights) or np.any(np.asarray(weights) != 0):
         return None
-    return "only rows of weight 0, so the mean loss is undefined"
+    return "only rows with weight 0, so the mean loss is undefined"
 
 
 def _check_learning_rates(line: Mapping[str, Any]) -> None:
-    """Checks that finite learning rates are in range; other rates have skipped the step."""
+    """Checks that finite learning rates are in range; a step with other rates was skipped."""
     for name, value in line.items():
         is_rate = name.startswith("learning_rate") and math.isfinite(value)
         if is_rate and not 0 <= value <= MAX_LEARNING_RATE:

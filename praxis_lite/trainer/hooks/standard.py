@@ -16,7 +16,7 @@ from praxis_lite.trainer.hooks.tracking import Trackers, Tracking
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.progress import ProgressLine
 
-# Returns the hooks that `JobTools` add to a job.
+# Type of the functions with which `JobTools` add hooks to a job.
 MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 
@@ -24,19 +24,20 @@ def all_hooks(
     job: JobOnMesh, progress: ProgressLine, more: MoreHooks, trackers: Trackers,
     other_saves: Sequence[Hook],
 ) -> list[Hook]:
-    """Returns all hooks of a job: the standard hooks, and those of tools and the experiment."""
+    """Returns all hooks of a job: standard hooks, tool hooks and the experiment's hooks."""
     profiler = Profiler(job)
     return [
-        # First and last, so that a profile contains no other hook's work outside its steps.
+        # These two hooks are first and last, so that a profile contains other hooks' work only
+        # within its steps.
         ProfileEnds(job, profiler),
         *more(job),
-        # Before hooks that report a step or raise: its metrics are then on disk.
+        # Before hooks that report a step or raise errors, so that its metrics are on disk by then.
         MetricsFiles(job), Examples(job), Tracking(trackers), Progress(job, progress),
         LossSpikes(job), SkippedSteps(job), EarlyStops(job),
         Evaluations(job), FollowedEvaluations(job, trackers),
         *job.hooks,
-        # Before the checkpoint, because they are faster: a job that is killed while it saves the
-        # checkpoint has at least these.
+        # Before the hook that saves checkpoints, because these saves are faster: if the job is
+        # killed while it saves the checkpoint, they are already complete.
         *other_saves,
         Saves(job),
         ProfileBegins(job, profiler),

@@ -29,16 +29,17 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.json_lines import lines_if_any, lost_path
 from praxis_lite.trainer.summary import continuations
 
-# How long the end of a launch waits for its trackers.
+# Maximum time to wait for the trackers at the end of a launch.
 END_SECONDS = 30
-# Number of decoded samples of each dataset that trackers get.
+# Number of decoded samples per dataset to send to trackers.
 NUM_SAMPLES = 5
 
 
 class Trackers(contextlib.AbstractContextManager):
-    """The trackers of a job, each in a thread that starts with training.
+    """The trackers of a job, each of which runs in a separate thread.
 
-    Leaving the context ends the trackers and waits for them for at most END_SECONDS.
+    The threads start when training starts. Exiting the context stops them, and waits at most
+    END_SECONDS.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Trackers(contextlib.AbstractContextManager):
         self._ending: Ending = "finished"
 
     def go_on_from(self, step: int) -> None:
-        """Notifies the trackers that training starts after `step`, in a launch or a roll-back.
+        """Notifies the trackers that training continues after `step`, for a launch or roll-back.
 
-        The lines of later steps were moved to the files of lost lines, from which the newest
-        recorded step is read.
+        The lines of later steps have been moved to the files of lost lines. The newest recorded
+        step is read from these files.
         """
         if self._threads:
             newest_step = _newest_lost(self._files.metrics_jsonl, self._note)
@@ -77,8 +78,8 @@ class Trackers(contextlib.AbstractContextManager):
         """Sends the loss curve, and samples decoded since `first_step`, to the trackers.
 
         Args:
-          first_step: Step that the launch started from.
-          step: Last step of the launch.
+          first_step: The step at which the launch started.
+          step: The last step of the launch.
           stopped: Whether the launch was stopped before the end of training.
         """
         self._ending = "stopped" if stopped else "finished"
@@ -90,15 +91,15 @@ class Trackers(contextlib.AbstractContextManager):
                     for thread in self._threads:
                         thread.text(decoded_step, f"decode/{dataset}", text)
         except ConfigError as error:
-            self._note(f"note: trackers get no decoded samples: {error}")
-        # Without a picture, `draw_loss_curve` has noted why.
+            self._note(f"note: no decoded samples are sent to trackers: {error}")
+        # If there is no picture, `draw_loss_curve` has reported the reason.
         with contextlib.suppress(OSError):
             png = content_of(self._files.loss_curve_png)
             for thread in self._threads:
                 thread.image(step, "loss_curve", png)
 
     def forward_notes(self, note: Callable[[str], None]) -> None:
-        """Passes the notes that the trackers have queued to `note`."""
+        """Passes the queued notes of all trackers to `note`."""
         for thread in self._threads:
             while thread.notes:
                 note(thread.notes.popleft())
@@ -113,12 +114,12 @@ class Trackers(contextlib.AbstractContextManager):
         self.forward_notes(self._note)
         for thread in started:
             if thread.is_alive():
-                self._note(f"note: the {thread.name} did not finish within {END_SECONDS} s; it may "
-                           "lack the newest numbers")
+                self._note(f"note: the {thread.name} did not finish within {END_SECONDS} s; the "
+                           "newest numbers may be missing")
 
 
 def _newest_lost(path: Path, note: Callable[[str], None]) -> int:
-    """Returns the newest step among the lost lines of a file; 0 if there are none."""
+    """Returns the newest step among the lost lines of a file, or 0 if there are none."""
     try:
         return max((line["step"] for line in lines_if_any(lost_path(path))), default=0)
     except ConfigError as error:
@@ -149,12 +150,12 @@ class Tracking(Hook):
 def open_trackers(
     job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
 ) -> Trackers:
-    """Returns the trackers of a job; they are empty in all processes but the first.
+    """Returns the trackers of a job. Only the first process has trackers.
 
     Args:
       job: The job on its mesh.
       launched: The config of the launch.
-      first_step: Number of steps made before this launch.
+      first_step: Number of steps completed before this launch.
       note: Prints a line.
     """
     trackers = {name: tracker for name, tracker in job.run.trackers.items() if tracker is not None}
@@ -167,7 +168,7 @@ def open_trackers(
                 for name, tracker in trackers.items()
             ]
         except ConfigError as error:
-            note(f"note: the run has no trackers: {error}")
+            note(f"note: the trackers cannot be started: {error}")
     return Trackers(threads, job.files, note)
 
 
@@ -196,7 +197,7 @@ def tracked_run(
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id in `folder`/run_id.json, which the first launch creates.
+    """Returns the id in run_id.json in a folder; the first launch creates this file.
 
     Raises:
       ConfigError: The file cannot be read or written.

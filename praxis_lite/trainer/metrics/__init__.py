@@ -1,4 +1,5 @@
 """Records and displays the metrics of a run: JSON lines, the progress line, the loss curve.
 
-Never sees a model. matplotlib is imported on first use, tensorflow never.
+This package does not depend on models. It imports matplotlib on first use and never imports
+tensorflow.
 """

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl and eval_metrics.jsonl as columns of numbers, also while the files grow."""
+"""Reads metrics.jsonl and eval_metrics.jsonl as columns of numbers, even while the files grow."""
 
 import json
 import operator
@@ -20,16 +20,15 @@ Columns = dict[str, np.ndarray]
 
 # Bytes per read. Larger buffers are slower, because the system must map new memory for each.
 _BLOCK_BYTES = 1 << 19
-# Number of bytes before the last position that must be unchanged; else the file was rewritten.
+# Number of bytes before the last position that are compared to detect that a file was rewritten.
 _TAIL_BYTES = 256
 
 
 class MetricsColumns:
-    """The numbers in a file of JSON lines, as a column per key.
+    """The numbers in a file of JSON lines, with one column per key.
 
     Attributes:
-      num_unreadable: Number of lines that are not JSON objects with an integer `step`; they are
-        left out.
+      num_unreadable: Number of ignored lines, which are not JSON objects with an integer `step`.
     """
 
     _identity: tuple[int, int] | None
@@ -43,8 +42,9 @@ class MetricsColumns:
     def read(self) -> bool:
         """Reads the lines added since the last call.
 
-        An incomplete last line is left for the next call. A file that was replaced or truncated, as
-        by a run that recomputes steps, is read again from the start. A missing file has no lines.
+        An incomplete last line is read by a later call. A file that was replaced or truncated, for
+        example by a run that recomputes steps, is read again from the start. A missing file is
+        treated as empty.
 
         Returns:
           Whether the columns have changed.
@@ -71,15 +71,15 @@ class MetricsColumns:
             return had_lines
         except OSError as error:
             raise ConfigError(
-                f"{self._path} cannot be read ({error.strerror or error}). A run writes this file; "
-                "remove whatever has taken its place."
+                f"{self._path} cannot be read ({error.strerror or error}). Fix its permissions, or "
+                "remove it if it is not a file written by a run."
             ) from None
 
     def columns(self) -> Columns:
         """Returns the columns by name, float64[num_lines]; "step" is int64[num_lines].
 
-        Missing values, and values that are not numbers, are NaN. Columns without any number are
-        left out; "step" is always present.
+        Missing values and values that are not numbers are NaN. Columns without any numbers are
+        omitted, except "step".
         """
         names = list(dict.fromkeys(["step", *(name for block in self._blocks for name in block)]))
         sizes = [len(block["step"]) for block in self._blocks]
@@ -148,7 +148,7 @@ def columns_of(lines: Sequence[Mapping[str, Any]]) -> Columns:
 
 
 def columns_by_dataset(lines: Sequence[Mapping[str, Any]]) -> dict[str, Columns]:
-    """Returns the columns of each dataset's evaluations, sorted by step.
+    """Returns the columns of evaluation lines by dataset, sorted by step.
 
     The file may not be sorted, because other processes append evaluations of earlier steps.
     """
@@ -159,10 +159,10 @@ def columns_by_dataset(lines: Sequence[Mapping[str, Any]]) -> dict[str, Columns]
 
 
 def _parse_uniform_lines(text: bytes) -> Columns | None:
-    """Returns the columns of lines with equal keys and only numbers; None for other lines.
+    """Returns the columns of lines with equal keys and only numbers, or None for other lines.
 
-    This is the fast path for metrics.jsonl: parsing all lines as one JSON array takes a third of
-    the time of parsing each line.
+    This is the fast path for metrics.jsonl: parsing all lines as a single JSON array takes a third
+    of the time of parsing each line.
     """
     try:
         lines = orjson.loads(b"[" + text[:-1].replace(b"\n", b",") + b"]")
@@ -183,7 +183,7 @@ def _is_number(value: object) -> bool:
 
 
 def _number(value: object) -> float:
-    """Converts a value of a line to a float; NaN if it is not a number."""
+    """Converts a value in a line to a float, or to NaN if it is not a number."""
     number = restore_non_finite(value)
     if not isinstance(number, int | float):
         return np.nan

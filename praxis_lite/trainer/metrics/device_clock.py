@@ -1,4 +1,4 @@
-"""Measures how long each step takes on the devices, in a thread that waits for its outputs."""
+"""Measures the duration of each step on the devices, in a thread that waits for its outputs."""
 
 import contextlib
 import queue
@@ -26,13 +26,13 @@ class DeviceSpan:
         self._end: float | None = None
 
     def end(self) -> float:
-        """Records the current time as the end, unless an end was recorded, and returns the end."""
+        """Returns the end of the span, which is the time of the first call of this method."""
         if self._end is None:
             self._end = self._now()
         return self._end
 
     def seconds(self) -> float:
-        """Returns the duration in seconds; call it after the step has ended."""
+        """Returns the duration in seconds. Call this after the step has ended."""
         end, start = self.end(), self._dispatch_start
         if self._previous is not None:
             start = max(start, self._previous.end())
@@ -41,12 +41,13 @@ class DeviceSpan:
 
 
 class DeviceClock(contextlib.AbstractContextManager):
-    """Measures the time of each step on this process's devices, without making anything wait.
+    """Measures the duration of each step on this process's devices, without blocking the loop.
 
     A step starts when it is dispatched, or when the previous step ends if that is later. It ends
-    when a thread that blocks on its outputs wakes up. That is about 0.1 ms late, or up to 5 ms
-    (Python's switch interval) while the loop holds the GIL. On idle devices the time therefore
-    includes the dispatch; while another step runs it does not.
+    when a thread that blocks on its outputs wakes up, which happens about 0.1 ms late, or up to
+    5 ms late (Python's switch interval) while the loop holds the GIL. The measured time therefore
+    includes the dispatch if the devices are idle, but not if they are still running the previous
+    step.
 
     Args:
       now: The clock, in seconds.
@@ -59,7 +60,7 @@ class DeviceClock(contextlib.AbstractContextManager):
         self._thread = threading.Thread(target=self._wait, name="device clock", daemon=True)
 
     def began(self, dispatch_start: float, outputs: Any) -> DeviceSpan:
-        """Starts to measure a step that was just dispatched, and returns its span.
+        """Starts measuring a step that was just dispatched, and returns its span.
 
         Args:
           dispatch_start: When the step was dispatched.
@@ -75,7 +76,7 @@ class DeviceClock(contextlib.AbstractContextManager):
 
     def __exit__(self, *exc_info: object) -> None:
         self._running.put(None)
-        self._thread.join(1.0)  # Do not wait for devices that hang: the watchdog reports them.
+        self._thread.join(1.0)  # Do not wait for devices that hang; the watchdog reports them.
 
     def _wait(self) -> None:
         while (running := self._running.get()) is not None:

@@ -1,4 +1,4 @@
-"""Reads and writes metrics.jsonl: one flushed line per step, also after the run was killed."""
+"""Reads and writes metrics.jsonl, which has a line for each step and survives killed runs."""
 
 import contextlib
 import fcntl
@@ -33,13 +33,14 @@ __all__ = (
 # Written as strings, because JSON has no NaN and strict parsers reject it.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
-# The first keys of each line; the others follow sorted by name.
+# The first keys of each line. All other keys follow, sorted by name.
 _LEADING_KEYS = ("step", "dataset", "loss")
 
-# How much of the end of a file is checked before lines are appended.
+# Number of bytes at the end of a file that are checked before lines are appended.
 _CHECKED_BYTES = 1 << 16
 
-# `sampled_lines` reads a file of at most this size completely, else this number of lines.
+# `sampled_lines` reads all lines of a file up to this size, and this number of lines of a larger
+# file.
 _SMALL_BYTES = 4 * 2**20
 _NUM_SAMPLES = 8192
 
@@ -47,16 +48,16 @@ _PARSE_ERRORS = (ValueError, TypeError, KeyError, RecursionError)
 
 
 class JsonLinesWriter(contextlib.AbstractContextManager):
-    """Appends one line per step to a file, and flushes each.
+    """Appends one line per step to a file, and flushes each line.
 
-    Opening the file cleans up after an earlier run. An incomplete last line is removed. Lines after
-    `resume_step`, which the resumed run will write again, are moved to NAME.lost.jsonl: they are
-    copied before they are cut off, so that nothing is lost if the process is killed in between.
-    To find them, the file is read backwards, at least 64 KiB; a file of evaluations is read
-    completely, because other processes append to it in any order of steps.
+    Opening the file cleans up after an earlier run. An incomplete last line is removed. Lines of
+    steps after `resume_step`, which the resumed run will write again, are moved to NAME.lost.jsonl.
+    They are copied before the file is truncated, so that no line is lost if the process is killed
+    in between. To find these lines, the file is read backwards, at least 64 KiB. A file of
+    evaluations is read completely, because other processes append to it in any order of steps.
 
-    If the file cannot be written later, its lines are buffered (`RetryingLineWriter`). If they
-    cannot be written at the end either, leaving the context raises ConfigError, or prints a note if
+    If the file cannot be written later, lines are buffered (`RetryingLineWriter`). If they still
+    cannot be written at the end, exiting the context raises ConfigError, or prints a note if
     another exception is being raised.
 
     Numbers have enough digits to round-trip float64. NaN and the infinities are written as the
@@ -64,16 +65,16 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     Args:
       path: The file.
-      resume_step: Last step whose lines stay; -1 to keep no line.
-      note: Called with a line when the file cannot be written, and when it can be again.
+      resume_step: Last step whose lines are kept; -1 to keep no lines.
+      note: Called with a message when the file cannot be written, and when it can be written again.
 
     Attributes:
-      newest_kept: Newest step among the lines that stay; 0 without lines.
-      lost_steps: First and last step of the lines that were moved; None if none were.
-      lost_path: The file they were moved to.
+      newest_kept: Newest step among the lines that are kept, or 0 if there are none.
+      lost_steps: First and last step of the lines that were moved, or None if no line was moved.
+      lost_path: The file to which lines are moved.
 
     Raises:
-      ConfigError: One of the lines that were read is not valid, or the file cannot be opened.
+      ConfigError: A line that was read is invalid, or the file cannot be opened.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
             (lost if _parse_line(text)["step"] > last else kept).append(text)
         _add_to(self.lost_path, b"".join(lost))
         if kept:
-            # Lines of other processes, between the lost ones. Replace the file atomically.
+            # Other processes have appended lines between the lost ones. Replace the file
+            # atomically.
             file.seek(0)
             write_whole(self.path, file.read(cut) + b"".join(kept))
         else:
@@ -128,7 +130,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
             return sum(1 for _ in file)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends a line, which must have an integer `step`; scalar arrays are converted."""
+        """Appends a line, which must have an integer `step`. Scalar arrays are converted."""
         if not isinstance(line.get("step"), int | np.integer):
             raise ValueError(f"{self.path}: a line needs an integer 'step', got {dict(line)}")
         self._lines.add(int(line["step"]), json_line(line))
@@ -202,16 +204,16 @@ def locked_folder(path: pathlib.Path) -> Iterator[None]:
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the parsed lines of a file, with "NaN" and the infinities as floats.
 
-    An incomplete last line is left out: its writer was killed or is still writing it.
+    An incomplete last line is ignored: its writer was killed or is still writing it.
 
     Raises:
-      ConfigError: There is no such file, or another line is not a JSON object with a `step`.
+      ConfigError: The file does not exist, or a complete line is not a JSON object with a `step`.
     """
     return list(_read_lines(pathlib.Path(path)))
 
 
 def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of `read_json_lines` one by one."""
+    """Yields the results of `read_json_lines` one at a time."""
     with _open_lines(path) as file:
         for number, text in enumerate(file, start=1):
             try:
@@ -223,9 +225,9 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of `read_json_lines` in reverse order; none if there is no such file.
+    """Yields the results of `read_json_lines` in reverse order, and none if there is no file.
 
-    The file is read backwards and only as far as needed.
+    The file is read backwards, and only as far as needed.
     """
     if path.exists():
         with _open_lines(path) as file:
@@ -234,9 +236,10 @@ def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def sampled_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of `read_json_lines`, or about 8,000 evenly spaced ones above 4 MiB.
+    """Yields the results of `read_json_lines`, or for large files, a sample of them.
 
-    The first and the last line are always included.
+    If a file is larger than 4 MiB, the sample consists of about 8,000 evenly spaced lines,
+    including the first and the last line.
     """
     with _open_lines(path) as file:
         size, last_offset = os.fstat(file.fileno()).st_size, -1
@@ -257,11 +260,11 @@ def sampled_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def _newest_first(path: pathlib.Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (offset, line) for the complete lines of a file, in reverse order."""
+    """Yields (offset, line) for each complete line of a file, in reverse order."""
     is_last = True
     for offset, text in lines_from_end(file):
         if is_last and not is_json(text):
-            # Skip the empty text after the last line break, and then an incomplete line.
+            # Skip the text after the last line break, which is empty or an incomplete line.
             is_last = bool(not text)
             continue
         is_last = False
@@ -269,7 +272,7 @@ def _newest_first(path: pathlib.Path, file: IO[bytes]) -> Iterator[tuple[int, di
 
 
 def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> dict[str, Any]:
-    """Parses the line at an offset; raises ConfigError with its line number if it is not valid."""
+    """Parses the line at an offset. Raises ConfigError with its line number if it is invalid."""
     try:
         return _parse_line(text)
     except _PARSE_ERRORS as error:
@@ -280,7 +283,7 @@ def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> d
 def _parse_line(text: bytes) -> dict[str, Any]:
     try:
         line = orjson.loads(text)
-    except ValueError:  # Python's parser also accepts NaN, and text that is not UTF-8.
+    except ValueError:  # Python's parser, unlike the fast one, accepts NaN and invalid UTF-8.
         line = json.loads(text.decode("utf-8", "replace"))
     if not is_step(line["step"]):
         raise TypeError("step is not an integer")
@@ -297,7 +300,7 @@ def _bad_line_error(path: pathlib.Path, number: int, text: bytes) -> ConfigError
 
 @contextlib.contextmanager
 def _open_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Opens a file of lines for reading; raises ConfigError if it cannot be opened."""
+    """Opens a file of lines for reading. Raises ConfigError if it cannot be opened."""
     try:
         with opened(path) as file:
             yield file
@@ -305,8 +308,8 @@ def _open_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
         raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). A run writes this file; remove "
-            "whatever has taken its place."
+            f"{path} cannot be read ({error.strerror or error}). Fix its permissions, or remove it "
+            "if it is not a file written by a run."
         ) from None
 
 
@@ -316,12 +319,12 @@ def is_step(value: object) -> bool:
 
 
 def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the parsed lines of a file; [] if there is no such file."""
+    """Returns the parsed lines of a file, or [] if it does not exist."""
     return read_json_lines(path) if path.exists() else []
 
 
 def training_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl; [] if there is no such file.
+    """Returns the lines of metrics.jsonl, or [] if it does not exist.
 
     Raises:
       ConfigError: A line is not valid, or its loss is not a number.
@@ -330,7 +333,7 @@ def training_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lines of eval_metrics.jsonl; [] if there is no such file.
+    """Returns the lines of eval_metrics.jsonl, or [] if it does not exist.
 
     Raises:
       ConfigError: A line is not valid, has no dataset, or has a metric that is not a number.

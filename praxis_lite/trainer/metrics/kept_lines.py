@@ -1,4 +1,4 @@
-"""Appends lines to a file, and buffers them in memory while the disk cannot be written."""
+"""Appends lines to a file, and buffers them in memory while the file cannot be written."""
 
 import contextlib
 import os
@@ -13,15 +13,15 @@ _RETRY_SECONDS = 1.0
 
 
 class RetryingLineWriter:
-    """Appends lines to a file; a disk error does not raise while training runs.
+    """Appends lines to a file, and does not raise disk errors while training runs.
 
-    Lines that cannot be written, because the disk is full or has an I/O error, stay in memory and
-    are retried together with a later line, at most once a second. A note reports the first failure,
-    and the first success after it.
+    Lines that cannot be written because of a full disk or an I/O error are kept in memory, and are
+    retried together with later lines, at most once a second. A note reports the first failure and
+    the next success.
 
     Args:
-      path: The file; it is created if its directory exists.
-      note: Prints a line.
+      path: The file. It is created if its directory exists.
+      note: Function that prints a line.
 
     Raises:
       OSError: The file cannot be opened.
@@ -35,7 +35,7 @@ class RetryingLineWriter:
         self._retry_at = 0.0
 
     def add(self, step: int, text: str) -> None:
-        """Writes the line of a step, or buffers it."""
+        """Writes the line of a step, or buffers it if the file cannot be written."""
         self._lines.append((step, text))
         if self._error is None or time.monotonic() >= self._retry_at:
             self._write()
@@ -44,10 +44,10 @@ class RetryingLineWriter:
         """Tries once more to write the buffered lines, and closes the file.
 
         Args:
-          raise_on_loss: Whether to raise an error if lines are lost; otherwise it is noted.
+          raise_on_loss: Whether to raise an error if lines are lost, instead of printing a note.
 
         Raises:
-          ConfigError: Lines are lost; the message names the file, the reason and the steps.
+          ConfigError: Lines are lost. The message includes the file, the reason and the steps.
         """
         if self._lines:
             self._write()
@@ -80,7 +80,7 @@ class RetryingLineWriter:
             self._failed(error)
             return
         if self._error is not None:
-            self._note(f"{self._path} can be written again, with {self._of_steps()}")
+            self._note(f"{self._path} can be written again; wrote {self._of_steps()}")
         self._error = None
         self._lines.clear()
 
@@ -93,7 +93,7 @@ class RetryingLineWriter:
         if self._error is None:
             self._note(
                 f"note: {self._path} cannot be written: {_reason(error)}. Training continues, and "
-                "the lines stay in memory until the file can be written"
+                "lines are kept in memory until the file can be written"
             )
         self._error = error
 
@@ -107,7 +107,7 @@ class RetryingLineWriter:
         steps = [step for step, _ in self._lines]
         if steps[0] == steps[-1]:
             return f"the line of step {steps[0]}"
-        return f"{len(steps):,} lines of steps {steps[0]} to {steps[-1]}"
+        return f"{len(steps):,} lines for steps {steps[0]} to {steps[-1]}"
 
 
 def _reason(error: OSError) -> str:

@@ -19,27 +19,27 @@ _GREY = "#5f6368"
 
 def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.PathLike[str],
                     eval_path: str | os.PathLike[str] | None = None, title: str = "") -> None:
-    """Plots loss against step: the training loss faint and smoothed, evaluations as points.
+    """Plots loss against step, with raw and smoothed training losses and evaluations as points.
 
-    A panel below shows the learning rate, if the lines have one. Of a file above 4 MiB about 8,000
-    evenly spaced lines are drawn, so that the time does not grow with the run.
+    A panel below shows the learning rate if it was recorded. If the file is larger than 4 MiB,
+    about 8,000 evenly spaced lines are drawn, so that the time does not grow with the run.
 
     Args:
-      metrics_path: Lines with `step`, `loss` and optionally `learning_rate`.
+      metrics_path: File of lines with `step`, `loss` and optionally `learning_rate`.
       png_path: The file to write.
-      eval_path: Lines with `step`, `dataset`, `loss` and optionally `bits_per_byte`. Without the
-        file no evaluations are drawn.
+      eval_path: File of lines with `step`, `dataset`, `loss` and optionally `bits_per_byte`. If it
+        does not exist, no evaluations are drawn.
       title: Title of the plot.
 
     Raises:
-      ConfigError: No line has a loss, or the PNG cannot be written; an old one is kept then.
+      ConfigError: No line contains a loss, or the PNG cannot be written. An existing PNG is kept.
     """
-    # Without pyplot the figure uses Agg and does not affect the user's backend and figures.
+    # Without pyplot, the figure uses Agg and does not affect the user's backend and figures.
     figures = optional_module("matplotlib.figure", os.fspath(png_path))
     lines = list(sampled_lines(pathlib.Path(metrics_path)))
     steps, losses = _series(lines, "loss")
     if not steps.size:
-        raise ConfigError(f"{metrics_path}: no line has a loss, so there is no curve to draw.")
+        raise ConfigError(f"{metrics_path} contains no losses, so the curve cannot be drawn.")
     rate_steps, rates = _series(lines, "learning_rate")
 
     figure = figures.Figure(figsize=(9, 5.6 if rates.size else 4.6), layout="constrained")
@@ -61,7 +61,7 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
 
     loss_axes.set_ylabel("loss")
     rate_axes.set_xlabel("step")
-    # Names may contain dollar signs, which are not math text.
+    # Names may contain dollar signs, which must not be interpreted as math text.
     loss_axes.set_title(title, loc="left", fontsize=12, fontweight="bold", parse_math=False)
     for text in loss_axes.legend(frameon=False, loc="upper right").get_texts():
         text.set_parse_math(False)
@@ -98,12 +98,12 @@ def _series(lines: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, n
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Smooths values with a centred moving average over 2% of the run on each side.
+    """Smooths values with a centered moving average over 2% of the run on each side.
 
-    Values that are not finite are left out. The average is centred, because a trailing average lags
-    while the loss falls fast. Near the first step, where the loss is steepest and the window is cut
-    off, a line is fitted to the window instead. Near the last step it remains a mean, because a
-    fitted line would follow the noise of single steps.
+    Values that are not finite are ignored. The average is centered, because a trailing average lags
+    while the loss falls fast. Near the first step, where the loss is steepest and the window is
+    truncated, a line is fitted to the window instead. Near the last step, the mean is used, because
+    a fitted line would follow the noise of single steps.
     """
     num_values = len(values)
     is_finite, index = np.isfinite(values), np.arange(num_values)

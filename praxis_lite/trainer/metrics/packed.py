@@ -1,4 +1,4 @@
-"""Packs scalars into one array per dtype on the devices, so that one transfer reads them all."""
+"""Packs scalars on the devices into one array per dtype, so that few transfers read them all."""
 
 import dataclasses
 import functools
@@ -16,9 +16,9 @@ class Packed:
     """A tree of scalars, packed for the transfer to the host.
 
     Attributes:
-      arrays: An array [num_scalars] per dtype; or the tree itself if it was not packed.
+      arrays: One array [num_scalars] per dtype, or the tree itself if it was not packed.
       leaf_indices: For each array, the indices of its scalars among the tree's leaves.
-      structure: The tree's structure; None if `arrays` is the tree itself.
+      structure: The tree's structure, or None if `arrays` is the tree itself.
     """
 
     arrays: PyTree

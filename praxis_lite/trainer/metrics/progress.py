@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a live line on a terminal, otherwise a line now and then."""
+"""Shows the progress of a run as a live line on a terminal, or else as occasional lines."""
 
 import contextlib
 import math
@@ -12,24 +12,25 @@ from praxis_lite.trainer.metrics.step_times import HFU, MFU
 
 __all__ = ("count_of", "metric_text")
 
-_REDRAW_SECONDS = 0.2  # Looks smooth, and costs the loop nothing measurable.
-LINES_PER_RUN = 20  # If the output is not a terminal.
-# The parts to leave out on a narrow terminal, least important first.
+_REDRAW_SECONDS = 0.2  # Looks smooth, and does not measurably slow down the loop.
+LINES_PER_RUN = 20  # Number of lines if the output is not a terminal.
+# The parts that are omitted on a narrow terminal, least important first.
 _DROP_ORDER = ("hfu", "steps", "input", "mfu", "tokens", "loss")
 
 
 class ProgressLine(contextlib.AbstractContextManager):
     """Shows step, loss, speed and remaining time of a run.
 
-    On a terminal (`isatty()`) one line is redrawn in place, at most five times a second, without
-    the less important numbers if the terminal is narrow. Otherwise a line is printed every
+    On a terminal (`isatty()`), one line is redrawn in place at most five times a second. Less
+    important numbers are omitted if the terminal is narrow. Otherwise, a line is printed every
     `log_every_steps` and at the last step.
 
     Args:
       num_steps: Last step of the run.
-      stream: Where to print.
-      log_every_steps: Steps between printed lines, at least 1; None for about 20 lines in total.
-      first_step: Number of steps made before: 0, or the restored step.
+      stream: Stream to print to.
+      log_every_steps: Number of steps between printed lines, at least 1. If None, about 20 lines
+        are printed in total.
+      first_step: Number of steps completed before this launch: 0, or the restored step.
       clock: A monotonic clock, in seconds.
     """
 
@@ -55,8 +56,8 @@ class ProgressLine(contextlib.AbstractContextManager):
 
         Args:
           step: The newest step.
-          loss: Its loss; None to leave it out.
-          rates: The speed of the last steps, this one included.
+          loss: The loss of the step, or None to omit it.
+          rates: The rates of the last steps, including this step.
           has_tokens: Whether `rates` counts tokens instead of examples.
         """
         self._newest, self._is_shown = (step, loss, rates, has_tokens), False
@@ -80,7 +81,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._stream.flush()
 
     def close(self) -> None:
-        """Prints the final state as a complete line; a second call does nothing."""
+        """Prints the final state as a complete line. Later calls do nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -131,7 +132,7 @@ class ProgressLine(contextlib.AbstractContextManager):
     def _draw(self) -> None:
         # A line of the terminal's full width would wrap, and '\r' would return to its second half.
         text = self._text(max(1, shutil.get_terminal_size().columns - 1))
-        # Overwrite the rest of a longer line with blanks, which work on every terminal.
+        # Overwrite the rest of a longer line with spaces, which work on every terminal.
         self._stream.write("\r" + text.ljust(self._drawn_width))
         self._stream.flush()
         self._drawn_width = len(text)
@@ -144,7 +145,7 @@ class ProgressLine(contextlib.AbstractContextManager):
 
 
 def metric_text(value: float) -> str:
-    """Formats a loss or a metric, such as "2.3456", or "5.5874e+23" from 1e6 on."""
+    """Formats a loss or a metric as "2.3456", or as "5.5874e+23" if it is 1e6 or more."""
     return f"{value:.4f}" if abs(value) < 1e6 or not math.isfinite(value) else f"{value:.4e}"
 
 

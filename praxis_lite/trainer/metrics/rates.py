@@ -1,4 +1,4 @@
-"""Computes the speed of the last steps and the remaining time for the progress line."""
+"""Computes the current speed and the remaining time for the progress line."""
 
 import collections
 import dataclasses
@@ -20,13 +20,14 @@ _WINDOW_STEPS = 50  # Speeds are means over this many steps.
 
 @dataclasses.dataclass(frozen=True)
 class Pause:
-    """The schedule of something that interrupts the steps: evaluations, or saves.
+    """The schedule of an operation that interrupts the steps, such as evaluations or saves.
 
-    One pause always follows the last step.
+    A pause always follows the last step.
 
     Attributes:
-      every_steps: A pause follows every multiple of this many steps; None for none by step count.
-      every_seconds: Seconds between two pauses; None for none by time.
+      every_steps: A pause follows every multiple of this number of steps. If None, pauses do not
+        depend on the number of steps.
+      every_seconds: Seconds between two pauses. If None, pauses do not depend on time.
     """
 
     every_steps: int | None = None
@@ -36,9 +37,9 @@ class Pause:
         """Returns the number of remaining pauses.
 
         Args:
-          step: The newest step, whose pause is still to come.
+          step: The newest step; its pause, if any, is included in the result.
           num_steps: Last step of the job.
-          seconds: Estimated seconds of the remaining steps.
+          seconds: Estimated duration of the remaining steps.
         """
         count = 0.0
         if self.every_steps is not None:
@@ -49,15 +50,15 @@ class Pause:
 
 
 class Rates:
-    """Means over the last 50 steps, and the remaining time.
+    """Computes mean rates over the last 50 steps, and the remaining time.
 
-    The first step of a launch is left out, because it includes one-time costs. The remaining time
-    is that of the remaining steps at this speed, plus that of the remaining evaluations and saves
-    at their mean duration in this launch, once there was one.
+    The first step of a launch is excluded, because it includes one-time costs. The remaining time
+    consists of the remaining steps at this rate, and the remaining evaluations and saves at their
+    mean duration in this launch. Evaluations and saves are included after the first one.
 
     Args:
       num_steps: Last step of the job.
-      num_devices: Number of devices of the mesh.
+      num_devices: Number of devices in the mesh.
       pauses: Schedules of evaluations and saves, by the name of their time in metrics.jsonl.
     """
 
@@ -77,7 +78,8 @@ class Rates:
         Args:
           line: The step's line of metrics.jsonl, with its times.
           weight: Number of tokens or examples in the step's batch.
-          loop_seconds: Seconds spent in the loop so far, without evaluations, saves and compiling.
+          loop_seconds: Seconds spent in the loop so far, excluding evaluations, saves and
+            compilation.
         """
         for name, (seconds, count) in self._paused.items():
             if line[name] > 0:
@@ -96,13 +98,13 @@ class Rates:
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean seconds per step; None before the second step."""
+        """Mean seconds per step, or None before the second step."""
         seconds = self._sum(STEP_TIME)
         return seconds / len(self._lines) if seconds > 0 else None
 
     @property
     def per_second_and_device(self) -> float:
-        """Tokens, or examples, per second and device."""
+        """Tokens or examples per second and device."""
         return self._sum("weight") / self._sum(STEP_TIME) / self._num_devices
 
     @property
@@ -111,18 +113,18 @@ class Rates:
         return self._sum(INPUT_TIME) / self._sum(STEP_TIME)
 
     def utilization(self, name: str) -> float | None:
-        """Returns the mean MFU or HFU, weighted by step time; None if it is not known."""
+        """Returns the mean MFU or HFU, weighted by step time, or None if unknown."""
         if not self._lines or not all(name in line for line in self._lines):
             return None
         weighted_sum = sum(line[name] * line[STEP_TIME] for line in self._lines)
         return weighted_sum / self._sum(STEP_TIME)
 
     def seconds_left(self) -> float | None:
-        """Returns the estimated seconds to the end of the job; None before the second step."""
+        """Returns the estimated seconds until the job ends, or None before the second step."""
         if (each := self.step_seconds) is None:
             return None
         steps = self._num_steps - self._step
-        # Assume that hooks that wait take as much time per step as so far.
+        # Assume that hooks that wait keep taking the same time per step.
         seconds = steps * (each + self._hook_seconds / (self._num_added - 1))
         for name, (paused, count) in self._paused.items():
             if count:
@@ -131,12 +133,12 @@ class Rates:
         return seconds
 
     def input_summary(self, unit: str) -> str | None:
-        """Returns a line about the time spent waiting for input; None if there was no wait."""
+        """Returns a line about the time spent waiting for input, or None if there was no wait."""
         if not (self._input_seconds and self._seconds):
             return None
         return (
-            f"waiting for input took {100 * self._input_seconds / self._seconds:.2g}% of the "
-            f"steps' time; the input alone could feed "
+            f"waiting for input took {100 * self._input_seconds / self._seconds:.2g}% of the step "
+            f"time; the input pipeline could provide up to "
             f"{count_of(self._weight / self._input_seconds)} {unit}/s"
         )
 
@@ -151,6 +153,6 @@ def count_of(number: float) -> str:
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= limit:
             return f"{number / (1e3 if unit == 'k' else limit):.1f}{unit}"
-    # From 99.95 on a number rounds to 100, so it is written without decimals.
+    # Numbers of 99.95 or more round to 100, so they are written without decimals.
     digits = ",.0f" if number >= 99.95 else ".1f" if number >= 1 else ".2g"
     return format(number, digits)

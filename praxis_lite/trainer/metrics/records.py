@@ -1,4 +1,4 @@
-"""Reads and writes records, a JSON line per row: decoded text, or per-example eval outputs."""
+"""Reads and writes records, which are JSON lines with decoded text or per-example outputs."""
 
 import collections
 import contextlib
@@ -22,13 +22,14 @@ def write_records(
 ) -> None:
     """Writes a file of records atomically.
 
-    An existing file with other records is renamed to NAME.1, or to the next free number, and noted.
-    NaN and the infinities are written as the strings "NaN", "Infinity" and "-Infinity".
+    If the file exists with different records, it is renamed to NAME.1 or to the next free number,
+    and a note is printed. NaN and the infinities are written as the strings "NaN", "Infinity" and
+    "-Infinity".
 
     Args:
       path: The file; its folder is created if needed.
       records: JSON-serializable records.
-      note: Prints a line.
+      note: Function that prints a line.
 
     Raises:
       ConfigError: The file cannot be written.
@@ -40,12 +41,12 @@ def write_records(
             while (renamed := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
             os.replace(path, renamed)
-            note(f"{path} had other records; they were moved to {renamed.name}")
+            note(f"{path} contained different records, which were moved to {renamed.name}")
         write_whole(path, content)
 
 
 def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Adds the records that a file does not contain yet, and replaces the file atomically.
+    """Adds records to a file that does not contain them yet, and replaces the file atomically.
 
     Raises ConfigError if the file cannot be written.
     """
@@ -60,7 +61,7 @@ def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Creates and locks the folder of a file; turns OSError into ConfigError."""
+    """Creates and locks the folder of a file, and converts OSError to ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked_folder(path):
@@ -81,8 +82,8 @@ class Decoded:
     """Records that were read from a file of decoded prompts.
 
     Attributes:
-      pairs: (prompt, continuation) of each record, in file order. For a record without a
-        continuation it is the JSON text of its other fields.
+      pairs: (prompt, continuation) of each record, in file order. If a record has no continuation,
+        its other fields as JSON take the place of the continuation.
       num_lines: Number of complete lines in the file.
       num_unreadable: Number of requested lines that are not JSON objects.
     """
@@ -94,14 +95,14 @@ class Decoded:
 
 @dataclasses.dataclass(frozen=True)
 class DecodedFile:
-    """The file of the prompts of a dataset, or of the command line, decoded at a step."""
+    """A file of prompts from a dataset or the command line, decoded with the weights of a step."""
 
     dataset: str
     step: int
     path: Path
 
     def read(self, max_lines: int) -> Decoded:
-        """Reads the first lines; for prompts of the command line, which are appended, the last.
+        """Reads the first lines, or the last lines for command-line prompts, which are appended.
 
         Args:
           max_lines: Number of lines to read.
@@ -132,7 +133,7 @@ def decoded_files(job: JobDir) -> list[DecodedFile]:
 
 
 def _pair(line: bytes) -> tuple[str, str] | None:
-    """Returns (prompt, continuation) of a line; None if it is not a JSON object."""
+    """Returns (prompt, continuation) of a line, or None if it is not a JSON object."""
     try:
         record = json.loads(line)
         if not isinstance(record, dict):

@@ -1,18 +1,19 @@
 """Names and definitions of the times of a step in metrics.jsonl.
 
-All are in seconds, measured in the process that writes the file. `trainer/step_metrics.py` measures
-all but device_time.
+All times are in seconds, measured in the process that writes the file. `trainer/step_metrics.py`
+measures all of them except device_time.
 
-- step_time: from the end of the previous step to the end of this one, when the loop reads their
-  metrics. Excludes compiling, evaluations, saves, and hooks that wait.
+- step_time: from the end of the previous step to the end of this step. A step ends when the loop
+  reads its metrics. Excludes compilation, evaluations, saves, and hooks that wait.
 - input_time: how long the loop waited for the step's batch.
 - dispatch_time: duration of the call of the compiled step.
 - device_time: duration of the step on the devices (`DeviceClock`).
-- evaluation_time, save_time: how long the loop evaluated and saved between the previous step and
-  this one; 0 if it did neither. A step's line is written before the step is evaluated and saved, so
-  the times after the last step are only in timeline.jsonl.
+- evaluation_time, save_time: duration of the evaluation and the save between the previous step and
+  this step, or 0 if there was none. A step's line is written before the step is evaluated and
+  saved, so times after the last step are only in timeline.jsonl.
 
-On known chips, mfu and hfu are fractions of the peak: praxis_tools/utilization/utilization_hook.py.
+On known chips, mfu and hfu are fractions of the peak performance; see
+praxis_tools/utilization/utilization_hook.py.
 """
 
 __all__ = ("HFU", "MFU", "STEP_TIME")

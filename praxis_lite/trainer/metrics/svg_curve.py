@@ -1,4 +1,4 @@
-"""Draws the loss curve as an SVG element for notebooks, without any plotting package."""
+"""Draws the loss curve as an SVG element for notebooks, without a plotting package."""
 
 import html
 import itertools
@@ -20,10 +20,10 @@ Columns = Mapping[str, np.ndarray]
 
 
 def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
-    """Returns an SVG that plots loss against step; "" if there is no loss below 1e100.
+    """Returns an SVG that plots loss against step, or "" if there is no loss below 1e100.
 
     Args:
-      metrics: Columns "step" and "loss" of the training, drawn faint and smoothed.
+      metrics: Columns "step" and "loss" of training, drawn both faintly and smoothed.
       evaluations: Columns "step" and "loss" by dataset, drawn as points.
     """
     train_steps, train_losses = _points(metrics)
@@ -54,13 +54,13 @@ def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
 
 
 def legend(evaluations: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns (name, colour) of the training loss and of each evaluation dataset in the SVG."""
+    """Returns (name, color) for the training loss and for each evaluation dataset in the SVG."""
     colors = itertools.cycle(_EVALUATION_COLORS)
     return [("training", _COLOR), *zip(evaluations, colors, strict=False)]
 
 
 def _points(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the steps and losses to draw, at most _MAX_POINTS evenly spaced ones."""
+    """Returns at most _MAX_POINTS evenly spaced steps and losses to draw."""
     steps, losses = columns.get("step", np.zeros(0)), columns.get("loss", np.zeros(0))
     if len(steps) != len(losses):
         return np.zeros(0), np.zeros(0)

@@ -13,7 +13,7 @@ WeightedScalars = Mapping[str, tuple[Any, Any]]
 class WeightedMean:
     """Accumulates the mean of each metric, sum(value * weight) / sum(weight), in float64.
 
-    Pairs of weight 0 are left out, because a batch of padding rows may report NaN, and 0 * NaN is
+    Pairs with weight 0 are ignored, because a batch of padding rows may report NaN, and 0 * NaN is
     NaN. A NaN with a positive weight makes the mean NaN.
     """
 
@@ -27,12 +27,12 @@ class WeightedMean:
             weight = float(weight)
             require(
                 math.isfinite(weight) and weight >= 0, f"The weight of metric {name!r}", weight,
-                "a finite number, 0 or more",
+                "a finite non-negative number",
             )
             if weight > 0:
                 self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, float]:
-        """Returns the mean of each metric, without metrics whose total weight is 0."""
+        """Returns the mean of each metric whose total weight is not 0."""
         return {name: total / self._weights[name] for name, total in self._sums.items()}

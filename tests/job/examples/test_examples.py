@@ -165,12 +165,12 @@ def test_other_data_than_those_that_were_fed_are_caught(job):
     assert status == 1
     # Batch 15 was left out; batch 16 is another now.
     (fault,) = [line for line in out.splitlines() if line.startswith("WRONG")]
-    assert "steps 15 to 21" in fault and "that of the data is" in fault
+    assert "steps 15 to 21" in fault and "but the data has the digest" in fault
 
 
 @pytest.mark.parametrize("argv, words", [
     (["--job={job}", "--dataset=train"], "--dataset cannot be combined with --job"),
-    (["--recorded-only", "--exp=jobzoo.lines.Line"], "--recorded-only needs --job"),
+    (["--recorded-only", "--exp=jobzoo.lines.Line"], "--recorded-only requires --job"),
     ([], "--exp=NAME is missing"),
     (["--job={job}/nowhere"], "does not exist"),
 ])

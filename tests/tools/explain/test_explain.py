@@ -50,7 +50,7 @@ def test_it_says_loudly_what_is_replicated(explained):
     size = format_bytes(40_009 * 7 * 4)  # 1.1 MiB
     assert (
         f"WARNING: mdl_vars/params/position_emb/emb_var [40009, 7] is replicated: {size} on each "
-        "of 8 devices. Give it a weight_split_dims_mapping, or a rule in the task's "
+        "of 8 devices. Set its weight_split_dims_mapping, or add a rule to the task's "
         "weight_sharding."
     ) in out
     # Adam's two slots are as large; nothing else is.

@@ -179,5 +179,5 @@ def test_a_launch_that_finds_nothing_to_do_changes_nothing(killed):
     job, *_ = killed
     before = job.timeline_jsonl.read_bytes()
     done = launch(SLOW_LINE, f"--job_log_dir={job.path}")
-    assert done.code == 0 and "has already made its 33 steps" in done.out
+    assert done.code == 0 and "has already completed its 33 steps" in done.out
     assert job.timeline_jsonl.read_bytes() == before

@@ -62,8 +62,8 @@ def make_files(files: str, folder: str, make: Make) -> None:
       make: Function that writes files or returns examples.
 
     Raises:
-      ConfigError: The files cannot be written, a file of this name exists, or the examples cannot
-        be written in the format of `files`.
+      ConfigError: The files cannot be written, a file already exists, or the extension of `files`
+        is not a supported format for examples.
     """
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary_folder:
@@ -75,8 +75,9 @@ def make_files(files: str, folder: str, make: Make) -> None:
                 path = os.path.join(folder, name)
                 if os.path.lexists(path):
                     raise ConfigError(
-                        f"{path} exists, but does not match the source's files {files!r}, and its "
-                        "function `make` would overwrite it. Change `files`, or move the file."
+                        f"{path} exists, but does not match the source's files {files!r}; the "
+                        "source's function `make` would overwrite it. Change `files`, or move the "
+                        "file."
                     )
                 os.replace(os.path.join(temporary_folder, name), path)
     except OSError as error:
@@ -87,10 +88,11 @@ def _write_examples(path: str, files: str, examples: Iterable[Mapping[str, Any]]
     if files.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
         _write_json_lines(path, examples)
         return
-    require(
-        files.endswith(".parquet"), "The file of a source whose function `make` returns examples",
-        files, "a file name that ends with .jsonl, .jsonl.gz, .jsonl.zst or .parquet",
-    )
+    if not files.endswith(".parquet"):
+        raise ConfigError(
+            f"The source's function `make` returns examples, but they cannot be written to "
+            f"{files!r}. Set `files` to a name ending in .jsonl, .jsonl.gz, .jsonl.zst or .parquet."
+        )
     pyarrow, parquet = optional_module("pyarrow", files), optional_module("pyarrow.parquet", files)
     table = pyarrow.Table.from_pylist([dict(example) for example in examples])
     parquet.write_table(table, path, row_group_size=_ROWS_PER_GROUP)

@@ -8,7 +8,7 @@ import numpy as np
 
 from praxis_lite.inputs.sources.faults import BadExample
 
-# Byte order marks of other encodings. UTF-32 is first, since its marks begin with those of UTF-16.
+# Byte order marks of other encodings. UTF-32 is first, because its mark starts with UTF-16's mark.
 _FOREIGN_BOMS = {
     codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16",
@@ -21,19 +21,20 @@ def decode_utf8(data: bytes, where: str, *, is_file: bool = False) -> str:
     Args:
       data: The bytes to decode.
       where: Location of the bytes for error messages: "file:line", or the name of the file.
-      is_file: Whether `data` is a complete file; the error then adds the line to `where`.
+      is_file: Whether `data` is a complete file. The error message then appends the line to
+        `where`.
 
     Raises:
-      BadExample: `not_utf8`: the bytes have another encoding, or contain NUL bytes (which also
-        occur in UTF-16 and in sparse files).
+      BadExample: (`not_utf8`) The bytes have a different encoding, or contain NUL bytes, which
+        occur in UTF-16 and in sparse files.
     """
     encoding = next((name for bom, name in _FOREIGN_BOMS.items() if data.startswith(bom)), None)
     offset = data.find(b"\0")
     if encoding is not None:
-        found, offset = f"is not UTF-8: it has the byte order mark of {encoding}", 0
+        found, offset = f"is not UTF-8: it starts with the byte order mark of {encoding}", 0
         fix = f"Convert it with iconv -f {encoding} -t UTF-8."
     elif offset >= 0:
-        found = f"is not UTF-8 text: it has a NUL at byte {offset}"
+        found = f"is not UTF-8 text: it contains a NUL at byte {offset}"
         fix = "Remove binary data, or convert UTF-16 with iconv -f UTF-16LE -t UTF-8."
     else:
         try:
@@ -46,7 +47,7 @@ def decode_utf8(data: bytes, where: str, *, is_file: bool = False) -> str:
 
 
 def require_valid_unicode(text: str, where: str, what: str = "text") -> str:
-    """Returns `text`, or raises an error if it has surrogates, which UTF-8 cannot encode.
+    """Returns `text`, or raises an error if it contains surrogates, which UTF-8 cannot encode.
 
     Args:
       text: The text to check.
@@ -54,7 +55,8 @@ def require_valid_unicode(text: str, where: str, what: str = "text") -> str:
       what: Name of the text for error messages.
 
     Raises:
-      BadExample: `not_utf8`: the text has an unpaired surrogate, as JSON escapes can.
+      BadExample: (`not_utf8`) The text contains an unpaired surrogate, for example from a JSON
+        escape.
     """
     try:
         text.encode()
@@ -63,11 +65,12 @@ def require_valid_unicode(text: str, where: str, what: str = "text") -> str:
         # Python represents undecodable bytes of the command line or the terminal as surrogates.
         is_byte = 0xDC80 <= code <= 0xDCFF
         found = (
-            f"the byte 0x{code - 0xDC00:02x}" if is_byte else f"half of a character, \\u{code:x}"
+            f"the byte 0x{code - 0xDC00:02x}" if is_byte
+            else f"the unpaired surrogate \\u{code:x}"
         )
         raise BadExample(
-            "not_utf8", where, f"has a {what} that is not UTF-8: it has {found}",
-            "Write complete characters in UTF-8.",
+            "not_utf8", where, f"has a {what} that is not UTF-8: it contains {found}",
+            "Write it as valid UTF-8.",
         ) from None
     return text
 
@@ -82,7 +85,8 @@ def to_json_value(value: Any, where: str) -> Any:
       where: Location of the value for error messages.
 
     Raises:
-      BadExample: `not_utf8`: a text is not valid UTF-8. `not_json`: the value is nested too deeply.
+      BadExample: A string is not valid UTF-8 (`not_utf8`), or the value is nested too deeply
+        (`not_json`).
     """
     try:
         return _to_json_value(value, where)
