@@ -97,7 +97,7 @@ def _certify(
     if html is not None:
         states = {name: JobReader(name, job).read(0) for name, job in named.items()}
         write_whole(html, page_of(certificate, states).encode("utf-8", "replace"))
-        print(f"\nThe page to look at in a browser: {html.absolute()}")
+        print(f"\nOpen this page in a browser: {html.absolute()}")
     return int(bool(certificate.faults))
 
 

@@ -32,7 +32,7 @@ class Explain(Mode):
         explanation = explain_experiment(command, print)
         if html is not None:
             write_whole(html, explanation.page().encode())
-            print(f"\nThe page to look at in a browser: {html.absolute()}")
+            print(f"\nOpen this page in a browser: {html.absolute()}")
 
 
 def explain_experiment(

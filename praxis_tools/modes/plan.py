@@ -135,7 +135,7 @@ class Plan(Mode):
             )
             if html is not None:
                 write_whole(html, plan.page().encode())
-                print(f"\nThe page to look at in a browser: {html.absolute()}")
+                print(f"\nOpen this page in a browser: {html.absolute()}")
             if json is not None:
                 write_whole(json, plan.json_text().encode())
             plan.require_fit()
