@@ -42,7 +42,7 @@ class Memory:
     host: int = 0
 
     def table(self) -> str:
-        """Returns a text table of the breakdown, largest first; padding and host memory are last."""
+        """Returns a text table of the breakdown, largest first, then padding and host memory."""
         parts = {
             "weights": self.weights, "optimizer slots": self.slots, "batch": self.batch,
             "gradients of scanned layers": self.gradients,

@@ -94,7 +94,7 @@ def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
 def decoding_table(plans: Sequence[StepPlan]) -> str:
     """Returns a text table that compares decoding plans, with one line per batch size."""
     rows: list[Sequence[str]] = [
-        ("batch", "token", "limit", "of it", "tokens/s", "per device", "first token", "GiB",
+        ("batch", "token", "limit", "share", "tokens/s", "per device", "first token", "GiB",
          "fits")
     ]
     for plan in plans:
