@@ -176,7 +176,7 @@ class CauseSearch:
         return self._program_difference(certified.failed or certified.comparisons[-1:])
 
     def _update_difference(self, update: UpdateComparison) -> Difference:
-        """Returns the difference in an update, caused by the devices that differ from most others."""
+        """Returns the difference in an update; a minority of differing devices is the cause."""
         worst = next(iter(update.failed), update.comparisons[-1])
         positions = update.positions.get(worst.leaf, ())
         is_device_fault = 0 < 2 * len(positions) <= self._mesh.size
