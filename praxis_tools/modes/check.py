@@ -27,7 +27,7 @@ class Check(Mode):
         options.add_argument(
             "--meshes", metavar="1x4x2,...",
             help="the meshes to check; default: the experiment's mesh, each axis alone, all axes, "
-            "and a mesh whose size divides as few dims as possible",
+            "and a mesh with as many uneven splits as possible",
         )
         options.add_argument(
             "--steps", metavar="N", type=int, default=20,
