@@ -1,8 +1,9 @@
-"""Measures time and memory of gradient accumulation: N microbatches against the full batch.
+"""Compares the time and memory of gradient accumulation with a step on the full batch.
 
-`python benchmarks/accumulation.py` prints median step times, measured in turns in one run, and the
-temporary memory, matmul flops and collective bytes of the compiled programs. It compares ways to
-split the state over the data axis, with all-reduces by the compiler and by explicit collectives.
+`python benchmarks/accumulation.py` prints median step times, measured in alternation in one run,
+and the temporary memory, matmul flops and collective bytes of the compiled programs. It compares
+ways to split the state over the data axis, with all-reduces inserted by the compiler and with
+explicit collectives.
 """
 
 import argparse
@@ -37,7 +38,7 @@ VOCAB_SIZE, BATCH, TIME = 256, 64, 64
 NUM_MICRO_BATCHES = (1, 2, 4, 8)
 
 
-# Which of weights and slots are split over the data axis, in addition to the mdl axis.
+# The arrays that are split over the data axis, in addition to the mdl axis.
 LAYOUTS = {
     "nothing": {"preset": "megatron"},
     "slots (ZeRO-1)": {"preset": "megatron", "slot_mesh_axes": ("data",)},
@@ -51,7 +52,7 @@ def partitioner_of(
     num_micro_batches: int, preset: str, slot_mesh_axes: Sequence[str] = (),
     gradients: ExplicitCollectives | None = None,
 ) -> Partitioner:
-    """Returns a Partitioner of a small language model."""
+    """Returns a Partitioner for a small language model."""
     lm = rotary_lm(
         vocab_size=VOCAB_SIZE, model_dims=128, hidden_dims=512, num_heads=4, dim_per_head=32,
         num_layers=4,
@@ -67,7 +68,7 @@ def partitioner_of(
 
 
 def random_batch() -> dict[str, np.ndarray]:
-    """Returns a random batch whose rows have unequal lengths; the same on every call."""
+    """Returns a random batch with rows of unequal lengths, which is the same on every call."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(VOCAB_SIZE, size=(BATCH, TIME + 1), dtype=np.int32)
     is_token = np.arange(TIME) < rng.integers(1, TIME + 1, size=(BATCH, 1))
@@ -82,7 +83,7 @@ def times(num_steps: int) -> list[float]:
         key, batch = partitioner.key(0), partitioner.global_batch(random_batch())
         running.append(Step(partitioner.train_step, partitioner.init(key), batch, key))
     for index in range(num_steps):
-        # Rotate the order, so that no program always runs after the same other one.
+        # Rotate the order, so that no program always runs after the same program.
         for step in running[index % len(running) :] + running[: index % len(running)]:
             step.run(lambda outputs: outputs["metrics"]["loss"][0])
     last = ", ".join(f"{step.losses[-1]:.6f}" for step in running)
@@ -98,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     print(f"a batch of {BATCH} rows of {TIME} tokens")
     seconds = times(args.num_steps)
-    print(f"{'micro-batches':<16}{'seconds a step':>16}{'/ one batch':>14}")
+    print(f"{'micro-batches':<16}{'seconds/step':>16}{'/ one batch':>14}")
     for n, second in zip(NUM_MICRO_BATCHES, seconds, strict=True):
         print(f"{n:<16}{second:>16.4f}{second / seconds[0]:>14.3f}")
     names = ("temporary memory", "matmul flops", "collective bytes")

@@ -1,8 +1,8 @@
-"""Compares the memory of attention over 16k tokens, forward and backward, with its formula.
+"""Compares the memory of attention over 16k tokens, forward and backward, with a formula.
 
-`python benchmarks/attention_memory.py` compiles attention's outputs and its gradients for queries,
-keys and values, and reads the temporary memory (beside arguments and results) from the compiled
-program, which is exact. Nothing is run: the einsum's gigabytes are only counted.
+`python benchmarks/attention_memory.py` compiles the outputs of attention and the gradients with
+respect to queries, keys and values. It reads the exact temporary memory (excluding arguments and
+results) from the compiled program, without running it.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from praxis_lite.layers.attention.masks import AttentionMask  # noqa: E402
 
 
 def temp_bytes(kernel: Callable[..., jax.Array], B: int, T: int, N: int, G: int, K: int) -> int:
-    """Returns the temporary bytes of causal float32 attention and its gradients with a kernel."""
+    """Returns the temporary bytes of a kernel for causal float32 attention and its gradients."""
 
     def step(q, k, v, d_encoded):
         causal = AttentionMask(None, 0)
@@ -35,23 +35,23 @@ def temp_bytes(kernel: Callable[..., jax.Array], B: int, T: int, N: int, G: int,
 def chunked_bytes(B: int, T: int, N: int, G: int, K: int, C: int) -> int:
     """Returns the expected temporary bytes of chunked attention with chunks of C tokens.
 
-    That is logits, probabilities, their derivatives and one copy for a product, [N, C, C] each (up
-    to two more copies where each head has keys of its own), four parts [C, N, K] (queries, outputs'
-    gradients, queries' gradients and their sum) and three [C, G, K] of keys and values.
+    These are logits, probabilities, their derivatives and one copy for a matmul (up to three if
+    each head has separate keys), [N, C, C] each; four chunks [C, N, K] (queries, output gradients,
+    query gradients and their sum); and three chunks [C, G, K] of keys and values.
     """
     num_logits = 5 if N > G else 7
     return 4 * B * (2 * N * T + num_logits * N * C * C + 4 * C * N * K + 3 * C * G * K)
 
 
 def main() -> None:
-    """Prints measured and expected megabytes of both kernels."""
+    """Prints the measured and expected megabytes of both kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in dict(batch=1, length=16384, heads=8, kv_heads=4, dim=64).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--chunk", type=int, default=512)
     args = parser.parse_args()
     B, T, N, G, K = args.batch, args.length, args.heads, args.kv_heads, args.dim
-    print(f"batch {B}, {T} tokens, {N} heads, {G} of keys and values, {K} dims per head, float32")
+    print(f"batch {B}, {T} tokens, {N} heads, {G} key/value heads, {K} dims per head, float32")
     print(f"{'kernel':<10}{'measured MB':>14}{'formula MB':>14}{'ratio':>8}")
 
     def chunked(*args_: jax.Array) -> jax.Array:

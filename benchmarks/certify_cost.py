@@ -1,10 +1,10 @@
 """Measures the cost of a certificate during training, relative to the steps between certificates.
 
 `python benchmarks/certify_cost.py` trains a language model on 8 simulated devices, and creates a
-certificate every few steps, including the copy of the state from which the update is recomputed,
-and digests of the state, as a job does. It prints the median ratio of a certificate to 500 steps,
-in wall time and in CPU time, which other programs on the machine do not affect. Compilation is
-reported separately, because it runs once, in a background thread.
+certificate every few steps. As in a job, this includes copying the state to recompute the update,
+and digests of the state. The script prints the median ratio of a certificate to 500 steps, in wall
+time and in CPU time, which is not affected by other programs on the machine. Compilation is
+reported separately, because it runs only once, in a background thread.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main() -> int:
         made = certifier.certify(state, batch, key, len(steps))
         assert made.update is not None and not made.failed
 
-    # The first one does what is done once.
+    # The first turn includes one-time work.
     for turn in range(1 + args.turns):
         steps.append(_timed(step))
         kept = _timed(keep)
@@ -91,9 +91,9 @@ def main() -> int:
         [statistics.median(x[i] for x in times) for i in (0, 1)] for times in (steps, certificates)
     )
     print(
-        f"{args.exp} on {dict(own.mesh.shape)}, {pipeline.batch_size} rows a step, "
-        f"{certifier.num_rows} a certificate: {clock:.2f} s a step, {clock_of_all:.2f} s a "
-        f"certificate, {clock_of_all / (EVERY * clock):.2%} of {EVERY} steps; of the processor "
+        f"{args.exp} on {dict(own.mesh.shape)}, {pipeline.batch_size} rows per step, "
+        f"{certifier.num_rows} per certificate: {clock:.2f} s per step, {clock_of_all:.2f} s per "
+        f"certificate, {clock_of_all / (EVERY * clock):.2%} of {EVERY} steps; CPU time "
         f"{cpu:.2f} and {cpu_of_all:.2f} s, {cpu_of_all / (EVERY * cpu):.2%}"
     )
     return int(cpu_of_all > GOAL * EVERY * cpu)

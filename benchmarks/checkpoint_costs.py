@@ -1,4 +1,4 @@
-"""Measures what checkpoints cost: slower steps during a save, verification, manifests and memory.
+"""Measures the cost of checkpoints: slower steps during a save, verification, manifests, memory.
 
 `python benchmarks/checkpoint_costs.py` prints ratios and goals. The state is an MLP with Adam's
 slots, by default 384 MiB (--mib); checkpoints are written to a temporary directory (TMPDIR).
@@ -35,7 +35,7 @@ from praxis_lite.tasks.loss import LossTask
 
 DIMS, BATCH = 1024, 64
 GIB, MIB = 1 << 30, 1 << 20
-# What a host does besides waiting for devices that compute: so many seconds, then some Python.
+# Seconds per step that the host waits for devices, before it runs some Python code.
 WAIT_SECONDS = 0.1
 TINY_MIB = 12
 DATA = {"next_batch": 0, "skipped": []}
@@ -56,7 +56,7 @@ def loss(params, inputs, key):
 
 
 def partitioner_of(mib: int) -> Partitioner:
-    """Returns a Partitioner of a model with a state of `mib` MiB, of which weights are a third."""
+    """Returns a Partitioner for a model with a state of `mib` MiB, a third of it weights."""
     num_layers = max(1, mib * MIB // (3 * 4 * DIMS * DIMS))
     task = fdl.Config(
         LossTask, fdl.Config(FunctionModel, fdl.Partial(init, num_layers=num_layers)), loss,
@@ -145,7 +145,7 @@ def memory(mib: int, directory: Path) -> None:
 
 
 def restore_alone(mib: int, small: Path, directory: Path) -> None:
-    """Prints, in bytes, the memory before a restore, its peak, and the size of the state."""
+    """Prints the memory before a restore, its peak, and the size of the state, in bytes."""
     # Exclude the memory that libraries allocate on first use.
     restored(partitioner_of(TINY_MIB), small)
     partitioner = partitioner_of(mib)

@@ -3,9 +3,9 @@
     pip install libtpu==0.0.51
     python benchmarks/decode_pods.py --row v5e:2x4 v5p:2x2x1 --batch 1 32    # [--layers N]
 
-A row is the whole decoding step, as `Partitioner.decode_step` runs it: weights in bfloat16, split
-over all chips by features (`megatron`), prompts of 128 tokens and 128 new ones. It prints the
-plan's table: seconds per token against bytes of weights and cache over the memory's bandwidth.
+Each row is the entire decoding step of `Partitioner.decode_step`, with bfloat16 weights split over
+all chips by features (`megatron`), prompts of 128 tokens, and 128 new tokens. The script prints the
+plan's table, which compares the seconds per token with the time to read weights and cache.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from praxis_tools.plan.topology import Topology, topology_of
 
 
 def partitioner_of(options: argparse.Namespace, topology: Topology) -> Partitioner:
-    """Returns a Partitioner of Llama-2 7B, on a mesh with all chips along `mdl`."""
+    """Returns a Partitioner for Llama-2 7B on a mesh with all chips along `mdl`."""
     model = rotary_lm(
         vocab_size=32_000, model_dims=4096, hidden_dims=11_008, num_heads=32, dim_per_head=128,
         num_layers=options.layers, fprop_dtype=jnp.bfloat16,
@@ -66,7 +66,7 @@ def partitioner_of(options: argparse.Namespace, topology: Topology) -> Partition
 
 
 def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
-    """Returns a plan per batch size, and optionally prints the most expensive instructions."""
+    """Returns a plan for each batch size; optionally prints the most expensive instructions."""
     topology = topology_of(name)
     partitioner = partitioner_of(options, topology)
     plans = []
@@ -82,13 +82,13 @@ def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
                 options.top
             ):
                 print(f"  {seconds * 1e6:9.2f} us  {instruction}")
-        # What is compiled is large.
+        # Drop the compiled program, because it is large.
         plans.append(dataclasses.replace(plan, compiled=None))
     return plans
 
 
 def main() -> None:
-    """Prints a table per row."""
+    """Prints a table for each row."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row", nargs="+", default=["v5e:2x4", "v5p:2x2x1"], help="topologies")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 32])

@@ -1,14 +1,15 @@
 """Compares the decoding speed of a Hugging Face Llama with that of transformers.
 
-`python benchmarks/decoding.py --peer_python=PYTHON`, an interpreter with torch and transformers,
-writes a Llama of 134 M random weights, 12 layers, and continues prompts of 32 tokens greedily:
-`huggingface.load(directory).generate` and `AutoModelForCausalLM.generate`, in `--dtype`, ours with
-weights in `--weights_dtype` and `--outputs_first`. Both have the same cores, or the same GPU.
-`--mesh 2,2` splits ours over that many devices along data and mdl, simulated on a CPU; `--layers`
-and `--dims` make the model larger. Tokens per second are those after the first token; the time to
-the first is a prefill and a token. Prints also the share of the bandwidth at which as many weights
-are multiplied by one row, each matrix an array of its own; the seconds that ours compiles; and if
-both chose the same tokens. Without --peer_python, ours alone.
+`python benchmarks/decoding.py --peer_python=PYTHON`, where PYTHON is an interpreter with torch and
+transformers, writes a Llama with 134 M random weights in 12 layers. It greedily continues prompts
+of 32 tokens with `huggingface.load(directory).generate` (ours) and with
+`AutoModelForCausalLM.generate`, in `--dtype`. Ours stores weights in `--weights_dtype` and
+optionally uses `--outputs_first`. Both use the same cores or the same GPU. `--mesh 2,2` splits ours
+over devices along data and mdl (simulated on a CPU); `--layers` and `--dims` set the model's size.
+
+Tokens per second exclude the first token, whose time includes the prefill. The script also prints
+the achieved fraction of the bandwidth of multiplying the same weight matrices by one row, our
+compile time, and whether both chose the same tokens. Without --peer_python, only ours is measured.
 """
 
 import argparse

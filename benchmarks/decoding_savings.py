@@ -1,8 +1,9 @@
 """Measures the time that speculation and prefix caching save, with the model of `decoding.py`.
 
-`python benchmarks/decoding_savings.py` continues prompts that repeat a piece of eight tokens, by
-129 tokens, without and with `num_speculative_tokens`; and reads prompts of 512 tokens, of which all
-but 64 are the same, without and with `num_cached_prefixes`, to the first token. Each in turns.
+`python benchmarks/decoding_savings.py` compares two cases with and without these features,
+alternating between them: generating 129 tokens after prompts that repeat eight tokens
+(`num_speculative_tokens`), and the time to the first token for prompts of 512 tokens that only
+differ in 64 tokens (`num_cached_prefixes`).
 """
 
 import argparse
@@ -37,7 +38,7 @@ def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
         for num in rate:
             first = worker.generate(prompts, 1, num_speculative_tokens=num)[0]
             seconds, tokens[num] = worker.generate(prompts, NUM_NEW, num_speculative_tokens=num)
-            if turn:  # The first compiles.
+            if turn:  # The first turn compiles.
                 rate[num] = max(rate[num], batch * (NUM_NEW - 1) / (seconds - first))
     print(
         f"batch {batch:<4}{rate[0]:>9.1f} tokens/s, with {num_drafts} drafts "

@@ -2,7 +2,7 @@
 
     python benchmarks/demo_multiprocess.py [DIRECTORY]
 
-Prints the greatest difference of their losses. `make demo-multiprocess` runs it.
+It prints the largest difference between their losses. `make demo-multiprocess` runs this script.
 """
 
 import json
@@ -31,7 +31,7 @@ def main() -> None:
     )
     jobs = {"two processes of 4 devices": folder / "two", "one process of 8": folder / "one"}
     for (title, job), count in zip(jobs.items(), (2, 1), strict=True):
-        if (job / "config.json").is_file():  # Left by an earlier run.
+        if (job / "config.json").is_file():  # Left over from an earlier run.
             shutil.rmtree(job)
         began = time.perf_counter()
         run([EXPERIMENT, f"--job_log_dir={job}", *SETTINGS], count)
@@ -46,12 +46,12 @@ def main() -> None:
             f"{name}: {len(ours)} losses from {ours[0]:.6f} to {ours[-1]:.6f}; greatest difference "
             f"between two processes and one: {greatest:.1e}"
         )
-        # gloo sums in a different order across processes than XLA in one: the last bits differ.
-        assert greatest < 1e-5, "two processes do not train as one does"
+        # gloo sums across processes in a different order than XLA in one process.
+        assert greatest < 1e-5, "training with two processes differs from training with one"
 
 
 def run(argv: Sequence[str], count: int) -> None:
-    """Runs main.py in `count` processes and prints the first one's output, without gloo's lines."""
+    """Runs main.py in `count` processes and prints the first one's output, except gloo's lines."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"

@@ -2,12 +2,12 @@
 
     python benchmarks/first_day.py                       # prints the table of the page
     python benchmarks/first_day.py --write               # writes it into the page
-    python benchmarks/first_day.py --folder=F --only=a   # keeps files in F; rows that have "a"
+    python benchmarks/first_day.py --folder=F --only=a   # keeps files in F; only rows with "a"
 
-A row is a shell command, with $P for `python -m praxis_lite.main`, or a few lines of Python. Rows
-run in order in one directory, each in a separate process, and may need files of previous rows. The
-user's files (texts, chats, a package, a model, a checkpoint of Pax) are created first, by
-`first_day_files.py`. A row fails if its exit status or its output is not the expected one.
+Each row is a shell command, in which $P stands for `python -m praxis_lite.main`, or a few lines of
+Python. Rows run in order in one directory, each in a separate process, and may need files from
+previous rows. The user's files (texts, chats, a package, a model, a Pax checkpoint) are created
+first, by `first_day_files.py`. A row fails if its exit status or output is not as expected.
 """
 
 import argparse
@@ -33,12 +33,12 @@ HEAD = "| task | command | seconds |"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A task on the page: what a user wants, and the commands for it.
+    """A task on the page, and the commands for it.
 
     Attributes:
       want: What the user wants to do, in a few words.
       how: A shell command, or lines of Python that start with an import.
-      needs: A package of an extra that the row requires.
+      needs: An optional package that the row requires.
       status: Expected exit status.
       found: Text that the output must contain.
     """
@@ -148,11 +148,11 @@ def main() -> None:
     """Runs the rows, and prints or updates the page."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--only", default="", help="run the rows whose text has this")
-    parser.add_argument("--folder", type=Path, help="work here, and go on with what is there")
+    parser.add_argument("--only", default="", help="only run rows that contain this text")
+    parser.add_argument("--folder", type=Path, help="folder to work in; existing files are reused")
     args = parser.parse_args()
     if args.write and args.only:
-        parser.error("--only leaves rows out, and the page has all: leave --write out")
+        parser.error("--only cannot be combined with --write, because the page contains all rows")
     rows = [row for row in ROWS if args.only in f"{row.want} {row.how}"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = (args.folder or Path(temporary)).resolve()
@@ -180,10 +180,10 @@ def seconds(row: Row, folder: Path) -> str:
     """Returns a row's wall and CPU seconds as text, or "-" if a package is not installed.
 
     Raises:
-      SystemExit: it ended with another status, or did not print what it should.
+      SystemExit: The row's exit status or output is not as expected.
     """
     if row.needs is not None and importlib.util.find_spec(row.needs) is None:
-        print(f"{row.want}: left out, {row.needs} is not installed", file=sys.stderr)
+        print(f"{row.want}: skipped, because {row.needs} is not installed", file=sys.stderr)
         return "-"
     bin_folder = str(Path(sys.executable).parent)
     environment = os.environ | {
@@ -202,10 +202,10 @@ def seconds(row: Row, folder: Path) -> str:
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if done.returncode != row.status or row.found not in done.stdout:
         sys.exit(
-            f"{row.want}: status {done.returncode}, wanted is {row.status} and {row.found!r} in\n"
+            f"{row.want}: status {done.returncode}; expected {row.status} and {row.found!r} in\n"
             f"{done.stdout[-3000:]}"
         )
-    print(f"{row.want}: {wall:.1f} s, {cpu:.1f} s of the processors", file=sys.stderr, flush=True)
+    print(f"{row.want}: {wall:.1f} s, {cpu:.1f} s of CPU time", file=sys.stderr, flush=True)
     return f"{wall:.0f} ({cpu:.0f})"
 
 

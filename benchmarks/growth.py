@@ -1,7 +1,7 @@
 """Measures how CPU time grows with the amount of work, for the benchmarks `growth_*.py`.
 
-Prints CPU seconds at sizes that double, the ratio of the last doubling without the constant part,
-and the exponent: 1.0 is linear, 2.0 quadratic.
+It prints the CPU seconds at doubling sizes, the cost ratio of the last doubling (excluding the
+constant part), and the exponent, which is 1.0 for linear and 2.0 for quadratic growth.
 """
 
 import itertools
@@ -20,10 +20,10 @@ def report(
 
     Args:
       name: Name of the measurement, printed on each line.
-      sizes: Three or more sizes, each twice the one before.
-      work: Does the measured work once, for a given size. Prepare its inputs beforehand. A float
-        that it returns counts in place of the CPU seconds of the call.
-      repeats: Runs per size; the fastest counts, because other load only adds time.
+      sizes: Three or more sizes, each twice the previous size.
+      work: Function that does the measured work once for a given size. If it returns a float, this
+        is used instead of the CPU seconds of the call. Prepare its inputs beforehand.
+      repeats: Number of runs per size. The fastest run is used, because other load only adds time.
 
     Returns:
       Whether the last doubling costs at most `GOAL` times as much.

@@ -1,9 +1,10 @@
-"""Measures how the CPU time of first and later launches of a job grows with its data files.
+"""Measures how the CPU time of first and later launches grows with the number of data files.
 
     python -m benchmarks.growth_files
 
-The files are small: of JSON lines, a document each, packed into rows. A start prepares the data,
-takes their fingerprint and reads a batch. A mixture has sources with weights of three decimals.
+The files are small JSON lines files with one document each, which are packed into rows. A launch
+prepares the data, computes its fingerprint and reads a batch. The weights of a mixture's sources
+have three decimals.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Measures how the CPU time of `generate` grows with the number of calls with new settings.
 
-`python benchmarks/growth_generate.py` trains a model for one step, calls it with settings that it
-has seen before, and prints what such a call costs relative to a plain one of the same program.
+`python benchmarks/growth_generate.py` trains a model for one step, calls it with settings it has
+seen before, and prints the cost of these calls relative to plain calls of the same program.
 """
 
 import sys
@@ -27,7 +27,7 @@ def main() -> int:
         model = praxis_lite.train("lm.PyDocs", f"{folder}/job", settings=SETTINGS)
         calls = {
             "plain": {},
-            # Greedy ends no row of this model early, so that each call makes 4 steps.
+            # With Greedy, no row of this model ends early, so each call runs 4 steps.
             "changed": {"min_decode_steps": 3},
             "changed, with a list": {"stop_strings": ["none of these"]},
         }

@@ -1,9 +1,9 @@
 """Measures how the host time of a step grows with its number of metrics.
 
-`python benchmarks/growth_metrics.py` trains a job whose step computes next to nothing, with 25 to
-400 metrics, and prints the processor time that the loop's thread needs for each step: the call, the
-numbers read one step late, metrics.jsonl, TensorBoard, the line of progress. Then the same of each
-batch of an evaluation. The goal is 1 ms a step with 50 metrics.
+`python benchmarks/growth_metrics.py` trains a job with a trivial step and 25 to 400 metrics, and
+prints the CPU time that the training thread needs for each step: the call, reading metrics one step
+late, metrics.jsonl, TensorBoard and the progress line. Then it prints the CPU time for each
+evaluation batch. The goal is 1 ms per step with 50 metrics.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def main() -> None:
     largest = parser.parse_args().largest
     sizes = [largest // 2**i for i in (4, 3, 2, 1, 0)]
     milliseconds = 1e3 * min(seconds_of_a_step(50) for _ in range(2))
-    print(f"a step with 50 metrics: {milliseconds:.2f} ms (goal {GOAL_MS})")
+    print(f"step with 50 metrics: {milliseconds:.2f} ms (goal {GOAL_MS})")
     good = [
         report("a step, s", sizes, seconds_of_a_step, repeats=1),
         report("a batch of an evaluation, s", sizes, seconds_of_a_batch, repeats=3),
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The job's config names functions of a module that can be imported, which __main__ is not.
+    # The job's config must name functions in an importable module, which __main__ is not.
     from benchmarks import growth_metrics
 
     growth_metrics.main()

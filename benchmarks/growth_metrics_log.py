@@ -2,8 +2,8 @@
 
     python -m benchmarks.growth_metrics_log
 
-A start resumes three steps before the last one: it moves their lines, looks for the losses before,
-and draws the loss curve. The goal is a cost that does not grow.
+A launch resumes three steps before the last step. It moves the lines of these steps, searches for
+the previous losses, and plots the loss curve. The goal is a constant cost.
 """
 
 import json
@@ -31,7 +31,7 @@ def line_of(step: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the growth of the time and of the memory of a launch."""
+    """Prints the growth of a launch's time and memory."""
     run = RunConfig(num_train_steps=1, loss_spikes=LossSpikeSettings(factor=3.0))
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:

@@ -1,10 +1,10 @@
 """Measures how the time to build, initialize and compile a model grows with its number of weights.
 
-`python benchmarks/growth_weights.py` prints CPU seconds and exponents (`growth`) of what a job does
-before and around its first step, for models of many small layers: building the `Partitioner`,
-tracing and lowering init, the train step and the evaluation, and for one model also the layout,
-saving and restoring. What XLA needs to compile is not counted. `--largest=5000` measures the goal
-of 20 s for the `Partitioner` of 5,000 weights.
+`python benchmarks/growth_weights.py` prints the CPU seconds and exponents (`growth`) of a job's
+work before and during its first step, for models with many small layers: building the
+`Partitioner`, and tracing and lowering init, the train step and the evaluation. For one model, this
+includes the layout, saving and restoring. XLA's compile time is excluded. `--largest=5000` measures
+the goal of 20 s for a `Partitioner` with 5,000 weights.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def clipped_adam(learning_rate: float) -> optax.GradientTransformation:
 
 
 LINEAR = functools.partial(nnx.Linear, DIMS, DIMS, use_bias=False)
-# For each model: its task for a size, the shapes of its batches, and the weights per unit of size.
+# Maps each model to (function from size to task, shapes of batches, number of weights per size).
 MODELS: dict[str, tuple[Callable[[int], Task], Any, int]] = {
     "nnx": (functools.partial(of_nnx, LINEAR, ADAM), XY, 1),
     "nnx, norm of all": (
@@ -136,7 +136,7 @@ MODELS: dict[str, tuple[Callable[[int], Task], Any, int]] = {
 
 
 def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
-    """Prints the growth of each preparation stage, and returns whether all meet the goal."""
+    """Prints the growth of each stage and returns whether all stages meet the goal."""
     task_of, batch, weights_per_layer = MODELS[name]
     sizes = [size // weights_per_layer for size in sizes]
     mesh, made, states = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))), {}, {}
@@ -167,7 +167,7 @@ def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
         with Checkpoints(f"{folder}/{size}") as checkpoints:
             checkpoints.restore(made[size].layout, mesh)
 
-    partitioner(2), init(2)  # What the first of all costs.
+    partitioner(2), init(2)  # Exclude one-time costs.
     stages = {
         "Partitioner()": partitioner,
         "init: trace, lower": init,
@@ -192,7 +192,7 @@ def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--largest", type=int, default=2000, help="weights of the largest model")
+    parser.add_argument("--largest", type=int, default=2000, help="maximum number of weights")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     args = parser.parse_args()
     sizes = [args.largest // 2**i for i in (3, 2, 1, 0)]

@@ -1,10 +1,10 @@
-"""Measures the memory that loading a Hugging Face model takes in addition to its weights.
+"""Measures the memory needed to load a Hugging Face model in addition to its weights.
 
-`python benchmarks/huggingface_memory.py` writes a Llama with random weights in bfloat16, reads it
-onto eight simulated devices (replica 1, data 4, mdl 2; weights split by the preset fsdp+tensor),
-and prints the most memory held meanwhile, less what was held before and less the float32 state, as
-a part of the largest shard. The devices are the host, so the state is in the same memory. Pages of
-the files, which the system may drop at any time, are not counted (RssAnon of Linux).
+`python benchmarks/huggingface_memory.py` writes a Llama with random bfloat16 weights, and loads it
+onto eight simulated devices (replica 1, data 4, mdl 2; weights split by the preset fsdp+tensor). It
+prints the peak memory minus the previous memory and the float32 state, relative to the largest
+shard. The devices are simulated, so the state is in host memory. Pages of files, which the system
+may drop at any time, are not counted (Linux's RssAnon).
 """
 
 import argparse
@@ -31,7 +31,7 @@ MB, GOAL = 1e6, 1.1
 
 
 def write_llama(directory: Path, dims: int, num_layers: int) -> None:
-    """Writes config.json, a safetensors file per layer, and their index."""
+    """Writes config.json, a safetensors file for each layer, and their index."""
     vocab, hidden = 8 * dims, 3 * dims
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dims,
@@ -77,7 +77,7 @@ def held() -> int:
 
 
 class MostHeld:
-    """Context that records the peak anonymous memory, sampled every millisecond."""
+    """Context manager that samples the anonymous memory every millisecond to record its peak."""
 
     def __enter__(self) -> "MostHeld":
         self.before = self.most = held()
@@ -98,7 +98,7 @@ class MostHeld:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dims", type=int, default=1024, help="of the model, a multiple of 128")
+    parser.add_argument("--dims", type=int, default=1024, help="model dims, a multiple of 128")
     parser.add_argument("--layers", type=int, default=40)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as result:

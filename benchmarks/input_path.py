@@ -1,9 +1,10 @@
-"""Measures the input pipeline: an ArrayRecord file read by FromGrain, by Grain alone, by tf.data.
+"""Measures the speed of input pipelines with FromGrain, Grain alone, and tf.data.
 
     python benchmarks/input_path.py [--rows N] [--batch_size B]
 
-Each reads the same rows of 1,025 tokens, shuffled but for tf.data (which shuffles in a buffer), and
-makes batches of ids, labels and weights. In turns in one process; medians, and ratios to Grain's.
+Each pipeline reads the same rows of 1,025 tokens from a file, shuffles them (tf.data only shuffles
+in a buffer), and creates batches of ids, labels and weights. The pipelines alternate in one
+process. The script prints medians and their ratios to Grain's.
 """
 
 import argparse
@@ -27,19 +28,19 @@ TOKENS, TURNS = 1024, 5
 
 
 def decoded(record: bytes) -> dict[str, np.ndarray]:
-    """Decodes a row, and adds the leaves that FromGrain adds."""
+    """Decodes a row and adds the same leaves as FromGrain."""
     ids = np.frombuffer(record, np.int32)
     return {"ids": ids[:-1], "labels": ids[1:], "weights": np.ones(TOKENS, np.float32)}
 
 
 def examples(path: str) -> grain.MapDataset:
-    """Returns an endless, shuffled dataset of the rows of an ArrayRecord file."""
+    """Returns an endless shuffled dataset of the rows in an ArrayRecord file."""
     source = grain.sources.ArrayRecordDataSource(path)
     return grain.MapDataset.source(source).seed(0).map(decoded).shuffle().repeat()
 
 
 def of_tf(path: str) -> Any:
-    """Returns an endless dataset of the rows of a TFRecord file, shuffled in a buffer."""
+    """Returns an endless dataset of the rows in a TFRecord file, shuffled in a buffer."""
     tf = tensorflow("this benchmark")
 
     def parsed(record: Any) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Measures the cost of dispatching tokens to experts: collectives, and time over a dense layer.
+"""Measures the cost of dispatching tokens to experts: collectives, and time relative to dense.
 
-`python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer, with a capacity and
-without, and a dense feed-forward of the same active flops (two experts of a token: twice the hidden
-dims), forward and backward, on a mesh of eight simulated devices. It prints the collectives of a
-layer and direction, and ratios to the dense one, measured in one run, the programs taking turns.
+`python benchmarks/moe_dispatch.py` compiles a mixture-of-experts layer, with and without a
+capacity, and a dense feed-forward layer with the same active flops (two experts per token, so twice
+the hidden dims), forward and backward, on a mesh of eight simulated devices. It prints the
+collectives of each layer and direction, and ratios to the dense layer, measured in one run that
+alternates between the programs.
 """
 
 import argparse
@@ -58,7 +59,7 @@ LAYERS: dict[str, Callable[..., Any]] = {
 
 
 def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) -> tuple[Any, Any]:
-    """Returns the compiled loss (and gradients) of a layer, and its arguments."""
+    """Returns the compiled loss (and gradients) of a layer and its arguments."""
     model = NnxModel(build)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -79,7 +80,7 @@ def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) 
     params = jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
     x = np.random.default_rng(0).normal(size=(BATCH, TIME, MODEL)).astype(np.float32)
     arguments = (params, jax.device_put(x, x_sharding))
-    # Shard gradients like their weights, as an optimizer needs them.
+    # Shard gradients like their weights, as required by an optimizer.
     weights_shardings = jax.tree.map(lambda w: w.sharding, params)
     replicated = sharding(jax.sharding.PartitionSpec())
     with jax.set_mesh(mesh):
@@ -95,7 +96,7 @@ def program(build: Callable[..., Any], mesh: jax.sharding.Mesh, backward: bool) 
 
 
 def medians(programs: dict[str, tuple[Any, Any]], num_rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each program, measured in turns."""
+    """Returns the median seconds of each program, measured in alternation."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for i in range(num_rounds + 3):
         for name, (compiled, arguments) in programs.items():

@@ -1,8 +1,8 @@
 """Measures the host time of a train step call for a Flax NNX model with 100 weights.
 
-`python benchmarks/nnx_host_time.py` prints the median time until the call returns, the steps taking
-turns in one run: through the `Partitioner`; through `jax.jit` over a flat list of the same arrays,
-by the same program and by one written by hand; and through `nnx.jit`, as Flax's guides train.
+`python benchmarks/nnx_host_time.py` prints the median time until the call returns, alternating
+between these steps in one run: the `Partitioner`; `jax.jit` over a flat list of the same arrays,
+with the same program and with a hand-written program; and `nnx.jit`, as in Flax's guides.
 """
 
 import argparse
@@ -123,7 +123,7 @@ def median_host_times(steps: dict[str, Callable[[], Any]], num_steps: int) -> di
     """Returns the median seconds until the call of each step function returns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(num_steps):
-        # Rotate the order, so that no step always runs after the same other one.
+        # Rotate the order, so that no step always runs after the same step.
         names = list(steps)
         for name in names[index % len(names):] + names[: index % len(names)]:
             start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Compares PackedText with packing by Grain and by tf.data, on the same documents.
+"""Compares PackedText with packing in Grain and tf.data on the same documents.
 
     python benchmarks/packed_text.py [--documents N] [--batch_size B]
 
-Each makes batches of B rows of 2,048 tokens out of JSON documents, as bytes, shuffled and packed
-first-fit (tf.data has no packing: it fills rows without gaps). Grain reads an ArrayRecord file of
-them, as PackedText does; tf.data reads JSON lines. In turns in one process; medians, ratios to
-Grain's, and the share of a step of 50 ms.
+Each pipeline creates batches of B rows with 2,048 byte tokens from JSON documents, shuffled and
+packed first-fit (tf.data does not support packing and fills rows without gaps). PackedText and
+Grain read an ArrayRecord file, and tf.data reads JSON lines. The pipelines alternate in one
+process. The script prints medians, ratios to Grain's, and fractions of a step of 50 ms.
 """
 
 import argparse
@@ -32,7 +32,7 @@ TOKENS, TURNS, BATCHES, EOS = 2048, 5, 100, 256
 
 
 def ids_of(record: bytes) -> np.ndarray:
-    """Returns the bytes of a document as ids, with an end-of-text token on both sides."""
+    """Returns the bytes of a document as ids, with end-of-text tokens on both sides."""
     text = json.loads(record)["text"].encode()
     return np.concatenate([[EOS], np.frombuffer(text, np.uint8), [EOS]]).astype(np.int32)
 
@@ -71,7 +71,7 @@ def of_tf(path: str, size: int) -> Iterator[Any]:
 
 
 def write(folder: Path, count: int) -> tuple[str, str]:
-    """Writes parts of the standard library as ArrayRecord and JSON lines; returns both paths."""
+    """Writes excerpts of the standard library as ArrayRecord and JSON lines; returns both paths."""
     text = "".join(
         path.read_text("utf-8", errors="replace")
         for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -81,7 +81,7 @@ def write(folder: Path, count: int) -> tuple[str, str]:
         start, length = int(rng.integers(len(text))), int(rng.lognormal(6.5, 1.0))
         records.append(json.dumps({"text": text[start : start + length]}).encode())
     paths = folder / "documents.array_record", folder / "documents.jsonl"
-    writer = ArrayRecordWriter(str(paths[0]), "group_size:1")  # As Grain wants it.
+    writer = ArrayRecordWriter(str(paths[0]), "group_size:1")  # As recommended by Grain.
     for record in records:
         writer.write(record)
     writer.close()

@@ -1,8 +1,8 @@
-"""Compares peer saves with saves to disk: the time that training waits, and until completion.
+"""Compares peer saves with saves to disk: the waiting time of training, and time to completion.
 
 `python benchmarks/peer_saves.py` also prints the time of a restore from each, for --millions of
-parameters with Adam's slots. Two processes on this machine simulate two hosts, so the network is
-its loopback interface; checkpoints are written to a temporary directory (TMPDIR).
+parameters with Adam's slots. Two processes on this machine simulate two hosts, which communicate
+over the loopback interface. Checkpoints are written to a temporary directory (TMPDIR).
 """
 
 import argparse
@@ -86,7 +86,7 @@ def main() -> None:
 def show(name: str, begin: Callable[[], object], wait: Callable[[], object]) -> None:
     """Prints the time of a save."""
     waits = seconds(begin)
-    print(f"{name}: training waits {waits:.3f} s, whole after {waits + seconds(wait):.2f} s")
+    print(f"{name}: training waits {waits:.3f} s, complete after {waits + seconds(wait):.2f} s")
 
 
 

@@ -1,11 +1,11 @@
-"""Compares the cost of pipeline bubbles and transfers by formula, compiled program and wall time.
+"""Compares formulas for pipeline bubbles with compiled programs and measured step times.
 
-`python benchmarks/pipeline_bubbles.py` prints per schedule, in one run: the ticks of its loops by
-formula and of those of the compiled train step, the share of bubbles of both, the
-collective-permutes in the loops, the memory of a device besides the state, and the median step time
-over that of a Repeat on the same mesh, whose batch is split over the stage axis as well. Simulated
-devices share the cores, so that idle stages take time from the others: 1 / (1 - share) is what the
-bubbles alone would make of the last.
+`python benchmarks/pipeline_bubbles.py` prints for each schedule, in one run: the ticks of its loops
+according to the formula and in the compiled train step, the fraction of bubbles, the
+collective-permutes in the loops, the temporary memory of a device, and the median step time
+relative to a Repeat on the same mesh, whose batch is also split over the stage axis. Simulated
+devices share the cores, so idle stages slow down the others. Bubbles alone would increase the step
+time by a factor of 1 / (1 - share).
 """
 
 import argparse
@@ -69,14 +69,14 @@ SCHEDULES = {
         num_microbatches=32, one_forward=True, split_backward=True
     ),
 }
-# Of a stage's tick: forward; forward again and the gradient of its input; those of its weights.
+# Times of ticks: forward; recomputed forward and input gradients; weight gradients.
 TIMES = 1.0, 2.0, 1.0
 
 
 def partitioner(
     stack: fdl.Partial, batch_axes: tuple[str, ...], gradients: OneForwardOneBackward | None = None
 ) -> Partitioner:
-    """Returns a Partitioner of a language model; only the layout of the layer stack varies."""
+    """Returns a Partitioner for a language model; only the layout of the layer stack varies."""
     lm = fdl.Partial(TransformerLm, **SIZES, stacked_transformer_tpl=stack)
     set_sharding_params(lm, {**SHARDING_PRESETS["megatron"], "batch": batch_axes})
     batch = ("stage", "data")
@@ -124,7 +124,7 @@ def phases(
     num_microbatches: int, circular_repeat: int = 1, one_forward: bool = False,
     split_backward: bool = False, **_: Any,
 ) -> list[tuple[int, float]]:
-    """Returns the loops of a schedule by formula, each as its number of ticks and time per tick."""
+    """Returns (number of ticks, time per tick) for each loop of a schedule, by formulas."""
     sizes = NUM_STAGES, num_microbatches, circular_repeat
     forward, by_inputs, by_weights = TIMES
     if one_forward:
@@ -168,7 +168,7 @@ def main() -> None:
     steps = {name: Step(pipelined(**s)) for name, s in SCHEDULES.items()}
     losses = {}
     for index in range(args.num_steps):
-        # Run the programs in turns, so that other load on the machine affects all of them.
+        # Alternate between programs, so that other load on the machine affects all of them.
         for name, step in [("Repeat", repeat), *steps.items()]:
             losses[name] = step.run()
         print(f"  step {index + 1}/{args.num_steps}", file=sys.stderr)

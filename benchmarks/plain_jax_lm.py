@@ -1,6 +1,7 @@
-"""A sharded decoder-only language model in plain JAX and optax, the baseline of the benchmarks.
+"""A sharded decoder-only language model in plain JAX and optax: the baseline for the benchmarks.
 
-It does not use praxis_lite. As in plain JAX, mesh axes must divide the sizes that they split.
+It does not use praxis_lite. As usual in JAX, dims must be divisible by the mesh axes that split
+them.
 `python benchmarks/plain_jax_lm.py` trains 20 steps on eight simulated devices.
 """
 
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 # B batch, T time (queries), S time (keys), D model, F hidden, H heads, K per head, V vocabulary.
 MESH_AXES = ("replica", "data", "mdl")
-BATCH = ("replica", "data")  # how a batch is split where mdl splits features
+BATCH = ("replica", "data")  # Axes that split the batch; mdl splits features.
 PyTree = Any
 Tx = optax.GradientTransformation
 
@@ -55,7 +56,7 @@ def _weights(cfg: Config, make: Callable[[tuple, tuple, int | None], Any]) -> di
 
 
 def specs(cfg: Config) -> dict[str, Any]:
-    """Returns a PartitionSpec per parameter: features over mdl, model dims over data."""
+    """Returns a PartitionSpec for each parameter: features over mdl, model dims over data."""
     return _weights(cfg, lambda shape, split, fan_in: P(*split))
 
 
@@ -71,7 +72,7 @@ def init(key: jax.Array, cfg: Config) -> dict[str, Any]:
 
 
 def _constrain(x: jax.Array, *split: Any) -> jax.Array:
-    # Without a mesh the model runs as it is, on one device.
+    # Without a mesh, the model runs on one device.
     on_mesh = not jax.sharding.get_abstract_mesh().empty
     return jax.lax.with_sharding_constraint(x, P(*split)) if on_mesh else x
 
@@ -87,7 +88,7 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _rotate(x_BTHK: jax.Array) -> jax.Array:
-    # Rotary positions (arXiv:2104.09864), the halves of a head rotating together.
+    # Rotary positions (arXiv:2104.09864), rotating the two halves of each head.
     T, K = x_BTHK.shape[1], x_BTHK.shape[-1]
     timescale = 10_000.0 ** (jnp.arange(0, K, 2, dtype=jnp.float32) / K)
     angle = (jnp.arange(T, dtype=jnp.float32)[:, None] / timescale[None])[None, :, None]
@@ -128,7 +129,7 @@ def loss(
     """Returns the weighted mean cross-entropy in nats, and metrics that include it."""
     batch = {name: _constrain(x, BATCH, None) for name, x in batch.items()}
     emb_DV, weights = params["embedding"].astype(dtype), batch["weights"]
-    # Gather from rows that are replicated over the batch axes; other shardings conflict with it.
+    # Gather from rows that are replicated over the batch axes, because other shardings conflict.
     rows = _constrain(emb_DV.T, "mdl", None)
     x = jnp.take(rows, batch["ids"], axis=0) * emb_DV.shape[0] ** 0.5
     x, _ = jax.lax.scan(_block, _constrain(x, BATCH, None, None), params["layers"])
@@ -201,7 +202,7 @@ def main() -> None:
     for step in range(1, 21):
         start = time.perf_counter()
         state, metrics = train_step(state, batch)
-        value = float(metrics["loss"])  # waits for the step; the first one compiles, too
+        value = float(metrics["loss"])  # Waits for the step; the first step includes compilation.
         print(f"step {step:2}  loss {value:.4f}  {1e3 * (time.perf_counter() - start):6.1f} ms")
 
 

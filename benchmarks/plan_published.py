@@ -1,12 +1,12 @@
-"""Compares predicted with published step times, to quantify the error of plans.
+"""Compares predicted step times with published step times, to quantify the error of plans.
 
     pip install libtpu
     python benchmarks/plan_published.py --rows ../shared/published/steps.jsonl [--id ID ...]
-    python benchmarks/plan_published.py --rows FILE --fit    # prints the efficiencies, fitted anew
+    python benchmarks/plan_published.py --rows FILE --fit    # fits and prints the efficiencies
 
 Each run is rebuilt with our layers (benchmarks/published_runs.py) and compiled for its TPUs, which
 takes one to seven minutes. Compiled programs are cached in --cache, so an interrupted call can be
-resumed. Runs are divided into two halves by model family: efficiencies are fitted on one half and
+resumed. Model families are divided into two halves: efficiencies are fitted on one half and
 evaluated on the other. Runs that cannot be rebuilt are listed with the reason.
 """
 
@@ -39,7 +39,7 @@ from praxis_tools.plan.topology import Topology, physical_mesh, topology_of
 FITTED_FAMILIES = (
     "maxtext-22b", "maxtext-16b", "maxtext-64b", "maxtext-256b", "mixtral-8x7b", "honeycrisp-3b",
 )
-# What is fitted, with a usual value, and between which bounds it stays.
+# Fitted efficiencies, each with a usual value and bounds.
 _FREE = {
     "cycles": (1.0, 0.8, 1.1), "kernel": (0.5, 0.2, 0.75), "link": (0.9, 0.5, 1.11),
     "network": (0.8, 0.1, 3.0), "waiting": (0.02, 0.001, 0.1),
@@ -49,7 +49,7 @@ _FREE = {
 def compiled(run: Run, cache: Path) -> dict[str, Any]:
     """Compiles a run in a subprocess; returns `text` and `peak`, or `too_large`, or `failed`.
 
-    Runs of the same program, such as a figure that another one superseded, are compiled once.
+    Runs with the same program, such as superseded figures, are compiled once.
     """
     kept, program = cache / f"{run['id']}.json", cache / f"{run['id']}.hlo.gz"
     if not kept.exists():
@@ -144,8 +144,8 @@ class Row:
 def with_kernel_of(run: Run, text: str) -> str:
     """Returns the program's text with the run's number of matmuls in its attention kernels.
 
-    A fused backward kernel makes five products: dq beside dk and dv. JAX's splash makes seven, for
-    its kernel of dq makes logits and the gradient of probabilities again.
+    A fused backward kernel, which computes dq together with dk and dv, needs five matmuls. JAX's
+    splash needs seven, because its dq kernel recomputes logits and the gradient of probabilities.
     """
     if "fused backward" not in run["attention"]["kernel"]:
         return text
@@ -168,9 +168,9 @@ def fit(rows: Sequence[Row]) -> Efficiencies:
     def errors(logs: np.ndarray) -> np.ndarray:
         built = efficiencies(logs)
         misses = [np.log(row.predict(built)) for row in rows]
-        # A pull towards a usual value, for what no run tells apart. How strong: leaving out one
-        # family of the fitted half in turn, its median error was 5.1%, 3.9%, 4.7% with pulls of
-        # 0.05, 0.15, 0.4 (mean square 6.5%, 6.6%, 7.2%).
+        # Regularize towards usual values, for parameters that the runs do not determine. In
+        # cross-validation over families, the median error was 5.1%, 3.9% and 4.7% with weights of
+        # 0.05, 0.15 and 0.4 (mean square 6.5%, 6.6% and 7.2%).
         return np.array([*misses, *(0.15 * (logs - pulled_to))])
 
     result = least_squares(
@@ -186,7 +186,7 @@ def spread(rows: Sequence[Row], efficiencies: Efficiencies) -> float:
 
 
 def main() -> None:
-    """Prints the table, and the runs that are missing from it."""
+    """Prints the table and the runs that are missing from it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", required=True, help="a file of published runs, a line each")
     parser.add_argument("--id", nargs="+", help="only these runs")
@@ -222,7 +222,7 @@ def main() -> None:
 
 
 def table(rows: Sequence[Row], efficiencies: Efficiencies) -> None:
-    """Prints a line per run, and a summary of the errors in each half."""
+    """Prints a line for each run and a summary of the errors in each half."""
     print(f"{'run':<44}{'half':>6}{'published':>11}{'predicted':>11}{'range':>17}{'error':>8}"
           f"{'peak GiB':>10}{'fits':>6}")
     for row in rows:

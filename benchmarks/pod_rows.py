@@ -1,4 +1,4 @@
-"""The rows of pod_scale.py: models, meshes, and the published figures of other frameworks."""
+"""The rows of pod_scale.py: models, meshes, and results of other frameworks."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from praxis_lite.layers import (
     rotary_lm,
 )
 
-# Model dims, layers, heads, dims of a head, hidden dims, vocabulary.
+# (model dims, layers, heads, dims per head, hidden dims, vocabulary size).
 MODELS = {
     "tiny": (2048, 4, 16, 128, 7168, 32_000),
     "llama2-7b": (4096, 32, 32, 128, 11_008, 32_000),
@@ -28,9 +28,9 @@ MODELS = {
     "uneven": (2048, 4, 16, 128, 8190, 32_003),
 }
 NUM_KV_HEADS = {"mixtral-8x7b": 8, "llama3.1-70b": 8}
-# Experts, and experts of a token, of a model that has some.
+# (number of experts, experts per token) of mixture-of-experts models.
 WITH_EXPERTS = {"mixtral-8x7b": (8, 2)}
-# Models that are built by their config.json.
+# Models that are built from their config.json.
 OF_HUGGING_FACE = {
     "gemma2-9b": {
         "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "hidden_size": 3584,
@@ -41,7 +41,7 @@ OF_HUGGING_FACE = {
         "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
     },
 }
-# Mesh (data, expert, mdl) of a row, for presets with an axis of experts.
+# Mesh (data, expert, mdl) of a row, for presets with an expert axis.
 EXPERT_MESHES = {"M8": (8, 8, 1)}
 
 
@@ -50,9 +50,9 @@ class Row(NamedTuple):
 
     Attributes:
       mesh: (replica, data, mdl).
-      length: tokens of a row of the batch.
-      num_rows: of the batch; None: one per device.
-      remat: checkpoint_policy.
+      length: Number of tokens per row.
+      num_rows: Number of rows in a batch, or None for one row per device.
+      remat: The checkpoint_policy.
     """
 
     model: str
@@ -79,18 +79,18 @@ ROWS = {
     "even": Row("even", "v5e:2x4", (1, 2, 4), 1024),
     "uneven": Row("uneven", "v5e:2x4", (1, 2, 4), 1024),
 }
-# Peak MB, Gcycles, seconds. MaxText e591f30c, and plain JAX with all collectives by hand; jax
-# 0.10.2, libtpu 0.0.51, remat of whole layers, bfloat16, float32 weights and Adam.
+# (peak MB, Gcycles, seconds) of MaxText e591f30c and of plain JAX with hand-written collectives
+# (jax 0.10.2, libtpu 0.0.51, remat of entire layers, bfloat16, float32 weights, Adam).
 PEERS = {
     "S": {"MaxText": (572.7, 0.0521, 0.0425), "by hand": (646, 0.0305, 0.0316)},
     "A": {"MaxText": (2416.7, 1.584, 1.238), "by hand": (1835, 1.2314, 1.0466)},
     "B64": {"MaxText": (2103.4, 1.715, 1.402), "by hand": (1895.5, 1.2429, 1.0157)},
     "B16": {"MaxText": (2614.8, 2.437, 3.133), "by hand": (1834.8, 1.2314, 1.0466)},
     "F": {"MaxText": (3494.3, 0.831, 0.610), "by hand": (2962.4, 0.6587, 0.4571)},
-    # Its best ways, all-to-all and a ring, without the time in kernels of Pallas.
+    # The best variants (all-to-all and ring), excluding the time in Pallas kernels.
     "L32": {"MaxText": (3871.4, 1.7772, 1.4581)},
     "L128": {"MaxText": (1939.7, 9.238, 10.166)},
-    # No token dropped, 8 devices for experts; 64 devices for weights; and a capacity of 1.25.
+    # Dropless with 8 devices for experts; 64 devices for weights; and a capacity of 1.25.
     "M8": {
         "MaxText": (19_865.6, 2.4088, 1.8952), "its fsdp": (19_666.7, 2.018, 2.5251),
         "dropping": (19_809.5, 4.2718, 3.8176),
@@ -101,10 +101,10 @@ PEERS = {
 
 
 def model_of(row: Row, options: argparse.Namespace) -> fdl.Config:
-    """Returns the config of a row's model, computed in bfloat16."""
+    """Returns the config of a row's model, which computes in bfloat16."""
     attention = {
         "atten_kernel": options.attention, "atten_chunk_size": options.chunk_size,
-        "float32_logits": options.attention not in ("einsum", "blocked"),  # Others have no choice.
+        "float32_logits": options.attention not in ("einsum", "blocked"),  # Fixed in others.
     }
     remat = row.remat if options.remat is None else _policy(options.remat)
     stack = fdl.Partial(Repeat, checkpoint_policy=remat)
@@ -124,7 +124,7 @@ def model_of(row: Row, options: argparse.Namespace) -> fdl.Config:
     if row.model in WITH_EXPERTS:
         num_experts, per_token = WITH_EXPERTS[row.model]
         capacity = {"dropless": True} if options.capacity is None else {
-            # Pax's factor is of the tokens, MaxText's of their choices.
+            # Pax's factor is relative to tokens, and MaxText's to tokens x experts per token.
             "unadjusted_expert_capacity_factor": options.capacity * per_token,
         }
         feed_forward = fdl.Partial(

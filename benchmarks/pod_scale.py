@@ -1,16 +1,16 @@
-"""Compiles train steps of language models for TPU pods, without the hardware, and plans them.
+"""Compiles and plans train steps of language models for TPU pods without the hardware.
 
-    pip install libtpu                      # 0.0.51 with jax 0.10.2 for the figures of the peers
+    pip install libtpu                      # 0.0.51 with jax 0.10.2 to compare with other libraries
     python benchmarks/pod_scale.py --row S  # or A, B64, B16, F, even, uneven; or several
     python benchmarks/pod_scale.py --row M8 --preset fsdp+expert
     python benchmarks/pod_scale.py --row L32 L128 --preset fsdp+context --attention auto
     python benchmarks/pod_scale.py --row O70 --preset fsdp --attention splash
     python benchmarks/pod_scale.py --row G9 --preset fsdp --chunk-size 1024
 
-A row is a model on a mesh, as a user builds it. For each row it prints the peak memory, the
-compiler's cycle estimate, the seconds of the simulated schedule (praxis_tools/plan/schedule/), and
-their ratios to MaxText's step and to the best hand-written step in plain JAX, both compiled in the
-same way. `--top` lists the most expensive instructions.
+Each row is a model on a mesh, built in the same way as by users. For each row, the script prints
+the peak memory, the compiler's cycle estimate, the seconds of the simulated schedule
+(praxis_tools/plan/schedule/), and their ratios to MaxText and to the best hand-written step in
+plain JAX, both compiled in the same way. `--top` lists the most expensive instructions.
 """
 
 import argparse
@@ -44,15 +44,15 @@ from praxis_tools.plan.schedule.schedule import schedule
 from praxis_tools.plan.schedule.timeline import Timeline
 from praxis_tools.plan.topology import PhysicalMesh, topology_of
 
-# The peers' seconds are of the compiler's own cycles, whole links and no latency; kernels of
-# Pallas, of which it says none, take no time.
+# The seconds of other libraries are based on the compiler's cycles, the full link bandwidth and no
+# latency. Pallas kernels, for which the compiler gives no cycles, are counted as zero.
 AS_THE_PEERS = Efficiencies(
     cycles=1.0, link=1.0, hop_seconds=0.0, kernel=float("inf"), grouped=float("inf"),
     hbm=float("inf"),
 )
-# On v5p and v6e an embedding's gather goes to the SparseCore, whose text XLA cannot read back.
+# On v5p and v6e, embedding gathers run on the SparseCore, whose HLO text XLA cannot parse.
 UNREADABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}
-# Nor the sorts and scatters of tokens by expert.
+# The same applies to sorting and scattering tokens by expert.
 UNREADABLE_OF_EXPERTS = {
     "xla_tpu_enable_offloading_sort_to_sparsecore": "false",
     "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
@@ -60,7 +60,7 @@ UNREADABLE_OF_EXPERTS = {
 
 
 def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
-    """Returns a Partitioner of the row's task and mesh, built as users build it."""
+    """Returns a Partitioner for the row's task and mesh, built in the same way as by users."""
     model, topology, shape, *_ = ROWS[row]
     devices = topology_of(topology).devices if options.wrap else topologies.get_topology_desc(
         platform="tpu", topology_name=topology, num_slices=1
@@ -102,7 +102,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
 
 
 def measured(options: argparse.Namespace, row: str) -> None:
-    """Compiles a row and prints its figures."""
+    """Compiles a row and prints its results."""
     _, topology, _, length, num_rows, _ = ROWS[row]
     partitioner = partitioner_of(options, row)
     num_rows = (num_rows or partitioner.mesh.size) * options.micro_batches
@@ -127,13 +127,13 @@ def measured(options: argparse.Namespace, row: str) -> None:
     )
     print(f"{row}  {topology}  {options.preset}  {partitioner.mesh.shape_tuple}")
     print(f"  peak {figures[0]:.0f} MB  {figures[1]:.4f} Gcycles  {figures[2]:.4f} s, of which "
-          f"{result.exposed_seconds:.4f} s wait for the wire; {one_link.seconds:.4f} s with rings "
+          f"{result.exposed_seconds:.4f} s waiting for links; {one_link.seconds:.4f} s with rings "
           "on one link")
     print(f"  {hlo_matmuls.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
     if result.kernel_flops:
         kernels = result.kernel_flops / (0.5 * CHIPS[chip].peak())
-        print(f"  kernels of Pallas: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half of "
-              "the peak, which are not in the seconds above")
+        print(f"  Pallas kernels: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half of "
+              "the peak, not included in the seconds above")
     for peer, of_peer in PEERS.get(row, {}).items():
         if not options.layers and options.micro_batches == 1:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
@@ -144,7 +144,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
 
 
 def _by_operation(text: str, timeline: Timeline) -> collections.Counter:
-    """Returns the seconds of a timeline per JAX operation."""
+    """Returns the seconds of each JAX operation in a timeline."""
     instructions = {
         name: instruction for computation in parse(text).computations.values()
         for name, instruction in computation.items()
@@ -160,23 +160,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row", nargs="+", choices=ROWS, default=["S"])
     parser.add_argument("--preset", choices=SHARDING_PRESETS, default="fsdp+tensor")
-    parser.add_argument("--mesh", help="replica,data,mdl, or data,expert,mdl of a preset with "
-                        "experts, of as many devices as the row has")
-    parser.add_argument("--layers", type=int, help="fewer; there are no ratios then")
+    parser.add_argument("--mesh", help="replica,data,mdl, or data,expert,mdl for a preset with "
+                        "experts; the number of devices must match the row")
+    parser.add_argument("--layers", type=int, help="number of layers; disables ratios")
     parser.add_argument("--attention", default="blocked", help="atten_kernel")
     parser.add_argument("--chunk-size", type=int, default=512, help="atten_chunk_size")
-    parser.add_argument("--capacity", type=float, help="of an expert, beyond which it drops; by "
-                        "default none is dropped")
-    parser.add_argument("--remat", help="checkpoint_policy, or JSON of one; else the row's")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a row per device each; "
-                        "there are no ratios then")
-    parser.add_argument("--wrap", action="store_true", help="link the torus's ends, as pods do; "
-                        "the peers of v5p were compiled without, and v5e's programs are the same")
+    parser.add_argument("--capacity", type=float, help="capacity of an expert, beyond which "
+                        "tokens are dropped; default: no limit")
+    parser.add_argument("--remat", help="checkpoint_policy or its JSON; default: the row's")
+    parser.add_argument("--micro-batches", type=int, default=1, help="number of micro-batches with "
+                        "one row per device; disables ratios")
+    parser.add_argument("--wrap", action="store_true", help="assume wraparound links, as in pods "
+                        "(the other libraries' v5p steps were compiled without them)")
     parser.add_argument("--by-hand", default="", help="data_axes of ExplicitCollectives")
     parser.add_argument("--compiler-option", action="append", default=[],
-                        help="name=value, beside those of the preset")
+                        help="name=value, in addition to the preset")
     parser.add_argument("--top", type=int, default=0, help="costliest operations to show")
-    parser.add_argument("--dump", help="a file for the program's text")
+    parser.add_argument("--dump", help="file to write the program's text to")
     options = parser.parse_args()
     for row in options.row:
         measured(options, row)

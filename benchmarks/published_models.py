@@ -1,4 +1,4 @@
-"""Models of published training runs, built from this library's layers (see published_runs.py)."""
+"""Models of published training runs, rebuilt with this library's layers (see published_runs.py)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,14 +29,14 @@ from praxis_lite.layers.attention.relative_bias import RelativeBias
 
 Run = dict[str, Any]
 
-# What the backward pass kept, as the policy of ours that keeps the same, or nearly.
+# Maps a published remat policy to our policy that saves (nearly) the same activations.
 _POLICIES = {
     "full": "save_nothing",
     "minimal": "save_dot_with_no_batch_dims",
     "default of AXLearn's transformer stack": "save_dot_for_mlperf_200b",
     "dots_saveable under flash attention, else the default names": "save_dot_only",
 }
-# MaxText's names of activations, and ours where they differ; AXLearn's words.
+# Maps MaxText's and AXLearn's names of activations to our names, if they differ.
 _NAMES = {
     "decoder_layer_input": ("iteration_input",), "layer input": ("iteration_input",),
     "mlpwi": ("ffn1", "ffn1_gate"), "mlpwi_0": ("ffn1_gate",), "mlpwi_1": ("ffn1",),
@@ -44,7 +44,7 @@ _NAMES = {
         "query_proj", "key_proj", "value_proj", "out_proj", "context"
     ),
 }
-# Of routers, by the first letters of a model's name; others choose by a softmax.
+# Router settings by prefix of the model's name; other models use a softmax.
 _ROUTERS: dict[str, dict[str, Any]] = {
     "deepseek2": {"normalize_gates": False},
     "deepseek3": {
@@ -62,14 +62,14 @@ class _Kind(NamedTuple):
     window: int | None = None
     has_positions: bool = True
     has_experts: bool = True
-    is_global: bool = False  # Of Gemma 4: heads of another size, which share keys and values.
+    is_global: bool = False  # Gemma 4: a different head size, and values equal to keys.
 
 
 def _pattern(model: dict[str, Any]) -> list[_Kind]:
-    """Returns the repeating pattern of a model's blocks, without the dense blocks at the start."""
+    """Returns the repeating pattern of a model's blocks, excluding dense blocks at the start."""
     window = model.get("sliding_window")
     if every := model.get("nope_every_n_layers"):
-        # Chunks of attention are as long as the sequences: they hide nothing.
+        # Attention chunks are as long as the sequences, so they mask nothing.
         return [
             _Kind(
                 has_positions=(index + 1) % every > 0,
@@ -186,7 +186,7 @@ def _attention(run: Run, kind: _Kind) -> fdl.Partial:
 def _feed_forward(run: Run, has_experts: bool) -> fdl.Partial:
     model = run["model"]
     common = {
-        # GPT-OSS's own is said by swiglu_limit.
+        # GPT-OSS's activation is specified by swiglu_limit.
         "activation": model["activation"].split("-")[0].replace("sigmoid", "silu"),
         "use_gated_activation": bool(model["gated_activation"]),
     }
@@ -197,7 +197,7 @@ def _feed_forward(run: Run, has_experts: bool) -> fdl.Partial:
     )
     width = model["expert_hidden_dims"]
     if shared := model.get("shared_experts"):
-        # Gemma 4's is as wide as several, and in a branch of its own there.
+        # Gemma 4's shared expert is as wide as several experts, and is in a separate branch.
         is_wide = model["name"].startswith("gemma4")
         settings = settings | {
             "num_shared_experts": shared * model["hidden_dims"] // width if is_wide else shared
@@ -274,7 +274,7 @@ def _policy(run: Run) -> str | dict[str, str]:
         f"{experts}{ours}" if ours.startswith("ffn") else ours: place
         for place, names in places.items() for name in names for ours in _NAMES.get(name, (name,))
     }
-    # The input of each layer within a pattern of several is what the one before returns.
+    # Within a pattern of several layers, each layer's input is the output of the previous layer.
     if "iteration_input" in policy and model.get("experts") and len(_pattern(model)) > 1:
         policy["transformer_layer_out"] = policy["iteration_input"]
     return policy or "save_nothing"

@@ -1,17 +1,17 @@
 """Rebuilds published training runs (shared/published/steps.jsonl) with this library's layers.
 
-`partitioner_of(run)` is the run's model on its mesh, to be compiled for its TPUs; `why_not(run)` is
-the reason why a run cannot be built. What differs from what was run:
+`partitioner_of(run)` returns the run's model on its mesh, to compile for its TPUs. `why_not(run)`
+returns the reason that a run cannot be rebuilt. Differences from the published runs:
 
-- MaxText's norms of values are left out.
-- Of Llama 4: experts are gated by a softmax, and their outputs, not their inputs, are weighted; the
-  queries of layers without positions have no temperature. Of GPT-OSS: attention has no sinks (a
-  number for each head). Of Gemma 4: the dense branch has no norms of its own, nor layers a scale.
-- Kernels of attention are JAX's splash, whatever flash kernel was run; of a fused backward pass the
-  products are counted as run (plan_published.py).
-- Sequences split over devices have their heads exchanged; MaxText gathers keys.
-- Products in int8 and float8 have their scales from what is multiplied; MaxText's fp8_full took
-  fixed ones, which need no pass over it.
+- MaxText's norms of values are omitted.
+- Llama 4: experts are gated by a softmax, and their outputs instead of their inputs are weighted;
+  queries in layers without positions have no temperature. GPT-OSS: attention has no sinks (one
+  number per head). Gemma 4: the dense branch has no separate norms, and layers have no scale.
+- Attention always uses JAX's splash kernel. For fused backward kernels, the matmuls of the original
+  kernel are counted (plan_published.py).
+- For sequences split over devices, heads are exchanged by all-to-alls; MaxText gathers keys.
+- Scales for int8 and float8 matmuls are computed from the operands. MaxText's fp8_full used fixed
+  scales, which require no pass over the operands.
 """
 
 import math
@@ -31,12 +31,12 @@ from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SH
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_tools.plan.job_on_topology import PLANNING_OPTIONS
 
-# Their quantization, by its first word, as a recipe of ours. MaxText's int8 (AQT) has a scale for
-# each channel, its fp8_full one for each tensor; both round the backward pass too.
+# Maps the first word of a published quantization to our recipe. MaxText's int8 (AQT) has a scale
+# per channel and fp8_full has a scale per tensor; both also quantize the backward pass.
 _RECIPES = {"int8": "int8", "fp8_full": "float8_per_tensor"}
-# Of a v6e's fast memory of 128 MiB runs gave 96 to an instruction. With more than 64 the compiler
-# looks three times as long for the best windows: 48 s rather than 18 for a matmul and its gradient,
-# whose cycles are 9% fewer with 64 than with 48.
+# Published runs let an instruction use 96 of v6e's 128 MiB of VMEM. Above 64 MiB, the compiler
+# takes three times as long to find windows: 48 s instead of 18 s for a matmul and its gradient.
+# With 64 MiB, they need 9% fewer cycles than with 48 MiB.
 _FAST_MEMORY, _MOST_FAST_MEMORY = "xla_tpu_scoped_vmem_limit_kib", 65536
 # MaxText's HOST_OFFLOAD_FLAGS (benchmarks/xla_flags_library.py).
 _HOST_OFFLOAD = {
@@ -52,9 +52,9 @@ _HOST_OFFLOAD = {
     "xla_tpu_scheduler_percent_shared_memory_limit": "100",
     "xla_latency_hiding_scheduler_rerun": "2",
 }
-# Flags of the recipes for TPU7x (AI-Hypercomputer/tpu-recipes, training/ironwood), whose rows say
-# "see the recipe" or a part of them: SparseCores do all collectives. Two recipes, of Llama in fp8
-# and of Qwen 3, leave most of them to the compiler's defaults of their day.
+# Flags in the recipes for TPU7x (AI-Hypercomputer/tpu-recipes, training/ironwood), with which
+# SparseCores run all collectives. Rows refer to "the recipe" or to some of the flags. Two recipes
+# (Llama in fp8, and Qwen 3) rely on the compiler's defaults at the time for most of them.
 _SPARSE_CORES = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
     "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
@@ -73,21 +73,21 @@ _SPARSE_CORES = {
 }
 
 
-# Runs with MaxText's fsdp_shard_on_exp: a device keeps whole experts, and gathers all for a layer.
+# Runs with MaxText's fsdp_shard_on_exp: devices store entire experts and gather all of a layer's.
 _KEEP_WHOLE_EXPERTS = ("recipes-tpu7x-deepseek3-671b-bf16-4x4x8",)
 
 
 def why_not(run: Run) -> str:
-    """Returns why a run cannot be rebuilt, or ''."""
+    """Returns the reason that a run cannot be rebuilt, or ''."""
     if run["kind"] != "measured":
-        return "worked out, not run"
+        return "estimated, not measured"
     if not run["chip"].startswith(("v", "tpu")):
-        return "no TPU: its compiler is not here"
+        return "not a TPU, so there is no compiler for it"
     if not run["completeness"]["simulable"] or not run["derived"].get("step_seconds"):
         return "incomplete: " + "; ".join(run["completeness"]["missing"])
     model = run["model"]
     if run["quantization"] and model.get("experts"):
-        return f"experts in {run['quantization'].split(' ')[0]}, which are never rounded here"
+        return f"experts in {run['quantization'].split(' ')[0]}, but our experts are not quantized"
     return ""
 
 
@@ -101,7 +101,7 @@ def mesh_of(run: Run) -> MeshConfig:
          along(part, "tensor", "context"))
         for part in ("ici", "dcn")
     ]
-    if run["model"]["name"].startswith("honeycrisp"):  # Whole copies.
+    if run["model"]["name"].startswith("honeycrisp"):  # Replicated.
         parts[0] = (1, parts[0][0], 1)
     return MeshConfig(
         ici_mesh_shape=parts[0], dcn_mesh_shape=parts[1] if run["slices"] > 1 else None,
@@ -116,7 +116,7 @@ def _splits(run: Run) -> dict[str, Any]:
         return dict(SHARDING_PRESETS["fsdp+context"])
     if run["mesh"]["ici"].get("tensor", 1) == 1:
         return dict(SHARDING_PRESETS["fsdp"])
-    # MaxText's rules: features of the residual stream split over the tensor axis.
+    # As in MaxText, features of the residual stream are split over the tensor axis.
     preset = dict(SHARDING_PRESETS["fsdp+tensor"]) | {"activation_embed": "mdl", "expert": None}
     preset.pop("residual_length")
     return preset
@@ -135,7 +135,7 @@ def _learner(run: Run) -> Learner:
 
 
 def partitioner_of(run: Run, devices: Any) -> Partitioner:
-    """Returns a Partitioner of the run's model on its mesh over `devices`."""
+    """Returns a Partitioner for the run's model on its mesh of `devices`."""
     splits = _splits(run)
     config = set_sharding_params(model_of(run), splits)
     batch, weights = splits["batch"], None

@@ -1,14 +1,14 @@
-"""Compares a training job, with its metrics and logs, with a bare loop over the same step.
+"""Compares the step time of a training job, with metrics and logs, with a bare loop.
 
-`python benchmarks/run_overhead.py` trains a job whose step is 10 ms of matmuls: goodput and its
-file, the times of each step, MFU and HFU, metrics.jsonl, TensorBoard, the line of progress. Every
-20 steps it pauses while a bare loop makes 20 steps of the same compiled program on another state:
-batch, call, numbers read one step late. Prints the ratio of both, on the median of the turns and on
-the tenth of them in which the machine was least disturbed; and the processor time of the loop's
-thread, which passes beside the devices' as long as it is shorter. Checkpoints are left out.
+`python benchmarks/run_overhead.py` trains a job with 10 ms of matmuls per step. The job records
+goodput, step times, MFU and HFU, metrics.jsonl, TensorBoard and the progress line. Every 20 steps,
+it pauses while a bare loop runs 20 steps of the same compiled program on a separate state (batch,
+call, and metrics read one step late). The script prints the ratio of the two step times, for the
+median of all turns and for the 10% of turns with the least other load. It also prints the CPU time
+of the training thread, which overlaps with the devices if it is shorter. There are no checkpoints.
 
-The device is a core: its threads are bound to one, and all others of this process to the rest, for
-the host of an accelerator does not compute the model either. With --shared_cores they are not.
+The simulated device is bound to one core, and all other threads of the process to the other cores,
+because the host of an accelerator does not compute the model either. --shared_cores disables this.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
-os.environ["NPROC"] = "1"  # The threads of XLA's pool for a program.
+os.environ["NPROC"] = "1"  # Number of threads in XLA's pool for a program.
 
 from praxis_lite.core import simulate_devices  # noqa: E402
 
@@ -50,13 +50,13 @@ PER_TURN = 20
 
 
 class Turns(Hook):
-    """Hook that alternates with the bare loop, and times both."""
+    """Hook that alternates with the bare loop and times both."""
 
     every, waits = PER_TURN, True
 
     def __init__(self, partitioner: Partitioner, pipeline):
         self._partitioner, self._batches = partitioner, pipeline.batches()
-        # Of each turn: seconds of a step, and of these the processor's for the loop's thread.
+        # (seconds per step, CPU seconds of the training thread per step) in each turn.
         self.with_all: list[tuple[float, float]] = []
         self.bare: list[tuple[float, float]] = []
         self._since: tuple[float, float] | None = None
@@ -72,7 +72,7 @@ class Turns(Hook):
         self._since = clocks()
 
     def turn(self) -> tuple[float, float]:
-        """Runs steps in a bare loop, and returns the wall and CPU seconds of each."""
+        """Runs steps in a bare loop and returns the wall and CPU seconds per step."""
         began, pending = clocks(), None
         for _ in range(PER_TURN):
             batch = self._partitioner.global_batch(next(self._batches))
@@ -85,13 +85,13 @@ class Turns(Hook):
 
 
 def bind_the_device_to_a_core() -> None:
-    """Binds XLA's thread pool to one core, and this process's other threads to the other cores.
+    """Binds XLA's thread pool to one core, and all other threads of the process to other cores.
 
-    Raises SystemExit where there is a single core, or the system does not bind threads.
+    Raises SystemExit if there is only one core or the system cannot bind threads.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < 2:
-        raise SystemExit("Threads cannot be bound to two cores here: try --shared_cores.")
+        raise SystemExit("Threads cannot be bound to two cores here. Use --shared_cores.")
     for thread in Path("/proc/self/task").iterdir():
         is_of_device = (thread / "comm").read_text().strip() == "tf_XLAEigen"
         os.sched_setaffinity(int(thread.name), cores[:1] if is_of_device else cores[1:])
@@ -103,7 +103,7 @@ def clocks() -> tuple[float, float]:
 
 
 def each_since(before: tuple[float, float]) -> tuple[float, float]:
-    """Returns the wall and CPU seconds of each step of a turn."""
+    """Returns the wall and CPU seconds per step of a turn."""
     wall, processor = clocks()
     return (wall - before[0]) / PER_TURN, (processor - before[1]) / PER_TURN
 
@@ -111,7 +111,7 @@ def each_since(before: tuple[float, float]) -> tuple[float, float]:
 def job_of(
     num_layers: int, num_steps: int, folder: Path, *, has_trackers: bool = False
 ) -> tuple[JobOnMesh, LaunchedConfig]:
-    """Returns a one-device job with TensorBoard or with a tracker of each kind, and its config."""
+    """Returns a one-device job with TensorBoard, or with all kinds of trackers, and its config."""
     experiment = Matmuls()
     experiment.num_layers = num_layers
     config = experiment.config()
@@ -143,15 +143,15 @@ def main() -> None:
     parser.add_argument("--num_turns", type=int, default=60)
     parser.add_argument(
         "--trackers", action="store_true",
-        help="a tracker of each kind, W&B offline, beside TensorBoard",
+        help="use all kinds of trackers (W&B offline) in addition to TensorBoard",
     )
     parser.add_argument(
         "--shared_cores", action="store_true",
-        help="the device's threads run on any core, and wait where the host's hold it",
+        help="let the device's threads share all cores with the host's threads",
     )
     args = parser.parse_args()
     os.environ.setdefault("WANDB_MODE", "offline")
-    # Run a matmul, so that XLA has created all its threads.
+    # Run a matmul, so that XLA creates all its threads.
     jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((512, 512))))
     if not args.shared_cores:
         bind_the_device_to_a_core()
@@ -169,7 +169,7 @@ def main() -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             launch.train(job, launched, dataclasses.replace(TOOLS, hooks=more_hooks))
     print(f"{num_layers} layers, {len(turns.bare)} turns of {PER_TURN} steps each")
-    print(f"{'ms a step':<12}{'all on':>10}{'bare':>10}{'ratio':>8}{'goal':>8}")
+    print(f"{'ms per step':<12}{'all on':>10}{'bare':>10}{'ratio':>8}{'goal':>8}")
     for name, part, clock in (("median", 0.5, 0), ("least tenth", 0.1, 0), ("loop thread", 0.1, 1)):
         a, b = (
             sorted(both[clock] for both in times)[int(part * len(times))]

@@ -1,11 +1,11 @@
-"""Measures the CPU time of importing the library, and of launching a job up to its first step.
+"""Measures the CPU time to import the library and to launch a job up to its first step.
 
-`python benchmarks/startup.py` prints CPU seconds (user and system, of the whole process, the least
-of several runs) and ratios measured in one run. The job is lm.Synthetic, two layers on a mesh of
-eight simulated devices, launched as `main.py` launches it; cold starts with an empty compilation
-cache, warm with the one that the cold start left. A finished job has made all its steps. Plain JAX
-is plain_jax_lm.py up to its first step, from a warm cache. Python's bytecode is cached, as it is
-for an installed package, even where PYTHONDONTWRITEBYTECODE is set.
+`python benchmarks/startup.py` prints CPU seconds (user and system time of the entire process, the
+minimum of several runs) and ratios measured in one run. The job is lm.Synthetic with two layers on
+a mesh of eight simulated devices, launched in the same way as by `main.py`. A cold start has an
+empty compilation cache, and a warm start reuses its cache. A finished job has completed all its
+steps. Plain JAX is plain_jax_lm.py up to its first step, with a warm cache. Python's bytecode is
+cached as in an installed package, even if PYTHONDONTWRITEBYTECODE is set.
 """
 
 import argparse
@@ -27,7 +27,7 @@ IMPORTS = {
         "praxis_lite.config.config_json, praxis_lite.experiments.lm"
     ),
 }
-# Stops the job when its first step's metrics have reached the host.
+# Stops the job once the metrics of its first step have reached the host.
 UNTIL_FIRST_STEP = """
 import os, sys
 from praxis_lite.trainer.metrics.progress import ProgressLine
@@ -40,7 +40,7 @@ import sys
 from praxis_lite.main import main
 main(["--exp=lm.Synthetic", "--job_log_dir=" + sys.argv[1], "--set", "run.num_train_steps=4"])
 """
-# Stops when the first step's loss has reached the host.
+# Stops once the loss of the first step has reached the host.
 PLAIN_JAX = """
 import os, sys
 import jax
@@ -50,7 +50,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 plain_jax_lm.print = lambda *args: os._exit(0)
 plain_jax_lm.main()
 """
-# Real Pax, a two-layer model, on such a machine at its quietest; the goal is a third of it.
+# CPU time of Pax with a two-layer model on a similar idle machine; the goal is a third of this.
 PAX_CPU_SECONDS = 17.0
 
 
@@ -58,8 +58,8 @@ def cpu_seconds(code: str, *args: str, bytecode: str, cache: str | None = None) 
     """Returns the user and system CPU seconds of `python -c code`.
 
     Args:
-      bytecode: the folder of compiled Python files.
-      cache: the folder below which compiled programs are stored.
+      bytecode: Folder for compiled Python files.
+      cache: Folder for compiled programs, or None.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": bytecode}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -110,7 +110,7 @@ def _print_table(num_runs: int, folder: Path) -> None:
         times["warm"].append(launch(warm_cache))
         times["finished"].append(seconds(FINISHED, finished_job, cache=warm_cache))
         plain = seconds(PLAIN_JAX, str(ROOT / "benchmarks"))
-        if turn:  # The first one compiles.
+        if turn:  # The first turn compiles.
             times["plain"].append(plain)
     least = {name: min(values) for name, values in times.items()}
     print(f"\n{'':<44}{'CPU s':>8}{'/ Pax':>8}{'goal':>8}{'/ plain JAX':>13}")

@@ -1,8 +1,9 @@
 """Compares the library's train step with the same model in plain JAX.
 
-`python benchmarks/step_overhead.py` prints ratios measured in one run, the two steps taking turns:
-median step time, matmul flops, collective bytes and temporary memory of the compiled program, and
-host time per step. The last table compares an uneven model with the next even size.
+`python benchmarks/step_overhead.py` alternates between the two steps in one run, and prints ratios
+of the median step time, the host time per step, and the matmul flops, collective bytes and
+temporary memory of the compiled programs. The last table compares an uneven model with the next
+even size.
 """
 
 import argparse
@@ -54,7 +55,7 @@ GOALS = {
 
 
 def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
-    """Returns a Partitioner of the same model as `plain_jax_lm`."""
+    """Returns a Partitioner for the same model as in `plain_jax_lm`."""
     lm = rotary_lm(
         vocab_size=cfg.vocab_size,
         model_dims=cfg.model_dims,
@@ -66,7 +67,7 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
     )
     task = fdl.Config(
         LanguageModelTask,
-        # Like the other model, split nothing over `mdl` between sublayers.
+        # As in the other model, split nothing over `mdl` between sublayers.
         model=set_sharding_params(lm, SHARDING_PRESETS["fsdp+tensor"] | {"residual_length": None}),
         learner=fdl.Config(
             Learner,
@@ -80,14 +81,14 @@ def library(cfg: plain_jax_lm.Config, mesh: jax.sharding.Mesh) -> Partitioner:
 
 
 def random_batch(vocab_size: int) -> dict[str, np.ndarray]:
-    """Returns a batch of random tokens, the same on every call."""
+    """Returns a batch of random tokens, which is the same on every call."""
     tokens = np.random.default_rng(0).integers(vocab_size, size=(BATCH, TIME + 1), dtype=np.int32)
     weights = np.ones((BATCH, TIME), np.float32)
     return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
 
 
 def weights_of(plain: dict[str, Any]) -> dict[str, Any]:
-    """Returns the weights of `plain_jax_lm` as the library's tree, so that both start equal."""
+    """Converts the weights of `plain_jax_lm` to the library's tree, so that both start equal."""
     layers = plain["layers"]
     attention = {name: {"w": layers[name]} for name in ("query", "key", "value", "post")}
     feed_forward = {
@@ -115,7 +116,7 @@ class Step:
         self.losses: list[float] = []
 
     def run(self, loss_of: Callable[[Any], jax.Array]) -> None:
-        """Runs a step, and records the time until the call returns and until the step is done."""
+        """Runs a step and records the time until the call returns and until the step is done."""
         start = time.perf_counter()
         self._state, outputs = self._step(self._state, *self._args)
         self.host_times.append(time.perf_counter() - start)
@@ -168,7 +169,7 @@ def compare(num_steps: int) -> dict[str, tuple[float, float]]:
         if index % 20 == 0:
             print(f"  step {index}/{num_steps}", file=sys.stderr)
     print(f"last losses: library {a.losses[-1]:.4f}, plain JAX {b.losses[-1]:.4f}")
-    # Starting from the same weights, equal losses show that both compute the same model.
+    # Both start from the same weights, so equal losses show that they compute the same model.
     np.testing.assert_allclose(a.losses[:20], b.losses[:20], rtol=1e-4)
     warm = num_steps // 10
     measured = {

@@ -1,10 +1,10 @@
-"""Measures the cost of trackers in a training loop: the hook's calls, and the step time.
+"""Measures the cost of trackers in a training loop: calls of the hook, and step time.
 
     WANDB_MODE=offline python -m benchmarks.tracker_overhead [--steps=500]
 
-A step waits 10 ms without holding Python's lock, as for a device, and writes its line of metrics.
-TensorBoard, W&B (offline), MLflow (SQLite), a Prometheus file and a Prometheus port record every
-step, which is fifty times as often as the default in a run of 10,000 steps.
+Each step waits 10 ms without holding the GIL, like a step on a device, and writes its line of
+metrics. TensorBoard, W&B (offline), MLflow (SQLite), a Prometheus file and a Prometheus port record
+every step, which is fifty times as often as the default in a run of 10,000 steps.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
 
 
 def measured(num_steps: int, every: int) -> tuple[float, float]:
-    """Returns the median seconds of a step and of the hook's calls in it."""
+    """Returns the median seconds per step and the median seconds of the hook's calls per step."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = JobDir(folder)
@@ -73,18 +73,18 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Prints a line per setting."""
+    """Prints a line for each setting."""
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     options.add_argument("--steps", type=int, default=500)
     num_steps = options.parse_args().steps
     base, _ = measured(num_steps, 0)
-    print(f"no trackers: a step of {1000 * base:.3f} ms")
+    print(f"no trackers: {1000 * base:.3f} ms per step")
     for every in (1, 50):
         step, call = measured(num_steps, every)
         print(
-            f"five trackers, every {every}: a step of {1000 * step:.3f} ms "
-            f"({100 * (step / base - 1):+.2f}%), of which the hook's calls "
-            f"{1e6 * call:.1f} us ({100 * call / STEP_SECONDS:.3f}% of 10 ms)"
+            f"five trackers, every {every}: {1000 * step:.3f} ms per step "
+            f"({100 * (step / base - 1):+.2f}%), including {1e6 * call:.1f} us for the hook's "
+            f"calls ({100 * call / STEP_SECONDS:.3f}% of 10 ms)"
         )
 
 

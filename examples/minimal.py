@@ -2,10 +2,10 @@
 
     python examples/minimal.py
 
-It runs anywhere in seconds, on simulated devices. The 4 x 2 mesh divides neither the sizes of the
-model nor the batch: arrays are stored with padding, which the code below never sees. After 100
-steps, training stops and resumes from its checkpoint on a 3 x 2 mesh. Finally, the script checks
-that uninterrupted training on one device gives the same losses and weights.
+It runs anywhere in seconds, on simulated devices. No dim of the model or the batch is divisible by
+the axes of the 4 x 2 mesh, so arrays are stored with padding, which the code below never sees.
+After 100 steps, training stops and resumes from its checkpoint on a 3 x 2 mesh. Finally, the script
+checks that uninterrupted training on one device has the same losses and weights.
 """
 
 import tempfile
@@ -29,11 +29,11 @@ from praxis_lite.core import (
 from praxis_lite.layers import BaseLayer
 
 NUM_STEPS, SAVE_EVERY = 200, 100
-NUM_ROWS, DIMS, HIDDEN = 61, 13, 37  # Neither 4 nor 2 divides any of them.
+NUM_ROWS, DIMS, HIDDEN = 61, 13, 37  # Not divisible by 4 or 2.
 BATCH = ("replica", "data")  # Mesh axes over which the rows of a batch are split.
 
 
-# The model: single-device code, and for each weight the mesh axes of its dims.
+# The model: single-device code, plus the mesh axes of each weight's dims.
 
 
 class Block(BaseLayer):
@@ -74,7 +74,7 @@ class Regression(Task):
         return {"loss": (jnp.mean(error**2), jnp.float32(error.size))}
 
 
-# The data: points (a, b) and targets sin(3 a) b, as a NumPy batch per step.
+# The data: points (a, b) and targets sin(3 a) b, with one NumPy batch per step.
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
@@ -87,7 +87,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 
 def partitioner_on(*mesh_shape: int) -> Partitioner:
-    """Returns a Partitioner of the task, for a mesh with the axes replica, data and mdl."""
+    """Returns a Partitioner for the task on a mesh with the axes replica, data and mdl."""
     learner = Learner(optax.adam, learning_rate=2e-2, clip_gradient_norm_to_value=1.0)
     splits = {"map_1d": (BATCH,), "map_2d": (BATCH, None)}  # Splits of a batch's arrays by rank.
     task = Regression(Wave, learner, inputs_split_mapping=splits)
@@ -97,16 +97,16 @@ def partitioner_on(*mesh_shape: int) -> Partitioner:
 def train(
     partitioner: Partitioner, folder: str, num_steps: int = NUM_STEPS
 ) -> tuple[dict[int, float], dict[str, np.ndarray]]:
-    """Trains up to `num_steps`, starting from the latest checkpoint in the folder if there is one.
+    """Trains up to `num_steps`, resuming from the latest checkpoint in the folder if it exists.
 
     Returns:
-      The losses of the new steps by step, and the weights by path, without padding.
+      (losses, weights): The loss of each new step, by step, and the unpadded weights, by path.
     """
     key, losses = partitioner.key(0), {}
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
         if checkpoints.latest_step() is None:
             state = partitioner.init(key)
-        else:  # The checkpoint may be from another mesh; its arrays are resharded and padded anew.
+        else:  # Arrays are resharded and padded if the checkpoint is from another mesh.
             state = checkpoints.restore(partitioner.layout, partitioner.mesh).state
         for step in range(int(state.step), num_steps):
             inputs = partitioner.global_batch(batch(step))

@@ -1,1 +1,1 @@
-"""praxis_tools: plans, explains, checks, reports, serves and supervises jobs of praxis_lite."""
+"""praxis_tools: tools to plan, explain, check, report on, serve and supervise praxis_lite jobs."""

@@ -1,6 +1,6 @@
 """The modes explain, plan, check and report as Python functions.
 
-They take the same options as the command line and raise `ConfigError` where it prints an error.
+They take the same options as the command line, and raise `ConfigError` for errors that it prints.
 """
 
 import functools
@@ -31,7 +31,7 @@ def explain(
 ) -> "Explanation":
     """Compiles an experiment's steps and returns their layout, memory and collectives.
 
-    A notebook displays the result as a page that shows what each device stores and sends. Nothing
+    Notebooks display the result as a page with the memory and communication of each device. Nothing
     is trained.
 
     Args:
@@ -56,17 +56,17 @@ def plan(
     settings: Settings = (),
     packages: Sequence[str] = (),
 ) -> "Plan":
-    """Predicts time, memory and cost of an experiment's steps on devices that are not attached.
+    """Predicts the time and memory of an experiment's steps on devices that are not attached.
 
-    A step that exceeds the device memory raises no error; check the plan's `fits`.
+    If a step exceeds the device memory, no error is raised; check the plan's `fits`.
 
     Args:
       experiment: Name or class of the experiment, as for `train`.
       topology: The devices to plan for, such as "v5e:16x16", "gpu:h100:4x8" or "cpu:8".
       steps: Any of "train", "eval" and "decode".
-      num_slices: Number of slices of that topology.
-      batch_sizes: Numbers of prompts to plan "decode" for; by default the batch size of the first
-        dataset of prompts.
+      num_slices: Number of slices with this topology.
+      batch_sizes: Numbers of prompts to plan "decode" for. The default is the batch size of the
+        first dataset of prompts.
       settings: Changes to the experiment's config, as for `train`.
       packages: Names of packages with experiments, as for `train`.
 
@@ -101,8 +101,8 @@ def check(
 
     Args:
       experiment: Name or class of the experiment, as for `train`.
-      meshes: Mesh shapes to check, such as [(1, 4, 2), (2, 2, 2)]. By default the experiment's
-        mesh, each axis alone, all axes, and a mesh that divides as few dims as possible.
+      meshes: Mesh shapes to check, such as [(1, 4, 2), (2, 2, 2)]. The default is the experiment's
+        mesh, each axis alone, all axes, and a mesh with as many uneven splits as possible.
       steps: Number of training steps on the experiment's mesh.
       shrink: Whether to check a smaller model of the same architecture that fits on one device.
       settings: Changes to the experiment's config, as for `train`.
@@ -118,9 +118,9 @@ def check(
 
 
 def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":
-    """Compares jobs by their files: curves, configs, samples, evaluations and times.
+    """Compares the curves, configs, samples, evaluations and times of jobs.
 
-    A notebook displays the result as a page.
+    Notebooks display the result as a page.
 
     Args:
       *job_log_dirs: Directories of one or more jobs, which may still be running.

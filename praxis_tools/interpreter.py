@@ -1,4 +1,4 @@
-"""Evaluates jaxprs operation by operation on custom values. Supports jax 0.10 to 0.12."""
+"""Evaluates jaxprs operation by operation on custom values (jax 0.10 to 0.12)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ CALLS = {
 
 
 class Interpreter:
-    """Base class of interpreters. A subclass defines the values, and operations on them.
+    """Base class for interpreters; subclasses define the values and the operations on them.
 
     Attributes:
       name_stack: Scopes of the current operation, as JAX formats them.
@@ -64,7 +64,7 @@ class Interpreter:
 
 
 def _join_scopes(outer: str, inner: str) -> str:
-    """Joins the scopes of a call and those of an operation inside it."""
+    """Joins the scopes of a call with the scopes of an operation inside it."""
     # The jaxpr of a custom_jvp repeats the scopes around the call.
     if inner and f"/{outer}".endswith(f"/{inner}"):
         return outer
@@ -75,12 +75,12 @@ def run_shard_map(
     eqn: Any, body: Callable[..., Any], extra_in_specs: Sequence[Any] = (),
     extra_out_specs: Sequence[Any] = (),
 ) -> Callable[..., Any]:
-    """Returns a shard_map with the mesh and specs of an equation, but another body.
+    """Returns a shard_map with the mesh and specs of an equation, but a new body.
 
     Args:
       eqn: Equation of a shard_map.
-      body: Function of the operands as one tuple, followed by extra arguments. Returns the results
-        as one tuple, followed by extra results.
+      body: Function that takes the operands as one tuple followed by extra arguments, and returns
+        the results as one tuple followed by extra results.
       extra_in_specs: Specs of the extra arguments.
       extra_out_specs: Specs of the extra results.
     """
@@ -98,7 +98,7 @@ def bind(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None
     Args:
       eqn: The equation.
       operands: Arrays to run the primitive on.
-      params: Parameters of the primitive; None for those of the equation.
+      params: Parameters of the primitive, or None for the equation's parameters.
     """
     params = eqn.params if params is None else params
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))

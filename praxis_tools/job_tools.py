@@ -1,4 +1,4 @@
-"""The tools that are plugged into a training job: hooks, listeners, peer saves, elastic meshes.
+"""The tools that are added to a training job: hooks, listeners, peer saves and elastic meshes.
 
 The trainer finds them through the entry point `praxis_lite.job_tools` in setup.py.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
-    """Yields a listener that writes timeline.jsonl; prints the goodput if training succeeds."""
+    """Yields a listener that writes timeline.jsonl, and prints the goodput if training succeeds."""
     with Timeline(files.timeline_jsonl, events, note) as timeline:
         yield timeline
     if not timeline.is_discarded:
@@ -37,7 +37,7 @@ def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
 
 
 def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
-    """Returns the saves of an elastic job in the memory of hosts, if `run` enables them."""
+    """Returns the peer saves of an elastic job in the memory of hosts, if `run` enables them."""
     if job.run.peer_save_every_steps is None:
         return OtherSaves()
     if (assignment := worker_assignment.current()) is None:
@@ -50,9 +50,9 @@ def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
 
 
 def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
-    """Returns an elastic job on a mesh of all devices of its generation.
+    """Returns an elastic job on a mesh of all devices in its generation.
 
-    Jobs that are not elastic are returned unchanged.
+    Other jobs are returned unchanged.
     """
     if (assignment := worker_assignment.current()) is None:
         return job
@@ -66,14 +66,14 @@ def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
 
 
 def choose_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
-    """Returns a mesh for a different number of devices than the job's own mesh has."""
+    """Chooses a mesh if the number of devices differs from the job's own mesh."""
     from praxis_tools.plan.search import mesh_choice
 
     return mesh_choice.choose_mesh(job, devices)
 
 
 def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
-    """Returns the hooks that the tools add to a job. They run before the trainer's own hooks."""
+    """Returns the hooks that the tools add to a job, which run before the trainer's own hooks."""
     from praxis_tools.explain.compiler_warnings import CompilerWarnings
     from praxis_tools.explain.first_collectives import ReportFirstCollectives
     from praxis_tools.nan_finder.reports import NonFinite

@@ -307,7 +307,7 @@ def test_explain_is_what_the_mode_prints_and_its_page(tmp_path):
         explanation = pl.explain(TINY, packages=PACKAGES)
     page = tmp_path / "explain.html"
     out = succeed("--mode=explain", f"--exp={TINY}", f"--html={page}").out
-    text = out.split(" there is no accelerator\n")[1].split("\n\nThe page to look at")[0]
+    text = out.split(" there is no accelerator\n")[1].split("\n\nOpen this page in a browser")[0]
     assert of_today(str(explanation)) == of_today(text)
     assert of_today(explanation.page()) == of_today(page.read_text("utf-8"))
     assert "<iframe srcdoc=" in explanation._repr_html_()

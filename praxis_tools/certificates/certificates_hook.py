@@ -1,4 +1,4 @@
-"""The hook that certifies steps of a running job, and acts on differences.
+"""The hook that certifies steps of a running job and handles differences.
 
 Enabled by `run.certify_every_steps`.
 """
@@ -31,16 +31,16 @@ from praxis_tools.check.certificate import Comparison
 
 
 class NotRestored(Error):
-    """A restored state differs from the saved state. An elastic job restores it again."""
+    """Raised if a restored state differs from the saved state; elastic jobs restore it again."""
 
     exit_status = 4
 
 
 class Certificates(Hook):
-    """Certifies every `certify_every_steps` steps, and compares the replicas of the train state.
+    """Certifies a step every `certify_every_steps` steps, and compares replicas of the train state.
 
-    Digests of the state are saved with each checkpoint and compared after restoring it, possibly on
-    another mesh.
+    Digests of the state are saved with each checkpoint, and compared when the checkpoint is
+    restored, even on a different mesh.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -64,7 +64,7 @@ class Certificates(Hook):
             self._compute_digests.compile()
         began = time.perf_counter()
         self._digests, self._step = self._compute_digests(state), loop.first_step
-        # A checkpoint of a step that is not certified contains the digests of an earlier step.
+        # If its step was not certified, a checkpoint contains the digests of an earlier step.
         if self._saved and self._saved["step"] == loop.first_step:
             differences = self._agree_on_first([
                 *replica_differences(self._layout, self._mesh, self._digests),
@@ -77,10 +77,10 @@ class Certificates(Hook):
                 num_digests=2 * len(self._digests.by_leaf),
             )
             if differences:
-                # Raise before the wrong state can be saved.
+                # Raise an error before the wrong state can be saved.
                 raise NotRestored(
                     f"The restored state of step {loop.first_step} differs from the saved state. "
-                    f"{differences[0]}. No step was trained. Launch the job again to read the "
+                    f"{differences[0]}. No step was trained. Relaunch the job to read the "
                     "checkpoint again. If the same device differs again, remove it from the job."
                 )
         self._create_certifier(state)
@@ -108,7 +108,7 @@ class Certificates(Hook):
     # Between steps.
 
     def _needs_snapshot_after(self, step: int) -> bool:
-        """Returns whether the next step's update is recomputed, from the state after `step`."""
+        """Returns whether the state after `step` is needed to recompute the next step's update."""
         return self._certifier is not None and (step + 1) % self.every == 0
 
     def is_due(self, step: int, is_last: bool) -> bool:
@@ -132,7 +132,7 @@ class Certificates(Hook):
         return reason
 
     def _certify(self, dispatched: DispatchedStep) -> str | None:
-        """Compares replicas, and re-runs the step if due. Returns why training ends, or None."""
+        """Compares replicas and re-runs the step if due; returns why training ends, or None."""
         began, loop = time.perf_counter(), self._loop
         with loop.watchdog.during(f"certifying step {dispatched.step}"):
             self._digests, self._step = self._compute_digests(dispatched.state), dispatched.step
@@ -176,12 +176,12 @@ class Certificates(Hook):
 
     def _warn_without_reruns(self, error: ConfigError) -> None:
         self._loop.note(
-            f"WARNING: run.certify_every_steps cannot re-run steps: {error} Only the replicas of "
-            "the state are compared."
+            f"WARNING: run.certify_every_steps cannot re-run steps: {error} Only replicas of the "
+            "state are compared."
         )
 
     def _agree_on_first(self, differences: Sequence[Difference]) -> list[Difference]:
-        """Returns, in every process, the first difference of the first process that has any."""
+        """Returns the first difference found by any process; all processes get the same result."""
         local = json.dumps(as_json(differences[0])) if differences else ""
         texts = processes.exchange("certificate", local)
         first = next(filter(None, texts), "")

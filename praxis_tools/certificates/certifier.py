@@ -47,18 +47,19 @@ _MAX_PARTS = 64  # The program of `devices_in_turn` contains a copy of the step 
 
 @dataclasses.dataclass(frozen=True)
 class CertifiedStep:
-    """The comparisons of a certificate, with the measures that a search for the cause starts from.
+    """The comparisons of a certificate, and the measures needed to search for a cause.
 
     Attributes:
       comparisons: All comparisons, in the order in which they were made.
-      baseline: Measures on the mesh of the job.
-      nudged: The same with weights perturbed by rounding errors, once for each pattern.
-      other: Measures on another mesh; None if there is none.
+      baseline: Measures on the job's mesh.
+      nudged: Measures on the job's mesh with weights perturbed by rounding errors, one for each
+        pattern.
+      other: Measures on a different mesh, or None if no other mesh is valid.
       rows: The last rows that were compared.
       is_device_fault: Whether bits differed after the devices were reordered.
-      draw: Number of earlier draws of rows, which all had differences.
-      draw_rows: Function that returns other rows of the same step, given the number of the draw.
-      update: Comparison of the state after the step; None if it was not compared.
+      draw: Number of earlier draws of rows, all of which had differences.
+      draw_rows: Function that takes the number of a draw and returns random rows of the step.
+      update: Comparison of the state after the step, or None if it was not compared.
     """
 
     comparisons: Sequence[Comparison]
@@ -73,19 +74,20 @@ class CertifiedStep:
 
     @property
     def failed(self) -> list[Comparison]:
-        """The comparisons that failed."""
+        """The failed comparisons."""
         return [x for x in self.comparisons if not x.is_equal]
 
 
 class Certifier:
     """Certifies steps of a job on a mesh of several devices.
 
-    A certificate re-runs a few rows of the step with the devices in another order, which must give
-    the same bits, and on another mesh, which must give the same gradients up to rounding errors.
+    A certificate re-runs a few rows of the step with the devices in a different order, which must
+    produce the same bits, and on a different mesh, which must produce the same gradients up to
+    rounding errors.
 
     Args:
       partitioner: Partitioner of the job.
-      build: Function that returns the partitioner of the same task on another mesh.
+      build: Function that takes a mesh and returns the partitioner of the same task on it.
       element_spec: Shapes and types of a batch.
       seed: Seed of the run.
       state: A train state of the job; only its shapes are used.
@@ -93,12 +95,12 @@ class Certifier:
     Attributes:
       spec: Shapes and types of the rows that a certificate re-runs.
       num_rows: Number of these rows.
-      reruns: Re-runs on the mesh of the job, on the same mesh with reordered devices, and, if there
-        is a valid one, on another mesh.
+      reruns: Re-runs on the job's mesh, on the same mesh with reordered devices, and on a different
+        mesh if one is valid.
       order: Order of the devices in the second re-run.
-      is_exact: Whether all-reduces give the same bits for any order of the devices.
-      update: Recomputes updates; None if they cannot be traced or do not fit in memory.
-      notes: Sentences about what is not compared.
+      is_exact: Whether all-reduces produce the same bits for any order of the devices.
+      update: Recomputes updates, or None if they cannot be traced or do not fit in memory.
+      notes: Messages about what is not compared.
 
     Raises:
       ConfigError: The rows of a batch cannot be selected.
@@ -113,7 +115,7 @@ class Certifier:
         self._num_reported = 0
         self.scalars = jax.eval_shape(lambda: scalars_of(state))
         size = partitioner.mesh.size
-        # With a rotation, no device keeps its position, and neighbors stay neighbors.
+        # After a rotation, no device keeps its position, but neighbors stay neighbors.
         shift = 1 + int(np.random.default_rng(seed).integers(size - 1))
         self.order = rotated_order(range(size), size, shift)
         self.spec, self.num_rows = self._smallest_batch(element_spec)
@@ -133,13 +135,13 @@ class Certifier:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
     def rerun_on(self, partitioner: Partitioner) -> Rerun:
-        """Returns a lowered re-run on a partitioner's mesh. Raises the errors of the model."""
+        """Returns a lowered re-run on a partitioner's mesh; raises any errors of the model."""
         rerun = Rerun(self.partitioner, partitioner)
         rerun.lower(self.spec, self.scalars)
         return rerun
 
     def _reruns_on_another_mesh(self) -> list[Rerun]:
-        """Returns one re-run on a valid mesh that splits other axes, or [] if there is none."""
+        """Returns [re-run] for a valid mesh that splits other axes, or [] if no mesh is valid."""
         num_parts, meshes_with_other_parts = self.partitioner.gradients.num_parts, []
         for mesh in other_meshes(self.partitioner.mesh):
             try:
@@ -151,8 +153,8 @@ class Certifier:
             except MODEL_ERRORS:
                 continue
         if meshes_with_other_parts and num_parts is not None and num_parts <= _MAX_PARTS:
-            # With manual collectives, each device's rows are a batch with its own key. So the batch
-            # must be divided into the same parts on the other mesh.
+            # With manual collectives, each device processes its rows with a separate key, so the
+            # batch must be divided into the same parts on the other mesh.
             gradients = devices_in_turn(num_parts)
             mesh = meshes_with_other_parts[0]
             return [self.rerun_on(Partitioner(self.partitioner.task, mesh, gradients=gradients))]
@@ -162,7 +164,7 @@ class Certifier:
         return []
 
     def _smallest_batch(self, spec: PyTree) -> tuple[PyTree, int]:
-        """Returns the spec of the smallest valid batch with a row for each device, and its size."""
+        """Returns the spec and size of the smallest valid batch with a row for each device."""
         batch_size = num_rows_of(spec)
         num_micro_batches = self.partitioner.task.learner.gradient_accumulation_steps
         min_rows = -(-self.partitioner.mesh.size // num_micro_batches) * num_micro_batches
@@ -179,7 +181,7 @@ class Certifier:
         return spec, batch_size
 
     def compile_in_thread(self) -> None:
-        """Starts to compile the lowered programs in a separate thread."""
+        """Starts compiling the lowered programs in a separate thread."""
         self._compilation = self._thread.submit(self._compile)
 
     def _compile(self) -> None:
@@ -191,10 +193,10 @@ class Certifier:
                 self.update.compile()
 
     def check_memory(self) -> None:
-        """Waits for the compilation, and drops the comparisons that do not fit in memory.
+        """Waits for the compilation, and drops comparisons that do not fit in memory.
 
         Raises:
-          OutOfMemory: The re-run on the mesh of the job does not fit.
+          OutOfMemory: The re-run on the job's mesh does not fit.
         """
         self._compilation.result()
         for rerun in list(self.reruns):
@@ -202,7 +204,7 @@ class Certifier:
             check = functools.partial(
                 check_device_memory, rerun.compile(), rerun.mesh.local_devices,
                 f"A certificate on the mesh {rerun.name}",
-                # Another mesh needs a second copy of the weights, in its own layout.
+                # A different mesh needs a second copy of the weights in its own layout.
                 0 if rerun.is_job_mesh else sum(leaf.bytes_per_device for leaf in weights),
             )
             if message := _out_of_memory_message("room for certificates", check):
@@ -213,7 +215,7 @@ class Certifier:
         self._drop_update_unless(UpdateCheck.check_memory)
 
     def take_snapshot(self, state: TrainState, step: int) -> None:
-        """Copies the arrays from which the update of the next step is recomputed."""
+        """Copies the arrays needed to recompute the next step's update."""
         self._drop_update_unless(UpdateCheck.check_snapshot_memory)
         if self.update is not None:
             self.update.take_snapshot(state, step)
@@ -238,21 +240,21 @@ class Certifier:
     def certify(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int
     ) -> CertifiedStep:
-        """Compares a step with its re-runs. Blocks until the devices are done.
+        """Compares a step with its re-runs, blocking until the devices are done.
 
-        The update is compared if there is a snapshot of the state before the step.
+        The update is compared only if there is a snapshot of the state before the step.
 
         Args:
           state: State after the step.
           batch: All rows of the step.
           key: Random key of the run.
-          step: Number of steps made, including this one.
+          step: Number of completed steps, including this step.
         """
         draw_rows = functools.partial(self.rows, state, batch, key, step)
         for draw in range(_MAX_DRAWS):
             certified = self._compare_rows(draw_rows(draw), draw, draw_rows)
-            # Rounding may flip a discrete decision, such as the choice of an expert. It is unlikely
-            # to do so for several draws of rows.
+            # Rounding may change a discrete decision, such as the choice of an expert, but it is
+            # unlikely to do so for several draws of rows.
             if certified.is_device_fault or not any_process_differs(certified.comparisons):
                 break
         if self.update is None or not self.update.has_snapshot_before(step):
@@ -290,7 +292,7 @@ class Certifier:
             x for x in comparisons if x.mesh == MOVED
         )
         if not is_device_fault and any_process_differs(comparisons):
-            # Rounding errors may be larger than with the first perturbation. Measure more of them.
+            # Rounding errors may exceed those of the first perturbation, so measure more of them.
             patterns = range(1, 1 + _NUM_MORE_NUDGES)
             nudged += [job_rerun.measure(rows, job_rerun.rounding, pattern) for pattern in patterns]
             comparisons = compare()
@@ -302,7 +304,7 @@ class Certifier:
     def compare_reordered(
         self, expected: Measures, nudged: Sequence[Measures], actual: Measures
     ) -> list[Comparison]:
-        """Compares measures on the mesh of the job with those on reordered devices."""
+        """Compares measures on the job's mesh with measures on reordered devices."""
         if self.is_exact:
             return compare_bits(expected, actual)
         return compare_up_to_rounding(MOVED, expected, nudged, actual)
@@ -318,7 +320,7 @@ class Certifier:
 
 
 def _out_of_memory_message(topic: str, check: Callable[[], None]) -> str:
-    """Returns the message of the OutOfMemory that a check raises in any process, or ""."""
+    """Returns the message if a check raises OutOfMemory in any process, or "" otherwise."""
     message = ""
     try:
         check()
@@ -328,14 +330,14 @@ def _out_of_memory_message(topic: str, check: Callable[[], None]) -> str:
 
 
 def any_process_differs(comparisons: Iterable[Comparison]) -> bool:
-    """Returns whether a comparison failed in any process; all processes get the same answer."""
+    """Returns whether a comparison failed in any process; all processes get the same result."""
     return any_process(any(not x.is_equal for x in comparisons))
 
 
 def any_process(condition: bool) -> bool:
-    """Returns whether a condition is true in any process; all processes get the same answer.
+    """Returns whether a condition is true in any process; all processes get the same result.
 
-    Processes exchange the condition because they can see different results: a faulty device may
-    return wrong values to its own process only.
+    Processes exchange the condition because they can observe different results. For instance, a
+    faulty device may return wrong values only to its own process.
     """
     return any(processes.exchange("certificate", "yes" if condition else ""))

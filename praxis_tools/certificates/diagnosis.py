@@ -1,4 +1,4 @@
-"""Searches for the cause of a difference: a faulty device, or the program (mesh axis and layer)."""
+"""Searches for the cause of a difference: a faulty device, or a mesh axis and layer."""
 
 import contextlib
 import dataclasses
@@ -53,15 +53,15 @@ class Difference:
       cause: "device" or "program".
       what: The kind of values that differ: "replicas", "restored state", "gradients", "loss",
         "update of weights" or "update of slots".
-      device: Description of the faulty device and its process; "" if the cause is the program or
-        unknown.
-      axis: For a single faulty device, its position along each mesh axis. Otherwise, mesh axes
-        joined by "+": those over which replicas differ, or those that must be split for the
-        difference to appear. "" if there are none.
-      layer: Path of the first layer that differs; "" if unknown.
+      device: Description of the faulty device and its process; "" if the cause is unknown or is the
+        program.
+      axis: For a single faulty device, its position along each mesh axis. Otherwise, the mesh axes
+        over which replicas differ, or that must be split for the difference to appear, joined by
+        "+". May be "".
+      layer: Path of the first layer that differs, or "" if it is unknown.
       leaf: Path of the array with the largest difference in this layer.
-      mesh: Name of the mesh of the job.
-      difference: The difference of this array.
+      mesh: Name of the job's mesh.
+      difference: The difference in this array.
       tolerance: The allowed difference.
     """
 
@@ -86,7 +86,7 @@ class Difference:
 
 
 def device_text(mesh: Mesh, positions: Iterable[int]) -> str:
-    """Describes the devices at some positions of a mesh."""
+    """Describes the devices at the given positions in a mesh."""
     devices = mesh.devices.reshape(-1)
     return " and ".join(
         f"device {devices[i].id} ({devices[i].device_kind}) of process {devices[i].process_index}"
@@ -95,7 +95,7 @@ def device_text(mesh: Mesh, positions: Iterable[int]) -> str:
 
 
 def position_text(mesh: Mesh, position: int) -> str:
-    """Returns the position of a device along each axis of size above 1, such as "data 3, mdl 1"."""
+    """Returns a device's position along each axis of size above 1, such as "data 3, mdl 1"."""
     coordinates = np.unravel_index(position, mesh.devices.shape)
     return ", ".join(
         f"{axis} {int(i)}" for axis, i in zip(mesh.axis_names, coordinates, strict=True)
@@ -117,14 +117,14 @@ def replica_differences(layout: StateLayout, mesh: Mesh, digests: Digests) -> li
 def restored_state_differences(
     layout: StateLayout, mesh: Mesh, saved: Mapping[str, Any], digests: Digests
 ) -> list[Difference]:
-    """Returns a difference for each array that is not equal to the saved one.
+    """Returns a difference for each array that differs from the saved array.
 
     The devices can only be identified if the state was saved on a mesh of the same shape.
 
     Args:
       layout: Layout of the state.
-      mesh: Mesh that the state was restored on.
-      saved: Digests that were saved with the state, from `Digests.to_save`.
+      mesh: Mesh on which the state was restored.
+      saved: Digests saved with the state, from `Digests.to_save`.
       digests: Digests of the restored state.
     """
     positions = []
@@ -142,7 +142,7 @@ def restored_state_differences(
 
 
 def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
-    """Returns the layer of an array of a state, or of a gradient."""
+    """Returns the layer of an array in a state, or of a gradient."""
     prefix = "mdl_vars/params/"
     paths = [x.path.removeprefix(prefix) for x in layout.leaves() if x.path.startswith(prefix)]
     return layer_of(leaf, paths)
@@ -162,7 +162,7 @@ class CauseSearch:
         self._layout = certifier.partitioner.layout
 
     def find(self) -> Difference:
-        """Returns the first difference of the certificate, with its cause.
+        """Returns the first difference in the certificate, with its cause.
 
         All processes must call this, because the search runs programs on all devices. A process
         without a difference returns its first comparison.
@@ -176,7 +176,7 @@ class CauseSearch:
         return self._program_difference(certified.failed or certified.comparisons[-1:])
 
     def _update_difference(self, update: UpdateComparison) -> Difference:
-        """Returns the difference of an update. A minority of devices that differ is the cause."""
+        """Returns the difference in an update; a minority of differing devices is the cause."""
         worst = next(iter(update.failed), update.comparisons[-1])
         positions = update.positions.get(worst.leaf, ())
         is_device_fault = 0 < 2 * len(positions) <= self._mesh.size
@@ -186,11 +186,11 @@ class CauseSearch:
     def _worst_difference(
         self, failed: Sequence[Comparison], layer: str, positions: Sequence[int], axes: str = ""
     ) -> Difference:
-        """Returns the largest difference, within a layer if one is given.
+        """Returns the largest difference, restricted to a layer if it is given.
 
         Args:
-          failed: Comparisons that failed.
-          layer: Path of the first layer that differs; "" if unknown.
+          failed: The failed comparisons.
+          layer: Path of the first layer that differs, or "" if it is unknown.
           positions: Positions of the faulty devices; () if the program is the cause.
           axes: Mesh axes that must be split for the difference to appear.
         """
@@ -204,11 +204,11 @@ class CauseSearch:
             mesh_name(self._mesh.shape), worst.difference, worst.tolerance,
         )
 
-    # Device faults: the errors of a device move with it to other positions of the mesh.
+    # Device faults: a device's errors move with it to other positions in the mesh.
 
     def _device_difference(self, failed: Sequence[Comparison]) -> Difference:
         positions, layer = list(range(self._mesh.size)), ""
-        with contextlib.suppress(*MODEL_ERRORS):  # For instance, out of memory for another program.
+        with contextlib.suppress(*MODEL_ERRORS):  # For instance, out of memory.
             positions = self._faulty_positions()
         if len(positions) == 1:
             (position,) = positions
@@ -219,11 +219,11 @@ class CauseSearch:
         return self._worst_difference(failed, layer, positions)
 
     def _faulty_positions(self) -> list[int]:
-        """Returns the positions of the devices that compute other results than the rest.
+        """Returns the positions of devices whose results differ from the other devices' results.
 
-        Rotating a set of devices changes the result if one of them is faulty, so a binary search
-        over sets of devices finds the faulty ones. Returns all positions if results are not
-        reproducible on the unchanged mesh.
+        Rotating a set of devices changes the result if one of them is faulty, so faulty devices are
+        found by binary search over sets of devices. If results are not reproducible even on the
+        unchanged mesh, all positions are returned.
         """
         all_positions = list(range(self._mesh.size))
         if self._differing_rows(self._job_rerun) is not None:
@@ -261,7 +261,7 @@ class CauseSearch:
         return self._rerun_on(reorder_devices(self._mesh, order))
 
     def _differing_rows(self, rerun: Rerun) -> Rows | None:
-        """Returns rows with different results in a re-run and on the job's mesh, or None.
+        """Returns rows whose results in a re-run differ from those on the job's mesh, or None.
 
         Several draws of rows are compared, because all rows on a device may have weight 0.
         """
@@ -293,7 +293,7 @@ class CauseSearch:
         return self._worst_difference(failed, layer, (), "+".join(axes))
 
     def _faulty_axes(self) -> list[str]:
-        """Returns the axes for which a mesh that only splits this axis shows the difference."""
+        """Returns the axes that reproduce the difference when a mesh only splits that axis."""
         axes = split_axes(self._mesh.shape)
         if len(axes) == 1:
             return list(axes)
@@ -310,7 +310,7 @@ class CauseSearch:
 
     def _differs_from_other_mesh(self, actual: Measures) -> bool:
         baseline, other = self._certified.baseline, self._certified.other
-        # The effect of rounding was measured on the job's mesh. Apply it to the other mesh.
+        # Apply the effect of rounding, measured on the job's mesh, to the other mesh.
         nudged = [
             {k: x + measures.leaves[k] - baseline.leaves[k] for k, x in other.leaves.items()}
             for measures in self._certified.nudged
@@ -321,7 +321,7 @@ class CauseSearch:
 
 
 def _first_layer_with_other_bits(rerun: Rerun, other: Rerun, rows: Rows) -> str:
-    """Returns the first layer whose bits differ between two orders of the devices, or ""."""
+    """Returns the first layer whose bits differ between two device orders, or ""."""
 
     def digest(x: jax.Array) -> jax.Array:
         return element_hash.digest(x, element_hash.indices(x.shape, x.shape))
@@ -337,7 +337,7 @@ def _first_layer_with_other_bits(rerun: Rerun, other: Rerun, rows: Rows) -> str:
 def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -> str:
     """Returns the first layer whose float64 values differ between two meshes.
 
-    Returns "" if there is none, and on devices that do not support float64.
+    Returns "" if no layer differs, or if the devices do not support float64.
     """
     if expected.mesh.devices.flat[0].platform == "tpu":
         return ""
@@ -352,7 +352,7 @@ def _first_layer_with_other_values(expected: Rerun, actual: Rerun, rows: Rows) -
 
 
 def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 0.0) -> Leaves:
-    """Runs a step with a recorder, and returns its records of each layer by "NUMBER|LAYER"."""
+    """Runs a step with a recorder; returns a record for each layer, with keys "NUMBER|LAYER"."""
     with jax.enable_x64(False):
         arguments = rerun.arguments(rows, nudge)
         closed_jaxpr = jax.make_jaxpr(rerun.function)(*arguments)
@@ -369,5 +369,5 @@ def _layer_records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 
 
 
 def as_json(difference: Difference | None) -> Mapping[str, Any] | None:
-    """Converts a difference to JSON values. Infinities and NaNs become text."""
+    """Converts a difference to JSON values; infinities and NaNs become strings."""
     return None if difference is None else finite_fields(dataclasses.asdict(difference))

@@ -1,4 +1,4 @@
-"""Hashes array elements by their bits and positions, so that digests do not depend on the mesh.
+"""Hashes array elements by bits and position, so that digests do not depend on the mesh.
 
 The same hash provides pseudorandom signs for projections and perturbations.
 """
@@ -11,14 +11,14 @@ from jax import lax
 
 
 def digest(x: jax.Array, index: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Returns the digest, uint32 [2], of a block of an array.
+    """Returns the digest of a block of an array, as uint32 [2].
 
     The digests of an array's blocks add up to the digest of the array, modulo 2^32.
 
     Args:
       x: Elements of the block.
       index: Position of each element in the array, uint32; see `indices`.
-      mask: False for padding elements, which do not count; None if the block has no padding.
+      mask: False for padding elements, which are ignored. None if the block has no padding.
     """
     first = _mix(_bits(x) ^ _mix(index * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
     second = _mix(first ^ jnp.uint32(0x85EBCA6B))
@@ -30,12 +30,12 @@ def digest(x: jax.Array, index: jax.Array, mask: jax.Array | None = None) -> jax
 
 
 def indices(shape: tuple[int, ...], array_shape: tuple[int, ...], starts: Any = None) -> jax.Array:
-    """Returns the row-major position of each element of a block in its array, modulo 2^32.
+    """Returns the row-major position of each element in a block within the array, modulo 2^32.
 
     Args:
       shape: Shape of the block.
       array_shape: Logical shape of the array.
-      starts: Start of the block along each dim; None for zeros.
+      starts: Start of the block along each dim, or None for zeros.
     """
     position, stride = jnp.zeros(shape, jnp.uint32), 1
     for dim in reversed(range(len(shape))):
@@ -48,7 +48,7 @@ def indices(shape: tuple[int, ...], array_shape: tuple[int, ...], starts: Any = 
 
 
 def signs(index: jax.Array, salt: jax.Array, num_signs: int) -> jax.Array:
-    """Returns pseudorandom signs, float32 [num_signs, ...] of 1.0 and -1.0, for each element.
+    """Returns pseudorandom signs (1.0 or -1.0) for each element, as float32 [num_signs, ...].
 
     Args:
       index: Position of each element in its array; see `indices`.
@@ -61,19 +61,19 @@ def signs(index: jax.Array, salt: jax.Array, num_signs: int) -> jax.Array:
 
 
 def leaf_salt(salt: jax.Array, leaf_index: int) -> jax.Array:
-    """Returns a salt, uint32, that is different for each leaf of a tree."""
+    """Returns a uint32 salt that is different for each leaf in a tree."""
     return _mix(salt + jnp.uint32((leaf_index + 1) * 0x9E3779B9 % 2**32))
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Returns uint32 numbers whose bits each depend on all bits of the input (MurmurHash3)."""
+    """Mixes the bits of uint32 numbers such that each depends on all input bits (MurmurHash3)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of each element as a uint32. For 64-bit types, both halves are mixed."""
+    """Returns the bits of each element as a uint32, mixing both halves of 64-bit types."""
     if x.dtype == jnp.bool_ or x.dtype.itemsize * 8 != _num_bits(x.dtype):
         return x.astype(jnp.int32).astype(jnp.uint32)
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(_num_bits(x.dtype), 32)}"))
@@ -83,6 +83,6 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _num_bits(dtype: Any) -> int:
-    """Returns the bits per element. Types such as int4 have fewer bits than their storage."""
+    """Returns the bits per element, which for types such as int4 are fewer than are stored."""
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
     return 8 * dtype.itemsize if jnp.issubdtype(dtype, jnp.complexfloating) else info(dtype).bits

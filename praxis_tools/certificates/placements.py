@@ -1,7 +1,7 @@
-"""Meshes on which a step is re-run, and functions that move arrays to them.
+"""Meshes on which steps are re-run, and functions that move arrays to them.
 
-A step is re-run on the same mesh with the devices in another order, and on another valid mesh of
-the same devices.
+A step is re-run on the same mesh with reordered devices, and on a different valid mesh of the same
+devices.
 """
 
 import itertools
@@ -20,18 +20,18 @@ from praxis_lite.core.sharding.batch_sharding import GlobalBatch, batch_spec
 from praxis_lite.core.sharding.devices.axis_types import mesh_of
 
 PyTree = Any
-_NUM_SUMMED = 1000  # Elements per device that `has_order_independent_sums` adds up.
-COPIES = "copies"  # An axis over which everything is replicated, except the rows of input batches.
+_NUM_SUMMED = 1000  # Number of elements per device that `has_order_independent_sums` sums.
+COPIES = "copies"  # Axis over which everything except the rows of input batches is replicated.
 
 
 def reorder_devices(mesh: Mesh, order: Sequence[int]) -> Mesh:
-    """Returns a mesh of the same shape whose i-th device is device order[i] of `mesh`."""
+    """Returns a mesh with the same shape whose i-th device is device order[i] of `mesh`."""
     devices = mesh.devices.reshape(-1)[list(order)].reshape(mesh.devices.shape)
     return mesh_of(devices, mesh.axis_names)
 
 
 def rotated_order(positions: Sequence[int], num_devices: int, shift: int = 1) -> list[int]:
-    """Returns an order that rotates the devices at some positions and leaves the others alone."""
+    """Returns an order that only rotates the devices at the given positions."""
     order = list(range(num_devices))
     for i, position in enumerate(positions):
         order[position] = positions[(i + shift) % len(positions)]
@@ -39,11 +39,11 @@ def rotated_order(positions: Sequence[int], num_devices: int, shift: int = 1) ->
 
 
 def has_order_independent_sums(mesh: Mesh, reordered: Mesh) -> bool:
-    """Returns whether all-reduces give the same bits on both meshes.
+    """Returns whether all-reduces produce the same bits on both meshes.
 
     Args:
-      mesh: The mesh of the job.
-      reordered: A mesh of the same shape with the same devices in another order.
+      mesh: The job's mesh.
+      reordered: A mesh with the same shape and the same devices in a different order.
     """
     return _sums(mesh) == _sums(reordered)
 
@@ -70,15 +70,15 @@ def _sums(mesh: Mesh) -> list[bytes]:
 
 
 def reshape_mesh(mesh: Mesh, shape: Sequence[int]) -> Mesh:
-    """Returns a mesh of the same devices in the same order, with other axis sizes."""
+    """Returns a mesh with the same devices in the same order, but different axis sizes."""
     return mesh_of(mesh.devices.reshape(tuple(shape)), mesh.axis_names)
 
 
 def other_meshes(mesh: Mesh) -> list[Mesh]:
-    """Returns other meshes of the same devices, the most different ones first.
+    """Returns other meshes of the same devices, most different first.
 
-    A mesh with one axis gets a second axis over which everything is replicated. On the last mesh,
-    all arrays are replicated, so that each device computes everything.
+    If the mesh has only one axis, a second axis is added, over which everything is replicated. On
+    the last mesh, all arrays are replicated, so that each device computes everything.
     """
     own, size = mesh.devices.shape, mesh.size
     divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -104,9 +104,9 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
 
 
 class MeshTransfer:
-    """Moves a tree of arrays to another mesh of the same devices, and pads it for that mesh.
+    """Moves a tree of arrays to a different mesh of the same devices, and pads it for that mesh.
 
-    The target mesh has either the same device order or the same shape.
+    The target mesh must have either the same device order or the same shape.
 
     Args:
       source: Layout of the arrays on `mesh`.
@@ -142,7 +142,7 @@ class MeshTransfer:
 
 
 def _with_sharding(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Returns an array of the same blocks on the same devices, with another device order."""
+    """Returns an array with the same blocks on the same devices, but a new device order."""
     blocks = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
 
@@ -170,7 +170,7 @@ def _block_sender(mesh: Mesh, target: Mesh, specs: PyTree) -> Callable[[PyTree],
 
 
 def row_selector(mesh: Mesh, num_rows: int) -> Callable[[GlobalBatch, Any], PyTree]:
-    """Returns a jitted function (batch, row numbers) that returns these rows as a batch."""
+    """Returns a jitted function that takes (batch, row numbers) and returns these rows."""
     padded = math.ceil(num_rows / mesh.size) * mesh.size
 
     def select(batch: GlobalBatch, rows: jax.Array) -> PyTree:
@@ -187,7 +187,7 @@ def row_selector(mesh: Mesh, num_rows: int) -> Callable[[GlobalBatch, Any], PyTr
 
 
 def batch_transfer(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> MeshTransfer:
-    """Returns a transfer of batches with these shapes to another mesh of the same devices."""
+    """Returns a function that moves batches with these shapes to a mesh of the same devices."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
     def layout(mesh: Mesh) -> StateLayout:
@@ -198,7 +198,7 @@ def batch_transfer(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> MeshTransfer
 
 
 def weight_transfer(source: Partitioner, target: Partitioner) -> MeshTransfer:
-    """Returns a transfer of weights to another partitioner's mesh of the same devices."""
+    """Returns a function that moves weights to a partitioner's mesh of the same devices."""
     return MeshTransfer(
         source.layout.select("mdl_vars"), source.mesh,
         target.layout.select("mdl_vars"), target.mesh,

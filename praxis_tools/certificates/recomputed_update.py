@@ -1,9 +1,9 @@
 """Recomputes the state after a step with `plain_update`, and a tolerance for each element.
 
-A recomputed gradient differs from the actual one by rounding errors, and an optimizer may amplify
-these to an entire step (Adam: g / |g|). Therefore the update is computed both from the gradients
-and from perturbed gradients, moved by as much as rounding may move them. The difference between
-these updates is the tolerance.
+Recomputed gradients differ from the actual gradients by rounding errors, which an optimizer may
+amplify to an entire step (Adam: g / |g|). Therefore, the update is computed both from the gradients
+and from gradients that are perturbed by the size of rounding errors. The difference between these
+updates is the tolerance.
 """
 
 import dataclasses
@@ -24,21 +24,21 @@ from praxis_tools.check import plain_update
 
 PyTree = Any
 TIMES_ROUNDING = 16.0
-# Tolerances of the arithmetic of the optimizer: as a fraction of the change of an element, in units
-# in the last place, and the least share of a gradient that counts as rounding.
+# Tolerances for the optimizer's arithmetic: as a fraction of an element's change, in units in the
+# last place, and the minimum relative rounding error of a gradient.
 _OF_CHANGE, _ULPS, _LEAST_SHARE = 1e-4, 4.0, 1e-6
 _PATTERNS = ((0, 0.0), (0, 1.0), (0, -1.0), (1, 1.0), (1, -1.0))  # (half of the elements, sign)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """How far rounding errors move gradients.
+    """Rounding errors of gradients.
 
-    They are estimated either from measures of a few rows (`shares`), or by running the entire batch
-    with perturbed weights (`num_nudges`).
+    The errors are estimated either from measures of a few rows (`shares`) or by running the entire
+    batch with perturbed weights (`num_nudges`).
 
     Attributes:
-      shares: For each trained weight, the relative rounding error of its gradient, by path.
+      shares: Maps the path of each trained weight to the relative rounding error of its gradient.
       num_nudges: Number of runs of the entire batch with perturbed weights; 0 to use `shares`.
       nudge: Relative amount by which each weight is perturbed in these runs.
       salt: Seed of the signs of perturbations, uint32.
@@ -54,22 +54,22 @@ def recompute_state(
     partitioner: Partitioner, old: TrainState, inputs: PyTree, key: jax.Array, rounding: Rounding,
     *, actual_num_skipped: jax.Array, chosen: Collection[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Recomputes arrays of the state after a step.
+    """Recomputes arrays in the state after a step.
 
     Args:
       partitioner: Partitioner of the task on the mesh.
       old: State before the step, without padding, in device memory.
       inputs: All rows of the batch.
       key: Random key of the run.
-      rounding: How far rounding errors move gradients.
-      actual_num_skipped: Number of skipped steps in the actual state after the step. It decides
-        whether the step is skipped if a gradient norm is so close to the limit that rounding errors
-        make the difference.
-      chosen: Paths of the arrays to return. A trained weight must come with its slots and moving
-        average.
+      rounding: Rounding errors of the gradients.
+      actual_num_skipped: Number of skipped steps in the actual state after the step. It determines
+        whether the step is skipped if a gradient norm is within rounding errors of the limit.
+      chosen: Paths of the arrays to return. They must include the slots and the moving average of
+        each trained weight among them.
 
     Returns:
-      (state, tolerances): The arrays after the step, and a tolerance for each element, by path.
+      (state, tolerances): Dicts that map paths to the arrays after the step, and to a tolerance for
+      each element.
     """
     bound, before = partitioner.learner, dict(leaves_with_path(old))
     gradients = functools.partial(_gradients, partitioner, old, inputs, key, chosen)
@@ -84,7 +84,7 @@ def recompute_state(
     )
 
     def delta(path: str, g: jax.Array) -> jax.Array:
-        """Returns how far rounding may move each element; 0 for elements that are always 0."""
+        """Returns the rounding error of each element; 0 for elements that are always 0."""
         error, share = errors["grads"][path], jnp.maximum(rounding.shares[path], _LEAST_SHARE)
         from_shares = share * (jnp.abs(g) + _rms(g))
         from_nudges = error + _rms(error) + _LEAST_SHARE * jnp.abs(g)
@@ -130,20 +130,20 @@ def _gradients(
     partitioner: Partitioner, old: TrainState, inputs: PyTree, key: jax.Array,
     chosen: Collection[str], salt: jax.Array, nudge: jax.Array,
 ) -> dict[str, Any]:
-    """Computes the loss and the gradients of a step, optionally at perturbed weights.
+    """Computes the loss and the gradients of a step, optionally with perturbed weights.
 
     Args:
       partitioner: Partitioner of the task on the mesh.
       old: State before the step.
       inputs: All rows of the batch.
       key: Random key of the run.
-      chosen: Paths of arrays of the state. Only the gradients of these weights are returned.
+      chosen: Paths of arrays in the state. Only the gradients of these weights are returned.
       salt: Seed of the perturbation; see `nudge_weights`.
       nudge: Relative size of the perturbation.
 
     Returns:
-      "loss"; "grads" of the chosen weights by path; "squares", the sum of squares of the gradient
-      of every weight; "of_model", the variables that the model itself changes.
+      A dict with "loss", "grads" (gradients of the chosen weights by path), "squares" (the sum of
+      squares of every weight's gradient), and "of_model" (variables that the model changes itself).
     """
     bound = partitioner.learner
     params = nudge_weights(old.mdl_vars["params"], nudge, salt)
@@ -172,9 +172,9 @@ def _gradients(
 def _gradients_and_errors(
     gradients: Callable[..., dict[str, Any]], rounding: Rounding
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns `gradients` at the unperturbed weights, and the largest change by perturbations.
+    """Returns the gradients and their largest change if weights are perturbed.
 
-    A single loop computes both, so that the gradients are compiled once.
+    Both are computed in a single loop, so that the gradients are compiled only once.
     """
 
     def abs_difference(a: Any, b: Any) -> jax.Array:
@@ -207,10 +207,10 @@ def _update_and_tolerances(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the update and a tolerance for each element.
 
-    Half of the elements of the gradient are perturbed, up and down, and then the other half. This
-    separates the effect of an element's own gradient from that of all others, for instance in an
-    optimizer that divides by the norm of a layer. The effect of the others is random, so its mean
-    over the array is used.
+    First one half of the gradient's elements is perturbed (up and down), and then the other half.
+    This separates the effect of an element's own gradient from the effect of all other elements,
+    for instance in an optimizer that divides by the norm of a layer. The effect of other elements
+    is random, so its mean over the array is used.
     """
 
     def body(carry: tuple, pattern: tuple) -> tuple:
@@ -246,28 +246,28 @@ def _update_and_tolerances(
             tolerances[path] = (
                 2.0 * own_effect[path] + of_others + _arithmetic_error(before[path], x)
             )
-        else:  # Counts must be equal. Arrays of integers are rounded floats and may be off by one.
+        else:  # Counts must be equal. Integer arrays contain rounded floats and may be off by one.
             tolerances[path] = 2.0 * own_effect[path] + (1.0 if x.ndim > 1 else 0.0)
     return exact, tolerances
 
 
 def _mask_of(path: str, shape: tuple[int, ...], masks: Mapping[str, jax.Array]) -> Any:
-    """Returns which elements of an array of the state belong to perturbed gradient elements."""
+    """Returns a mask of the elements in a state array that belong to perturbed gradients."""
     weight = next((suffix for suffix in path_suffixes(path) if suffix in masks), None)
     if weight is None or masks[weight].shape != shape:
-        # For instance a sum over a dim, where each element depends on perturbed elements.
+        # For instance, in a sum over a dim, each element depends on perturbed elements.
         return True
     return masks[weight]
 
 
 def path_suffixes(path: str) -> list[str]:
-    """Returns a path and its suffixes. The path of a slot ends with the path of its weight."""
+    """Returns a path and its suffixes, since a slot's path ends with the path of its weight."""
     parts = path.split("/")
     return ["/".join(parts[start:]) for start in range(len(parts))]
 
 
 def _arithmetic_error(before: jax.Array, after: jax.Array) -> jax.Array:
-    """Returns how far each element may be off because the optimizer's arithmetic rounds."""
+    """Returns the error of each element due to rounding in the optimizer's arithmetic."""
     size = jnp.maximum(
         jnp.abs(before).astype(jnp.float32), jnp.abs(after).astype(jnp.float32)
     )
@@ -277,7 +277,7 @@ def _arithmetic_error(before: jax.Array, after: jax.Array) -> jax.Array:
 
 
 def nudge_weights(params: PyTree, nudge: jax.Array, salt: jax.Array) -> PyTree:
-    """Returns weights with each element perturbed by a relative amount, randomly up or down."""
+    """Perturbs each element of the weights by a relative amount, randomly up or down."""
     leaves, treedef = jax.tree.flatten(params)
     nudged = []
     for number, x in enumerate(leaves):

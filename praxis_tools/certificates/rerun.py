@@ -1,4 +1,4 @@
-"""Re-runs a training step on a few of its rows, on any mesh, and measures its gradients."""
+"""Re-runs a training step with a few of its rows on any mesh, and measures the gradients."""
 
 import dataclasses
 import math
@@ -35,16 +35,16 @@ from praxis_tools.check.runs.on_mesh import Leaves
 PyTree = Any
 MOVED = "devices moved"
 NUM_PROJECTIONS = 4
-_ADVICE = "Without run.certify_every_steps nothing is recomputed."
+_ADVICE = "Remove run.certify_every_steps to recompute nothing."
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A few rows of a step, with everything else that determines their gradients.
+    """A few rows of a step, and all other inputs that determine their gradients.
 
     Attributes:
       state: State at which the gradients are computed; it is not modified.
-      batch: The rows, on the mesh of the job.
+      batch: The rows, on the job's mesh.
       key: Random key of the run.
       salt: Seed of the projections.
     """
@@ -60,9 +60,9 @@ class Measures:
     """Measures of the loss and gradients of a step.
 
     Attributes:
-      leaves: "metrics/loss/value", "metrics/loss/weight", and for each "gradients/PATH" the norm of
-        the gradient and its projections on random signs.
-      digests: For each "gradients/PATH", a digest of the bits of the gradient.
+      leaves: Contains "metrics/loss/value", "metrics/loss/weight" and, for each "gradients/PATH",
+        the norm of the gradient and its projections on random signs.
+      digests: Maps each "gradients/PATH" to a digest of the gradient's bits.
     """
 
     leaves: Leaves
@@ -96,16 +96,16 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 class Rerun:
-    """Re-runs steps of a job on one mesh, with weights that come from the mesh of the job.
+    """Re-runs steps of a job on a mesh, with weights transferred from the job's mesh.
 
     Args:
-      job_partitioner: Partitioner on the mesh of the job, where the weights are.
-      partitioner: Partitioner on the mesh of the re-run; may be `job_partitioner` itself.
+      job_partitioner: Partitioner on the job's mesh, which stores the weights.
+      partitioner: Partitioner on the mesh of the re-run, which may be `job_partitioner` itself.
 
     Attributes:
       name: Name of the mesh, such as "data 4, mdl 2".
-      is_job_mesh: Whether the step is re-run on the mesh of the job.
-      rounding: Machine epsilon of the narrowest float type in the program's products; set by
+      is_job_mesh: Whether the step is re-run on the job's mesh.
+      rounding: Machine epsilon of the narrowest float type in the program's products. It is set by
         `lower`.
     """
 
@@ -129,14 +129,15 @@ class Rerun:
 
         Args:
           mdl_vars: Padded model variables.
-          scalars: Other values of the state, from `scalars_of`.
+          scalars: Other values in the state, from `scalars_of`.
           batch: A few rows.
           key: Random key of the run.
           salts: Seeds of the projections and of the signs of nudges, uint32 [2].
           nudge: Relative amount by which each weight is perturbed, up or down.
 
         Returns:
-          "loss", [2] with value and weight; "measured" and "digests", by path of the weight.
+          A dict with "loss" (value and weight, [2]), and with "measured" and "digests", which map
+          the path of each weight to measures and digests of its gradient.
         """
         partitioner, bound = self.partitioner, self.partitioner.learner
         with partitioner.where.tracing():
@@ -154,7 +155,7 @@ class Rerun:
         return {"loss": loss, **outputs["learner"]}
 
     def lower(self, element_spec: PyTree, scalars: Mapping[str, Any]) -> None:
-        """Traces and lowers the program. Raises the errors of the model.
+        """Traces and lowers the program; raises any errors of the model.
 
         Args:
           element_spec: Shapes and types of the rows.
@@ -182,7 +183,7 @@ class Rerun:
             self._transfer_batch = batch_transfer(batch, self._job_mesh, self.mesh)
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the program on the first call and returns it. May run in another thread."""
+        """Compiles the program on the first call and returns it; may be called in any thread."""
         if isinstance(self._program, jax.stages.Lowered):
             self._program = self._program.compile()
             if not self.is_job_mesh:
@@ -203,12 +204,12 @@ class Rerun:
         return mdl_vars, scalars, batch, replicated_key(rows.key, self.mesh), salts, nudge
 
     def measure(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> Measures:
-        """Measures the gradients of the rows on this mesh. Blocks until the devices are done.
+        """Measures the gradients of rows on this mesh, blocking until the devices are done.
 
         Args:
-          rows: Rows on the mesh of the job.
+          rows: Rows on the job's mesh.
           nudge: Relative amount by which each weight is perturbed, up or down.
-          pattern: Seed that decides which elements are perturbed up.
+          pattern: Seed that determines which elements are perturbed up.
         """
         outputs = jax.device_get(self.compile()(*self.arguments(rows, nudge, pattern)))
         value, weight = outputs["loss"]
@@ -218,13 +219,13 @@ class Rerun:
 
 
 def scalars_of(state: TrainState) -> dict[str, Any]:
-    """Returns the values of a state, apart from weights, that gradients depend on."""
+    """Returns the values in a state, other than weights, that gradients depend on."""
     opt_states = {k: x for k, x in state.opt_states.items() if k == "loss_scale"}
     return {"step": state.step, "opt_states": opt_states}
 
 
 def _product_epsilon(jaxpr: Any, platform: str) -> float:
-    """Returns the machine epsilon of the narrowest float type in which products are computed."""
+    """Returns the machine epsilon of the narrowest float type used for products."""
     epsilon = float(jnp.finfo(jnp.float32).eps)
     for eqn in all_eqns(open_jaxpr(jaxpr).eqns):
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
@@ -237,7 +238,7 @@ def _product_epsilon(jaxpr: Any, platform: str) -> float:
 
 
 def compare_bits(expected: Measures, actual: Measures) -> list[Comparison]:
-    """Compares two runs of a program whose results must be equal in every bit."""
+    """Compares two runs of a program whose results must be bitwise equal."""
     comparisons = []
     for comparison in tolerances.exact(MOVED, "gradients", expected.leaves, actual.leaves):
         leaf, difference = comparison.leaf, comparison.difference
@@ -259,8 +260,8 @@ def compare_up_to_rounding(
 
     Args:
       mesh: Name of the mesh that `actual` was measured on.
-      expected: Measures on the mesh of the job.
-      nudged: Measures on the mesh of the job with perturbed weights, one for each pattern. They
+      expected: Measures on the job's mesh.
+      nudged: Measures on the job's mesh with perturbed weights, one for each pattern. They
         determine the tolerance.
       actual: Measures on the other mesh.
     """
@@ -270,14 +271,14 @@ def compare_up_to_rounding(
 def check_device_memory(
     compiled: jax.stages.Compiled, devices: Sequence[jax.Device], program: str, copies: int = 0
 ) -> None:
-    """Raises OutOfMemory if a program of a certificate does not fit next to the training state.
+    """Raises OutOfMemory if a certificate's program does not fit in addition to the train state.
 
-    Call it between steps, when only the training state is on the devices.
+    Call it between steps, when only the train state is on the devices.
 
     Args:
       compiled: The program.
       devices: Devices of this process.
-      program: Name of the program, the subject of a sentence in the message.
+      program: Name of the program, used as the subject of the error message.
       copies: Bytes per device of arrays that are copied for the program.
     """
     check_program_fits(compiled, devices, program, _ADVICE)

@@ -1,6 +1,7 @@
-"""Digests of a train state by device.
+"""Per-device digests of a train state.
 
-Replicas have equal digests, and the sum over the blocks of an array is the same on every mesh.
+Replicas have equal digests, and the sum of digests over an array's blocks is the same on every
+mesh.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ class StateDigests:
 
     Args:
       layout: Layout of the states.
-      mesh: Mesh that the states are on.
+      mesh: Mesh on which the states are placed.
     """
 
     def __init__(self, layout: StateLayout, mesh: Mesh):
@@ -65,11 +66,11 @@ class StateDigests:
         self._run = self._run.lower(self._abstract).compile()
 
     def __call__(self, state: PyTree) -> "Digests":
-        """Returns the digests of a state. Blocks until the devices have computed them."""
+        """Returns the digests of a state, blocking until the devices have computed them."""
         return Digests(self._mesh, self._leaves, np.asarray(self._run(state)))
 
     def _digest_blocks(self, blocks: list[jax.Array]) -> jax.Array:
-        """Returns the digests of one device's blocks, uint32 [1, leaves, 2]."""
+        """Returns the digests of one device's blocks, as uint32 [1, leaves, 2]."""
         digests = []
         for leaf, x in zip(self._leaves, blocks, strict=True):
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -104,8 +105,8 @@ class Digests:
     """The digests of one state.
 
     Args:
-      mesh: Mesh that the state is on.
-      leaves: Layout of each array of the state.
+      mesh: Mesh on which the state is placed.
+      leaves: Layout of each array in the state.
       by_device: Digests, uint32 [devices, leaves, 2], with the devices in the mesh's order.
     """
 
@@ -114,7 +115,7 @@ class Digests:
 
     @functools.cached_property
     def by_leaf(self) -> dict[str, str]:
-        """The digest of each array by its path, which does not depend on the mesh."""
+        """Maps the path of each array to its digest, which does not depend on the mesh."""
         digests = {}
         for number, leaf in enumerate(self._leaves):
             first_replicas = [positions[0] for positions in self._replica_groups(leaf)]
@@ -132,7 +133,7 @@ class Digests:
         return [_hash(np.ascontiguousarray(of_device)) for of_device in self._by_device]
 
     def to_save(self) -> dict[str, Any]:
-        """Returns the digests as JSON values, to be saved with the state."""
+        """Returns the digests as JSON values to save with the state."""
         return {
             "state": self.of_state, "leaves": self.by_leaf, "places": self.by_position(),
             "mesh": dict(self._mesh.shape),
@@ -148,7 +149,7 @@ class Digests:
                     return_counts=True,
                 )
                 if len(values) > 1:
-                    # Without a majority, every replica may be the wrong one.
+                    # Without a majority, any replica may be wrong.
                     has_majority = np.sum(counts == counts.max()) == 1
                     majority = np.argmax(counts) if has_majority else -1
                     wrong += [
@@ -160,7 +161,7 @@ class Digests:
                 yield ReplicaMismatch(leaf.path, tuple(sorted(wrong)), self._replicated_axes(leaf))
 
     def differences_from(self, other: "Digests") -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields (path, device positions) of the arrays that differ from those of another state."""
+        """Yields (path, device positions) for each array that differs from another state."""
         for number, leaf in enumerate(self._leaves):
             differs = (self._by_device[:, number] != other._by_device[:, number]).any(-1)
             if differs.any():
@@ -181,7 +182,7 @@ class Digests:
 
 
 def changed_keys(saved: Mapping[str, str], actual: Mapping[str, str]) -> list[str]:
-    """Returns the keys that are in both sets of digests but have different values."""
+    """Returns the keys that both sets of digests contain with different values."""
     return [key for key, text in saved.items() if key in actual and actual[key] != text]
 
 

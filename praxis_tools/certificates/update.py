@@ -1,11 +1,11 @@
 """Recomputes the update of a step, and compares every array of the new state on every device.
 
-The state after a step is compared with two independent answers:
+The state after a step is compared with two independent results:
 
-- The program of the job, run again from a copy of the state before the step, must give the same
-  bits. This finds a single wrong bit on a single device.
-- `recomputed_update` is another program that computes the same update. This finds a program that
-  computes the wrong update, up to rounding errors.
+- The job's program is run again from a copy of the state before the step, and must produce the same
+  bits. This reveals a single wrong bit on a single device.
+- `recomputed_update` computes the same update with a different program, up to rounding errors. This
+  reveals errors in the job's program.
 """
 
 import dataclasses
@@ -38,23 +38,23 @@ from praxis_tools.check.certificate import Comparison
 
 PyTree = Any
 UPDATE = "update"
-# A snapshot of slots and moving averages may always take this many bytes per device.
+# Lower limit for the memory of a snapshot of slots and moving averages, in bytes per device.
 LEAST_BYTES = 2**30
 _NUDGES = 8
-_SAME_BITS, _BY_HAND = "the same program, the same bits", "by hand: what rounding moves"
+_SAME_BITS, _BY_HAND = "same program: bitwise equal", "plain update: the effect of rounding"
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateComparison:
-    """Comparison of the state after a step with the recomputed state.
+    """The result of comparing the state after a step with the recomputed state.
 
     Attributes:
       comparisons: One comparison for each array and each method.
-      positions: For each array that differs, the devices on which it differs, as positions in the
-        mesh. Keys are paths.
+      positions: Maps the path of each array that differs to the mesh positions of the devices on
+        which it differs.
       num_arrays: Number of arrays that were compared with `recomputed_update`.
       of_arrays: Number of arrays in the state.
-      is_exact: Whether the bits of all arrays were compared, too.
+      is_exact: Whether the bits of all arrays were compared as well.
     """
 
     comparisons: Sequence[Comparison]
@@ -65,7 +65,7 @@ class UpdateComparison:
 
     @property
     def failed(self) -> list[Comparison]:
-        """The comparisons that failed."""
+        """The failed comparisons."""
         return [x for x in self.comparisons if not x.is_equal]
 
 
@@ -78,14 +78,14 @@ class UpdateCheck:
     Args:
       partitioner: Partitioner of the job.
       element_spec: Shapes and types of a batch.
-      note: Function called with a sentence if something cannot be compared.
-      max_bytes: Limit for the slots and moving averages in a snapshot, in bytes per device; those
-        of the largest weight are always included. By default, the size of the weights, and at least
-        LEAST_BYTES.
+      note: Function called with a message if something cannot be compared.
+      max_bytes: Limit for the slots and moving averages in a snapshot, in bytes per device. The
+        slots of the largest weight are included even if they exceed the limit. The default is the
+        size of the weights, but at least LEAST_BYTES.
 
     Attributes:
       parts: Paths of the arrays in each part.
-      is_exact: Whether bits are compared, which needs a snapshot of the entire state.
+      is_exact: Whether bits are compared, which requires a snapshot of the entire state.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class UpdateCheck:
 
     @property
     def _part(self) -> int:
-        """Index of the part that the next certificate compares."""
+        """The index of the part that the next certificate compares."""
         return self._num_compared % len(self.parts)
 
     def lower(self) -> None:
@@ -119,7 +119,7 @@ class UpdateCheck:
             self._programs[self._part] = self._lower_part(self.parts[self._part])
 
     def compile(self) -> jax.stages.Compiled:
-        """Compiles the program on the first call and returns it. May run in another thread."""
+        """Compiles the program on the first call and returns it; may be called in any thread."""
         part = self._part
         if isinstance(self._programs[part], jax.stages.Lowered):
             self._programs[part] = self._programs[part].compile()
@@ -151,7 +151,7 @@ class UpdateCheck:
             )
 
     def take_snapshot(self, state: TrainState, step: int) -> None:
-        """Copies the arrays that are recomputed, before the next step donates them."""
+        """Copies the arrays needed for recomputing, before the next step donates them."""
         paths = self._snapshot_paths()
         self._snapshot_step = step
         self._snapshot = {path: x.copy() for path, x in leaves_with_path(state) if path in paths}
@@ -168,7 +168,7 @@ class UpdateCheck:
         self, state: TrainState, batch: GlobalBatch, key: jax.Array, measures: Measures,
         nudged: Measures, salt: int, rounding: float, agree: Callable[[bool], bool],
     ) -> UpdateComparison:
-        """Compares a state with the one recomputed from the snapshot, and frees the snapshot.
+        """Compares a state with the state recomputed from the snapshot, and frees the snapshot.
 
         Args:
           state: State after the step.
@@ -193,8 +193,8 @@ class UpdateCheck:
 
         differences = compare_recomputed(0)
         if agree(bool((differences[..., 0] > 1).any())):
-            # The shares come from a few rows. Before reporting a difference, measure the rounding
-            # errors of the entire batch.
+            # The shares were estimated from a few rows. Before reporting a difference, measure the
+            # rounding errors of the entire batch.
             differences = compare_recomputed(_NUDGES)
         comparisons, positions = [], {}
         for number, path in enumerate(paths):
@@ -207,7 +207,7 @@ class UpdateCheck:
                 positions[path] = tuple(np.flatnonzero(differences[:, number, 0] > 1).tolist())
         if self.is_exact:
             bit_comparisons, wrong = self._compare_bits(before, state, batch, key)
-            # These come first because they identify the device.
+            # Bit comparisons come first, because they identify the device.
             comparisons, positions = [*bit_comparisons, *comparisons], {**positions, **wrong}
         self._num_compared += 1
         return UpdateComparison(
@@ -217,19 +217,19 @@ class UpdateCheck:
     def _compare_bits(
         self, before: TrainState, state: TrainState, batch: GlobalBatch, key: jax.Array
     ) -> tuple[list[Comparison], dict[str, tuple[int, ...]]]:
-        """Compares bits with a second run of the job's program, which donates `before`."""
+        """Compares bits with a second run of the job's program, donating `before`."""
         run = self._partitioner.train_step.program
         expected, actual = self._digests(run(before, batch, key)[0]), self._digests(state)
         wrong = dict(expected.differences_from(actual))
         if wrong and not self._is_known_deterministic:
-            # Check that the program is deterministic, by running a step twice from one state.
+            # Check that the program is deterministic by running a step twice from the same state.
             copies = (jax.tree.map(lambda x: x.copy(), state) for _ in range(2))
             first, second = (self._digests(run(copy, batch, key)[0]) for copy in copies)
             if list(first.differences_from(second)):
                 self.is_exact = False
                 self._note(
-                    "The training step does not give the same bits twice, so updates are compared "
-                    "up to rounding only."
+                    "The training step is not deterministic, so updates are only compared up to "
+                    "rounding."
                 )
                 return [], {}
         self._is_known_deterministic = True
@@ -277,11 +277,11 @@ class UpdateCheck:
         self, paths: Sequence[str], before: TrainState, state: TrainState, batch: GlobalBatch,
         key: jax.Array, shares: jax.Array, *rounding: jax.Array,
     ) -> jax.Array:
-        """Recomputes arrays of a state and compares them with the actual ones.
+        """Recomputes arrays in a state and compares them with the actual arrays.
 
         Returns:
-          Float32 [devices, arrays, 3]: the share of the tolerance, the difference and the
-          tolerance, for the element with the largest share in each device's block.
+          Float32 [devices, arrays, 3] with the share of the tolerance, the difference and the
+          tolerance of the element with the largest share in each device's block.
         """
         partitioner, mesh = self._partitioner, self._partitioner.mesh
         share_by_path = {path: shares[i] for i, path in enumerate(self._trained_paths)}
@@ -301,7 +301,7 @@ class UpdateCheck:
                 for x, spec in zip(leaves, specs, strict=True)
             ]
 
-        # The data of a random key has one more dim than the key.
+        # A random key's data has one more dim than the key.
         specs = [
             PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
             for x, spec in zip(padded_leaves(expected), specs, strict=True)
@@ -347,11 +347,11 @@ def _rounding_shares(measures: Measures, nudged: Measures, weights: Sequence[str
     for path in weights:
         norm, *projections = measures.leaves[f"gradients/{path}"]
         change = nudged.leaves[f"gradients/{path}"][1:] - np.array(projections)
-        # The expected square of a projection on random signs is the square of the norm.
+        # The expected square of a projection on random signs is the squared norm.
         error = float(np.sqrt(np.mean(np.square(change))))
         shares.append(error / float(norm) if norm > 0 else 0.0)
     median = float(np.median(shares)) if shares else 0.0
-    # Projections may be unchanged by chance, so no share is below the median.
+    # Projections may be unchanged by chance, so use at least the median.
     return [min(max(x, median), 1.0) if math.isfinite(x) else 1.0 for x in shares]
 
 
@@ -360,7 +360,7 @@ def _split_into_parts(
 ) -> list[list[str]]:
     """Splits the arrays of a state into parts that can each be copied within the memory limit.
 
-    A weight and its slots are in the same part. Counts, frozen weights and running means are in
+    Each weight is in the same part as its slots. Counts, frozen weights and running means are in
     every part.
     """
     groups = partitioner.learner.groups.by_name.values()

@@ -1,4 +1,4 @@
-"""Locates the first difference between two runs: the mesh axes, the layer, the leaf, the step."""
+"""Locates the first difference between two runs: mesh axes, layer, leaf and step."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -29,9 +29,9 @@ def first_difference(
     """Locates the cause of the first failed comparison.
 
     Args:
-      check: The check.
-      runner: Runner on the mesh where comparisons failed; None if no mesh was involved.
-      failed: The comparisons that failed, in the order in which they were made.
+      check: The running check.
+      runner: Runner on the mesh where comparisons failed, or None if no mesh was involved.
+      failed: The failed comparisons, in the order in which they were made.
     """
     first = failed[0]
     axis, layer = None, ""
@@ -55,7 +55,7 @@ def first_difference(
 
 
 def layer_of(leaf: str, weights: Iterable[str]) -> str:
-    """Returns the layer that a leaf of a report or a state belongs to, or "" if there is none.
+    """Returns the layer of a leaf in a report or a state, or "" if the leaf has no layer.
 
     For a weight that is not in a layer, the name of the weight is returned.
 
@@ -73,7 +73,7 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
 def _fewest_axes(
     check: Check, runner: TaskRunner, first: Comparison, axes: Sequence[str]
 ) -> list[str]:
-    """Returns the smallest set of axes for which a mesh that splits only them also differs."""
+    """Returns the smallest set of axes for which a mesh with only these axes also differs."""
     for num_axes in range(1, len(axes)):
         for subset in itertools.combinations(axes, num_axes):
             shape = tuple(
@@ -93,7 +93,7 @@ def _fewest_axes(
 
 
 def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
-    """Returns the first layer whose values differ in a training step, or "" if none does."""
+    """Returns the first layer whose values differ in a training step, or "" if no layer differs."""
     reference, state = check.reference_of(runner), check.state
     if step:
         _, state, _ = reference.train(state, check.batches[:step], check.seed)
@@ -103,10 +103,10 @@ def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
             runner.by_layer(state, check.batches[step], check.seed) for runner, state in runs
         )
     except MODEL_ERRORS as error:
-        check.add_note(f"The program's layers were not compared: {str(error).splitlines()[0]}")
+        check.add_note(f"Individual layers were not compared: {str(error).splitlines()[0]}")
         return ""
-    # With manual collectives, each device differentiates its share of the loss, so the gradients of
-    # layers are scaled differently.
+    # With manual collectives, each device differentiates its own share of the loss, so gradients
+    # within layers are scaled differently.
     is_manual = runner.partitioner.gradients.num_parts is not None
     layer = first_differing_layer(expected, nudged, actual, (GRADIENT_OF,) if is_manual else ())
     return "" if layer.startswith("learner") else layer
@@ -115,13 +115,13 @@ def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
 def first_differing_layer(
     expected: Leaves, nudged: Leaves, actual: Leaves, skipped: Sequence[str] = ()
 ) -> str:
-    """Returns the first layer of a program whose values differ, or "" if none does.
+    """Returns the first layer of a program whose values differ, or "" if no layer differs.
 
     Args:
       expected: Records of the expected run, from `in_float64(by_layer=True)`.
       nudged: Records of the same run with perturbed weights.
       actual: Records of the actual run.
-      skipped: Prefixes of layers to leave out.
+      skipped: Prefixes of layers to ignore.
     """
     actual_by_layer: dict[str, list[np.ndarray]] = {}
     for key, x in actual.items():
@@ -132,7 +132,8 @@ def first_differing_layer(
             continue
         rounding = np.max(np.abs(nudged[key] - x), initial=0.0)
         atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * rounding
-        # A mesh may record more arrays of a layer, in another order. One of them must match.
+        # The run on a mesh may record more arrays of a layer, and in a different order. At least
+        # one of them must match.
         candidates = [y for y in actual_by_layer.get(layer, []) if y.shape == x.shape]
         if candidates and not any(np.max(np.abs(y - x)) <= atol for y in candidates):
             return layer.removeprefix(GRADIENT_OF)
@@ -140,5 +141,5 @@ def first_differing_layer(
 
 
 def layer_of_key(key: str) -> str:
-    """Returns the layer in a key of the records of `in_float64(by_layer=True)`."""
+    """Extracts the layer from a key of the records of `in_float64(by_layer=True)`."""
     return key.split("|", 1)[1]

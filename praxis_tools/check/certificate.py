@@ -1,4 +1,4 @@
-"""The result of a check: comparisons with tolerances, as a table, a summary line or JSON."""
+"""The result of a check: comparisons with tolerances, formatted as a table, a line or JSON."""
 
 import dataclasses
 import html
@@ -14,16 +14,16 @@ from praxis_lite.host.text_table import table_lines
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A comparison of an actual array or number with the expected one.
+    """A comparison of an actual value with the expected value.
 
     Attributes:
       mesh: Name of the mesh, such as "data 4, mdl 2".
       what: The kind of value, such as "gradients".
       leaf: Path of the weight, name of the metric, or similar.
-      step: Training step, counted from 0; None if the value does not belong to a step.
-      difference: Largest absolute difference of an element; infinity if the shapes differ or only
-        one of the elements is NaN.
-      tolerance: Largest difference that is allowed.
+      step: Training step, counted from 0, or None if the value does not belong to a step.
+      difference: Largest absolute difference between elements; infinity if the shapes differ or if
+        an element is NaN in only one of the arrays.
+      tolerance: Largest allowed difference.
       why: How the tolerance was chosen.
     """
 
@@ -49,18 +49,18 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class FirstDifference:
-    """The first comparison that failed, and the location of its cause.
+    """The first failed comparison, and the location of its cause.
 
     Attributes:
       what: The kind of value; see `Comparison`.
-      layer: Path of the first layer whose values differ; "" if unknown.
+      layer: Path of the first layer whose values differ, or "" if it is unknown.
       leaf: Leaf with the largest difference.
-      step: Training step, counted from 0.
-      axis: Mesh axes, joined by "+", that must be split for the difference to appear; None if it
-        appears on one device.
+      step: Training step, counted from 0, or None.
+      axis: Mesh axes that must be split for the difference to appear, joined by "+"; None if the
+        difference appears on one device.
       mesh: Name of the mesh.
-      difference: Largest absolute difference of an element.
-      tolerance: Largest difference that is allowed.
+      difference: Largest absolute difference between elements.
+      tolerance: Largest allowed difference.
     """
 
     what: str
@@ -84,16 +84,16 @@ class FirstDifference:
 
 @dataclasses.dataclass
 class Certificate:
-    """The result of `check_on_meshes`. Prints as a table, also in notebooks.
+    """The result of `check_on_meshes`, displayed as a table in terminals and notebooks.
 
     Attributes:
       experiment: Full name of the experiment.
-      meshes: Number of devices along each axis of every mesh, by name of the mesh.
+      meshes: Maps the name of each mesh to its number of devices along each axis.
       comparisons: All comparisons, in the order in which they were made.
-      notes: Sentences about what was not checked or cannot be exact.
-      not_certified: Sizes of the experiment that --shrink replaced by smaller ones, such as
-        "model_dims 4096 (32 was checked)".
-      first_difference: The first difference; None if all comparisons are equal.
+      notes: Messages about what was not checked or cannot be exact.
+      not_certified: Original sizes that --shrink reduced, such as "model_dims 4096 (32 was
+        checked)".
+      first_difference: The first difference, or None if all comparisons are equal.
     """
 
     experiment: str
@@ -117,7 +117,7 @@ class Certificate:
 
     @property
     def certified(self) -> bool:
-        """Whether all comparisons are within their tolerance."""
+        """Whether all comparisons are within their tolerances."""
         return self.first_difference is None and all(x.is_equal for x in self.comparisons)
 
     def rows(self) -> list[tuple[Comparison, int]]:
@@ -141,7 +141,7 @@ class Certificate:
         ]
 
     def summary(self) -> str:
-        """Returns one line of text: "certified: ..." with counts, or the first difference."""
+        """Returns a one-line summary: counts if certified, otherwise the first difference."""
         if self.certified:
             counts = f"{len(self.comparisons):,} comparisons on {len(self.meshes)} meshes"
             sizes = ", ".join(self.not_certified)
@@ -178,7 +178,7 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 def differences(
     expected: Mapping[str, Any], actual: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Returns the largest absolute difference of each leaf; infinity for leaves without a match."""
+    """Returns the largest absolute difference in each leaf; infinity for leaves without a match."""
     names = [*expected, *(name for name in actual if name not in expected)]
     return {
         name: _difference(expected[name], actual[name])
@@ -202,7 +202,7 @@ def _difference(expected: Any, actual: Any) -> float:
 
 
 def largest(x: Any) -> float:
-    """Returns the largest finite absolute value of an array, or 0.0."""
+    """Returns the largest finite absolute value in an array, or 0.0 if there is none."""
     x = np.abs(np.asarray(x, np.float64))
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
 
@@ -216,7 +216,7 @@ def _number(x: float) -> str:
 
 
 def finite_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Converts infinities and NaNs, which JSON does not support, to text."""
+    """Converts infinities and NaNs to strings, because JSON does not support them."""
     is_infinite = lambda x: isinstance(x, float) and not math.isfinite(x)  # noqa: E731
     return {key: str(x) if is_infinite(x) else x for key, x in fields.items()}
 
@@ -228,5 +228,5 @@ def mesh_name(shape: Mapping[str, int]) -> str:
 
 
 def split_axes(shape: Mapping[str, int]) -> Sequence[str]:
-    """Returns the axes of a mesh with more than one device."""
+    """Returns the mesh axes with more than one device."""
     return [axis for axis, size in shape.items() if size > 1]

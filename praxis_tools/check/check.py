@@ -1,4 +1,4 @@
-"""The state of a check: the tasks on each mesh, the results of runs, and the comparisons."""
+"""The state of a running check: the runners on each mesh, cached results and comparisons."""
 
 import functools
 import time
@@ -41,8 +41,8 @@ class CheckFailed(Exception):
     """Raised to end a check when comparisons failed.
 
     Attributes:
-      runner: Runner on the mesh where they failed; None if no mesh was involved.
-      failed: The comparisons that failed, in the order in which they were made.
+      runner: Runner on the mesh where comparisons failed, or None if no mesh was involved.
+      failed: The failed comparisons, in the order in which they were made.
     """
 
     def __init__(self, runner: TaskRunner | None, failed: Sequence[Comparison]):
@@ -57,7 +57,7 @@ class Check:
       config: Config of the job.
       experiment: Full name of the experiment.
       num_steps: Number of training steps on the experiment's own mesh.
-      parts: Names of the parts to run, from `on_meshes.PARTS`; None for all.
+      parts: Names of the parts to run, from `on_meshes.PARTS`, or None for all parts.
       packages: Packages whose functions and classes the config may reference, in addition to the
         library.
       print_text: Function called with a line of text for each part of the check.
@@ -65,14 +65,14 @@ class Check:
     Attributes:
       certificate: The comparisons made so far.
       batches: The first training batches, reduced to `num_rows` rows.
-      full_batch: The first training batch with all rows; None if batches were not reduced.
-      evaluated: Batches for evaluation by description: the first of `batches` (""), and one batch,
-        with all rows, for each other shape that the job evaluates or trains on.
+      full_batch: The first training batch with all rows, or None if batches were not reduced.
+      evaluated: Maps descriptions to evaluation batches: the first of `batches` (""), and a
+        full-size batch for each other shape that the job evaluates or trains on.
       state: State to train from, as unpadded NumPy arrays in float64.
       nudged: The same state with weights perturbed by rounding errors.
-      own_shape: Shape of the experiment's own mesh, or of the mesh checked in its place.
+      own_shape: Shape of the experiment's own mesh, or of the mesh checked instead of it.
       num_rows: Number of rows in each of `batches`.
-      meshes: Runners on the meshes that were checked, by shape of the mesh.
+      meshes: Maps the shape of each checked mesh to its runner.
       couplings: Reasons why the results of a row depend on other rows; usually empty.
     """
 
@@ -101,8 +101,8 @@ class Check:
         if self.num_rows != pipeline.batch_size:
             self.full_batch = self.with_known_ids(batches[0])
             self.add_note(
-                f"One step and one evaluation use all {pipeline.batch_size} rows of a batch, "
-                f"everything else {self.num_rows}."
+                f"One step and one evaluation use all {pipeline.batch_size} rows of a batch. "
+                f"Everything else uses {self.num_rows} rows."
             )
         self.batches = [
             self.with_known_ids(data.with_rows(batch, slice(self.num_rows))) for batch in batches
@@ -111,8 +111,8 @@ class Check:
         if self.couplings:
             self.add_note(
                 f"{', '.join(self.couplings)}: rows depend on each other, so sums over rows are "
-                "not compared. A batch in parts is compared with one device that processes the "
-                "same parts in turn."
+                "not compared. A batch split into parts is compared with one device that "
+                "processes the same parts in turn."
             )
         self.print_progress("one device: initial weights")
         self.initial = jax.device_get(self.one_device.init(self.seed))
@@ -120,7 +120,7 @@ class Check:
         self.nudged = nudge_state(self.state)
 
     def _full_size_batches(self) -> dict[str, Batch]:
-        """Returns the full training batch, and a batch of each other shape that is evaluated."""
+        """Returns the full training batch and a batch of each other shape that is evaluated."""
         found: dict[str, Batch] = {}
         if self.full_batch is not None:
             found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
@@ -137,13 +137,13 @@ class Check:
         return self._parts is None or part in self._parts
 
     def with_known_ids(self, batch: Batch) -> Batch:
-        """Returns a batch with all ids in the range of the model, which --shrink may reduce."""
+        """Returns a batch with all ids in the model's range, which --shrink may have reduced."""
         folded, names = data.fold_ids(batch, self.task.num_ids())
         if names:
-            self.add_note(f"Ids outside of the model's range are taken modulo its size: {names}.")
+            self.add_note(f"Ids outside of the model's range are wrapped around: {names}.")
         return folded
 
-    # Runs.
+    # Runners.
 
     @functools.cached_property
     def one_device(self) -> TaskRunner:
@@ -156,8 +156,8 @@ class Check:
         """Returns a runner on a single device.
 
         Args:
-          gradients: Strategy that computes the gradients; None for the default.
-          task: Task to run; None for the task of the check.
+          gradients: Strategy that computes the gradients, or None for the default.
+          task: Task to run, or None for the task of the check.
         """
         shape, build = (1,) * len(self.job.mesh.axis_names), Partitioner
         if gradients is not None:
@@ -167,8 +167,8 @@ class Check:
     def reference_of(self, runner: TaskRunner) -> TaskRunner:
         """Returns the single-device runner to compare a mesh with.
 
-        With ExplicitCollectives, the single device processes the rows of each device of the mesh in
-        turn; with 1F1B, the rows of each micro-batch.
+        With ExplicitCollectives, the single device processes the rows of each mesh device in turn.
+        With 1F1B, it processes the rows of each micro-batch in turn.
         """
         gradients = runner.partitioner.gradients
         if gradients.num_micro_batches is not None:
@@ -182,9 +182,9 @@ class Check:
         return self._references[parts]
 
     def on_mesh(self, shape: Shape, task: Task | None = None) -> TaskRunner:
-        """Returns a runner of the task, or of another task, on a mesh.
+        """Returns a runner on a mesh for the task of the check, or for the given task.
 
-        Runners of the task itself are cached.
+        Runners for the task of the check are cached.
         """
         if task is not None:
             return on_mesh(self.job, task, shape)
@@ -202,7 +202,7 @@ class Check:
     def train_reference(
         self, runner: TaskRunner, num_steps: int, *, nudged: bool = False
     ) -> tuple[list[Leaves], Leaves]:
-        """Trains on a single device. Results are cached.
+        """Trains on a single device, caching the results.
 
         Args:
           runner: Runner on a single device.
@@ -210,7 +210,7 @@ class Check:
           nudged: Whether to start from perturbed weights.
 
         Returns:
-          The report of each step, and the leaves of the last state.
+          (reports, leaves): The report of each step, and the leaves of the last state.
 
         Raises:
           ConfigError: The loss is not finite.
@@ -229,12 +229,12 @@ class Check:
                 if name.startswith("gradients/") and not np.isfinite(x).all()
             ]
             if infinite:
-                self.add_note(f"On one device, {infinite[0]} is not finite; it is compared anyway.")
+                self.add_note(f"{infinite[0]} is not finite on one device, but still compared.")
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
 
     def compare_full_batch(self, runner: TaskRunner) -> list[Comparison]:
-        """Compares a step with all rows of a batch; [] if `batches` already have all rows."""
+        """Compares a step with all rows of a batch, unless `batches` have all rows already."""
         if self.full_batch is None:
             return []
         reference = self.reference_of(runner)
@@ -256,7 +256,7 @@ class Check:
         return report, leaves_of(last)
 
     def compare_initial(self, runner: TaskRunner) -> list[Comparison]:
-        """Compares the initial state on a mesh with that on a single device."""
+        """Compares the initial state on a mesh with the initial state on a single device."""
         actual, padding = unpad(runner.layout, jax.device_get(runner.init(self.seed)))
         return tolerances.exact(
             runner.name, "initial state", leaves_of(self.initial), leaves_of(actual)
@@ -265,7 +265,7 @@ class Check:
     def compare_training(self, runner: TaskRunner, num_steps: int) -> list[Comparison]:
         """Compares training on a mesh with training on a single device.
 
-        The comparisons are of the reports of the first and the last step, and of the last state.
+        This compares the reports of the first and last steps, and the last state.
         """
         reference = self.reference_of(runner)
         expected, expected_state = self.train_reference(reference, num_steps)
@@ -284,11 +284,11 @@ class Check:
     # Progress, notes and comparisons.
 
     def print_progress(self, text: str) -> None:
-        """Prints what is being checked, and the seconds since the check began."""
+        """Prints what is being checked and the number of seconds since the check began."""
         self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
 
     def add_note(self, text: str) -> None:
-        """Adds a sentence to the notes of the certificate, unless it is already there."""
+        """Adds a note to the certificate, unless it already contains this note."""
         if text not in self.certificate.notes:
             self.certificate.notes.append(text)
             self._print(f"note: {text}")

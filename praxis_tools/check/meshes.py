@@ -28,9 +28,9 @@ def parse_meshes(text: str, axis_names: Sequence[str]) -> list[Shape]:
         )
         example = "x".join("2" for _ in axis_names)
         require(
-            is_valid, "A mesh of --meshes", word,
+            is_valid, "A mesh in --meshes", word,
             f"one size for each of the axes {tuple(axis_names)}, separated by x, such as {example}",
-            "Separate meshes by commas.",
+            "Separate meshes with commas.",
         )
         shapes.append(tuple(map(int, sizes)))
     require(shapes, "--meshes", text, "at least one mesh")
@@ -38,7 +38,7 @@ def parse_meshes(text: str, axis_names: Sequence[str]) -> list[Shape]:
 
 
 def reduced_shape(config: MeshConfig, num_devices: int) -> Shape:
-    """Returns the shape of a mesh, with the longest axes halved until it has enough devices."""
+    """Returns the shape of a mesh, halving the largest axes until there are enough devices."""
     shape = list(config.shape)
     while math.prod(shape) > num_devices:
         longest = shape.index(max(shape))
@@ -49,12 +49,13 @@ def reduced_shape(config: MeshConfig, num_devices: int) -> Shape:
 def choose_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Shape]:
     """Returns the shapes of the meshes to check, without duplicates.
 
-    These are: each axis alone, all axes, the mesh that divides the fewest dims evenly, and `own`.
-    Meshes that split a single axis come first, so that a difference is found on the simplest mesh.
+    These are each axis alone, all axes, the mesh with the most uneven splits, and `own`. Meshes
+    that split a single axis come first, so that a difference is found on the simplest mesh.
 
     Args:
       own: Shape of the experiment's own mesh.
-      layout: Layout of the task's state on any mesh with these axes; its specs and shapes are used.
+      layout: Layout of the task's state on any mesh with these axes. Only its specs and shapes are
+        used.
       num_devices: Maximum number of devices in a mesh.
     """
     num_axes = len(own)
@@ -73,7 +74,7 @@ def choose_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Sha
 
 
 def _num_uneven(shape: Shape, layout: StateLayout) -> int:
-    """Returns how many dims of weights and slots do not divide evenly on a mesh."""
+    """Returns the number of dims of weights and slots that cannot be split evenly on a mesh."""
     sizes = dict(zip(layout.axis_sizes, shape, strict=True))
     num = 0
     for leaf in layout.leaves():

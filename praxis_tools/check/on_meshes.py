@@ -1,4 +1,4 @@
-"""Checks an experiment: trains on one device and on each mesh, then checks other parts of a job."""
+"""Checks an experiment by training it on one device and on each mesh."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -50,17 +50,17 @@ def check_on_meshes(
 
     Args:
       experiment: An Experiment, its class, or the config of its job.
-      meshes: Shapes of meshes with the job's axes, such as [(1, 4, 2), (2, 2, 2)]. By default, the
-        experiment's own mesh, each axis alone, all axes, and the mesh that divides the fewest dims
-        evenly.
-      steps: Number of training steps on the experiment's own mesh, or on the last of `meshes`. On
-        other meshes, at most three steps are trained.
-      parts: Names of the parts to run, from `PARTS`, such as ("training", "evaluation"); None for
-        all.
+      meshes: Shapes of meshes with the job's axes, such as [(1, 4, 2), (2, 2, 2)]. The default is
+        the experiment's own mesh, each axis alone, all axes, and the mesh with the most uneven
+        splits.
+      steps: Number of training steps on the experiment's own mesh, or on the last of `meshes`. At
+        most three steps are trained on other meshes.
+      parts: Names of the parts to run, from `PARTS`, such as ("training", "evaluation"), or None
+        for all parts.
       print_text: Function called with a line of text for each part of the check.
-      name: Name of the experiment in the certificate; "" for the name of its class.
+      name: Name of the experiment in the certificate; if "", the name of its class.
       packages: Packages whose functions and classes the config may reference, in addition to the
-        library and the package of the experiment.
+        library and the experiment's package.
 
     Returns:
       The certificate, with all comparisons and the first difference.
@@ -96,15 +96,15 @@ def check_launched(
 
     Args:
       launched: The experiment and its settings.
-      meshes: Shapes, or text as for --meshes; None for the default of `check_on_meshes`.
+      meshes: Shapes, or a string as in --meshes; None for the default of `check_on_meshes`.
       steps: Number of training steps on the experiment's own mesh.
-      shrink: Whether to check a smaller model of the same kind instead.
+      shrink: Whether to check a smaller model of the same architecture instead.
       print_text: Function called with a line of text for each part of the check.
     """
     config, not_certified = launched.config, []
     if shrink:
         config, not_certified = shrink_config(config)
-        print_text(f"Shrunk; these sizes are not certified: {', '.join(not_certified)}.")
+        print_text(f"Sizes reduced by --shrink, not certified: {', '.join(not_certified)}.")
     if isinstance(meshes, str):
         meshes = parse_meshes(meshes, tuple(config.mesh.axis_names))
     use_compilation_cache()
@@ -119,7 +119,7 @@ def check_launched(
 
 
 def _run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
-    """Runs a check until the first difference, and returns its certificate."""
+    """Runs a check until the first difference and returns its certificate."""
     num_devices, platform = attached_devices()
     check.print_progress(f"{num_devices} {platform} devices, jax {jax.__version__}")
     mesh = filled_mesh(check.job.mesh, num_devices)
@@ -132,7 +132,7 @@ def _run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
     shapes = meshes or choose_meshes(reduced, check.one_device.layout, num_devices)
     try:
         if check.includes("data"):
-            check.print_progress("the data, twice")
+            check.print_progress("data, read twice")
             check.add(None, data.compare_repeated(check.job))
         check.prepare(reduced if reduced in shapes else shapes[-1])
         for shape in shapes:
@@ -166,7 +166,7 @@ def _check_mesh(check: Check, shape: Shape) -> None:
         return
     check.certificate.meshes[name], check.meshes[shape] = dict(runner.mesh.shape), runner
     check.add(runner, comparisons)
-    # A few steps on the other meshes suffice, because all meshes run the same code.
+    # A few steps are sufficient on other meshes, because all meshes run the same code.
     num_steps = check.num_steps if is_own else min(check.num_steps, NUM_STEPS_ON_OTHER_MESHES)
     if check.includes("training") and num_steps > 1:
         check.print_progress(f"mesh {name}: {num_steps} steps")

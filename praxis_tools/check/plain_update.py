@@ -1,6 +1,6 @@
 """An independent implementation of the weight update: clipping, skipped steps, averages, counts.
 
-It shares only the optimizers with `BoundLearner.update`, so that it finds bugs there.
+It only shares the optimizers with `BoundLearner.update`, so that it can reveal bugs in it.
 """
 
 import functools
@@ -23,14 +23,14 @@ PerLayer = Callable[[Group, Callable[..., Any]], Callable[..., Any]]
 def grad_norms(
     bound: BoundLearner, squares: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the global gradient norm, and the norm by which each optimizer clips.
+    """Returns the global gradient norm and the norm that each optimizer uses for clipping.
 
     Args:
       bound: The learner.
-      squares: For each trained weight, the sum of squares of its gradient, by path.
+      squares: Maps the path of each trained weight to the sum of squares of its gradient.
 
     Returns:
-      (global norm, norms by name of the optimizer).
+      (global norm, dict that maps the name of each optimizer to its norm).
     """
     norm = jnp.sqrt(sum(squares.values(), start=jnp.zeros((), jnp.float32)))
     squares_by_optimizer: dict[str, list[jax.Array]] = {}
@@ -46,15 +46,15 @@ def is_step_kept(
     bound: BoundLearner, opt_states: Mapping[str, Any], norms: Mapping[str, jax.Array],
     is_finite: jax.Array, margin: jax.Array | float = 0.0, was_kept: jax.Array | bool = False,
 ) -> jax.Array:
-    """Returns whether the step updates the weights, rather than being skipped.
+    """Returns whether the step updates the weights instead of being skipped.
 
     Args:
       bound: The learner.
       opt_states: Optimizer states before the step.
-      norms: Gradient norms by name of the optimizer.
+      norms: Maps the name of each optimizer to its gradient norm.
       is_finite: Whether the loss and the global gradient norm are finite.
-      margin: Relative distance within which a norm counts as equal to the limit.
-      was_kept: The result if the norm counts as equal to the limit.
+      margin: Relative distance within which a norm is considered equal to the limit.
+      was_kept: The result if a norm is considered equal to the limit.
     """
     learner, number = bound.learner, opt_states["num_updates"]
     rates = [learner.learning_rate, *(aux.learning_rate for aux in learner.auxiliary_optimizers)]
@@ -72,15 +72,15 @@ def updated_weights(
     bound: BoundLearner, old: TrainState, grads: Mapping[str, jax.Array],
     norms: Mapping[str, jax.Array], loss: jax.Array, per_layer: PerLayer = Group.per_layer,
 ) -> dict[str, jax.Array]:
-    """Returns the trained weights, their slots and moving averages after an update, by path.
+    """Returns the trained weights, slots and moving averages after an update, by path.
 
     Args:
       bound: The learner.
       old: State before the step, without padding and in device memory.
-      grads: Gradients by path of the weight; missing gradients count as zeros.
-      norms: Gradient norms by name of the optimizer, from `grad_norms`.
+      grads: Maps paths of weights to gradients; missing gradients are treated as zeros.
+      norms: Maps the name of each optimizer to its gradient norm, from `grad_norms`.
       loss: Loss of the step, which some optimizers read.
-      per_layer: Function that maps a function over the layers of a group's stacked weights.
+      per_layer: Function that maps a function over the layers in a group's stacked weights.
     """
     learner, params = bound.learner, old.mdl_vars["params"]
     updated: dict[str, jax.Array] = {}
@@ -110,13 +110,13 @@ def updated_weights(
         before = dict(leaves_with_path(params))
         for path, x in leaves_with_path(old.opt_states["ema"]):
             updated[f"opt_states/ema/{path}"] = decay * x + (1.0 - decay) * before[path]
-    # Some optimizers return slots with another dtype than their init function.
+    # Some optimizers return slots with a different dtype than their init function.
     stored = dict(leaves_with_path(old))
     return {path: x.astype(stored[path].dtype) for path, x in updated.items()}
 
 
 def _clip(limits: GradientLimits, norm: jax.Array, g: jax.Array) -> jax.Array:
-    """Clips the gradient of one weight in one layer; `norm` is the norm over all gradients."""
+    """Clips the gradient of one weight in one layer, given the norm over all gradients."""
     if limit := limits.clip_gradient_norm_to_value:
         return g * jnp.minimum(1.0, limit / norm)
     if limit := limits.clip_gradient_single_norm_to_value:
@@ -129,7 +129,7 @@ def _clip(limits: GradientLimits, norm: jax.Array, g: jax.Array) -> jax.Array:
 def updated_counts(
     bound: BoundLearner, old: TrainState, is_kept: jax.Array, is_finite: jax.Array
 ) -> dict[str, jax.Array]:
-    """Returns the counts of steps, updates and skipped steps, and the loss scale, by path."""
+    """Returns the step, update and skip counts and the loss scale, by path."""
     opt_states, num_kept = old.opt_states, jnp.where(is_kept, 1, 0)
     counts = {
         "step": old.step + 1,

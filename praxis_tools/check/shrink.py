@@ -1,4 +1,4 @@
-"""Shrinks a model for --shrink: fewer layers, and smaller dims with the same divisors."""
+"""Implements --shrink, which reduces a model to fewer layers and smaller dims."""
 
 import copy
 import math
@@ -28,8 +28,8 @@ FACTORS = (2, 3, 4, 5, 7, 8)
 def shrink_config(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
     """Returns a config with a smaller model, and the original sizes for `Certificate`.
 
-    A dim keeps its divisors among 2, 3, 4, 5, 7 and 8, so that dims which do not divide the mesh
-    evenly still do not. Equal dims stay equal, and so do products such as num_heads x dim_per_head.
+    Dims keep their divisors among 2, 3, 4, 5, 7 and 8, so that dims that are not divisible by the
+    mesh size remain so. Equal dims stay equal, and so do products such as num_heads x dim_per_head.
 
     Raises:
       ConfigError: The model has no setting with a known name.
@@ -50,20 +50,20 @@ def shrink_config(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
     if not changes:
         known = ", ".join(sorted(LAYERS | DIMS | IDS))
         raise ConfigError(
-            "--shrink found no setting to reduce in the task's config. It knows settings with the "
-            f"names {known}. Remove --shrink, or reduce the model with --set."
+            "--shrink found no setting to reduce in the task's config. It supports settings with "
+            f"the names {known}. Remove --shrink, or reduce the model with --set."
         )
     return config, list(dict.fromkeys(changes))
 
 
 def _rejects_long_texts(data: "fdl.Buildable") -> bool:
-    """Returns whether a dataset raises for texts longer than seq_len, which must then be kept."""
+    """Returns whether seq_len must be kept, because the dataset rejects longer texts."""
     cls = fdl.get_callable(data)
     return cls is PreferenceData or (cls is PackedText and data.too_long == "refuse")
 
 
 def _num_layers_to_keep(config: "fdl.Config") -> int:
-    """Returns the number of layers for each stack: 2, or the minimum that its pipeline needs."""
+    """Returns the number of layers for each stack: 2, or the minimum required by its pipeline."""
     repeats = [
         getattr(buildable, "num_stages", 1) * getattr(buildable, "circular_repeat", 1)
         for buildable in buildables(config.task) if hasattr(buildable, "num_stages")
@@ -80,7 +80,7 @@ def _smaller(name: str, value: int) -> int:
 
 
 def _equally_divisible(value: int, max_value: int) -> int:
-    """Returns the largest number up to about `max_value` with the same divisors in FACTORS."""
+    """Returns the largest number up to about `max_value` with the same divisors from FACTORS."""
     if value <= max_value:
         return value
     is_divisible = {factor: value % factor == 0 for factor in FACTORS}

@@ -1,7 +1,7 @@
 """Tolerances of comparisons, derived from measured rounding errors.
 
 Rounding errors are measured by perturbing ("nudging") the weights by about one rounding error and
-observing how far each result moves.
+measuring how much each result changes.
 """
 
 import dataclasses
@@ -12,15 +12,15 @@ import numpy as np
 from praxis_tools.check.certificate import Comparison, differences, largest
 
 Leaves = Mapping[str, np.ndarray]
-EXACT = "the same bits are promised"
-FLOAT64 = "float64: 1e-9 of the leaf, 1000 x what rounding moves"
+EXACT = "results must be bitwise equal"
+FLOAT64 = "float64: 1e-9 of the leaf, 1000 x the effect of rounding"
 RELATIVE, OF_ALL, TIMES_ROUNDING = 1e-9, 1e-12, 1000.0
-OWN_TYPES = "own types: 1e-5 of the leaf, 16 x what rounding moves"
+OWN_TYPES = "own types: 1e-5 of the leaf, 16 x the effect of rounding"
 TIMES_NUDGED = 16.0
 
 
 def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Comparison]:
-    """Compares leaves that must be equal in every bit."""
+    """Compares leaves that must be bitwise equal."""
     return [
         Comparison(mesh, what, leaf, None, difference, 0.0, EXACT)
         for leaf, difference in differences(expected, actual).items()
@@ -28,18 +28,18 @@ def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Compar
 
 
 def with_loss_epsilon(comparison: Comparison) -> Comparison:
-    """Returns an `in_float64` comparison with the larger tolerance of a sum in parts.
+    """Returns an `in_float64` comparison with the larger tolerance required for sums in parts.
 
-    Losses, including Pax's, add 1e-6 to the sum of weights that they divide by. A sum in parts adds
-    it more than once.
+    Losses, including Pax's, divide by the sum of weights plus 1e-6. If a sum is computed in parts,
+    the 1e-6 is added more than once.
     """
-    why = "float64: 1e-6 of the leaf, which losses add to a sum of weights"
+    why = "float64: 1e-6 of the leaf, because losses add 1e-6 to a sum of weights"
     factor = 1e-6 / RELATIVE
     return dataclasses.replace(comparison, tolerance=factor * comparison.tolerance, why=why)
 
 
 def with_suffix(suffix: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
-    """Returns comparisons whose kind is "KIND, SUFFIX"."""
+    """Appends a suffix to the kind of each comparison, as in "KIND, SUFFIX"."""
     return [dataclasses.replace(x, what=f"{x.what}, {suffix}") for x in comparisons]
 
 
@@ -47,7 +47,7 @@ def in_float64(
     mesh: str, what: str, expected: Leaves, actual: Leaves, nudged: Leaves | None = None,
     step: int | None = None,
 ) -> list[Comparison]:
-    """Compares two runs in float64, which only differ by the order of sums.
+    """Compares two runs in float64 that only differ in the order of summation.
 
     Args:
       mesh: Name of the mesh of the actual run.
@@ -55,7 +55,7 @@ def in_float64(
       expected: Results of the expected run.
       actual: Results of the actual run.
       nudged: Results of the expected run with perturbed weights. They reveal gradients that would
-        be zero without rounding, and what the optimizer makes of them.
+        be zero without rounding, and the effect of these gradients on the optimizer.
       step: Training step, counted from 0.
     """
     rounding = {} if nudged is None else differences(expected, nudged)
@@ -63,7 +63,7 @@ def in_float64(
 
     def tolerance(leaf: str) -> float:
         if leaf not in expected or not _is_float(expected[leaf]):
-            # A count or a token that rounding changes cannot be compared.
+            # Counts and tokens that change due to rounding cannot be compared.
             return np.inf if rounding.get(leaf, 0.0) else 0.0
         from_rounding = TIMES_ROUNDING * rounding.get(leaf, 0.0)
         return RELATIVE * largest(expected[leaf]) + of_all + from_rounding
@@ -85,15 +85,15 @@ def in_own_types(
       one_device: Results on one device in the experiment's own types. Their errors determine the
         tolerance.
       actual: Results on the mesh in the experiment's own types.
-      rounding: Largest known rounding error of each leaf. If the input of a ReLU is close to 0,
-        either of the two runs may have a large error and the other none.
+      rounding: Largest known rounding error of each leaf. If the input of a ReLU is close to 0, one
+        of the two runs may have a large error while the other has no error.
     """
     errors, scales = differences(expected, one_device), _scales(expected)
     share_of_kind: dict[str, float] = {}
     for leaf, share in _relative(errors, scales).items():
         share_of_kind[kind_of(leaf)] = max(share_of_kind.get(kind_of(leaf), 0.0), share)
     of_all = 1e-6 * max(scales.values(), default=0.0)
-    why = "own types: 1e-5 of the leaf, 16 x what one device is off"
+    why = "own types: 1e-5 of the leaf, 16 x the error on one device"
 
     def tolerance(leaf: str) -> float:
         share = 1e-5 + 2.0 * share_of_kind.get(kind_of(leaf), 0.0)
@@ -111,16 +111,16 @@ def in_own_types(
 def by_rounding(
     mesh: str, expected: Leaves, nudged: Iterable[Leaves], actual: Leaves
 ) -> list[Comparison]:
-    """Compares a step in its own types with a re-run on another mesh.
+    """Compares a step in its own types with a rerun on a different mesh.
 
-    The tolerance follows from runs with perturbed weights. By chance, a single number may be
-    unchanged in these runs, so the largest relative change of any leaf applies to all leaves.
+    The tolerance is derived from runs with perturbed weights. The largest relative change of any
+    leaf is used for all leaves, because a single number may happen to be unchanged in these runs.
 
     Args:
-      mesh: Name of the mesh of the re-run.
-      expected: Results on the mesh of the job.
-      nudged: Results on the mesh of the job with perturbed weights, one entry per perturbation.
-      actual: Results of the re-run.
+      mesh: Name of the mesh of the rerun.
+      expected: Results on the job's mesh.
+      nudged: Results on the job's mesh with perturbed weights, with one entry per perturbation.
+      actual: Results of the rerun.
     """
     changes = [differences(expected, leaves) for leaves in nudged]
     rounding = {leaf: max(change[leaf] for change in changes) for leaf in expected}
@@ -150,10 +150,10 @@ def _largest_by_kind(scales: Mapping[str, float]) -> dict[str, float]:
 
 
 def _relative(errors: Mapping[str, float], scales: Mapping[str, float]) -> dict[str, float]:
-    """Returns errors relative to the size of their leaf.
+    """Returns errors relative to the scale of their leaves.
 
-    Leaves that are tiny compared to others of their kind consist of rounding errors and are left
-    out.
+    Leaves that are tiny compared to other leaves of the same kind are omitted, because they consist
+    of rounding errors.
     """
     scale_of_kind = _largest_by_kind(scales)
     return {
@@ -169,7 +169,7 @@ def _is_float(x: np.ndarray) -> bool:
 def by_kind(
     mesh: str, expected: Leaves, actual: Leaves, nudged: Leaves, step: int
 ) -> list[Comparison]:
-    """Compares reports or states with `in_float64`, separately for each kind of leaf."""
+    """Compares reports or states with `in_float64`, one kind of leaf at a time."""
     kinds: dict[str, list[str]] = {}
     for leaf in dict.fromkeys([*expected, *actual]):
         kinds.setdefault(kind_of(leaf), []).append(leaf)
@@ -188,7 +188,7 @@ KINDS = {
 }
 
 
-# The order in which kinds are reported.
+# Order in which kinds are reported.
 ORDER = (
     *("loss", "metrics", "gradients", "learner"),
     *("weights", "variables", "slots", "averages", "counts"),
@@ -196,7 +196,7 @@ ORDER = (
 
 
 def kind_of(leaf: str) -> str:
-    """Returns the kind of a leaf of a report or a state, such as "gradients"."""
+    """Returns the kind of a leaf in a report or a state, such as "gradients"."""
     if leaf.startswith("metrics/loss/"):
         return "loss"
     return next((kind for prefix, kind in KINDS.items() if leaf.startswith(prefix)), "counts")
@@ -205,8 +205,8 @@ def kind_of(leaf: str) -> str:
 def padding(
     mesh: str, largest_by_leaf: Mapping[str, float], step: int | None = None
 ) -> list[Comparison]:
-    """Compares the padding of each leaf, given as its largest absolute value, with zeros."""
+    """Checks that padding is zero, given the largest absolute value in each leaf's padding."""
     return [
-        Comparison(mesh, "padding", leaf, step, difference, 0.0, "padding is zeros")
+        Comparison(mesh, "padding", leaf, step, difference, 0.0, "padding must be zero")
         for leaf, difference in largest_by_leaf.items()
     ]

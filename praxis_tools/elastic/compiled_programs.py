@@ -1,7 +1,7 @@
 """Caches the compiled programs of an elastic job for later generations on the same mesh.
 
-The cache is in the job's directory, which all hosts share: JAX only lets the first process of a
-generation write to it, and in the next generation that may be a process on another host.
+The cache is in the job directory, which all hosts share, because JAX only lets the first process
+write to the cache, and the first process of the next generation may be on a different host.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ compilation_cache, cache_key, compiler = compilation_cache_modules()
 def use_shared_cache(assignment: Assignment) -> None:
     """Configures JAX's compilation cache so that all processes of the job share programs.
 
-    Call this after the devices are known and before anything compiles. A folder that the user has
-    set (JAX_COMPILATION_CACHE_DIR) is used unchanged. As with any compilation cache of JAX, whoever
-    can write to the folder can run code in the job.
+    Call this after the devices are known and before anything is compiled. If the user has set
+    JAX_COMPILATION_CACHE_DIR, that folder is used instead. As with any JAX compilation cache,
+    anyone who can write to the folder can run code in the job.
 
     For simulated devices, JAX's cache keys differ between processes, because XLA's CPU topology
-    lists the devices of the process. As only the first process writes, all others would compile
-    everything in each generation. Therefore the keys are changed to contain the features of the
-    processor instead, and every process writes its programs. On a single host, each program is
-    compiled once for all processes.
+    lists the devices of the process. Since only the first process writes to the cache, all other
+    processes would compile everything in each generation. Therefore, the keys are changed to
+    contain the features of the processor instead, and every process writes its programs. On a
+    single host, each program is compiled once for all processes.
 
     Args:
       assignment: Assignment of this worker.
@@ -49,7 +49,7 @@ def use_shared_cache(assignment: Assignment) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if attached_devices()[1] == "cpu" and processes.count() > 1:
         cache_key._hash_accelerator_config = _hash_processor
-        # Disable XLA's caches for GPUs, whose folder would become part of the keys.
+        # Disable XLA's GPU caches, because their folder would become part of the keys.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         is_one_host = processes.count_on_this_host() == processes.count()
         jax.config.update("jax_share_binary_between_hosts", is_one_host)
@@ -57,7 +57,7 @@ def use_shared_cache(assignment: Assignment) -> None:
 
 
 def _report_programs() -> None:
-    """Reports to the supervisor how many programs were needed, and how many were compiled."""
+    """Reports to the supervisor how many programs were needed and how many were compiled."""
     needed = cached = 0
 
     def count(name: str) -> None:
@@ -71,7 +71,7 @@ def _report_programs() -> None:
 
 
 def _enable_writes_in_all_processes() -> None:
-    """Makes JAX write programs to the cache in every process, not only in process 0."""
+    """Makes JAX write programs to the cache in every process instead of only in process 0."""
     writing, write = threading.local(), compiler._cache_write
 
     class State:
@@ -95,8 +95,8 @@ def _enable_writes_in_all_processes() -> None:
 class _AtomicFileCache(compilation_cache.CacheInterface):
     """A compilation cache that writes files atomically.
 
-    If a process is killed while it writes, JAX's own cache keeps the truncated file, because it
-    never overwrites an existing one.
+    If a process is killed while writing, JAX's own cache keeps the truncated file, because it never
+    overwrites existing files.
     """
 
     def __init__(self, folder: Path):

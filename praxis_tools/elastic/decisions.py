@@ -1,7 +1,7 @@
-"""Decides on the next action of an elastic job: a pure function of the leader's view.
+"""Decides on the next action of an elastic job, as a pure function of the leader's view.
 
-The leader is the living member with the lowest number. It is safe for two members to lead at the
-same time, because each generation is created only once.
+The leader is the member with the lowest number among those that are alive. It is safe for two
+members to lead at the same time, because each generation can only be created once.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from praxis_tools.elastic.members import (
     WorkerEnd,
 )
 
-# After a worker lost a peer, the leader waits this long to find out which process died.
+# After a worker has lost a peer, the leader waits this long to find out which process died.
 CAUSE_SECONDS = 3.0
-# The job ends after this many consecutive generations without a step.
+# The job ends after this many consecutive generations without a completed step.
 MAX_FRUITLESS = 20
 
 
@@ -29,20 +29,20 @@ class View:
     """The leader's view of all members.
 
     Attributes:
-      members: All members that have a file, by number.
+      members: Maps the number of each member that has a file to the member.
       alive: Numbers of the members whose supervisors are alive.
-      generation: The newest generation; None if there is none.
+      generation: The newest generation, or None if there is none yet.
       is_asked_to_stop: Whether the workers of the generation were requested to stop.
-      num_members: Number of members of the complete job.
-      min_members: Minimum number of members of a generation.
+      num_members: Number of members in the complete job.
+      min_members: Minimum number of members in a generation.
       waited: Seconds since any member of a generation was last alive.
-      start_seconds: How long the first generation waits for all members.
-      stuck: Numbers of the members whose workers are stuck, with the reasons.
-      stuck_seconds: How long the other workers have been waiting for them.
+      start_seconds: Seconds for which the first generation waits for all members.
+      stuck: Maps the number of each member whose worker is stuck to the reason.
+      stuck_seconds: Seconds for which the other workers have been waiting for stuck workers.
       seen: Time of each member's last heartbeat, in seconds of the leader's time.monotonic.
       now: The current time of the same clock.
-      ended: Time at which the end of a member's worker was first observed, by the same clock;
-        by default the time in `seen`.
+      ended: Time at which the end of a member's worker was first observed, by the same clock. The
+        default is the time in `seen`.
     """
 
     members: Mapping[int, Member]
@@ -65,7 +65,7 @@ class Wait:
     """Decision to do nothing.
 
     Attributes:
-      why: What the job waits for, as text; "" if it is training.
+      why: Description of what the job is waiting for, or "" if it is training.
     """
 
     why: str = ""
@@ -73,7 +73,7 @@ class Wait:
 
 @dataclasses.dataclass(frozen=True)
 class StopWorkers:
-    """Decision to stop the workers after a step, because a member joins or leaves."""
+    """Decision to stop the workers after the current step, because a member joins or leaves."""
 
     why: str
 
@@ -85,8 +85,8 @@ class StartGeneration:
     Attributes:
       kind: Event that ended the previous generation; see `Generation`.
       who: Numbers of the members that caused the event.
-      why: The event as text.
-      members: Numbers of the members of the next generation.
+      why: Description of the event.
+      members: Numbers of the members in the next generation.
       event: Time of the event, in seconds of the leader's time.monotonic.
     """
 
@@ -139,12 +139,12 @@ def decide(view: View) -> Decision:
     if not (came or left) or view.is_asked_to_stop:
         return Wait()
     if not left and not has_stepped(view, last):
-        return Wait()  # Let the generation make a step before it is stopped.
+        return Wait()  # Let the generation complete a step before stopping it.
     return StopWorkers(_changes_text(view, came, left))
 
 
 def _participates(view: View, k: int) -> bool:
-    """Returns whether a member of the generation is alive and has not restarted since."""
+    """Returns whether a member of the generation is alive and has not restarted since it began."""
     last = view.generation
     member = view.members.get(k)
     return (
@@ -159,10 +159,10 @@ def _end_time(view: View, k: int) -> float:
 
 
 def _is_resting(view: View, k: int) -> bool:
-    """Returns whether a member still backs off after the end of its worker.
+    """Returns whether a member is still backing off after the end of its worker.
 
-    The backoff begins when the leader observes this end. Its length is the difference of two times
-    by the member's clock; the clocks of the member and the leader are never compared.
+    The backoff begins when the leader observes that the worker has ended. Its duration is computed
+    from two times by the member's clock, so the clocks of different hosts are never compared.
     """
     member = view.members[k]
     if member.end is None:
@@ -171,7 +171,7 @@ def _is_resting(view: View, k: int) -> bool:
 
 
 def _decide_first(view: View, available: tuple[int, ...]) -> Decision:
-    """Returns the decision if no member is training: at the start, or after all hosts died."""
+    """Decides what to do if no member is training: at the start, or after all hosts have died."""
     if view.alive and not available and all(view.members[k].is_leaving for k in view.alive):
         return EndJob(0, "all processes were asked to end")
     num_missing = view.num_members - len(available)
@@ -189,7 +189,7 @@ def _decide_after_failure(
     view: View, ends: Mapping[int, WorkerEnd], came: tuple[int, ...], left: tuple[int, ...],
     available: tuple[int, ...],
 ) -> Decision | None:
-    """Returns the decision if a process of the generation died or is stuck, else None."""
+    """Decides what to do if a process of the generation died or is stuck; None if neither."""
     last = view.generation
     gone = [k for k in last.members if not _participates(view, k)]
     causes = {k: end for k, end in ends.items() if end.kind in (DIED, FAILED)}
@@ -197,7 +197,7 @@ def _decide_after_failure(
     if not (gone or causes or lost or view.stuck):
         return None
     if view.is_asked_to_stop and (came or left) and not (gone or causes or view.stuck):
-        # Some workers stopped on request before others had begun to train.
+        # Some workers stopped on request before others had started training.
         return _decide_after_stop(view, came, left, available)
     failed = {k: end for k, end in causes.items() if end.kind == FAILED}
     times = [_end_time(view, k) for k in (*causes, *lost)]
@@ -214,7 +214,7 @@ def _decide_after_failure(
     if len(available) < view.min_members:
         return Wait(_too_few_text(view, available))
     kind, who = "died", (*gone, *causes)
-    reasons = [f"{_name(view, k)} is gone with its host" for k in gone]
+    reasons = [f"{_name(view, k)} was lost with its host" for k in gone]
     reasons += [f"{view.members[k]} {end.why}" for k, end in causes.items()]
     if view.stuck and not (gone or causes):
         kind, who = "stuck", tuple(view.stuck)
@@ -228,7 +228,7 @@ def _decide_after_failure(
 
 
 def has_stepped(view: View, last: Generation) -> bool:
-    """Returns whether any worker of the generation is known to have made a step."""
+    """Returns whether any worker of the generation is known to have completed a step."""
     return any(
         view.members[k].generation == last.number
         and view.members[k].first_step_time is not None
@@ -239,9 +239,9 @@ def has_stepped(view: View, last: Generation) -> bool:
 def _decide_after_stop(
     view: View, came: tuple[int, ...], left: tuple[int, ...], available: tuple[int, ...]
 ) -> Decision:
-    """Returns the decision after workers stopped on request."""
+    """Decides what to do after workers have stopped on request."""
     if not (came or left):
-        return EndJob(0, "stopped")  # By a time limit, or a signal to a worker.
+        return EndJob(0, "stopped")  # By a time limit or a signal to a worker.
     if not available:
         return EndJob(0, "all processes were asked to end")
     if len(available) < view.min_members:

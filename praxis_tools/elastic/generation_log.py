@@ -1,4 +1,4 @@
-"""The log of an elastic job's generations: `elastic.jsonl`, one line per generation."""
+"""The log of an elastic job's generations (`elastic.jsonl`), with one line per generation."""
 
 import dataclasses
 import itertools
@@ -10,33 +10,33 @@ from praxis_lite.host.file_reading import lines_of, opened_to_append
 from praxis_tools.elastic.members import Generation, Member
 
 START = "start"  # The kind of a job's first generation.
-# Names of phases in `GenerationRecord.seconds`, where they differ from the phase.
+# Maps phases to their names in `GenerationRecord.seconds`, if these differ.
 _PARTS = {"import": "start", "step": "first_step"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationRecord:
-    """The start of a generation: a line of elastic.jsonl.
+    """A line of elastic.jsonl, which describes the start of a generation.
 
-    An attribute is None if the generation ended before its value was known.
+    Attributes are None if the generation ended before their value was known.
 
     Attributes:
       generation: Number of the generation.
       time: Time of the event that ended the previous generation, in Unix seconds.
-      kind: Kind of that event: "died", "stuck", "left", "came", "failed", or "start".
+      kind: Kind of this event: "died", "stuck", "left", "came", "failed", or "start".
       who: Numbers of the processes that caused the event.
-      why: The event as text.
-      members: Numbers of the processes of the generation.
-      hosts: Names of their hosts.
-      num_devices: Number of devices of all processes.
+      why: Description of the event.
+      members: Numbers of the processes in the generation.
+      hosts: Names of the processes' hosts.
+      num_devices: Total number of devices of all processes.
       mesh: Number of devices along each mesh axis.
       from_step: Step of the state that training resumes from.
-      source: Source of that state: "new", "disk" or "peers".
-      lost_steps: Number of steps that are repeated.
-      reached: Whether the generation made a step.
-      programs: Number of programs that its first process needed up to the first step.
+      source: Source of this state: "new", "disk" or "peers".
+      lost_steps: Number of steps that have to be repeated.
+      reached: Whether the generation completed a step.
+      programs: Number of programs that the first process needed up to the first step.
       compiled: Number of these programs that were not in the compilation cache.
-      seconds: Seconds by phase, from `time` to the first step or to the end of the generation.
+      seconds: Seconds in each phase, from `time` to the first step or the end of the generation.
     """
 
     generation: int
@@ -58,7 +58,7 @@ class GenerationRecord:
 
     @property
     def total(self) -> float:
-        """Time from `time` to the first step, or to the end of the generation, in seconds."""
+        """Seconds from `time` to the first step or to the end of the generation."""
         return sum(self.seconds.values())
 
     def line(self) -> str:
@@ -68,9 +68,9 @@ class GenerationRecord:
 
 
 def generation_record(generation: Generation, members: Mapping[int, Member]) -> GenerationRecord:
-    """Returns the record of a generation, after its first step or early end.
+    """Creates the record of a generation after its first step or its end.
 
-    Each duration is the difference of two times by the clock of the same host.
+    Durations are computed from times by the clock of a single host.
     """
     worker = next(
         (members[k] for k in generation.members
@@ -106,10 +106,10 @@ def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
 
 
 def last_step_made(generation: Generation | None, members: Mapping[int, Member]) -> int:
-    """Returns the last known step of a generation, or 0.
+    """Returns the last known step of a generation, or 0 if it is unknown.
 
-    If the generation made no step, returns the last step before it, so that steps that it did not
-    repeat are not counted as lost twice.
+    If the generation completed no step, the last step before it is returned, so that steps it did
+    not repeat are not counted as lost twice.
     """
     if generation is None:
         return max((member.worker.get("made", 0) for member in members.values()), default=0)
@@ -121,15 +121,15 @@ def last_step_made(generation: Generation | None, members: Mapping[int, Member])
 
 
 def append_record(path: Path, record: GenerationRecord) -> None:
-    """Appends a record to a file, in a single write."""
+    """Appends a record to a file in a single write."""
     with opened_to_append(path) as file:
         file.write(record.line())
 
 
 def read_generation_records(path: Path) -> list[GenerationRecord]:
-    """Reads the records in a file, in the order of generations. Damaged lines are skipped.
+    """Reads the records in a file, sorted by generation and without damaged lines.
 
-    Returns an empty list if the file does not exist. Raises ConfigError if it cannot be read.
+    Returns an empty list if the file does not exist, and raises ConfigError if it cannot be read.
     """
     records = {
         record.generation: record for record in filter(None, map(_parse, lines_of(path)))
@@ -143,5 +143,5 @@ def _parse(text: str) -> GenerationRecord | None:
         line["seconds"].pop("total", None)
         lists = {name: tuple(line.get(name, ())) for name in ("who", "members", "hosts")}
         return GenerationRecord(**line | lists)
-    except (ValueError, KeyError, TypeError, AttributeError):  # Truncated when a host was killed.
+    except (ValueError, KeyError, TypeError, AttributeError):  # A host was killed while writing.
         return None

@@ -1,4 +1,4 @@
-"""Connects peer saves to the trainer: when they happen, and from which state a job resumes."""
+"""Connects peer saves to the trainer: schedules saves and chooses the state to resume from."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ from praxis_tools.elastic.worker_assignment import Assignment
 
 
 class PeerSaves(OtherSaves):
-    """Saves the states of a job in the memory of its hosts; a context manager.
+    """Context manager that saves a job's states in the memory of its hosts.
 
     Args:
       job: The job.
@@ -47,16 +47,16 @@ class PeerSaves(OtherSaves):
         return NewestState(checkpoints, self._stores, self._note)
 
     def hooks(self, job: JobOnMesh) -> list[Hook]:
-        # A peer save is faster than one on disk, so at a stop it completes even if time runs out.
+        # Peer saves are faster than saves on disk, so a peer save at a stop usually completes.
         return [PeerSaveHook(job, self._saver)]
 
 
 class PeerSaveHook(Hook):
     """Saves in the memory of hosts at the start, every `every` steps, and at a stop.
 
-    The save at the start replaces that of the previous generation. If a host died, each of its
-    parts only has one copy left there, so another death could make it incomplete. The last step of
-    training is only saved on disk.
+    The save at the start replaces the save of the previous generation. If a host has died, only one
+    copy of each part on this host is left, so another death could make the previous save
+    incomplete. The last step of training is only saved on disk.
     """
 
     def __init__(self, job: JobOnMesh, saver: PeerSaver):

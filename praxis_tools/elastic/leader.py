@@ -1,4 +1,4 @@
-"""The leader of an elastic job: observes all members, starts generations and records them."""
+"""The leader of an elastic job, which observes members, and starts and records generations."""
 
 import dataclasses
 import time
@@ -36,11 +36,11 @@ class Settings:
 
     Attributes:
       argv: Command line of each worker.
-      job: Directory of the job.
+      job: Job directory.
       member: Number of this host, from `--process_id` or a launcher.
       num_members: Number of hosts, from `--num_processes` or a launcher.
       min_members: Minimum number of hosts to train with, from `--min_processes`.
-      start_seconds: How long the first generation waits for all members.
+      start_seconds: Seconds for which the first generation waits for all members.
       address: Address at which other hosts reach this host.
     """
 
@@ -54,7 +54,7 @@ class Settings:
 
 
 class StatusPrinter:
-    """Prints status lines. A line that repeats is printed at most once a minute."""
+    """Prints status lines, repeating the same line at most once a minute."""
 
     def __init__(self) -> None:
         self._last: tuple[str, float] = ("", 0.0)
@@ -67,7 +67,7 @@ class StatusPrinter:
 
 
 class Leader:
-    """Leads the job on behalf of the living member with the lowest number.
+    """Leads the job if this host is the member with the lowest number among those alive.
 
     Args:
       settings: Settings of the job.
@@ -94,9 +94,9 @@ class Leader:
         """Decides on the next action and executes it.
 
         Args:
-          members: All members that have a file, by number.
-          generation: The newest generation; None if there is none.
-          participants: Members of the generation whose supervisor has not restarted since.
+          members: Maps the number of each member that has a file to the member.
+          generation: The newest generation, or None if there is none yet.
+          participants: Members of the generation whose supervisors have not restarted since.
         """
         alive = self._liveness.alive(participants)
         if participants & alive:
@@ -107,7 +107,7 @@ class Leader:
                 self._record(record)
         decision = decide(view := self._view(members, generation, alive))
         if isinstance(decision, StartGeneration):
-            # Members often die together. Check that the new generation's members are alive.
+            # Members often die together, so check that the members of the new generation are alive.
             self._liveness.probe({k: members[k] for k in decision.members})
             alive = self._liveness.alive(participants)
             decision = decide(view := self._view(members, generation, alive))
@@ -181,7 +181,7 @@ class Leader:
         recorded = self._recorded_generations()
         self._recorded = recorded | {record.generation}
         if record.generation in recorded:
-            return  # Another leader has recorded it already.
+            return  # Another leader has already recorded it.
         try:
             append_record(self._elastic_jsonl, record)
         except OSError as error:

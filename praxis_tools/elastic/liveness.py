@@ -1,4 +1,4 @@
-"""Tracks which members of an elastic job are alive, by heartbeats and by connecting to them."""
+"""Tracks which members of an elastic job are alive, using heartbeats and connections."""
 
 import contextlib
 import dataclasses
@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from praxis_lite.job.processes import addresses
 from praxis_tools.elastic.members import Member, WorkerEnd
 
-# A member without a new heartbeat for this long counts as dead.
+# A member without a new heartbeat for this long is considered dead.
 SILENT_SECONDS = 12.0
 # After this long without a heartbeat, the member's port is probed. If its process was killed but
-# the host is up, the connection is refused at once.
+# its host is still up, the connection is refused immediately.
 _PROBE_SECONDS = 1.0
 
 
@@ -31,7 +31,7 @@ class _MemberState:
 class Liveness:
     """Tracks which members are alive.
 
-    All times are by this host's clock, since the clocks of hosts differ.
+    All times are by this host's clock, because the clocks of different hosts are not synchronized.
 
     Args:
       own: Number of the member on this host.
@@ -45,7 +45,8 @@ class Liveness:
         """Updates the state of some members from their current files.
 
         Args:
-          members: Members by number; None if there is no file. Other members are unchanged.
+          members: Maps numbers to members, or to None if a member has no file. Other members are
+            unchanged.
         """
         now = time.monotonic()
         for k, member in members.items():
@@ -65,7 +66,7 @@ class Liveness:
                 state.is_refused = k != self._own and _refuses(member.store)
 
     def probe(self, members: Mapping[int, Member]) -> None:
-        """Connects to members now, to find out whether their processes are still running."""
+        """Connects to members to find out whether their processes are still running."""
         for k, member in members.items():
             if k in self._members and k != self._own and member.store:
                 self._members[k].is_refused = _refuses(member.store)
@@ -74,8 +75,9 @@ class Liveness:
         """Returns the numbers of the members that are alive.
 
         Args:
-          participants: Members that count as alive until they are silent for too long. Other
-            members only count after a new heartbeat, because files of earlier launches remain.
+          participants: Members that are considered alive until they have been silent for too long.
+            Other members are only considered alive after a new heartbeat, because the files of
+            earlier launches are not removed.
         """
         now = time.monotonic()
         return {
@@ -98,7 +100,7 @@ class Liveness:
 
 
 def _refuses(address: str) -> bool:
-    """Returns whether a host refuses connections at "host:port", that is, nothing listens there."""
+    """Returns whether a host refuses connections to "host:port", because no process listens."""
     with contextlib.suppress(OSError):
         try:
             socket.create_connection(addresses.parse_address(address), timeout=0.3).close()

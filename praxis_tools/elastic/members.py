@@ -1,8 +1,8 @@
 """The files through which supervisors coordinate: members, generations and the end of the job.
 
-They are in the job's directory, which all hosts share. A member only writes its own file. The file
-of a generation is created atomically by the first member that tries. Therefore no supervisor ever
-waits for another one, and each may die at any time.
+The files are in the job directory, which all hosts share. Each member only writes its own file. The
+file of a generation is created atomically by the first member that tries. Therefore, no supervisor
+ever waits for another supervisor, and any supervisor may die at any time.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerEnd:
-    """How a worker ended.
+    """The end of a worker.
 
     Attributes:
-      kind: TRAINED: the job is complete; STOPPED: on request; LOST_PEER: another process died;
-        DIED: killed by a signal; FAILED: an exception; REFUSED: an error that the user can fix, so
-        that a retry does not help.
+      kind: TRAINED (the job is complete), STOPPED (on request), LOST_PEER (another process died),
+        DIED (killed by a signal), FAILED (an exception), or REFUSED (an error that the user has to
+        fix, so a retry would not help).
       status: Exit status of the process, negative for a signal.
-      why: Reason as text.
-      time: Time of the end, in seconds of its host's time.monotonic.
+      why: Description of the reason.
+      time: Time at which the worker ended, in seconds of its host's time.monotonic.
     """
 
     kind: str
@@ -43,29 +43,29 @@ class WorkerEnd:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """The state of a supervisor and its worker, which the supervisor writes twice a second.
+    """The state of a supervisor and its worker, written by the supervisor twice a second.
 
-    All times are in seconds of the host's time.monotonic. Other hosts may only use differences
-    between them.
+    All times are in seconds of the host's time.monotonic. Other hosts may only use their
+    differences.
 
     Attributes:
       member: Number of the member, from `--process_id`.
-      incarnation: Random text, different each time that a supervisor starts.
-      beat: Heartbeat: a number that increases while the supervisor is alive.
+      incarnation: Random string that is different each time a supervisor starts.
+      beat: Heartbeat, a number that increases while the supervisor is alive.
       host: Name of the host, for messages.
       pid: Process id of the supervisor, for messages.
       address: Address at which other hosts reach this host.
       port: A free port for the coordination service of the next generation.
       store: "host:port" of the member's peer store.
-      is_leaving: Whether the member was requested to leave. It then joins no further generation.
-      rests_until: The member joins no generation until this time, because its worker repeatedly
+      is_leaving: Whether the member was requested to leave and joins no more generations.
+      rests_until: Time until which the member joins no generation, because its worker repeatedly
         ended before its first step.
-      generation: Generation of the current or last worker; 0 if there was none.
-      end: How the worker ended; None if it is running or there is none.
-      worker: Values that the worker reported, by name, except for its progress.
+      generation: Generation of the current or last worker, or 0 if there was no worker yet.
+      end: How the worker ended, or None if it is still running or was not started.
+      worker: Values reported by the worker, by name, except for its progress.
       progress: Fields of the worker's `Progress`, as observed on its host.
-      phases: Phases of the worker up to its first step, with the time at which each began.
-      first_step_time: Time of the worker's first step in the generation; None before.
+      phases: Maps the worker's phases up to its first step to the times at which they began.
+      first_step_time: Time of the worker's first step in the generation, or None before it.
     """
 
     member: int
@@ -98,15 +98,15 @@ class Generation:
       kind: Event that ended the previous generation: "start", "died", "stuck", "left", "came" or
         "failed".
       who: Numbers of the members that caused the event.
-      why: The event as text.
+      why: Description of the event.
       members: Numbers of the members, in the order of their JAX processes.
       incarnations: Incarnations of the members, in the same order.
       coordinator: "host:port" of JAX's coordination service.
       event: Time of the event, in Unix seconds by the leader's clock.
       noticed: Time of the leader's decision, by the same clock.
       agreed: Time at which this generation was created, by the same clock.
-      last_step: Last step before this generation, as far as is known.
-      num_fruitless: Number of consecutive previous generations that made no step.
+      last_step: Last known step before this generation.
+      num_fruitless: Number of consecutive previous generations that completed no step.
     """
 
     number: int
@@ -127,7 +127,7 @@ class Rendezvous:
     """Reads and writes the files through which supervisors coordinate.
 
     Args:
-      folder: Folder `elastic` in the job's directory. It is created if it does not exist.
+      folder: Folder `elastic` in the job directory, which is created if it does not exist.
     """
 
     def __init__(self, folder: Path):
@@ -143,9 +143,9 @@ class Rendezvous:
             ) from None
 
     def key(self) -> bytes:
-        """Returns the secret key with which the job's processes authenticate to peer stores.
+        """Returns the secret key that the job's processes use to authenticate to peer stores.
 
-        The first call creates it.
+        The first call creates the key.
         """
         path = self._folder / "key"
         temporary = self._folder / f".key.{secrets.token_hex(8)}"
@@ -157,14 +157,14 @@ class Rendezvous:
         return content_of(path)
 
     def write(self, member: Member) -> None:
-        """Writes the file of a member atomically. Raises OSError if it cannot be written."""
+        """Writes the file of a member atomically; raises OSError if it cannot be written."""
         path = self._members / f"{member.member}.json"
         temporary = path.with_name(f".{path.name}")
         temporary.write_text(json.dumps(dataclasses.asdict(member)))
         os.replace(temporary, path)
 
     def read(self, member: int) -> Member | None:
-        """Reads the file of a member. Returns None if it does not exist or is damaged."""
+        """Reads the file of a member; returns None if it does not exist or is damaged."""
         try:
             fields = parse_json(content_of(self._members / f"{member}.json").decode())
             end = fields.pop("end")
@@ -183,7 +183,8 @@ class Rendezvous:
         """Returns the number of the newest generation, or 0 if there is none.
 
         Args:
-          known: Number of a generation that exists, which saves listing the folder; 0 if unknown.
+          known: Number of a generation that is known to exist, which avoids listing the folder, or
+            0.
         """
         if not known:
             names = (name.partition(".") for name in os.listdir(self._generations))
@@ -194,7 +195,7 @@ class Rendezvous:
         return known
 
     def generation(self, number: int) -> Generation:
-        """Reads a generation. Raises ConfigError if its file is damaged."""
+        """Reads a generation; raises ConfigError if its file is damaged."""
         path = self._generations / f"{number}.json"
         try:
             fields = parse_json(content_of(path).decode())
@@ -209,35 +210,35 @@ class Rendezvous:
             ) from None
 
     def create_generation(self, generation: Generation) -> bool:
-        """Creates the file of a generation. Returns False if another member has created it."""
+        """Creates the file of a generation; returns False if another member has created it."""
         return self._create(f"{generation.number}.json", dataclasses.asdict(generation))
 
     def request_stop(self, number: int, why: str) -> bool:
-        """Requests the workers of a generation to stop after a step.
+        """Requests the workers of a generation to stop after the current step.
 
-        Returns False if this has already been requested.
+        Returns False if this was already requested.
         """
         return self._create(f"{number}.stop", {"why": why})
 
     def stop_reason(self, number: int) -> str | None:
-        """Returns why a generation was requested to stop, or None if it was not."""
+        """Returns the reason for stopping a generation, or None if it was not requested to stop."""
         return self._read(f"{number}.stop", "why")
 
     def end_job(self, number: int, status: int, why: str) -> None:
-        """Ends the job during a generation: all supervisors exit with this status."""
+        """Ends the job during a generation, so that all supervisors exit with this status."""
         self._create(f"{number}.end", {"status": status, "why": why})
 
     def job_end(self, number: int) -> tuple[int, str] | None:
-        """Returns the status and the reason if the job ended during a generation, else None."""
+        """Returns (status, reason) if the job ended during a generation, otherwise None."""
         status = self._read(f"{number}.end", "status")
         return None if status is None else (status, self._read(f"{number}.end", "why"))
 
     def clear_job_end(self, number: int) -> None:
-        """Removes the record that the job has ended, because it is started again."""
+        """Removes the record that the job has ended, because it is being restarted."""
         (self._generations / f"{number}.end").unlink(missing_ok=True)
 
     def _create(self, name: str, fields: Mapping[str, Any]) -> bool:
-        """Creates a file atomically. Returns False if it already exists."""
+        """Creates a file atomically; returns False if it already exists."""
         temporary = self._generations / f".{name}.{secrets.token_hex(8)}"
         temporary.write_text(json.dumps(fields))
         try:

@@ -20,7 +20,7 @@ from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.job.processes.membership import Membership
 from praxis_lite.job.processes.same_everywhere import check_same
 
-# A function that returns a mesh of a job for a different number of devices than its own mesh has.
+# Takes a job and devices, and returns a mesh if their number differs from the job's mesh.
 MeshChooser = Callable[[Job, Sequence[jax.Device]], MeshConfig]
 
 
@@ -29,9 +29,9 @@ def fit_job_to_devices(
 ) -> Job:
     """Returns a job on a mesh of all devices in its generation.
 
-    If the job's own mesh has as many devices, the job is returned unchanged. Otherwise the mesh is
-    the result of the experiment's `mesh_for`, or by default that of `choose` in the first process.
-    The launched config is changed to the same mesh.
+    If the job's own mesh has this number of devices, the job is returned unchanged. Otherwise, the
+    mesh is the result of the experiment's `mesh_for`, or of `choose` in the first process if
+    `mesh_for` is not defined. The launched config is changed to the same mesh.
 
     Args:
       membership: This process's membership in the generation.
@@ -40,11 +40,11 @@ def fit_job_to_devices(
       choose: Function that chooses a mesh.
 
     Raises:
-      ConfigError: `mesh_for` does not return a mesh of these devices with the job's axes, or not
-        the same mesh in all processes, or `choose` raised it.
+      ConfigError: `mesh_for` does not return a mesh of these devices with the job's axes, or
+        returns different meshes in different processes, or `choose` finds no mesh.
     """
     sizes = (*job.mesh.ici_mesh_shape, *(job.mesh.dcn_mesh_shape or ()))
-    num_per_process = math.ceil(abs(math.prod(sizes)) / membership.num_slots)  # -1 counts as 1.
+    num_per_process = math.ceil(abs(math.prod(sizes)) / membership.num_slots)  # Treat -1 as 1.
     num_devices = num_per_process * len(membership.members)
     check_room_for_devices(simulate_devices(num_devices, processes.count()))
     devices = all_devices()
@@ -62,10 +62,10 @@ def fit_job_to_devices(
 
 
 def _filled(mesh: MeshConfig, num_devices: int) -> MeshConfig | None:
-    """Returns a mesh with -1 filled in, or None if it does not have this number of devices."""
+    """Replaces -1 in a mesh shape; returns None if it does not have this number of devices."""
     try:
         mesh = filled_mesh(mesh, num_devices)
-    except ConfigError:  # The other sizes do not divide the number of devices.
+    except ConfigError:  # The number of devices is not divisible by the other sizes.
         return None
     return mesh if mesh.num_devices == num_devices else None
 
@@ -85,7 +85,7 @@ def _checked_mesh(config: Any, own: MeshConfig, num_devices: int, method: str) -
     if not isinstance(mesh, MeshConfig):
         raise ConfigError(
             f"{call} returns {shown(repr(config), 200)}, but expected a config of a MeshConfig, or "
-            f"None to choose a mesh by formulas. Return {example}."
+            f"None to choose a mesh automatically. Return {example}."
         )
     if set(mesh.axis_names) != set(own.axis_names):
         raise ConfigError(
@@ -99,7 +99,7 @@ def _checked_mesh(config: Any, own: MeshConfig, num_devices: int, method: str) -
             f"{call} returns ici_mesh_shape {tuple(mesh.ici_mesh_shape)} and dcn_mesh_shape "
             f"{mesh.dcn_mesh_shape and tuple(mesh.dcn_mesh_shape)}, but expected {num_devices} "
             "devices in total. Compute the shape from num_devices, or return None to choose a mesh "
-            "by formulas."
+            "automatically."
         )
     return dataclasses.replace(
         filled, compiler_options=mesh.compiler_options or own.compiler_options

@@ -1,7 +1,7 @@
 """A server that stores saves of the train state in the memory of a host.
 
-It runs in the supervisor, so that saves survive the death of a worker. It stores saves as bytes and
-does not interpret them.
+The server runs in the supervisor, so that saves survive the death of a worker. It stores saves as
+bytes without interpreting them.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from praxis_tools.elastic.store_messages import (
     send_bytes,
 )
 
-_IDLE_SECONDS = 600.0  # Maximum time between two requests of a connection.
+_IDLE_SECONDS = 600.0  # Maximum time between two requests on a connection.
 _MAX_UNAUTHENTICATED = 32  # Maximum number of connections that have not proved they know the key.
 _PART_BYTES = 2**24  # Number of bytes that are received and hashed at a time.
 _MAX_MEMORY_SHARE = 0.9  # Fraction of the free memory that a save may take.
@@ -34,7 +34,7 @@ _MAX_MEMORY_SHARE = 0.9  # Fraction of the free memory that a save may take.
 
 @dataclasses.dataclass(frozen=True)
 class _StoredSave:
-    """A save in memory. It is freed once no request reads it."""
+    """A save in memory, freed once no request is reading it."""
 
     header: bytes
     data: mmap.mmap
@@ -49,15 +49,15 @@ class _StoredSave:
 
 
 class PeerStore:
-    """Stores saves in the memory of this process for all processes of a job; a context manager.
+    """Context manager that stores saves in memory for all processes of a job.
 
     One thread accepts connections, and each connection has a separate thread. Clients that know the
-    key are trusted, all others are rejected. A save is stored only after all its bytes have arrived
-    and match their digest.
+    key are trusted, and all other clients are rejected. A save is stored only after all its bytes
+    have arrived and match their digest.
 
     Args:
       key: Secret key of the job.
-      host: Address to listen on, at which the job's other hosts reach this host.
+      host: Address to listen on, at which other hosts in the job reach this host.
 
     Attributes:
       address: "host:port" for StoreClient.
@@ -201,11 +201,11 @@ class PeerStore:
         with self._lock:
             stored = self._saves.get(SaveId(*request["save"]))
         if stored is None:
-            raise StoreFailed("there is no such save (any more)")
+            raise StoreFailed("the save does not exist (any longer)")
         return stored
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """Shuts down a socket, which wakes the thread that waits for it."""
+    """Shuts down a socket, waking the thread that waits for it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

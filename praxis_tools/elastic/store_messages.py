@@ -1,8 +1,8 @@
 """The protocol of peer stores: authentication, message format and client.
 
-A message is its length followed by a JSON object, and optionally by raw bytes. First, both sides
-prove that they know the job's key (HMAC-SHA256 over nonces from both sides). After that, messages
-are neither signed nor encrypted, as in JAX's own communication.
+A message consists of its length, a JSON object and, optionally, raw bytes. First, both sides prove
+that they know the job's key (HMAC-SHA256 over nonces from both sides). After that, messages are
+neither signed nor encrypted, as in JAX's own communication.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _PART_BYTES = 2**22  # Number of bytes sent at a time. The time limit applies to
 class SaveId(NamedTuple):
     """Identifies one process's part of a save.
 
-    All parts with the same generation and number together are a complete state.
+    All parts with the same generation and number form a complete state.
 
     Attributes:
       generation: Generation of the elastic job.
@@ -42,7 +42,7 @@ class SaveId(NamedTuple):
 
 
 class StoreFailed(Exception):
-    """A peer store does not answer or rejects a request. The message names its host."""
+    """Raised if a peer store does not answer or rejects a request; the message names its host."""
 
 
 def greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
@@ -61,7 +61,7 @@ def greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
     if not hmac.compare_digest(
         _received(connection, 32, deadline), _proof(key, roles[1], other, own)
     ):
-        raise ConnectionRefusedError("the other side has another key")
+        raise ConnectionRefusedError("the other side has a different key")
     connection.settimeout(STALL_SECONDS)
 
 
@@ -87,7 +87,7 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(connection: socket.socket) -> dict[str, Any]:
-    """Receives a message. Raises OSError if the other side has disconnected or is silent."""
+    """Receives a message; raises OSError if the other side has disconnected or is silent."""
     length = bytearray(8)
     receive_into(connection, memoryview(length))
     (num_bytes,) = struct.unpack(">Q", length)
@@ -115,7 +115,7 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 class StoreClient:
     """A client of a peer store, which may be used from any thread.
 
-    Every method raises StoreFailed if the store does not answer or rejects the request.
+    All methods raise StoreFailed if the store does not answer or rejects the request.
 
     Args:
       address: "host:port" of the store.
@@ -170,7 +170,7 @@ class StoreClient:
             return self._receive_bytes(connection, answer["num_bytes"])
 
     def is_undamaged(self, save: SaveId) -> bool:
-        """Returns whether a save still matches its digest. The store reads the entire save."""
+        """Returns whether a save still matches its digest, which requires reading all of it."""
         with self._request({"do": "verify", "save": save}, _VERIFY_SECONDS) as (_, answer):
             return answer["is_undamaged"]
 
@@ -181,7 +181,7 @@ class StoreClient:
             return self._receive_bytes(connection, num_bytes)
 
     def drop(self, save: SaveId) -> None:
-        """Drops a save. Does nothing if it does not exist."""
+        """Drops a save if it exists."""
         with self._request({"do": "drop", "save": save}):
             pass
 

@@ -1,4 +1,4 @@
-"""Detects the stuck workers of a generation, in the leader of an elastic job."""
+"""Detects stuck workers of a generation, in the leader of an elastic job."""
 
 import time
 from collections.abc import Mapping, Set
@@ -20,7 +20,7 @@ class StuckWorkers:
 
     Attributes:
       generation: The generation.
-      seconds: How long the stuck workers have been stuck.
+      seconds: Seconds for which the stuck workers have been stuck.
     """
 
     def __init__(self, generation: Generation):
@@ -30,9 +30,9 @@ class StuckWorkers:
         self.seconds = 0.0
 
     def update(self, members: Mapping[int, Member], alive: Set[int]) -> dict[int, str]:
-        """Returns the numbers of the stuck members, each with the reason as text.
+        """Returns a dict that maps the numbers of stuck members to the reasons.
 
-        If no worker is behind the others but none makes progress, all of them count as stuck.
+        If no worker makes progress and none is behind the others, all of them are considered stuck.
         """
         now = time.monotonic()
         if now - self._updated_at < _INTERVAL_SECONDS:
@@ -65,7 +65,7 @@ class StuckWorkers:
 def _collective(members: Mapping[int, Member], process: int) -> str:
     """Returns the first collective of a step that needs a process, or "" if it is unknown.
 
-    Workers that wait report it.
+    It is reported by waiting workers.
     """
     for member in members.values():
         collectives = member.worker.get("first_collectives", [])
@@ -75,11 +75,11 @@ def _collective(members: Mapping[int, Member], process: int) -> str:
 
 
 def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
-    """Writes the stacks of a stuck worker to standard error and to a file, before it is killed."""
+    """Writes the stacks of a stuck worker to standard error and a file before it is killed."""
     path = worker.reports.get("stacks_file", "")
     stacks = request_stacks(worker.pid, path) if path else ""
-    # If the job's first process has died, all connected processes have ended, too. Then use the
-    # stacks that the worker reported before.
+    # If the job's first process has died, all connected processes have ended as well. In this case,
+    # use the stacks that the worker reported before.
     stacks = stacks or worker.reports.get("stacks", "")
     location = (
         f"All threads:\n{stacks.rstrip()}" if stacks

@@ -1,7 +1,7 @@
 """The supervisor of a host in an elastic job.
 
-It runs a worker for each generation, and leads the job if it is the living member with the lowest
-number.
+The supervisor runs a worker for each generation, and leads the job if it is the member with the
+lowest number among those that are alive.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ from praxis_tools.elastic.worker_process import (
 )
 
 _BEAT_SECONDS = 0.5
-# Interval for reading the files of other members. It grows with the number of hosts to limit the
+# Interval for reading the files of other members, which grows with the number of hosts to limit the
 # load on the file system.
 _POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
-# A supervisor that could not write its heartbeat for this long kills its worker, shortly before the
-# others consider it dead.
+# A supervisor that has been unable to write its heartbeat for this long kills its worker, shortly
+# before other members consider it dead.
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
-# Backoff after a worker ended twice in a row before its first step. It doubles each time.
+# Initial backoff after a worker ended twice in a row before its first step; it doubles each time.
 _REST_SECONDS = 30.0
 
 
@@ -66,7 +66,7 @@ class Supervisor:
 
     Args:
       settings: Settings of the job.
-      health: Files for the probes of a cluster manager; None if there are no probes.
+      health: Files for the probes of a cluster manager, or None if there are no probes.
     """
 
     def __init__(self, settings: Settings, health: HealthFiles | None = None):
@@ -91,7 +91,7 @@ class Supervisor:
         """Runs until the job ends or this host leaves; returns the exit status.
 
         Raises:
-          ConfigError: Another running process has the same number.
+          ConfigError: Another running process uses the same number.
         """
         self._check_number_is_free()
         remove_old_folders()
@@ -124,7 +124,7 @@ class Supervisor:
         self._beat(now=True)
 
     def leave(self) -> None:
-        """Makes this host leave the job after a step."""
+        """Makes this host leave the job after the current step."""
         self._own = dataclasses.replace(self._own, is_leaving=True)
 
     def poll(self) -> int | None:
@@ -184,7 +184,8 @@ class Supervisor:
         if self._spare is None or (status := self._spare.status()) is None:
             return
         if self._worker is None or self._own.end is not None:
-            # It ended before any assignment, so the error is in the command line or the experiment.
+            # The worker ended before it received an assignment, so the error is in the command line
+            # or the experiment.
             end = classify_end(status, self._spare.reports, was_asked=False)
             self._own = dataclasses.replace(self._own, end=end)
         else:
@@ -193,7 +194,7 @@ class Supervisor:
         self._spare = None
 
     def _update_from_worker(self) -> None:
-        """Copies the worker's reports and its end to this member's state."""
+        """Copies the worker's reports and status to this member's state."""
         if self._worker is None:
             return
         self._worker.read_reports()
@@ -225,7 +226,7 @@ class Supervisor:
         self._own = dataclasses.replace(self._own, end=self._own.end or end)
 
     def _adopt_newest_generation(self) -> None:
-        """If there is a new generation, replaces the worker and gives it its assignment."""
+        """Assigns a new worker to the newest generation if this host is not in it yet."""
         last = self._generation.number if self._generation else 0
         newest = self._rendezvous.newest_generation(last)
         if newest == last:
@@ -258,7 +259,7 @@ class Supervisor:
         self._beat(now=True)
 
     def _beat(self, *, now: bool = False) -> None:
-        """Writes this member's file with a new heartbeat, if it is due or `now` is True."""
+        """Writes this member's file with a new heartbeat if it is due or if `now` is True."""
         if not now and time.monotonic() - self._last_beat_time < _BEAT_SECONDS:
             return
         self._own = dataclasses.replace(self._own, beat=self._own.beat + 1)
@@ -274,7 +275,7 @@ class Supervisor:
             )
 
     def _read_members(self) -> None:
-        """Reads the files of all members, or only the leader's file while the leader is alive."""
+        """Reads the leader's file while the leader is alive, otherwise the files of all members."""
         own, leader = self._settings.member, min(self._alive(), default=None)
         reads_all = leader in (own, None) or self._generation is None or self._own.is_leaving
         numbers = range(self._settings.num_members) if reads_all else (leader, own)
@@ -293,7 +294,7 @@ class Supervisor:
             self._read_members()  # The previous leader has died, so read all files.
 
     def _participants(self) -> frozenset[int]:
-        """Returns the members of the generation whose supervisor has not restarted since."""
+        """Returns the members of the generation whose supervisors have not restarted since."""
         if self._generation is None:
             return frozenset()
         pairs = zip(self._generation.members, self._generation.incarnations, strict=True)
@@ -309,10 +310,10 @@ class Supervisor:
         return min(self._alive()) == self._settings.member
 
     def _has_left(self) -> bool:
-        """Returns whether this host, which is leaving, is no longer needed by the others."""
+        """Returns whether this host is leaving and no longer needed by other hosts."""
         if self._worker is None or self._own.end is not None:
             others = self._alive() - {self._settings.member}
-            # The others need this member's file and peer store until their next generation begins.
+            # Other hosts need this member's file and peer store until the next generation begins.
             newest = self._generation.number if self._generation else 0
             return not others or not newest or self._own.generation < newest or all(
                 self._members[k].is_leaving for k in others

@@ -1,4 +1,4 @@
-"""The protocol between a supervisor and its worker: the worker's assignment, and its reports."""
+"""The protocol between a supervisor and its worker: assignments and reports."""
 
 import contextlib
 import ctypes
@@ -22,19 +22,19 @@ from praxis_tools.stuck.progress import progress_recorder
 WORKER = "PRAXIS_LITE_WORKER"
 # Exit status of a worker that ends because another process died (EX_TEMPFAIL).
 LOST_PEER_STATUS = 75
-# After the process was suspended for this long, it checks whether the others went on without it.
+# After being suspended for this long, a process checks whether the others continued without it.
 _SUSPENDED_SECONDS = 5.0
 _PROGRESS_SECONDS = 1.0
-# After waiting for this long, a worker reports its stacks without being asked, because it may be
-# killed before it is asked.
+# After waiting for this long, a worker reports its stacks without a request, because it may be
+# killed before it receives one.
 _WAITING_SECONDS = 20.0
-# Limit for these stacks. They must fit into the pipe even if the supervisor reads nothing.
+# Maximum size of these stacks, which must fit in the pipe even if the supervisor reads nothing.
 _MAX_STACK_CHARACTERS = 30_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Assignment(Membership):
-    """A worker's membership in a generation, with the addresses that it needs.
+    """A worker's membership in a generation, with the addresses it needs.
 
     Attributes:
       stores: "host:port" of each member's peer store, in the order of their processes.
@@ -46,7 +46,7 @@ class Assignment(Membership):
     lost_status: int = LOST_PEER_STATUS
 
     def line(self) -> str:
-        """Returns the assignment as a line of JSON."""
+        """Formats the assignment as a line of JSON."""
         return json.dumps({**dataclasses.asdict(self), "key": self.key.hex()}) + "\n"
 
     @classmethod
@@ -75,7 +75,7 @@ def is_worker() -> bool:
 
 
 def wait_for_assignment(prepare: Callable[[], None]) -> Assignment:
-    """Waits for the assignment from the supervisor. Exits if the supervisor ends.
+    """Waits for the assignment from the supervisor; exits if the supervisor ends.
 
     Args:
       prepare: Function to call before waiting, which imports the modules for training.
@@ -96,7 +96,7 @@ def wait_for_assignment(prepare: Callable[[], None]) -> Assignment:
 
 
 def _exit_after_suspension() -> None:
-    """Exits if this process was suspended (SIGSTOP) and a new generation began in the meantime."""
+    """Exits if a new generation began while this process was suspended (SIGSTOP)."""
     before = time.monotonic()
     next_generation = f"{_assignment.folder}/generations/{_assignment.generation + 1}.json"
     while True:
@@ -111,7 +111,7 @@ _phase = ""
 
 
 def report_phase(name: str) -> None:
-    """Reports that this process begins a phase; `name` is one of goodput's kinds."""
+    """Reports that this process begins a phase; `name` is a time category of goodput."""
     global _phase
     name = "step" if name == "input wait" else name  # These alternate in each step.
     if _pipe >= 0 and name != _phase:
@@ -120,10 +120,10 @@ def report_phase(name: str) -> None:
 
 
 def report(**fields: Any) -> None:
-    """Sends named JSON values to the supervisor, replacing earlier values. May run in any thread.
+    """Sends named JSON values to the supervisor, replacing earlier values.
 
-    Does nothing if the run is not elastic, or if the supervisor has ended, since this process ends
-    with it.
+    This function may be called in any thread. It does nothing if the run is not elastic, or if the
+    supervisor has ended, because this process then ends as well.
     """
     if _pipe < 0:
         return
@@ -149,10 +149,10 @@ class SupervisorListener(Listener):
 def report_progress() -> None:
     """Starts a thread that reports the progress of this worker once a second.
 
-    The reported values are `progress`, the fields of `Progress`, and `stacks_file`, the path for
-    `stacks.request_stacks`. A worker that has waited for long also reports `stacks` and
-    `first_collectives`: for each process, the first collective of a training step that needs its
-    devices, as text.
+    The reported values are `progress` (the fields of `Progress`) and `stacks_file` (the path for
+    `stacks.request_stacks`). A worker that has been waiting for a long time also reports `stacks`
+    and `first_collectives`, which describes, for each process, the first collective of a training
+    step that needs its devices.
     """
     report(stacks_file=install_stacks_handler())
     threading.Thread(target=_report_progress, name="progress", daemon=True).start()
@@ -167,7 +167,7 @@ def _report_progress() -> None:
         if progress.silent_seconds < _WAITING_SECONDS:
             if has_reported_wait:
                 report(stacks="")
-            has_reported_wait = False  # The next wait may be in another program.
+            has_reported_wait = False  # The next wait may be in a different program.
         elif not has_reported_wait:
             has_reported_wait = True
             first_collective = progress_recorder.first_collective

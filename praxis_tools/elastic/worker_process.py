@@ -1,4 +1,4 @@
-"""The supervisor's handle of a worker process: starts it, assigns work, reads reports, kills it."""
+"""The supervisor's handle for a worker process, which assigns work and reads reports."""
 
 import contextlib
 import json
@@ -45,18 +45,19 @@ def remove_old_folders() -> None:
 class WorkerProcess:
     """A worker process, which imports the modules for training and waits for its assignment.
 
-    The process has a separate folder for temporary files, which is removed when it ends, and a
-    separate session, so that it does not receive signals to the supervisor's process group.
+    The process has a separate folder for temporary files, which is removed when the process ends.
+    It runs in a separate session, so that it does not receive signals sent to the supervisor's
+    process group.
 
-    All times are in seconds of time.monotonic, which is the same in all processes of a host.
+    All times are in seconds of time.monotonic, which is the same in all processes on a host.
 
     Args:
       argv: Command line of the worker.
 
     Attributes:
       reports: Latest reported values, by name.
-      phases: Phases up to the first step, with the time at which each began.
-      first_step_time: Time at which the first step was reported; None before.
+      phases: Maps the phases up to the first step to the times at which they began.
+      first_step_time: Time at which the first step was reported, or None before it.
       progress_time: Time of the last progress report, or of the assignment.
     """
 
@@ -82,7 +83,7 @@ class WorkerProcess:
         return self._process.pid
 
     def assign(self, assignment: Assignment) -> None:
-        """Sends the worker its assignment, so that it begins to train."""
+        """Sends the worker its assignment, so that it starts training."""
         self.phases.append(("start", time.monotonic()))
         self.progress_time = time.monotonic()
         with contextlib.suppress(OSError):  # If the process has ended, `status` returns why.
@@ -109,7 +110,7 @@ class WorkerProcess:
                     self.first_step_time = time.monotonic()
 
     def progress(self, index: int) -> Progress:
-        """Returns the progress of the worker; `index` is its process index in the generation."""
+        """Returns the progress of the worker, given its process index in the generation."""
         reported = self.reports.get("progress", {})
         return progress_of_pid(self.pid, reported, index, time.monotonic() - self.progress_time)
 
@@ -122,12 +123,12 @@ class WorkerProcess:
         return status
 
     def ask_to_stop(self) -> None:
-        """Asks the worker to save and stop after the current step."""
+        """Requests that the worker saves and stops after the current step."""
         if self._process.poll() is None:
             self._process.send_signal(STOPS_WORKER)
 
     def kill(self) -> None:
-        """Kills the worker and waits for its end."""
+        """Kills the worker and waits until it has ended."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
@@ -139,7 +140,7 @@ class WorkerProcess:
 
 
 def classify_end(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> WorkerEnd:
-    """Returns how a worker ended.
+    """Classifies how a worker ended.
 
     Args:
       status: Exit status of the process, negative for a signal.
@@ -148,7 +149,7 @@ def classify_end(status: int, reports: Mapping[str, Any], *, was_asked: bool) ->
     """
     kind, why, now = FAILED, str(reports.get("why", "")), time.monotonic()
     if "ended" in reports and status in (0, LOST_PEER_STATUS, -signal.SIGABRT):
-        # The worker was done and its state saved before another process was lost.
+        # The worker had finished and saved its state before another process was lost.
         kind, status = reports["ended"], 0
     elif status == 3:
         kind = TRAINED

@@ -1,4 +1,4 @@
-"""Explains compiled steps: what each device stores, sends and computes, as text and as a page.
+"""Explains the memory, communication and flops of compiled steps, as text and as an HTML page.
 
 Steps are only compiled, never run.
 """

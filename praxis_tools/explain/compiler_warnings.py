@@ -14,7 +14,7 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo_layers import layers_of_name
 
 _END = b"praxis_lite: compiled\n"
-# A program that forwards standard error line by line, except for the warnings, which it returns at
+# A program that forwards standard error line by line, but collects the warnings and returns them at
 # the end. It runs in a separate process, so that XLA's last messages before an abort are forwarded.
 _FILTER = """
 import os, signal, sys
@@ -33,7 +33,7 @@ for line in open(0, "rb"):
 
 
 class CompilerWarnings(Hook):
-    """Prints XLA's warnings from compiling the training step, with the layer and a suggestion."""
+    """Prints XLA's warnings about the training step, with the layer and a suggested fix."""
 
     def __init__(self, job: JobOnMesh):
         self._is_split = job.partitioner.mesh.size > 1
@@ -47,10 +47,10 @@ class CompilerWarnings(Hook):
 
 @contextlib.contextmanager
 def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
-    """Collects XLA's warnings ("Involuntary full rematerialization") in a context.
+    """Context manager that explains XLA's warnings ("Involuntary full rematerialization").
 
-    They are removed from standard error. On exit, `note` is called once per layer with an
-    explanation.
+    The warnings are removed from standard error. On exit, `note` is called with an explanation for
+    each layer.
     """
     sys.stderr.flush()
     stderr = os.dup(2)
@@ -71,7 +71,7 @@ def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
         os.close(stderr)
         lines = child.stdout.read().decode(errors="replace").splitlines()
         child.stdout.close()
-        # A process that was started in the context may keep the pipe open.
+        # A process started within the context may keep the pipe open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(1.0)
         for warning in dict.fromkeys(map(_explain, lines)):
@@ -79,13 +79,13 @@ def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _explain(line: str) -> str:
-    """Returns a message that names the layer of an XLA warning, and the settings to change."""
+    """Converts an XLA warning to a message with the layer and the settings to change."""
     name = re.search(r'op_name="([^"]*)"', line)
     layer = (layers_of_name(name[1])[0] if name else "") or "an operation outside of any layer"
     splits = re.search(r"from sharding (\{.*?\}) to (\{.*?\}) efficiently", line)
     between = f" (from {splits[1]} to {splits[2]})" if splits else ""
     return (
-        f"WARNING: {layer}: the compiler reshards an array through a full copy on every "
+        f"WARNING: {layer}: the compiler reshards an array with a full copy on every "
         f"device{between}, which costs memory and time. Split the batch like the activations, for "
         "instance by the task's inputs_split_mapping={'map_2d': (('replica', 'data'), None)}, or "
         "set the split of the layer's output (activation_split_dims_mapping). XLA calls this an "

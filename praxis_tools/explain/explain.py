@@ -1,4 +1,4 @@
-"""Explains a job without running it: the layout of its state, and its compiled steps."""
+"""Explains the layout and the compiled steps of a job without running it."""
 
 import dataclasses
 import time
@@ -35,24 +35,24 @@ if TYPE_CHECKING:
     from praxis_lite.core.task import Task
 
 
-# A function (step, shapes of a batch, compiled step, seconds of compilation) that returns
-# (name, value) pairs.
+# Takes (step, shapes of a batch, compiled step, seconds of compilation) and returns (name, value)
+# pairs.
 Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The layout of an experiment's state, and its compiled steps.
+    """The layout and the compiled steps of an experiment.
 
-    `print(explanation)` shows the output of --mode=explain. Notebooks display the HTML page, which
-    shows what each device stores and sends.
+    `print(explanation)` shows the output of --mode=explain. Notebooks display the HTML page, with
+    the memory and communication of each device.
 
     Attributes:
       experiment: Full name of the experiment.
       mesh: Mesh of the job.
-      layout: Shape, spec and bytes per device of each array of the train state.
+      layout: Shape, spec and bytes per device of each array in the train state.
       notes: Notes about the layout.
-      warnings: Warnings about the layout, and about matmuls that XLA may permute.
+      warnings: Warnings about the layout and about matmuls that XLA may permute.
       steps: The compiled steps, with their batch, collectives, memory per device and flops.
       text: Output of --mode=explain.
     """
@@ -72,7 +72,7 @@ class Explanation:
         return in_notebook(self.page())
 
     def page(self) -> str:
-        """Returns the HTML page that --html writes. It is self-contained and works offline."""
+        """Returns the self-contained HTML page that --html writes."""
         return page(self.experiment, self.mesh, self.layout, self.warnings, self.steps)
 
 
@@ -85,17 +85,17 @@ def explain(
     experiment: str = "",
     figures_of: Figures | None = None,
 ) -> Explanation:
-    """Compiles the steps of a job and explains them, and the layout of its state.
+    """Compiles the steps of a job, and explains these steps and the layout of the state.
 
     Args:
       partitioner: Partitioner of the job.
-      datasets: Datasets of training and evaluation, by name.
-      decode_datasets: Datasets of prompts, by name.
-      print_text: Function called with each part of the text once it is known, without the final
-        newline.
+      datasets: Maps names to the datasets for training and evaluation.
+      decode_datasets: Maps names to the datasets of prompts.
+      print_text: Function called with each section of the text as soon as it is known, without a
+        trailing newline.
       experiment: Full name of the experiment.
-      figures_of: Function that returns additional figures for a compiled step, such as a plan's
-        predictions.
+      figures_of: Function that returns additional figures for a compiled step, such as predictions
+        of a plan.
     """
     texts: list[str] = []
 
@@ -156,7 +156,7 @@ def cache_notes(task: "Task", mesh: Mesh) -> list[str]:
             if axes is not None:
                 notes.append(
                     f"{'/'.join(map(str, path))}: the cache is split over time along {axes!r}, "
-                    f"because its heads do not divide over {num_shards_of(axes)} devices"
+                    f"because its heads cannot be split evenly over {num_shards_of(axes)} devices"
                 )
     return notes
 
@@ -165,7 +165,7 @@ def explained_step(
     partitioner: Partitioner, step: Step, name: str, element_spec: dict,
     compiled: jax.stages.Compiled,
 ) -> ExplainedStep:
-    """Reads memory, collectives and flops from a compiled step.
+    """Reads the memory, collectives and flops of a compiled step.
 
     Args:
       partitioner: Partitioner of the job.
@@ -186,7 +186,7 @@ def explained_step(
 
 
 def _batch_layout(task: "Task", element_spec: dict, axis_sizes: Mapping[str, int]) -> StateLayout:
-    """Returns the layout of a step's input batch, whose rows are split over all mesh axes."""
+    """Returns the layout of a step's input batch, with rows split over all mesh axes."""
     declared_by = {}
     for path, x in leaves_with_path(element_spec):
         entry = (task.inputs_split_mapping or {}).get(f"map_{x.ndim}d")

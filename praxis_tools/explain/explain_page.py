@@ -1,6 +1,6 @@
-"""Builds the HTML page of --mode=explain, which draws what every device stores and sends.
+"""Builds the HTML page of --mode=explain, with the memory and communication of every device.
 
-The template is explain_page.html, into which the data is inserted as a JSON document.
+The data is inserted into the template explain_page.html as a JSON document.
 """
 
 import collections
@@ -19,7 +19,7 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.trainer.layout_table import bytes_per_device, host_note, kind_of
 from praxis_tools.explain import hlo
 
-# Larger meshes are drawn as groups of devices, since thousands of squares are slow and unreadable.
+# In larger meshes, groups of devices are drawn, since thousands of squares would be unreadable.
 MAX_DRAWN_DEVICES = 256
 
 
@@ -33,7 +33,7 @@ class ExplainedStep:
       batch: Layout of a batch.
       collectives: Collectives that the step executes.
       memory: Memory per device.
-      donated: Donated bytes per device, and number of donated buffers.
+      donated: Donated bytes per device and number of donated buffers.
       flops: Matmul flops per device.
       figures: Additional (name, value) pairs, such as a plan's predictions.
     """
@@ -55,7 +55,7 @@ def page(
     warnings: Sequence[str],
     steps: Sequence[ExplainedStep],
 ) -> str:
-    """Returns a self-contained HTML page that works offline.
+    """Returns a self-contained HTML page.
 
     Args:
       title: Title of the page.
@@ -84,7 +84,7 @@ def page(
 
 
 def in_notebook(page: str, *, height: int = 640) -> str:
-    """Returns an iframe that shows a page in a notebook, isolated from the notebook's styles.
+    """Returns an iframe that displays a page in a notebook, isolated from the notebook's styles.
 
     Args:
       page: A complete HTML page.
@@ -97,9 +97,9 @@ def in_notebook(page: str, *, height: int = 640) -> str:
 
 
 def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[str, Any]:
-    """Returns the mesh to draw, in which each square is a device, or a group of devices.
+    """Returns the mesh to draw, in which each square is a device or a group of devices.
 
-    Groups consist of neighboring devices along the longest axes and are numbered from 0.
+    Groups consist of neighboring devices along the longest axes, and are numbered from 0.
     """
     sizes = dict(axis_sizes)
     while math.prod(sizes.values()) > MAX_DRAWN_DEVICES:
@@ -116,7 +116,7 @@ def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[st
     )
     return {
         "axes": list(sizes.items()), "device_ids": list(range(math.prod(sizes.values()))),
-        "groups": f"Each square, and each number, stands for {group_size} devices: {along}.",
+        "groups": f"Each square and each number represents {group_size} devices: {along}.",
     }
 
 
@@ -166,7 +166,7 @@ def _step(explained: ExplainedStep) -> dict[str, Any]:
 
 
 def _bytes_by_layer(group: Sequence[hlo.Collective]) -> list[tuple[str, int]]:
-    """Returns (layer, bytes of all executions), most bytes first."""
+    """Returns (layer, bytes of all executions) pairs, largest first."""
     totals = collections.Counter()
     for collective in group:
         for layer, size in collective.layers:

@@ -1,4 +1,4 @@
-"""Finds the collective in which processes wait for a stuck process, for reports on it."""
+"""Finds the collective in which processes wait for a stuck process, for stuck reports."""
 
 import contextlib
 import threading
@@ -15,14 +15,14 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_tools.explain.hlo import Collective, collectives
 from praxis_tools.stuck.progress import progress_recorder
 
-# Limit of the program's text. Parsing takes seconds during which the thread sends no heartbeats.
+# Maximum size of the program's text. Parsing takes seconds, during which no heartbeats are sent.
 _MAX_TEXT_BYTES = 2**24
 
 
 class ReportFirstCollectives(Hook):
-    """Makes the first collectives of the training step available to reports on stuck processes.
+    """Provides the first collectives of the training step to reports on stuck processes.
 
-    The program is only read if such a report is made.
+    The program is only parsed if such a report is created.
     """
 
     every, waits = None, False
@@ -35,7 +35,7 @@ class ReportFirstCollectives(Hook):
         yield
         if processes.count() > 1:
             partitioner = self._job.partitioner
-            # Compile in the training thread, so that the first step finds the program compiled.
+            # Compile in the training thread, so that the first step can reuse the program.
             step = partitioner.train_step.lower(self._job.datasets[TRAIN].element_spec()).compile()
             mesh = partitioner.mesh
             owners = [device.process_index for device in mesh.devices.flat]
@@ -45,9 +45,9 @@ class ReportFirstCollectives(Hook):
 
 
 class FirstCollectives:
-    """Finds, for each process, the first collective of a program that needs its devices.
+    """Finds the first collective of a program that needs the devices of a given process.
 
-    The program is read on the first call, which may be in any thread.
+    The program is parsed on the first call, which may be in any thread.
 
     Args:
       compiled: The program or its text.
@@ -64,10 +64,10 @@ class FirstCollectives:
         self._lock = threading.Lock()
 
     def __call__(self, process: int) -> str:
-        """Returns a description of the collective; "" if there is none or it cannot be found."""
+        """Returns a description of the collective, or "" if it cannot be found."""
         with self._lock:
             if self._descriptions is None:
-                # The report must be printed even if the program cannot be read.
+                # The report must be printed even if the program cannot be parsed.
                 self._descriptions = {}
                 with contextlib.suppress(Exception):
                     self._descriptions = self._read()
@@ -84,7 +84,7 @@ class FirstCollectives:
                 continue
             for group in collective.groups:
                 members = set(self._owners[group].tolist())
-                if len(members) > 1:  # Otherwise no process waits for another.
+                if len(members) > 1:  # Otherwise, no process waits for another process.
                     for process in members & missing:
                         descriptions[process] = _description(collective)
                     missing -= members

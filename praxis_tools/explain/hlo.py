@@ -1,8 +1,8 @@
 """Reads the collectives and the memory per device from a compiled program.
 
-XLA's `cost_analysis()` counts the body of a loop once, so a scanned model looks like one layer.
-Here, an instruction counts as often as its loops execute it. Functions take a `jax.stages.Compiled`
-or its text, in the formats of jax 0.10 to 0.12 for CPU, GPU and TPU.
+XLA's `cost_analysis()` counts the body of a loop once, as if a scanned model had a single layer.
+This module counts every execution of an instruction in a loop. Functions take a
+`jax.stages.Compiled` or its text, in the formats of jax 0.10 to 0.12 for CPU, GPU and TPU.
 """
 
 import re
@@ -41,20 +41,22 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective instruction of a compiled program.
+    """A collective instruction in a compiled program.
 
     Attributes:
       kind: One of `KINDS`.
-      bytes: Bytes of the result of one execution on one device, summed over a tuple's elements.
-      dtypes: Distinct element types of the result, by XLA's names ('f32', 'bf16').
+      bytes: Bytes of the result on one device per execution, summed over a tuple's elements.
+      dtypes: XLA's names of the distinct element types in the result ('f32', 'bf16').
       count: Number of executions in one run of the program.
-      at_least: Whether it is in a loop of unknown trip count; `count` assumes one iteration.
-      at_most: Whether it is in a branch; `count` assumes that the branch is taken.
+      at_least: Whether the collective is in a loop of unknown trip count, for which `count` assumes
+        one iteration.
+      at_most: Whether the collective is in a branch, which `count` assumes is taken.
       group_size: Number of devices in a replica group; None for collective-permute.
       op_name: JAX operation, such as 'jit(step)/while/body/layer/dot_general', or ''.
-      layers: (layer, bytes) of each part of the result. The layer is 'encoder/ffn', 'gradient of
-        encoder/ffn', or outside of layers the source line, 'model.py:13', or ''.
-      axes: Mesh axes along which it runs; empty if no mesh was given.
+      layers: (layer, bytes) for each array in the result. The layer is, for example, 'encoder/ffn'
+        or 'gradient of encoder/ffn'. Outside of layers, it is the source line, such as
+        'model.py:13', or ''.
+      axes: Mesh axes along which the collective runs; empty if no mesh was given.
       source: Source line, such as 'model.py:13', or ''.
       dims: Shape of each array in the result.
       groups: Replica groups, as device positions in the mesh, int [groups, devices]; None if no
@@ -77,7 +79,7 @@ class Collective:
 
     @property
     def layer(self) -> str:
-        """The layer, or text such as 'several in encoder' if XLA merged several layers."""
+        """The layer, or a description such as 'several in encoder' if XLA merged several layers."""
         return merged_layer(dict(self.layers)) or "unknown"
 
 
@@ -107,11 +109,11 @@ def collectives(
 ) -> list[Collective]:
     """Returns the collectives that one run of a program executes.
 
-    An asynchronous collective (start and done) counts once.
+    An asynchronous collective (start and done) is counted once.
 
     Args:
       compiled: The program or its text.
-      axis_sizes: Number of devices along each mesh axis; None to leave out axes and groups.
+      axis_sizes: Number of devices along each mesh axis, or None to omit axes and groups.
     """
     program, found, seen = parse(compiled), [], set()
     for site in executed(program):
@@ -162,7 +164,7 @@ def _reduce_scatter_shape(site: Site) -> str | None:
 
 
 def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
-    """Returns (number of executions, bytes of all executions) for each kind that occurs."""
+    """Maps each kind of collective to (number of executions, bytes of all executions)."""
     totals = {kind: (0, 0) for kind in KINDS}
     for collective in collectives:
         count, size = totals[collective.kind]
@@ -173,7 +175,7 @@ def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    """Groups collectives by kind and layer. Groups are sorted by kind, then by decreasing bytes."""
+    """Groups collectives by kind and layer; groups are sorted by kind, then by decreasing bytes."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for collective in collectives:
         groups.setdefault((collective.kind, collective.layer), []).append(collective)
@@ -184,9 +186,9 @@ def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def collectives_table(collectives: Iterable[Collective]) -> str:
-    """Returns a text table with a line for each kind of collective, and its layers below.
+    """Returns a text table with a line for each kind of collective, followed by its layers.
 
-    Numbers that are only bounds are marked by '>=' or '<=', or by '~' for both.
+    Lower and upper bounds are marked by '>=' and '<=', and numbers that are neither by '~'.
     """
     collectives, lines = list(collectives), []
     for kind in summarise(collectives):
@@ -206,18 +208,18 @@ def _row(name: str, group: Sequence[Collective]) -> tuple[str, str, str]:
 
 
 def bound_sign(group: Sequence[Collective]) -> str:
-    """Returns '>=' or '<=' if a sum over collectives is only a bound, '~' if both apply, or ''."""
+    """Returns '>=' or '<=' if a sum over collectives is a bound, '~' for both, '' otherwise."""
     at_least, at_most = any(c.at_least for c in group), any(c.at_most for c in group)
     return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
 
 
 def donated_bytes(compiled: "jax.stages.Compiled | str") -> int:
-    """Returns the bytes per device of donated inputs, whose buffers outputs reuse."""
+    """Returns the bytes per device of donated inputs whose buffers are reused by outputs."""
     return sum(array.bytes for array in _donated(compiled))
 
 
 def num_donated(compiled: "jax.stages.Compiled | str") -> int:
-    """Returns the number of donated inputs, whose buffers outputs reuse."""
+    """Returns the number of donated inputs whose buffers are reused by outputs."""
     return len(_donated(compiled))
 
 
@@ -245,7 +247,7 @@ def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice:
         return [getattr(stats, f"{prefix}{name}_size_in_bytes") for name in names]
 
     arguments, outputs, temp, aliased = sizes("")
-    # Do not use XLA's peak_memory_in_bytes, which leaves out temp on CPU (jax 0.10 and 0.12).
+    # Do not use XLA's peak_memory_in_bytes, which excludes temp on CPU (jax 0.10 and 0.12).
     peak = arguments + outputs - aliased + temp
     *on_host, aliased_on_host = sizes("host_")
     return MemoryPerDevice(

@@ -1,4 +1,4 @@
-"""Parses the replica groups of collectives, and finds the mesh axes that they span."""
+"""Parses the replica groups of collectives and finds the mesh axes that they span."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from praxis_tools.explain.hlo_text import Program
 
 
 def device_groups(attributes: str, program: Program) -> np.ndarray | None:
-    """Returns the replica groups of a collective, int [groups, devices], or None if it has none.
+    """Returns the replica groups of a collective as int [groups, devices], or None without groups.
 
     Devices are numbered in the mesh's row-major order. The groups of a collective-permute are its
     (source, target) pairs.
@@ -63,7 +63,7 @@ def _groups_of_mesh(mesh: str, among: str) -> np.ndarray:
 
 
 def axes_of_groups(groups: np.ndarray, axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the devices of a group differ, in mesh order."""
+    """Returns the mesh axes along which the devices in a group differ, in mesh order."""
     if groups.max(initial=0) >= math.prod(axis_sizes.values()):
         return ()  # The devices are not numbered by this mesh.
     indices = np.unravel_index(groups, tuple(axis_sizes.values()))

@@ -1,8 +1,8 @@
 """Finds the layer of an instruction from the names that JAX writes into a program.
 
 For example, 'jit(step)/transpose(jvp(encoder))/while/body/checkpoint/blocks/ffn/dot_general' is the
-gradient of the layer encoder/blocks/ffn: JAX adds the names of its transformations and loops
-between the scopes of layers. The formats of jax 0.10 and 0.12 are both supported.
+gradient of the layer encoder/blocks/ffn, because JAX inserts the names of transformations and loops
+between the scopes of layers. The formats of jax 0.10 and 0.12 are supported.
 """
 
 import itertools
@@ -24,7 +24,7 @@ _STRUCTURE = re.compile(
     r"while|body|cond|closed_call|eval_jaxpr|core_call|checkpoint|remat\d?|rematted_computation"
     r"|scan|shard_map|pjit|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
 )
-_FUNCTIONS = ("jit", "pjit", "pmap")  # jit(step): the name of a function, not of a scope.
+_FUNCTIONS = ("jit", "pjit", "pmap")  # In jit(step), "step" is a function and not a scope.
 _FOR_LAYERS = os.path.join("layers", "base", "result_types.py")
 _LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # Part of the path of other libraries.
 GRADIENT_OF = "gradient of "  # Prefix of a layer's path in the backward pass.
@@ -33,7 +33,7 @@ GRADIENT_OF = "gradient of "  # Prefix of a layer's path in the backward pass.
 def layer_of(program: Program, instruction: Instruction, computation: Computation) -> str:
     """Returns the layer of an instruction, or '' if it is unknown.
 
-    If XLA merged instructions of several layers, returns text such as 'several in encoder'.
+    If XLA merged instructions of several layers, this returns, for example, 'several in encoder'.
     """
     return merged_layer(layers_of(program, instruction, computation))
 
@@ -41,11 +41,11 @@ def layer_of(program: Program, instruction: Instruction, computation: Computatio
 def layers_of(
     program: Program, instruction: Instruction, computation: Computation
 ) -> dict[str, int]:
-    """Returns the layers of an instruction, with the bytes of each layer's part of the result.
+    """Returns the layers of an instruction, and the bytes of the result for each layer.
 
-    There are several layers if XLA merged instructions. An unknown layer is ''.
+    There are several layers if XLA merged instructions. Unknown layers are ''.
     """
-    # After a merged instruction, XLA extracts the parts, which have their original names and lines.
+    # XLA extracts the parts of a merged instruction, which keep their original names and lines.
     parts = [
         part
         for part in computation.values()
@@ -57,8 +57,8 @@ def layers_of(
     for part in parts if len(parts) > 1 else [instruction]:
         layers = _named_layers(program, part)
         if not any(layers):
-            # If an argument of the program is gathered directly, only the argument has a name, such
-            # as "state.mdl_vars['ffn']['w']".
+            # If a program argument is gathered directly, only the argument has a name, such as
+            # "state.mdl_vars['ffn']['w']".
             operands = [computation.get(name) for name in part.operands]
             layers = [
                 "/".join(re.findall(r"[^\[\].'\\]+", op_name_of(operand)))
@@ -75,10 +75,10 @@ _MAX_HOPS = 6
 
 
 def nearest_layer(program: Program, instruction: Instruction, computation: Computation) -> str:
-    """Returns the layer of the nearest user or operand of a collective that has one, or ''.
+    """Returns the layer of a collective's nearest user or operand with a known layer, or ''.
 
     In programs for several slices, XLA drops the names of collectives. A gathered array belongs to
-    the layer that uses it; a reduced or sent array belongs to the layer that computed it.
+    the layer that uses it, and a reduced or sent array belongs to the layer that computed it.
     """
     follows_users = "reduce" not in instruction.opcode and instruction.opcode != "send"
     reached = [instruction]
@@ -106,8 +106,9 @@ def _named_layers(program: Program, instruction: Instruction) -> list[str]:
 def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
     """Returns the layers in an op_name, one for each merged operation.
 
-    A layer is, for example, 'encoder/ffn', or 'gradient of encoder/ffn' in the backward pass, or
-    `source_line` outside of any scope. XLA names merged operations 'common/path/(first:second)'.
+    A layer is, for example, 'encoder/ffn', or 'gradient of encoder/ffn' in the backward pass.
+    Outside of any scope, it is `source_line`. XLA names merged operations
+    'common/path/(first:second)'.
     """
     layers = []
     for name in _unmerged(op_name):
@@ -148,7 +149,7 @@ def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Splits a text at the separators outside of brackets."""
+    """Splits text at separators outside of brackets."""
     parts, depth, begin = [], 0, 0
     for index, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -159,10 +160,10 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def merged_layer(bytes_of: Mapping[str, int]) -> str:
-    """Returns one text for the layers of a merged operation, such as 'several in encoder'.
+    """Describes the layers of a merged operation, for example as 'several in encoder'.
 
-    If the layers have no common path, it is 'several (encoder, decoder)', with up to three names.
-    Layers with less than a hundredth of the bytes, such as the scalar of a norm, are left out.
+    If the layers have no common path, the result is 'several (encoder, decoder)', with up to three
+    names. Layers with less than 1% of the bytes, such as the scalar of a norm, are ignored.
     """
     total = sum(bytes_of.values())
     layers = [layer for layer, size in bytes_of.items() if 100 * size >= total]
@@ -170,7 +171,7 @@ def merged_layer(bytes_of: Mapping[str, int]) -> str:
         return layers[0]
     all_gradients = all(layer.startswith(GRADIENT_OF) for layer in layers)
     paths = [layer.removeprefix(GRADIENT_OF).split("/") for layer in layers]
-    common = os.path.commonprefix(paths)  # Of lists: of whole names.
+    common = os.path.commonprefix(paths)  # These are lists, so only complete names match.
     first = [name for name in dict.fromkeys(path[0] for path in paths) if name]
     names = ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
     where = f"several in {'/'.join(common)}" if common and common[0] else f"several ({names})"
@@ -180,7 +181,7 @@ def merged_layer(bytes_of: Mapping[str, int]) -> str:
 def source_line(frames: Sequence[tuple[str, int]]) -> str:
     """Returns the innermost line of the user's code, such as 'model.py:13', or "".
 
-    If no frame belongs to the user's code, it is a line of this library.
+    If no frame belongs to the user's code, a line of this library is returned.
 
     Args:
       frames: (file, line) of each call, innermost first.
@@ -194,8 +195,8 @@ def source_line(frames: Sequence[tuple[str, int]]) -> str:
 def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Returns the frames of the user's code and of this library, innermost first.
 
-    Frames of other libraries, of the program that launched this library, and of result_types.py,
-    which calls jax.numpy on behalf of layers, are left out.
+    This omits frames of other libraries, of the program that launched this library, and of
+    result_types.py, which calls jax.numpy on behalf of layers.
     """
     own = [
         (file, line) for file, line in frames

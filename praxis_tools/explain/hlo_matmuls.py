@@ -1,4 +1,4 @@
-"""Computes the flops and element types of matmuls, per device, from a program's text."""
+"""Computes the flops per device and the element types of matmuls from a program's text."""
 
 import math
 import re
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def flops(compiled: "jax.stages.Compiled | str") -> int:
     """Returns the flops of dots and convolutions in one run of a program on one device.
 
-    A multiplication with its addition counts as 2 flops. All branches count as taken, and loops of
-    unknown trip count as one iteration. Elementwise operations, dots that XLA rewrote as a multiply
+    A multiply-add is counted as 2 flops. All branches are assumed to be taken, and loops of unknown
+    trip count to have one iteration. Elementwise operations, dots that XLA rewrote as a multiply
     and a sum, and custom calls other than cuBLAS are not counted.
     """
     return sum(
@@ -51,8 +51,8 @@ def matmul_type(instruction: Instruction, computation: Computation) -> str:
 def _convolution_flops(
     lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int], attributes: str
 ) -> int:
-    # On TPU, dots are also convolutions, with dilated windows for batch dims. Only count elements
-    # that a window covers, not padding or the gaps of a dilation.
+    # On TPU, dots are convolutions as well, with dilated windows for batch dims. Only count
+    # elements that a window covers, but not padding or the gaps of a dilation.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None, f"convolution without dim_labels: {attributes}"
     lhs, rhs, result = (
@@ -78,7 +78,7 @@ def window_hits(
     lhs: int, rhs: int, outputs: int, stride: int, padding: int, lhs_dilation: int,
     rhs_dilation: int,
 ) -> int:
-    """Returns how many (window tap, output) pairs read an element of the input, along one dim.
+    """Counts the (window tap, output) pairs that read an input element, along one dim.
 
     Args:
       lhs: Size of the input.
@@ -89,8 +89,8 @@ def window_hits(
       lhs_dilation: Dilation of the input.
       rhs_dilation: Dilation of the window.
     """
-    # For a tap at `first`, output j reads position j * stride + first of the dilated input. That is
-    # an element (rather than a gap) for every period-th j in a range.
+    # For a tap at `first`, output j reads position j * stride + first of the dilated input. This
+    # position is an element (and not a gap) for every period-th j in a range.
     common = math.gcd(stride, lhs_dilation)
     period = lhs_dilation // common
     inverse, hits = pow(stride // common, -1, period), 0

@@ -1,4 +1,4 @@
-"""Counts how often each instruction of a program executes, with trip counts of loops."""
+"""Counts the executions of each instruction in a program, using the trip counts of loops."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ from praxis_tools.explain.hlo_text import (
 
 
 class Site(NamedTuple):
-    """An instruction with one chain of calls through which it is executed.
+    """An instruction, together with one chain of calls that executes it.
 
     Attributes:
       instruction: The instruction.
@@ -44,7 +44,7 @@ def executed(program: Program) -> Iterator[Site]:
 
 
 def _walk(program: Program, any_site: Site) -> Iterator[Site]:
-    """Yields the sites of the computation of `any_site`, and of all computations that it calls."""
+    """Yields the sites in the computation of `any_site` and in all computations it calls."""
     for instruction in any_site.computation.values():
         site = any_site._replace(instruction=instruction)
         yield site
@@ -56,7 +56,7 @@ def _walk(program: Program, any_site: Site) -> Iterator[Site]:
 
 
 def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
-    """Returns the attributes that name a site's callees, with the fields of `Site` they change."""
+    """Returns the attributes that name a site's callees, and the `Site` fields they change."""
     opcode = site.instruction.opcode
     if opcode == "while":
         trips = trip_count(program, site.computation, site.instruction)
@@ -65,7 +65,7 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
             trips_of_body = 0 if is_extra_exchange(program, site.instruction) else 1
         else:
             trips_of_body = trips
-        # The condition is evaluated once more than the body.
+        # The condition is evaluated one more time than the body.
         runs = {"condition": (trips or 0) + 1, "body": trips_of_body}
         return [
             (key, {"count": site.count * number, "at_least": at_least})
@@ -77,18 +77,18 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
     if opcode in ("fusion", "fusion-start"):
         return [("calls", {"scope": site.scope, "fused": True})]
     if opcode in ("call", "async-start", "custom-call"):
-        # Leave out async-done, which names the same computation, and `to_apply` of reductions.
+        # Ignore async-done, which names the same computation, and `to_apply` of reductions.
         return [(key, {}) for key in ("calls", "to_apply", "called_computations")]
     return []
 
 
-# A scalar in a loop, as (i, c): element i of the loop state plus the constant c. (None, c) means c.
+# A scalar in a loop: (i, c) is element i of the loop state plus the constant c; (None, c) is c.
 _Affine = tuple[int | None, int]
 _STATE: _Affine = (-1, 0)  # Stands for the loop state, which is a tuple.
 
 
 def trip_count(program: Program, computation: Computation, loop: Instruction) -> int | None:
-    """Returns how often a while loop runs its body, or None if it cannot be determined.
+    """Returns the trip count of a while loop, or None if it cannot be determined.
 
     Skip this on a first read: it recognizes `for (i = initial; i < limit; i += step)`.
     """
@@ -128,7 +128,7 @@ def trip_count(program: Program, computation: Computation, loop: Instruction) ->
 
 
 def is_extra_exchange(program: Program, loop: Instruction) -> bool:
-    """Returns whether a loop has the extra rounds of all-to-all that uneven expert loads need."""
+    """Returns whether a loop contains the extra all-to-all rounds for uneven expert loads."""
     body = program.computations[callees(loop, "body")[0]].values()
     return any(EXTRA_ROUNDS in op_name_of(instruction) for instruction in (loop, *body))
 
@@ -152,13 +152,13 @@ def _scalar(
     program: Program, computation: Computation, name: str,
     argument: Callable[[int], _Affine | None],
 ) -> _Affine | None:
-    """Returns a scalar of a computation in terms of the loop state, or None if it is not affine.
+    """Expresses a scalar in terms of the loop state; returns None if it is not affine.
 
     Args:
       program: Program that contains the computation.
       computation: Computation that contains the scalar.
       name: Name of the instruction that computes the scalar.
-      argument: Function that returns the value of a parameter of the computation by its index.
+      argument: Function that takes the index of a parameter and returns its value.
     """
     instruction = computation[name]
 

@@ -58,7 +58,7 @@ class Program(NamedTuple):
 
 
 def parse(compiled: "jax.stages.Compiled | str") -> Program:
-    """Parses a `Compiled` or its text. Raises ValueError if the text is not HLO."""
+    """Parses a `Compiled` or its text; raises ValueError if the text is not HLO."""
     return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
 
 
@@ -81,7 +81,7 @@ def _parse(text: str) -> Program:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields lines, with instructions that span several lines (Pallas's kernel_metadata) joined."""
+    """Yields lines, joining instructions that span several lines (Pallas's kernel_metadata)."""
     parts: list[str] = []
     for line in text.splitlines():
         depth = sum(part.count("{") - part.count("}") for part in parts)
@@ -90,7 +90,7 @@ def _lines(text: str) -> Iterator[str]:
             continue
         if parts:
             yield "".join(parts)
-        # Only an indented line with an open brace at its end, an instruction, can continue.
+        # Only instructions (indented lines) that end with an open brace can continue.
         parts = [line]
         if not (line.startswith("  ") and line.endswith("{")):
             yield line
@@ -122,7 +122,7 @@ def _instruction(head: re.Match, line: str) -> Instruction:
 
 
 def bracket(text: str, start: int) -> tuple[list[str], int]:
-    """Returns the comma-separated parts within the bracket at `start`, and the index after it."""
+    """Returns the comma-separated parts in the bracket at `start`, and the index after it."""
     parts, depth, begin = [], 0, start + 1
     for mark in re.compile(r'[(){}\[\],]|"(?:[^"\\]|\\.)*"').finditer(text, start):
         depth += (mark.group(0) in "([{") - (mark.group(0) in ")]}")
@@ -135,7 +135,7 @@ def bracket(text: str, start: int) -> tuple[list[str], int]:
 
 
 def braced(text: str, key: str) -> str:
-    """Returns the text in braces that follows `key`, or an empty string."""
+    """Returns the text in braces after `key`, or an empty string."""
     start = text.find(key + "{") + len(key)
     return text[start : bracket(text, start)[1]] if start >= len(key) else ""
 
@@ -149,17 +149,17 @@ def arrays_of(shape: str) -> list[Array]:
 
 
 def op_name_of(instruction: Instruction) -> str:
-    """Returns the JAX operation that an instruction comes from, or an empty string."""
+    """Returns the name of the JAX operation of an instruction, or an empty string."""
     name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
     return name.group(1) if name else ""
 
 
 def callees(instruction: Instruction, key: str) -> list[str]:
-    """Returns the names of the computations in an attribute of an instruction."""
+    """Returns the names of the computations in an instruction's attribute."""
     names = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
     return re.findall(r"[\w.\-]+", names.group(1)) if names else []
 
 
 def root_of(computation: Computation) -> Instruction:
-    """Returns the root instruction of a computation, whose result it returns."""
+    """Returns the root instruction of a computation, which computes its result."""
     return next(instruction for instruction in computation.values() if instruction.is_root)

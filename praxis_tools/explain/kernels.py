@@ -1,7 +1,7 @@
-"""Computes the matmul flops of custom kernels, which the text of a program does not show.
+"""Computes the matmul flops of custom kernels, which are not visible in a program's text.
 
-The known kernels are splash attention (of JAX and tokamax), cuDNN attention, and megablox (the
-grouped matmul of JAX and tokamax).
+The known kernels are splash attention (JAX and tokamax), cuDNN attention, and megablox (the grouped
+matmul in JAX and tokamax).
 """
 
 import math
@@ -15,21 +15,21 @@ from praxis_lite.layers.moe.grouped_matmul import tiling
 from praxis_tools.explain.hlo_text import Computation, Instruction, arrays_of
 
 # Maps the suffix of a splash kernel's name to (number of matmuls that the kernel computes, number
-# of matmuls that the model needs).
+# of matmuls excluding recomputation).
 _SPLASH_MATMULS = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}
-_FUSED_BACKWARD_MATMULS = (5, 4)  # The same for tokamax's dkv kernel, which computes dq too.
+_FUSED_BACKWARD_MATMULS = (5, 4)  # For tokamax's dkv kernel, which also computes dq.
 _CUDNN = "__cudnn$fmha"
 _MEGABLOX = re.compile(r"\bt?gmm(_megablox\w*)?\b")  # JAX's, or tokamax's.
 _DTYPES = {"bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")}  # Supported by megablox.
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Returns whether an instruction is a Pallas kernel on TPU, or cuDNN's attention."""
+    """Returns whether an instruction is a Pallas kernel on TPU or a cuDNN attention kernel."""
     return "tpu_custom_call" in instruction.attributes or _CUDNN in instruction.attributes
 
 
 def dims_per_head(instruction: Instruction, computation: Computation) -> int | None:
-    """Returns the head dim of a splash attention kernel, or None for any other kernel."""
+    """Returns the head dim of a splash attention kernel, or None for other kernels."""
     if _splash_matmuls(instruction) is None:
         return None
     queries = [dims for dims in _float_operands(instruction, computation) if len(dims) in (3, 4)]
@@ -39,18 +39,19 @@ def dims_per_head(instruction: Instruction, computation: Computation) -> int | N
 def kernel_flops(
     instruction: Instruction, computation: Computation, *, of_model: bool = False
 ) -> int:
-    """Returns the matmul flops of a known kernel, or 0 for an unknown one.
+    """Returns the matmul flops of a known kernel, or 0 for unknown kernels.
 
-    For attention of q [B, N, T, K] and k [B, G, S, K], splash has two matmuls in the forward pass,
-    three for dq and four for dk and dv (tokamax: five for all three), over the blocks that it
-    computes. cuDNN has two in the forward and five in the backward pass, over the pairs within the
-    causal mask or its window. Megablox multiplies all rows that belong to an expert if loads are
-    even. Layers write the share of computed blocks, or of such rows, into the program's text.
+    For attention with q [B, N, T, K] and k [B, G, S, K], splash computes two matmuls in the forward
+    pass, three for dq, and four for dk and dv (tokamax: five for dq, dk and dv), over the blocks
+    that are not skipped. cuDNN computes two matmuls in the forward pass and five in the backward
+    pass, over the pairs within the causal mask or window. For megablox, this counts all rows that
+    belong to an expert if loads are even. Layers write the share of computed blocks or rows into
+    the program's text.
 
     Args:
       instruction: The kernel.
       computation: Computation that contains the kernel.
-      of_model: Whether to leave out matmuls that the backward pass recomputes: the logits in all
+      of_model: Whether to exclude matmuls that the backward pass recomputes: the logits in all
         kernels, and the gradient of the probabilities in the second of splash's two backward
         kernels.
     """
@@ -61,7 +62,7 @@ def kernel_flops(
     matmuls = _splash_matmuls(instruction)
     if matmuls and len(queries_and_keys) >= 2:
         q, k = queries_and_keys[:2]
-        # tokamax's dkv kernel returns dq in parts, an array with one more dim, summed afterwards.
+        # tokamax's dkv kernel returns parts of dq in an array with one more dim, to sum afterwards.
         if any(len(array.dims) == len(q) + 1 for array in arrays_of(instruction.shape)):
             matmuls = _FUSED_BACKWARD_MATMULS
         flops = 2 * matmuls[of_model] * math.prod(q) * k[-2]
@@ -82,10 +83,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_of_experts(instruction: Instruction, computation: Computation) -> Tiles | None:
-    """Returns the tiles that a megablox kernel processes, or None for any other kernel.
+    """Returns the tiles that a megablox kernel processes, or None for other kernels.
 
     A tile whose rows belong to two experts is processed twice. Tiles that extend beyond the inputs
-    or outputs count in full.
+    or outputs are counted in full.
     """
     floats = _float_operands(instruction, computation)
     ranks = [len(dims) for dims in floats[:2]]
@@ -98,8 +99,8 @@ def tiles_of_experts(instruction: Instruction, computation: Computation) -> Tile
     num_experts = next(dims[0] for dims in (*floats, output.dims) if len(dims) == 3)
     row_tiles = math.ceil(num_rows / tile_rows) + num_experts - 1
     input_tiles, output_tiles = math.ceil(K / tile_inputs), math.ceil(N / tile_outputs)
-    # Operands that stay in VMEM between tiles are not read again: an expert's weights if K is not
-    # split into tiles, and the accumulated gradient of weights.
+    # Operands that stay in VMEM between tiles are not read again: an expert's weights (if K is not
+    # split into tiles), and the accumulated gradient of weights.
     other = tile_outputs * (tile_inputs if input_tiles > 1 else 0)
     if len(output.dims) == 3:
         other = tile_rows * tile_outputs
@@ -111,7 +112,7 @@ def tiles_of_experts(instruction: Instruction, computation: Computation) -> Tile
 
 
 def _name_and_attributes(instruction: Instruction) -> str:
-    # The attributes of a kernel contain its compiled code. Names are at the end.
+    # The attributes of a kernel contain its compiled code, followed by names.
     return instruction.name + instruction.attributes[-20_000:]
 
 

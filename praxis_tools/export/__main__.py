@@ -1,4 +1,4 @@
-"""Exports a job's decode step or its model's forward pass as StableHLO, to run with only jax.
+"""Exports a job's decode step or its model's forward pass as StableHLO that only requires jax.
 
     python -m praxis_tools.export JOB OUT --what=decode|predict [--mesh=1,2,2]
         [--batch=ROWS|b] [--length=TOKENS] [--platforms=cpu,cuda] [--step N] [--set path=value ...]
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes program.bin, weights.npz, manifest.json and load.py, which runs them, into OUT."""
+    """Writes program.bin, weights.npz, manifest.json and the loader load.py to OUT."""
     run(lambda: _export(argv), continues_without_output=True)
 
 
@@ -28,7 +28,7 @@ def _export(argv: Sequence[str] | None) -> None:
     print_log()
     args = _parser().parse_args(argv)
     require_package("flatbuffers", "praxis_tools.export")
-    # Imported late, so that Ctrl-C during the import of jax prints no traceback.
+    # Import jax late, so that Ctrl-C during its import prints no traceback.
     from praxis_lite.core.errors import format_bytes
     from praxis_lite.host.whole_files import new_directory
     from praxis_lite.job.local_directory import local_directory
@@ -49,7 +49,7 @@ def _export(argv: Sequence[str] | None) -> None:
             "what": args.what, "job": args.job, **about, **_text_settings(partitioner.task)
         }
         if args.what == "decode":
-            # The weights can be donated because nothing else uses them.
+            # Donate the weights, because nothing else uses them.
             weights = partitioner.for_decoding(weights, donates=True)
         sizes = write_artifact(target, program, partitioner, weights, about)
     files = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
@@ -61,9 +61,9 @@ class _Model(NamedTuple):
 
     Attributes:
       partitioner: Partitioner of the model's task.
-      mdl_vars: Weights of the model.
-      datasets: Pipelines by name, whose batches determine the input shapes.
-      about: Facts for the manifest.
+      mdl_vars: Model weights.
+      datasets: Maps the names of datasets to pipelines, whose batches determine the input shapes.
+      about: Metadata for the manifest.
     """
 
     partitioner: "Partitioner"
@@ -75,7 +75,7 @@ class _Model(NamedTuple):
 def _load_model(args: Any) -> _Model:
     from praxis_lite.job.local_directory import local_directory
 
-    # Only the directory of a Hugging Face model contains safetensors; that of a job never does.
+    # Hugging Face directories contain safetensors files; job directories never do.
     if any(local_directory(args.job).glob("*.safetensors")):
         return _load_from_huggingface(args)
     from praxis_lite.trained_model.loading import load
@@ -93,15 +93,16 @@ def _load_model(args: Any) -> _Model:
 
 
 def _load_from_huggingface(args: Any) -> _Model:
-    from praxis_lite.core.errors import require
+    from praxis_lite.core.errors import ConfigError, require
     from praxis_lite.core.sharding.mesh import make_mesh, simulate_devices
     from praxis_lite.core.sharding.mesh_config import MeshConfig
     from praxis_lite.huggingface.model import EXPERIMENT, load
 
-    require(
-        args.step is None, "--step", args.step, "no value",
-        "A Hugging Face directory has no checkpoint steps.",
-    )
+    if args.step is not None:
+        raise ConfigError(
+            "--step cannot be combined with a Hugging Face directory, which has no checkpoint "
+            "steps. Remove --step."
+        )
     sizes = (args.mesh or "1,1,1").split(",")
     is_valid = len(sizes) == 3 and all(size.isdecimal() and int(size) for size in sizes)
     require(
@@ -118,7 +119,7 @@ def _load_from_huggingface(args: Any) -> _Model:
 
 
 def _text_settings(task: Any) -> dict[str, Any]:
-    """Returns the manifest's JSON description of a task's tokenizer and decoder."""
+    """Returns JSON values that describe a task's tokenizer and decoder, for the manifest."""
     settings = {}
     if task.tokenizer is not None:
         tokenizer = task.tokenizer
@@ -138,7 +139,7 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("job", metavar="JOB", help="directory of a job or of a Hugging Face model")
+    add("job", metavar="JOB", help="job directory or Hugging Face model directory")
     add("out", metavar="OUT", help="directory to create")
     add("--what", choices=("decode", "predict"), required=True,
         help="export the job's decode step, or the model's forward pass")
@@ -147,14 +148,14 @@ def _parser() -> Parser:
     add("--batch", metavar="ROWS", help="number of rows, or b for any multiple of the number of "
         "devices; default: as in the dataset")
     add("--length", type=int, metavar="TOKENS",
-        help="number of tokens in a row, the longest prompt; default: as in the dataset")
+        help="number of tokens per row (maximum prompt length); default: as in the dataset")
     add("--inputs", nargs="+", default=[], metavar="NAME=DTYPE[ROWS,DIM,...]",
-        help="all inputs, instead of the dataset's")
+        help="shapes of all inputs; default: as in the dataset")
     add("--platforms", default="", metavar="NAME,...",
         help="cpu, cuda, rocm or tpu; default: the current platform")
     add("--set", dest="settings", metavar="path=value", nargs="+", action="extend", default=[],
-        help="as for main.py")
-    add("--packages", metavar="NAME,...", default="", help="as for main.py")
+        help="as in main.py")
+    add("--packages", metavar="NAME,...", default="", help="as in main.py")
     return parser
 
 

@@ -24,17 +24,17 @@ def write_artifact(
     folder: Path, program: Program, partitioner: Partitioner, weights: Any,
     about: Mapping[str, Any],
 ) -> dict[str, int]:
-    """Writes a program, its weights, a manifest and the loader.
+    """Writes a program, its weights, a manifest and the loader to a directory.
 
     Args:
       folder: Existing directory to write to.
       program: The exported program.
       partitioner: Partitioner that the program was exported from.
       weights: Tree of arrays with the program's layout.
-      about: Further facts for the manifest, as JSON values.
+      about: Additional metadata for the manifest, as JSON values.
 
     Returns:
-      The size of each file in bytes, by file name.
+      A dict that maps each file name to the size of the file in bytes.
     """
     (folder / PROGRAM).write_bytes(program.exported.serialize())
     _write_weights(folder / WEIGHTS, program, weights)
@@ -47,7 +47,7 @@ def write_artifact(
 
 
 def _write_weights(path: Path, program: Program, weights: Any) -> None:
-    """Writes a file like that of `np.savez`, with only one weight in host memory at a time."""
+    """Writes the same file as `np.savez`, but transfers only one weight at a time to the host."""
     leaves = program.layout.leaves()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for leaf, x in zip(leaves, jax.tree.leaves(weights), strict=True):
@@ -69,7 +69,7 @@ def _manifest(
         "calling_convention_version": exported.calling_convention_version,
         "platforms": list(exported.platforms), "devices": devices,
         "mesh": dict(mesh.shape),
-        # Options by the name of the backend they are for; other backends compile without them.
+        # Maps a backend to its options; other backends compile without options.
         "compiler_options": {mesh.devices.flat[0].platform: program.compiler_options},
         "disabled_checks": [str(check) for check in exported.disabled_safety_checks],
         "inputs": {name: _describe(x, x.sharding.spec) for name, x in program.inputs.items()},
@@ -82,7 +82,7 @@ def _manifest(
 
 
 def _describe(x: Any, spec: PartitionSpec | None = None) -> dict[str, Any]:
-    """Returns the shape, dtype and full-rank PartitionSpec of an array as JSON."""
+    """Returns an array's shape, dtype and full-rank PartitionSpec as JSON values."""
     shape = [dim if isinstance(dim, int) else str(dim) for dim in x.shape]
     full_spec = {} if spec is None else {"spec": [*spec, *[None] * (len(shape) - len(spec))]}
     return {"shape": shape, "dtype": np.dtype(x.dtype).name} | full_spec

@@ -17,11 +17,11 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.trainer.forward_pass import LEAVES_OF_ARGUMENTS
 
 What = Literal["decode", "predict"]
-# Value of --batch, and of ROWS in --inputs, that exports a program for any number of rows.
+# Value of --batch (and of ROWS in --inputs) that exports a program for any number of rows.
 ANY_ROWS = "b"
 _INPUT = re.compile(rf"([\w/]+)=(\w+)\[(\d+|{ANY_ROWS})((?:,\d+)*)\]")
-# Rank and dtype of a language model's inputs. The number of rows and the length determine their
-# shapes, so no dataset is needed.
+# Rank and dtype of a language model's inputs. No dataset is needed, because the number of rows and
+# the length determine their shapes.
 _TEXT_INPUTS = {
     "ids": (2, jnp.int32), "prefix_lengths": (1, jnp.int32), "weights": (1, jnp.float32),
 }
@@ -33,7 +33,7 @@ class Inputs:
     """The shapes and dtypes of a program's inputs.
 
     Attributes:
-      specs: Logical shape and dtype of each input, by path; with one row if `any_rows`.
+      specs: Maps the path of each input to its logical shape and dtype, with one row if `any_rows`.
       any_rows: Whether the program accepts any number of rows.
     """
 
@@ -50,26 +50,28 @@ def inputs_of(
     Args:
       task: The job's task.
       what: "decode" for the decode step, "predict" for the forward pass.
-      datasets: Pipelines by name; for "decode" the pipelines of prompts. Shapes that no other
-        argument sets are those of `train`, or of the first pipeline if there is no `train`.
-      given: Inputs as "NAME=DTYPE[ROWS,DIM,...]", which replace those of the dataset.
-      batch: Number of rows, or `ANY_ROWS`; None uses that of the dataset.
-      length: Number of tokens in a row; None uses that of the dataset.
+      datasets: Maps the names of datasets to pipelines (for "decode", pipelines of prompts). Shapes
+        that are not set by the other arguments are taken from `train`, or from the first dataset
+        if there is no `train`.
+      given: Specs of all inputs as "NAME=DTYPE[ROWS,DIM,...]". If empty, a dataset is used.
+      batch: Number of rows, or `ANY_ROWS`. If None, the dataset's batch size is used.
+      length: Number of tokens per row. If None, the dataset's length is used.
 
     Raises:
-      ConfigError: The task cannot decode, an option is malformed, inputs differ in their number of
-        rows, or nothing determines the shapes.
+      ConfigError: The task cannot decode, an option is malformed, inputs have different numbers of
+        rows, or the shapes cannot be determined.
     """
     if what == "decode" and type(task).decode is Task.decode:
         raise ConfigError(
-            f"{type(task).__name__} cannot decode: it has no method `decode`. Export the forward "
-            "pass with --what=predict instead."
+            f"{type(task).__name__} cannot decode, because it has no method `decode`. Export the "
+            "forward pass with --what=predict instead."
         )
     if given:
-        require(
-            batch is None and length is None, "--batch or --length next to --inputs",
-            batch or length, "neither", "--inputs already sets all shapes.",
-        )
+        if batch is not None or length is not None:
+            raise ConfigError(
+                "--batch and --length cannot be combined with --inputs, which already sets all "
+                "shapes."
+            )
         return _parse(given)
     is_any = batch == ANY_ROWS
     if batch is not None and not is_any:
@@ -90,10 +92,11 @@ def inputs_of(
     field = "decode_datasets" if what == "decode" else "datasets"
     specs = _specs_from_dataset(datasets, field, arguments)
     dataset_length = specs["ids"].shape[1:2] if "ids" in specs else ()
-    require(
-        length is None or dataset_length != (), "--length", length, "no value",
-        f"No input has token ids: {sorted(specs)}. Use --inputs to set other shapes.",
-    )
+    if length is not None and dataset_length == ():
+        raise ConfigError(
+            f"--length={length} requires an input with token ids, but the inputs are "
+            f"{sorted(specs)}. Use --inputs to set other shapes."
+        )
 
     def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         rows, *dims = x.shape or (None,)
@@ -106,7 +109,7 @@ def inputs_of(
 
 
 def takes_batches(task: Task) -> bool:
-    """Returns whether `Task.predict` takes complete batches, because the model is not callable."""
+    """Returns whether `Task.predict` takes a complete batch, because the model is not callable."""
     return task.predict is not None and not callable(task.model.abstract_module())
 
 
@@ -115,7 +118,7 @@ def _parse(texts: Sequence[str]) -> Inputs:
     for text in texts:
         match = _INPUT.fullmatch(text)
         require(
-            match is not None, "--inputs", text, "NAME=DTYPE[ROWS,DIM,...], as ids=int32[8,64]",
+            match is not None, "--inputs", text, "NAME=DTYPE[ROWS,DIM,...] such as ids=int32[8,64]",
             f"ROWS is a number, or {ANY_ROWS} for any number of rows.",
         )
         name, dtype, rows[name], other_dims = match.groups()
@@ -123,11 +126,9 @@ def _parse(texts: Sequence[str]) -> Inputs:
         num_rows = 1 if rows[name] == ANY_ROWS else int(rows[name])
         specs[name] = jax.ShapeDtypeStruct((num_rows, *dims), _parse_dtype(dtype, text))
         require(min(specs[name].shape) > 0, "--inputs", text, "dims of 1 or more")
-    found = ", ".join(f"{name} {num_rows}" for name, num_rows in rows.items())
-    require(
-        len(set(rows.values())) == 1, "The number of rows in --inputs", found,
-        "the same for all inputs",
-    )
+    if len(set(rows.values())) > 1:
+        found = ", ".join(f"{name} {num_rows}" for name, num_rows in rows.items())
+        raise ConfigError(f"--inputs: all inputs must have the same number of rows, found {found}.")
     return Inputs(specs, ANY_ROWS in rows.values())
 
 
@@ -148,13 +149,13 @@ def _specs_from_dataset(
     datasets: Mapping[str, InputPipeline], field: str,
     arguments: Mapping[str, Sequence[str]] | None,
 ) -> Specs:
-    """Returns the specs of the dataset's leaves that are arguments, or of all leaves if None."""
+    """Returns the specs of the dataset's leaves for these arguments, or of all leaves if None."""
     name = TRAIN if TRAIN in datasets else next(iter(sorted(datasets)), None)
     if name is None:
         raise ConfigError(
-            f"The job has no {field} to take the input shapes from. For a language model give "
-            "--batch=ROWS and --length=TOKENS; otherwise give every input as --inputs "
-            "NAME=DTYPE[ROWS,DIM,...]."
+            f"The input shapes are unknown, because the job has no {field}. Set --batch=ROWS and "
+            "--length=TOKENS for a language model, or specify every input with --inputs "
+            "NAME=DTYPE[ROWS,DIM,...] for other models."
         )
     available = dict(leaves_with_path(checked_spec(datasets[name], f"{field}.{name}")))
     if arguments is None:
@@ -165,16 +166,16 @@ def _specs_from_dataset(
         if leaf is not None:
             specs[argument] = available[leaf]
     if not specs or len(specs) < len(arguments):
-        call = f"the arguments {list(arguments)}" if arguments else "arguments without names"
+        call = f"the arguments {list(arguments)}" if arguments else "unnamed arguments"
         raise ConfigError(
-            f"The model takes {call}, but batches of {field}.{name} have {sorted(available)}. Give "
-            "every input as --inputs NAME=DTYPE[ROWS,DIM,...]."
+            f"The model takes {call}, but batches of {field}.{name} contain {sorted(available)}. "
+            "Specify every input with --inputs NAME=DTYPE[ROWS,DIM,...]."
         )
     return specs
 
 
 def _leaf_names_by_argument(task: Task) -> dict[str, tuple[str, ...]]:
-    """Returns, for each required argument of the model, the names that its batch leaf may have."""
+    """Maps each required argument of the model to the possible names of its leaf in a batch."""
     model = task.model.abstract_module()
     parameters = inspect.signature(model).parameters.values() if callable(model) else ()
     names = [

@@ -1,4 +1,4 @@
-"""Loads the program in this folder; needs only jax: `outputs = load()({"ids": ids, ...})`."""
+"""Loads the program in this folder with only jax: `outputs = load()({"ids": ids, ...})`."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
       folder: Directory with manifest.json, which lists the inputs' names, shapes and dtypes.
 
     Raises:
-      Refused: A file is missing, damaged or from another program, or jax has too few devices.
+      Refused: A file is missing, damaged or from a different program, or jax has too few devices.
     """
     archive = Archive(Path(folder))
     about, program = archive.about, archive.program()
@@ -43,15 +43,15 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
 
 
 class Refused(SystemExit, ValueError):
-    """The program cannot be loaded. If not caught, Python prints the message and exits with 1."""
+    """The program cannot be loaded; if uncaught, Python prints the message and exits with 1."""
 
 
 class Archive:
-    """The files of an exported program, each checked when it is read.
+    """The files of an exported program, which are verified when they are read.
 
     Attributes:
-      folder: Directory of the files.
-      about: Content of manifest.json.
+      folder: Directory that contains the files.
+      about: Contents of manifest.json.
     """
 
     def __init__(self, folder: Path):
@@ -84,7 +84,7 @@ class Archive:
         return program
 
     def weights(self, avals: Sequence) -> Iterator[np.ndarray]:
-        """Yields the weights, after checking their shapes and dtypes against the program's."""
+        """Yields the weights, checking that their shapes and dtypes match the program."""
         # np.load would leave the file open if an array is damaged.
         with self.reading("weights.npz"), zipfile.ZipFile(self.folder / "weights.npz") as archive:
             names = [file.removesuffix(".npy") for file in archive.namelist()]
@@ -93,7 +93,7 @@ class Archive:
             for name, aval in zip(names, avals, strict=True):
                 with archive.open(f"{name}.npy") as file:
                     x = np.lib.format.read_array(file, allow_pickle=False)
-                # NumPy files store bfloat16 and other types that NumPy lacks as raw bytes.
+                # Types that NumPy does not support, such as bfloat16, are stored as raw bytes.
                 raw = np.dtype(f"V{aval.dtype.itemsize}")
                 if x.shape != aval.shape or x.dtype not in (aval.dtype, raw):
                     raise ValueError(f"{name} is {x.dtype}{[*x.shape]}; the program takes "
@@ -102,7 +102,7 @@ class Archive:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Turns errors while reading a file into `Refused`, which names the file."""
+        """Context manager that converts errors while reading a file into `Refused`."""
         try:
             yield
         except Refused:
@@ -115,7 +115,7 @@ class Archive:
 
 
 def options_taken(about: dict, mesh: Mesh) -> dict:
-    """Returns the recorded compiler options that this jaxlib accepts; warns about the others."""
+    """Returns the recorded compiler options that this jaxlib accepts, and warns about the rest."""
     taken, replicated, backend = {}, NamedSharding(mesh, PartitionSpec()), jax.default_backend()
     for name, value in (about["compiler_options"].get(backend) or {}).items():
         option = {name: value}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.core.errors import ConfigError, require, require_choice, shown
+from praxis_lite.core.errors import ConfigError, require_choice, shown
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.batch_sharding import GlobalBatch, batch_spec
@@ -22,30 +22,30 @@ from praxis_tools.export.inputs import ANY_ROWS, Inputs, Specs, What, takes_batc
 KEY = "key"
 # Platforms that jax.export supports.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# cuDNN's attention kernels. jax.export rejects them by default because it guarantees no
-# compatibility with later versions. They are allowed because TrainedModel also uses them on a GPU,
-# and outputs would differ without them.
+# cuDNN's attention kernels. jax.export rejects them by default, because it does not guarantee their
+# compatibility with later versions. They are allowed here because TrainedModel also uses them on
+# GPUs, and outputs would differ without them.
 _CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")
 
-# Raised for programs that branch on a symbolic number of rows, or that jax cannot export.
+# Raised for programs that branch on a symbolic number of rows or that jax cannot export.
 _EXPORT_ERRORS = (
     TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation
 )
 
-# (mdl_vars, batch, key or None) -> outputs.
+# Takes (mdl_vars, batch, key or None) and returns the outputs.
 ProgramFunction = Callable[[Any, GlobalBatch, jax.Array | None], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function (weights, inputs) -> outputs, exported for a mesh.
+    """A function exported for a mesh, which maps weights and inputs to outputs.
 
     Attributes:
-      exported: Function of a list of padded weights, in the layout's order, and a dict of inputs.
+      exported: Function of a list of padded weights (in the layout's order) and a dict of inputs.
       layout: Layout of the weights.
-      inputs: Shape, dtype and sharding of each input by name; a decode step also has `KEY`. The
-        first dim is symbolic if the program accepts any number of rows.
-      compiler_options: Options that the job compiles its program with on this mesh, or None.
+      inputs: Maps the name of each input to its shape, dtype and sharding. A decode step also has
+        the input `KEY`. The first dim is symbolic if the program accepts any number of rows.
+      compiler_options: Compiler options that the job uses on this mesh, or None.
     """
 
     exported: export.Exported
@@ -63,17 +63,18 @@ def exported_program(
       partitioner: Partitioner of the trained model.
       what: "decode" for the decode step, "predict" for the forward pass.
       inputs: Shapes and dtypes of the inputs.
-      platforms: Platforms that the program must run on; by default that of the mesh.
+      platforms: Platforms that the program must run on. The default is the mesh's platform.
 
     Raises:
       ConfigError: The task does not accept these inputs or a symbolic number of rows, a platform is
-        unknown or uses other kernels than that of the mesh, or jax cannot export an operation.
+        unknown or uses different kernels than the mesh's platform, or jax cannot export an
+        operation.
     """
     mesh, platforms = partitioner.mesh, _check_platforms(platforms)
-    require(
-        KEY not in inputs.specs, "The name of an input", KEY, "another name",
-        "This one is reserved for the random key.",
-    )
+    if KEY in inputs.specs:
+        raise ConfigError(
+            f"The input name {KEY!r} is reserved for the random key. Rename the input."
+        )
     specs = _with_shardings(inputs, mesh)
     num_rows = next((x.shape[0] for x in specs.values() if x.shape), 0)
     build = _decode_function if what == "decode" else _forward_function
@@ -109,17 +110,17 @@ def exported_program(
 
 
 def _message_for_user(reason: str, inputs: Inputs) -> str | None:
-    """Returns the message for an error of jax that the user can fix, or None for other errors."""
+    """Returns an error message if the user can fix this error of jax, or None otherwise."""
     if "host_callbacks" in reason or "custom calls whose targets" in reason:
         call = reason.rpartition("Examples are:")[2].strip()
         return (
-            f"The program contains a call that jax cannot export: {shown(call, 300)} Choose other "
-            "kernels, and remove host callbacks."
+            f"The program contains a call that jax cannot export: {shown(call, 300)} Choose "
+            "different kernels, and remove host callbacks."
         )
     if inputs.any_rows:
         return (
-            f"The program cannot be exported for any number of rows: {shown(reason, 300)} Give a "
-            "number, --batch=ROWS."
+            f"The program cannot be exported for any number of rows: {shown(reason, 300)} Set a "
+            "fixed number with --batch=ROWS."
         )
     return None
 
@@ -132,16 +133,17 @@ def _check_platforms(platforms: Sequence[str]) -> list[str]:
     if default != "cpu" and not set(platforms) <= {default}:
         raise ConfigError(
             f"--platforms is {','.join(platforms)}; expected only {default}, because layers choose "
-            f"kernels for {default} here. To export for several platforms, set JAX_PLATFORMS=cpu "
-            "in the environment."
+            f"kernels for {default} on this machine. To export for several platforms, set "
+            "JAX_PLATFORMS=cpu in the environment."
         )
     return list(dict.fromkeys(platforms)) or [default]
 
 
 def _with_shardings(inputs: Inputs, mesh: Mesh) -> Specs:
-    """Adds shardings to the inputs: split by rows, or replicated if the rows do not divide.
+    """Adds shardings to the inputs, which are split by rows if possible and replicated otherwise.
 
-    A symbolic number of rows is a multiple of the number of devices.
+    Rows are split if their number is divisible by the number of devices. A symbolic number of rows
+    is always a multiple of the number of devices.
     """
     any_rows = export.symbolic_shape(f"{mesh.size}*{ANY_ROWS}") if inputs.any_rows else ()
 
@@ -155,13 +157,13 @@ def _with_shardings(inputs: Inputs, mesh: Mesh) -> Specs:
 
 
 def _pad_and_split(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Pads an input's rows to the number of devices and splits them, as `global_batch` does."""
+    """Pads an input's rows to a multiple of the number of devices and splits them."""
     if x.ndim == 0 or x.shape[0] % mesh.size == 0:
         return x
     x = jnp.pad(x, [(0, -x.shape[0] % mesh.size), *[(0, 0)] * (x.ndim - 1)])
     sharding = NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names))
     # The barrier hides the padding from XLA, which then compiles the same program as for a padded
-    # argument: outputs are bitwise equal to the job's.
+    # argument. This makes outputs bitwise equal to the job's.
     return jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(x, sharding))
 
 

@@ -1,1 +1,1 @@
-"""Goodput: where the time of a job went, with a kind for each second in and between launches."""
+"""Goodput accounting: classifies every second of a job, within launches and between them."""

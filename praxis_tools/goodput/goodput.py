@@ -1,4 +1,4 @@
-"""Computes a job's goodput: the share of its time that went into training steps that counted."""
+"""Computes a job's goodput: the share of wall time spent in training steps that were kept."""
 
 import dataclasses
 import itertools
@@ -23,10 +23,10 @@ from praxis_lite.job.job_dir import JobDir
 from praxis_tools.elastic.generation_log import START, GenerationRecord, read_generation_records
 from praxis_tools.goodput.spans import Span, read_spans
 
-# Kinds of time that only become known after a launch has ended.
-LOST_STEP = "lost step"  # Steps that were not saved before a failure, and had to be recomputed.
-HANDOVER = "change of hands"  # In an elastic job: processes leave or join, and the others agree.
-IDLE = "idle"  # Time between launches, and after the last recorded moment of a killed launch.
+# Categories of time that are only known after a launch has ended.
+LOST_STEP = "lost step"  # Steps not saved before a failure, which had to be recomputed.
+HANDOVER = "change of hands"  # An elastic job regroups after processes leave or join.
+IDLE = "idle"  # Time between launches, including the unrecorded end of a killed launch.
 KINDS = (
     IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDOVER,
     IDLE,
@@ -47,7 +47,7 @@ class Launch:
       ended_by: `THE_END`, the name of a signal or exception, or None if the launch was killed or is
         still running.
       num_lost_steps: Number of its steps that a later launch recomputed.
-      seconds: Seconds by kind; they add up to `ended - began`.
+      seconds: Seconds in each category; they add up to `ended - began`.
     """
 
     began: float
@@ -61,13 +61,13 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The time of a job by kind, from the start of its first launch to the end of its last.
+    """The time breakdown of a job, from the start of its first launch to the end of its last.
 
     Attributes:
       launches: The launches in chronological order.
-      seconds: Seconds by kind, in the order of `KINDS`. Time between launches is idle, or a change
-        of hands while an elastic job regroups.
-      total_seconds: Sum of all kinds.
+      seconds: Seconds in each category, in the order of `KINDS`. Time between launches is counted
+        as `HANDOVER` while an elastic job regroups, and as `IDLE` otherwise.
+      total_seconds: Sum over all categories.
     """
 
     launches: tuple[Launch, ...]
@@ -76,7 +76,7 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Share of the time spent in steps that were not lost; 0 if no time passed."""
+        """Fraction of the time spent in steps that were not lost; 0 if no time has passed."""
         return self._share(self.seconds[STEP])
 
     @property
@@ -85,10 +85,10 @@ class Goodput:
         return sum(launch.num_lost_steps for launch in self.launches)
 
     def line(self) -> str:
-        """Returns a one-line summary: the goodput, and the three largest other kinds of time.
+        """Returns a one-line summary with the goodput and the three largest other categories.
 
-        For a single launch of less than `_MIN_SECONDS_FOR_GOODPUT` the line has seconds instead of
-        shares, because startup takes most of a short run.
+        For a single launch shorter than `_MIN_SECONDS_FOR_GOODPUT`, the line shows seconds instead
+        of percentages, because startup dominates a short run.
         """
         others = sorted(
             ((value, kind) for kind, value in self.seconds.items() if kind != STEP), reverse=True
@@ -106,7 +106,7 @@ class Goodput:
         return f"goodput {self.share:.1%} of {over}" + (f"; {rest}" if rest else "")
 
     def __str__(self) -> str:
-        """Returns a table of the time by kind, and a table of the launches."""
+        """Returns a table of the time in each category and a table of the launches."""
         rows = [("kind", "seconds", "share")]
         for kind, value in self.seconds.items():
             rows.append((kind, f"{value:,.1f}", f"{self._share(value):.1%}"))
@@ -135,12 +135,13 @@ class Goodput:
 def goodput_of(job_dir: JobDir) -> Goodput | None:
     """Computes the goodput of a job from timeline.jsonl; returns None if nothing was recorded.
 
-    A launch counts from the moment it has locked the job's directory. Launches that were refused
-    before, or that found nothing to do, have no entry; their time is idle. Only --mode=train
+    A launch starts when it locks the job directory. Launches that were refused before that, or
+    that found nothing to do, are not recorded, so their time is counted as idle. Only --mode=train
     records launches.
 
     If a launch began before the previous one ended, the overlap is subtracted from its import time.
-    If the overlap is longer than that, a clock was set back, and no time between the two counts.
+    An overlap longer than the import time means that a clock was set back; the gap between the two
+    launches is then counted as zero.
 
     Raises:
       ConfigError: timeline.jsonl cannot be read.
@@ -169,7 +170,7 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
 
 
 def note_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
-    """Logs the job's goodput so far, or why it cannot be computed, on the first process."""
+    """Logs the job's goodput so far, or the reason it cannot be computed, on the first process."""
     if not processes.is_first():
         return
     try:
@@ -182,13 +183,13 @@ def note_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
 
 
 def num_lost_steps(job_dir: JobDir) -> int:
-    """Returns the number of a job's steps that were recomputed, according to timeline.jsonl."""
+    """Returns how many steps of a job were recomputed, according to timeline.jsonl."""
     goodput = goodput_of(job_dir)
     return goodput.num_lost_steps if goodput else 0
 
 
 def time_section(job_dir: JobDir) -> str:
-    """Returns the section on goodput of a job's summary, or "" if nothing was recorded."""
+    """Returns the goodput section of a job's summary, or "" if nothing was recorded."""
     if (goodput := goodput_of(job_dir)) is None:
         return ""
     return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
@@ -197,11 +198,11 @@ def time_section(job_dir: JobDir) -> str:
 def _handover_seconds(
     gap: tuple[float, float], generations: Sequence[GenerationRecord]
 ) -> float:
-    """Returns how many seconds of a gap between launches an elastic job spent regrouping.
+    """Returns the number of seconds that an elastic job spent regrouping in a gap between launches.
 
-    A change of generation takes all time of the gap up to its end, because the processes of the
-    previous generation were ending before it. The first start of a job only counts from its own
-    beginning.
+    Everything from the start of the gap to the end of the change of generation is counted, because
+    the processes of the previous generation are shutting down until the change begins. The first
+    start of a job is counted only from the time it began.
     """
     seconds, counted_until = 0.0, gap[0]
     intervals = sorted(
@@ -218,7 +219,7 @@ def _handover_seconds(
 def _launch(
     began: float, spans_with_losses: Sequence[tuple[Span, "_Lost"]], previous_end: float | None
 ) -> Launch:
-    """Returns the launch that consists of these spans."""
+    """Combines the spans of one launch."""
     kinds = [kind for kind in KINDS if kind not in (HANDOVER, IDLE)]
     seconds = {
         kind: sum(span.seconds.get(kind, 0.0) for span, _ in spans_with_losses) for kind in kinds
@@ -239,7 +240,7 @@ def _launch(
 
 
 def _with_unrecorded_steps(spans: Sequence[Span]) -> list[Span]:
-    """Extends killed spans by the steps of their last second, which only metrics.jsonl recorded."""
+    """Adds the steps of a killed launch's last second, which were only logged in metrics.jsonl."""
     extended: list[Span] = []
     latest = None  # Index of the latest span with steps.
     for span in spans:
@@ -254,11 +255,11 @@ def _with_unrecorded_steps(spans: Sequence[Span]) -> list[Span]:
 
 @dataclasses.dataclass
 class _Lost:
-    """The steps of a span that a later span recomputed.
+    """The steps of one span that a later span recomputed.
 
     Attributes:
-      num_steps: Number of these steps.
-      share: Their share of the span's time in steps.
+      num_steps: Number of recomputed steps.
+      share: Fraction of the span's step time that was spent in them.
     """
 
     num_steps: int = 0
@@ -266,14 +267,14 @@ class _Lost:
 
 
 def _lost_steps(spans: Sequence[Span]) -> list[_Lost]:
-    """Returns, for each span, its steps that a later span recomputed.
+    """Finds the steps in each span that a later span recomputed.
 
-    `valid` is a stack of the spans with steps that still count, each with the last of these steps.
-    A span that starts from step N, and does not continue the span before it, discards all steps
-    after N from the top of the stack.
+    `valid` is a stack of the spans that still have valid steps, with the last valid step of each.
+    A span that starts from step N without continuing the previous span discards all steps after N
+    from the top of the stack.
     """
     lost = [_Lost() for _ in spans]
-    valid: list[tuple[int, int]] = []  # (index of the span, last step that counts)
+    valid: list[tuple[int, int]] = []  # (span index, last valid step)
     for index, span in enumerate(spans):
         first = span.first_step
         if first is None:
@@ -285,7 +286,7 @@ def _lost_steps(spans: Sequence[Span]) -> list[_Lost]:
                 i, end = valid.pop()
                 begin = spans[i].first_step
                 if begin >= first:
-                    # All its steps are lost, and so is the time in the step that did not complete.
+                    # All steps are lost, together with the time spent in the incomplete step.
                     lost[i] = _Lost(lost[i].num_steps + end - begin, 1.0)
                     continue
                 if end > first:

@@ -1,4 +1,4 @@
-"""The format of timeline.jsonl, which has one span of a launch per line."""
+"""The format of timeline.jsonl, with one span of a launch per line."""
 
 import dataclasses
 import json
@@ -17,19 +17,20 @@ _MAX_STEPS = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The part of a launch between two events, each a start, a save or a roll-back.
+    """A section of a launch between two events: a start, a save or a rollback.
 
     Attributes:
-      launch: Start of the launch in Unix seconds, which identifies it: all its spans have the same.
-      first_step: Step whose state the span starts from (saved, restored or 0); None if not yet
-        known.
-      last_step: Last step of the span with metrics; `first_step` if there is none.
-      seconds: Seconds of this span by kind.
-      ended_by: How the launch ended, if it ended in this span and could record it: `THE_END`, or
-        the name of a signal or exception.
-      lost_to: Last step in metrics.jsonl whose line was removed because this span starts from an
-        earlier step, or None. A killed launch completed its steps up to this one, even if it could
-        not record them in timeline.jsonl any more.
+      launch: Start of the launch in Unix seconds. All spans of a launch share this value, which
+        identifies the launch.
+      first_step: The saved or restored step that the span starts from (0 for a new job), or None
+        if it is not yet known.
+      last_step: Last step of the span with metrics, or `first_step` if no step has metrics.
+      seconds: Seconds of this span in each category.
+      ended_by: `THE_END`, or the name of the signal or exception that ended the launch. None if
+        the launch continued after this span or was killed before it could record the reason.
+      lost_to: Last step whose line in metrics.jsonl was removed because this span starts from an
+        earlier step, or None. The killed launch had completed all steps up to this one, even if
+        it was killed before it recorded them in timeline.jsonl.
     """
 
     launch: float
@@ -47,7 +48,7 @@ class Span:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """Returns the spans in a file, without damaged lines.
+    """Reads the spans in a file, skipping damaged lines.
 
     Raises:
       ConfigError: The file cannot be read.
@@ -56,7 +57,7 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def _parse_span(line: str) -> Span | None:
-    """Returns the span in a line, or None if the line is truncated or invalid."""
+    """Parses one line; returns None if it is truncated or invalid."""
     try:
         span = Span(**parse_json(line))
         first = span.first_step

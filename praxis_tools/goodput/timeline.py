@@ -1,4 +1,4 @@
-"""Writes timeline.jsonl during a launch, so that a kill loses at most one second of it."""
+"""Writes timeline.jsonl every second, so that a killed launch loses at most its last second."""
 
 import contextlib
 import os
@@ -20,18 +20,18 @@ class Timeline(Listener, contextlib.AbstractContextManager):
 
     The file has one line per span (see `Span`). A thread overwrites the line of the current span
     every second, so the file grows with the number of saves and not with time. The file is not
-    synced with fsync: after a kill it is complete, after a power failure some lines may be missing.
+    synced with fsync: it is complete after a kill, but lines may be missing after a power failure.
 
-    If the file cannot be written, this is logged once and training continues. Writing is retried
-    every second, with all lines that are missing so far.
+    If the file cannot be written, the error is logged once and training continues. The missing
+    lines are kept, and writing them is retried every second.
 
     Args:
       path: The file to write.
-      events: Events of the launch, which measure its seconds by kind.
+      events: Events of the launch, which measure the seconds in each category.
       note: Logs a line.
 
     Attributes:
-      ended_by: Value of `Span.ended_by` in the last line if no exception ends the launch.
+      ended_by: Value of `Span.ended_by` in the last line, unless an exception ends the launch.
       is_discarded: Whether the lines of this launch were removed from the file.
     """
 
@@ -41,7 +41,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
         self._first_step: int | None = None
         self._last_step: int | None = None
         self._lost_to: int | None = None
-        # Seconds of the launch when the current span began; subtracted from its later seconds.
+        # Seconds of the launch before the current span began.
         self._seconds_before = dict.fromkeys(events.seconds(), 0.0)
         self._closed = b""  # Lines of closed spans that are not in the file yet.
         self._file, self._offset, self._start = -1, 0, 0
@@ -79,7 +79,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
             self._lost_to = None
 
     def _discard(self) -> None:
-        """Removes the lines of this launch, because it was refused or found nothing to do."""
+        """Removes the lines of a launch that was refused or found nothing to do."""
         with self._lock, contextlib.suppress(OSError):
             self._is_over.set()
             self.is_discarded = True
@@ -140,7 +140,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
             self._closed = b"\n" + self._closed  # The last line in the file is incomplete.
 
     def _line(self, now: dict[str, float], ended_by: str | None) -> bytes:
-        """Returns the line of the current span, which has lasted until `now`."""
+        """Formats the line of the current span, which ends at `now`."""
         seconds = {kind: value - self._seconds_before[kind] for kind, value in now.items()}
         span = Span(
             self._events.began, self._first_step, self._last_step, seconds, ended_by, self._lost_to

@@ -4,7 +4,7 @@
 
 The command takes all arguments of `lm_eval` and registers `--model praxis_lite`; `harness_model`
 does the same in Python. Text is tokenized as in lm_eval's adapter for transformers (`hf`). Tasks
-and their metrics are lm_eval's: this package only scores and continues token ids.
+and metrics are implemented by lm_eval; this package only scores and continues token ids.
 """
 
 from praxis_lite.public_names import public_names

@@ -14,7 +14,7 @@ NAME, CLASS = "praxis_lite", "praxis_tools.lm_eval.lm:HarnessModel"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs lm_eval with `--model praxis_lite` among its models."""
+    """Runs lm_eval with `--model praxis_lite` registered."""
     arguments = sys.argv[1:] if argv is None else argv
     run(lambda: evaluate(arguments), continues_without_output=True)
 

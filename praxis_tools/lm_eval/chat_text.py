@@ -8,8 +8,8 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import as_messages, text_of
 from praxis_lite.inputs.tokenizers.chat_template import RefusedConversation
 
-# Appended to the message to continue, so that its end can be found in the rendered text. This is
-# the tag that transformers uses.
+# Appended to the message to continue, so that its end can be found in the rendered text;
+# transformers uses the same tag.
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _log = logging.getLogger(__name__)
 
@@ -17,10 +17,10 @@ _log = logging.getLogger(__name__)
 def chat_text(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
 ) -> str:
-    """Returns a conversation rendered by the tokenizer's chat template.
+    """Renders a conversation with the tokenizer's chat template.
 
-    If the template refuses the conversation, it is applied again without the system messages, with
-    a warning.
+    If the template rejects the conversation, a warning is logged and the template is applied again
+    without system messages.
 
     Args:
       tokenizer: Tokenizer with a chat template.
@@ -30,7 +30,7 @@ def chat_text(
 
 
     Raises:
-      ConfigError: The tokenizer has no template, or the template refuses the conversation or omits
+      ConfigError: The tokenizer has no template, or the template rejects the conversation or omits
         the end of the last message.
     """
     try:
@@ -39,7 +39,7 @@ def chat_text(
         without_system = [message for message in messages if message["role"] != "system"]
         if len(without_system) == len(messages):
             raise
-        _log.warning("%s The system messages are left out.", error)
+        _log.warning("%s The system messages are omitted.", error)
         return _render(tokenizer, without_system, add_generation_prompt)
 
 
@@ -54,8 +54,8 @@ def _render(
     before_tag, tag, after_tag = text.rpartition(_TAG.strip())
     if not tag:
         raise ConfigError(
-            f"The chat template of {tokenizer} leaves out the end of the last message, so that the "
-            "model cannot continue it. Fix the template, or run the task without it."
+            f"The chat template of {tokenizer} omits the end of the last message, so the model "
+            "cannot continue it. Fix the template, or run the task without it."
         )
-    # If the template trimmed the tag's trailing space, it trims every message: do the same here.
+    # If the template trimmed the tag's trailing space, it trims every message, so do the same here.
     return before_tag if after_tag.startswith(" ") else before_tag.rstrip()

@@ -22,10 +22,10 @@ from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_tools.lm_eval.progress import Progress
 
-# Stop strings are found on the host, and fetching the tokens waits for the devices. With a longer
-# interval the devices wait less often, but rows that have reached a stop string run on longer.
+# Stop strings are searched on the host, which has to wait for the devices to fetch the tokens. With
+# a longer interval, devices wait less often, but rows with a stop string continue for longer.
 STEPS_PER_FETCH = 8
-# The argument of Greedy and Sample for each generation argument of transformers.
+# Maps generation arguments of transformers to arguments of Greedy and Sample.
 GREEDY_SETTINGS = {"repetition_penalty": "repetition_penalty"}
 SAMPLE_SETTINGS = {"temperature": "temperature", "top_k": "k", "top_p": "p", "min_p": "min_p"}
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Continuations:
       model: The evaluated model.
       num_rows: Number of contexts that are decoded at the same time.
       seed: Seed for sampling.
-      settings: Arguments that all decoders get, such as num_cached_prefixes.
+      settings: Arguments passed to all decoders, such as num_cached_prefixes.
     """
 
     def __init__(self, model: EvaluatedModel, num_rows: int, seed: int, **settings: Any):
@@ -66,7 +66,7 @@ class Continuations:
         """Returns the decoder for a request's generation arguments.
 
         Args:
-          settings: Generation arguments in transformers' terms: do_sample, temperature, top_k, ...
+          settings: Generation arguments as in transformers: do_sample, temperature, top_k, ...
           max_new_tokens: Maximum number of tokens to generate.
 
         Returns:
@@ -97,8 +97,8 @@ class Continuations:
     def generate(self, requests: Sequence[Request]) -> list[str]:
         """Returns the continuation of each request, up to its first stop string.
 
-        If context and new tokens together exceed max_length, the context loses its first ids, with
-        a warning.
+        If the context and the new tokens together exceed max_length, the first ids of the context
+        are removed, with a warning.
 
         Raises:
           ConfigError: A context is empty, or max_gen_toks leaves no room for a context.
@@ -112,7 +112,7 @@ class Continuations:
         texts = [""] * len(requests)
         progress = Progress("continued", len(requests))
         mdl_vars = self._model.partitioner.for_decoding(self._model.mdl_vars)
-        # Longest contexts first, so that a lack of memory shows at once.
+        # Start with the longest contexts, so that running out of memory is detected immediately.
         for length, decoder, until in sorted(groups, key=lambda group: -group[0]):
             indices = groups[length, decoder, until]
             new_ids: list[list[int]] = [[] for _ in indices]
@@ -134,7 +134,7 @@ class Continuations:
         return texts
 
     def _truncate_context(self, request: Request) -> tuple[np.ndarray, int]:
-        """Returns a context, cut to leave room for the new tokens, and its padded length."""
+        """Truncates a context to leave room for new tokens; returns it and its padded length."""
         num_new = request.decoder.max_decode_steps
         max_context = self._model.max_length - num_new
         if max_context < 1:
@@ -159,7 +159,7 @@ class Continuations:
         return ids, length_class(len(ids), max_context)
 
     def _prompt(self, index: int, context: np.ndarray, length: int) -> Prompt:
-        """Returns a padded context, with a random key that depends on the request's index."""
+        """Returns a padded context with a random key that depends on the request's index."""
         ids = np.pad(context, (0, length - len(context)))
         key = jax.random.fold_in(jax.random.key(self._seed), index)
         return Prompt(ids, len(context), key)

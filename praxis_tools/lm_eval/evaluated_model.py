@@ -15,7 +15,7 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.trained_model.trained_model import TrainedModel
 from praxis_lite.trainer.decoding.user_prompts import check_language_model
 
-# For models without a known maximum; lm_eval's other adapters use the same value.
+# Used for models without a known maximum, as in lm_eval's other adapters.
 DEFAULT_MAX_LENGTH = 2048
 
 
@@ -25,9 +25,9 @@ class EvaluatedModel:
 
     Attributes:
       partitioner: Partitioner of the model's task.
-      mdl_vars: Weights, laid out for the partitioner's compiled steps.
+      mdl_vars: Weights, in the layout of the partitioner's compiled steps.
       max_length: Maximum number of tokens in a sequence.
-      info: Facts about the model that lm_eval writes next to its results.
+      info: Metadata of the model, which lm_eval adds to its results.
     """
 
     partitioner: Partitioner
@@ -43,19 +43,19 @@ class EvaluatedModel:
 def evaluated_model(
     model: TrainedModel | HuggingFaceModel, max_length: int | None = None
 ) -> EvaluatedModel:
-    """Checks that a loaded model can be evaluated, and chooses its maximum length.
+    """Checks that a loaded model can be evaluated and chooses its maximum length.
 
     Args:
       model: Result of `praxis_lite.load` or `praxis_lite.huggingface.load`.
-      max_length: Maximum number of tokens in a sequence. By default the model's number of
-        positions; if that is unlimited, the row length of the job's training data.
+      max_length: Maximum number of tokens in a sequence. The default is the model's number of
+        positions, or if that is unlimited, the row length of the job's training data.
 
     Returns:
       The model for `LogLikelihoods` and `Continuations`.
 
     Raises:
-      ConfigError: `model` is not a causal language model, or has no tokenizer; max_length exceeds
-        the model's positions; or several processes are running.
+      ConfigError: `model` is not a causal language model or has no tokenizer, max_length exceeds
+        the model's number of positions, or several processes are running.
     """
     require(
         isinstance(model, TrainedModel | HuggingFaceModel), "harness_model: model",

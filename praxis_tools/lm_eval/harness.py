@@ -29,15 +29,15 @@ def harness_model(
     Args:
       model: Result of `praxis_lite.load` or `praxis_lite.huggingface.load`.
       batch_size: Number of requests per batch, rounded up to a multiple of the number of devices.
-      max_length: Maximum number of tokens of context and continuation together; longer requests
-        lose their first tokens. By default the model's number of positions; if that is unlimited,
-        the row length of the job's training data.
-      add_bos_token: Whether each text begins with the beginning-of-text token; None follows the
-        tokenizer.
-      prefix_token_id: Id of the token that precedes texts without a context. By default the
+      max_length: Maximum total number of tokens in the context and the continuation; the first
+        tokens of longer requests are removed. The default is the model's number of positions, or if
+        that is unlimited, the row length of the job's training data.
+      add_bos_token: Whether each text begins with the beginning-of-text token. If None, the
+        tokenizer decides.
+      prefix_token_id: Id of the token that precedes texts without a context. The default is the
         beginning-of-text token, or the end-of-text token if there is none.
       seed: Seed for tasks that sample with a temperature.
-      num_cached_prefixes: Number of prompt prefixes whose cache entries are reused, for example
+      num_cached_prefixes: Number of prompt prefixes whose cache entries are reused, such as
         few-shot examples; see `praxis_lite.decode.Greedy`.
       num_speculative_tokens: Number of draft tokens per step; see `praxis_lite.decode.Greedy`.
 

@@ -1,4 +1,4 @@
-"""Implements lm_eval's `LM` interface. Imported late because lm_eval is an optional package."""
+"""Implements lm_eval's `LM` interface; imported late, because lm_eval is an optional package."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ class HarnessModel(TemplateLM):
       text_ids: Rules for tokenizing text.
       num_rows: Number of requests per batch.
       seed: Seed for sampling.
-      settings: Arguments that all decoders get.
+      settings: Arguments passed to all decoders.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """Default number of new tokens, for requests that do not set it."""
+        """Default number of new tokens for requests that do not set it."""
         return min(DEFAULT_NEW_TOKENS, max(1, self.max_length // 2))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        """Splits a text into (context, continuation) pairs of ids that fit max_length."""
+        """Splits a text into (context, continuation) pairs of token ids within max_length."""
         windows = get_rolling_token_windows(
             self.tok_encode(text), self.prefix_token_id, self.max_length, context_len=1
         )
@@ -137,7 +137,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Fingerprint of the tokenizer, part of the key of lm_eval's request cache."""
+        """Fingerprint of the tokenizer, which is part of the key in lm_eval's request cache."""
         return "-".join(map(str, self.tokenizer.fingerprint().values()))
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
@@ -151,7 +151,7 @@ class HarnessModel(TemplateLM):
         if chat_template not in (True, "default"):
             raise ConfigError(
                 f"--apply_chat_template names {chat_template!r}; expected no name, because only "
-                "the tokenizer's default template is supported."
+                "the tokenizer's default template is supported. Remove the name."
             )
         if self.tokenizer.chat is None:
             raise ConfigError(
@@ -161,5 +161,5 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.chat.source
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns facts about the model for lm_eval's results file."""
+        """Returns metadata of the model for lm_eval's results file."""
         return self._model.info

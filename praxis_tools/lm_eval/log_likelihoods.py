@@ -24,8 +24,8 @@ class Score(NamedTuple):
     """The score of a continuation.
 
     Attributes:
-      log_likelihood: Sum of the log-probabilities of its ids, in nats.
-      is_greedy: Whether every id is the most likely one.
+      log_likelihood: Sum of the log-probabilities of the continuation's ids, in nats.
+      is_greedy: Whether every id is the most likely id at its position.
     """
 
     log_likelihood: float
@@ -55,7 +55,7 @@ class LogLikelihoods:
     def score(self, pairs: Sequence[Pair]) -> list[Score]:
         """Returns the score of the continuation in each (context, continuation) pair.
 
-        A pair of more than max_length + 1 ids loses its first ids, with a warning.
+        If a pair has more than max_length + 1 ids, its first ids are removed, with a warning.
 
         Raises:
           ConfigError: A context or continuation is empty, a continuation has more than max_length
@@ -76,7 +76,7 @@ class LogLikelihoods:
         return scores
 
     def _truncate(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[Any, int]:
-        """Returns the last max_length + 1 ids of a request, and how many of them are scored."""
+        """Returns the last max_length + 1 ids of a request and the number of scored ids."""
         max_length, num_scored = self._model.max_length, len(continuation)
         if not context or not continuation:
             raise ConfigError(
@@ -93,7 +93,7 @@ class LogLikelihoods:
         if len(row) > max_length + 1:
             _log.warning(
                 "a context of %d ids and a continuation of %d exceed max_length, %d: the first %d "
-                "ids are left out", len(context), num_scored, max_length, len(row) - max_length - 1,
+                "ids are removed", len(context), num_scored, max_length, len(row) - max_length - 1,
             )
         return row[-(max_length + 1) :], num_scored
 
@@ -112,7 +112,7 @@ class LogLikelihoods:
 
 
 def _scores(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the log-likelihood of each row's scored labels, and whether argmax predicts them."""
+    """Returns the log-likelihood of each row's scored labels and whether argmax predicts them."""
     takes_paddings = "paddings" in inspect.signature(type(model).__call__).parameters
     paddings = {"paddings": batch["paddings"]} if takes_paddings else {}
     logits_BTV = model(batch["ids"], **paddings)[0].astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Loads the model that lm_eval's `--model_args` describes."""
+"""Loads the model described by lm_eval's `--model_args`."""
 
 import logging
 import re
@@ -15,8 +15,8 @@ from praxis_tools.lm_eval.harness import harness_model
 _log = logging.getLogger(__name__)
 DEFAULT_BATCH_SIZE = 32
 LOADING_ARGS = ("job", "pretrained", "step", "mesh", "settings", "packages")
-# lm_eval's command line always passes these. They have no effect, because the mesh decides which
-# devices are used.
+# Arguments that lm_eval's command line always passes. They have no effect, because the mesh
+# determines which devices are used.
 IGNORED_ARGS = ("device", "max_batch_size")
 HARNESS_ARGS = (
     "batch_size", "max_length", "add_bos_token", "prefix_token_id", "seed", "num_cached_prefixes",
@@ -25,15 +25,16 @@ HARNESS_ARGS = (
 
 
 def model_from_args(args: Mapping[str, Any]) -> Any:
-    """Loads the model that lm_eval's arguments describe.
+    """Loads the model described by lm_eval's arguments.
 
     Args:
-      args: Arguments by name; None counts as absent. Either `job`, the directory of a job, or
-        `pretrained`, the directory of a Hugging Face model, is required. Optional are `step`, a
-        checkpoint step of the job; `mesh`, which is "attached" (the default: all accelerators),
-        "job" (the mesh of the job's config) or axis sizes such as "1x4x2"; `settings`, a string or
-        list as for --set; `packages` of the user; and the arguments of `harness_model`, where a
-        batch_size of "auto" means 32. lm_eval's `device` and `max_batch_size` are ignored.
+      args: Maps argument names to values. Arguments that are None are treated as missing. Either
+        `job` (a job directory) or `pretrained` (a Hugging Face model directory) is required. The
+        optional arguments are `step` (a checkpoint step of the job), `mesh` ("attached" for all
+        accelerators, which is the default, "job" for the mesh in the job's config, or axis sizes
+        such as "1x4x2"), `settings` (a string or list as in --set), `packages` (the user's
+        packages), and the arguments of `harness_model`. A batch_size of "auto" means 32. lm_eval's
+        `device` and `max_batch_size` are ignored.
 
     Returns:
       The result of `harness_model`.
@@ -44,18 +45,18 @@ def model_from_args(args: Mapping[str, Any]) -> Any:
     args = {name: value for name, value in args.items() if value is not None}
     for name in IGNORED_ARGS:
         if name in args:
-            _log.info("%s=%s is ignored: the mesh decides the devices", name, args.pop(name))
+            _log.info("%s=%s is ignored: the mesh determines the devices", name, args.pop(name))
     known = (*LOADING_ARGS, *HARNESS_ARGS)
     for name in args.keys() - set(known):
         raise ConfigError(
-            f"--model_args has {name}={args[name]!r}; expected only {', '.join(known)}."
+            f"--model_args contains {name}={args[name]!r}; expected only {', '.join(known)}."
             f"{did_you_mean(name, known)} Remove it or correct its name."
         )
     sources = [name for name in ("job", "pretrained") if name in args]
     if len(sources) != 1:
         raise ConfigError(
-            f"--model_args has {len(sources)} of job=DIR and pretrained=DIR; expected exactly one. "
-            "Give the directory of a job or of a Hugging Face model."
+            f"--model_args contains {len(sources)} of job=DIR and pretrained=DIR; expected exactly "
+            "one. Set either a job directory or a Hugging Face model directory."
         )
     model = _load_job(args) if sources == ["job"] else _load_pretrained(args)
     harness_args = {name: args[name] for name in HARNESS_ARGS if name in args}
@@ -80,10 +81,11 @@ def _load_job(args: Mapping[str, Any]) -> TrainedModel:
 
 def _load_pretrained(args: Mapping[str, Any]) -> HuggingFaceModel:
     for name in ("step", "packages"):
-        require(
-            name not in args, f"{name}, next to pretrained=DIR,", args.get(name), "no value",
-            "It belongs to job=DIR.",
-        )
+        if name in args:
+            raise ConfigError(
+                f"--model_args: {name}={args[name]!r} cannot be combined with pretrained=DIR; it "
+                "requires job=DIR."
+            )
     return load_on_devices(
         str(args["pretrained"]), _mesh(args.get("mesh", "attached")),
         settings=_strings(args, "settings"),
@@ -101,6 +103,6 @@ def _mesh(value: object) -> MeshConfig | str:
 
 
 def _strings(args: Mapping[str, Any], name: str) -> Sequence[str]:
-    """Returns an argument that may be a string or a list of strings as a list."""
+    """Returns an argument, which may be a string or a list of strings, as a list."""
     value = args.get(name, ())
     return [value] if isinstance(value, str) else list(value)

@@ -8,10 +8,10 @@ _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Logs the number of finished requests every 20 seconds, and at the end of a long run.
+    """Logs the number of finished requests every 20 seconds and at the end of long runs.
 
     Args:
-      verb: Past participle that begins the log line, such as "scored".
+      verb: Past participle at the start of the log line, such as "scored".
       num_requests: Total number of requests.
     """
 
@@ -20,10 +20,10 @@ class Progress:
         self._started_at = self._logged_at = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Adds `count` finished requests, and logs a line if one is due."""
+        """Adds `count` finished requests and logs a line if it is due."""
         self._num_done += count
         now = time.monotonic()
-        # A run of less than 20 seconds logs nothing; a longer one ends with a final line.
+        # Runs of less than 20 seconds log nothing, and longer runs end with a final line.
         has_logged = self._logged_at > self._started_at
         is_last_line = self._num_done == self._num_requests and has_logged
         if now - self._logged_at >= SECONDS_BETWEEN_LINES or is_last_line:

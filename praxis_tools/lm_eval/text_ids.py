@@ -1,4 +1,4 @@
-"""Tokenizes text by the rules of lm_eval's adapter for transformers (`hf`)."""
+"""Tokenizes text in the same way as lm_eval's adapter for transformers (`hf`)."""
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.text.token_ids import whole_number
@@ -10,14 +10,14 @@ class TextIds:
 
     Args:
       tokenizer: The model's tokenizer.
-      add_bos_token: If True, each text gets BOS and no other special token; if False, none at all;
-        if None, the special tokens that the tokenizer adds. Text that already begins with BOS,
-        such as the output of a chat template, gets no second one.
-      prefix_token_id: Id of the token that precedes a text without a context. By default BOS, or
-        the end-of-text token if the tokenizer has no BOS.
+      add_bos_token: If True, BOS and no other special token is added to each text. If False, no
+        special tokens are added. If None, the tokenizer adds its special tokens. BOS is not added
+        to text that already begins with it, such as the output of a chat template.
+      prefix_token_id: Id of the token that precedes a text without a context. The default is BOS,
+        or the end-of-text token if the tokenizer has no BOS.
 
     Raises:
-      ConfigError: An argument has the wrong type, or the tokenizer lacks the token.
+      ConfigError: An argument has the wrong type, or the tokenizer does not have the token.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class TextIds:
             add_bos_token in (True, False, None), "add_bos_token", add_bos_token,
             "True, False or None",
         )
-        require(
-            not add_bos_token or tokenizer.bos_id is not None,
-            f"add_bos_token, for {tokenizer}, which has no beginning-of-text token,", add_bos_token,
-            "False or None",
-        )
+        if add_bos_token and tokenizer.bos_id is None:
+            raise ConfigError(
+                f"add_bos_token=True requires a beginning-of-text token, but {tokenizer} has none. "
+                "Set add_bos_token to False or None."
+            )
         self.tokenizer, self._add_bos_token = tokenizer, add_bos_token
         self.prefix_id = _prefix_id(tokenizer, prefix_token_id)
         self._prefix_text = tokenizer.decode([self.prefix_id])
@@ -42,8 +42,8 @@ class TextIds:
 
         Args:
           text: The text to encode.
-          add_special_tokens: Whether special tokens are added; None adds them unless the text
-            begins with the prefix token. `add_bos_token=False` overrides True.
+          add_special_tokens: Whether to add special tokens. If None, they are added unless the text
+            begins with the prefix token. If `add_bos_token` is False, they are never added.
         """
         if add_special_tokens is None:
             add_special_tokens = not self._prefix_text or not text.startswith(self._prefix_text)

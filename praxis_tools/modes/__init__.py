@@ -1,4 +1,4 @@
-"""Modes of the command line that praxis_tools adds, one per file.
+"""Command-line modes added by praxis_tools, one per file.
 
-A mode parses options, calls a tool with them, and prints or writes the tool's result.
+A mode parses options, calls a tool and prints or writes the tool's result.
 """

@@ -1,4 +1,4 @@
-"""`main.py --mode=certify`: writes or verifies a certificate with digests of a job's data."""
+"""`main.py --mode=certify`: writes or verifies certificates with digests of jobs."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Certify(Mode):
-    """Certifies jobs by digests of their files and data, or verifies such a certificate."""
+    """Certifies jobs by digests of their files and data, or verifies a certificate."""
 
     name = "certify"
     summary = "certifies jobs by digests of their files, or verifies a certificate"
@@ -29,11 +29,11 @@ class Certify(Mode):
         """Adds the jobs, --json, --html, --verify and --recorded_only."""
         options.add_argument(
             "jobs", metavar="JOB", nargs="*",
-            help="directories of jobs, in addition to --job_log_dir",
+            help="job directories, in addition to --job_log_dir",
         )
         options.add_argument(
             "--json", metavar="FILE", type=file_to_write("certificate.json"),
-            help="write the certificate to this file, which --verify reads",
+            help="write the certificate to this file, for --verify",
         )
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("certificate.html"),
@@ -41,13 +41,13 @@ class Certify(Mode):
         )
         options.add_argument(
             "--verify", metavar="FILE", type=Path,
-            help="verify this certificate against the given jobs, by default against the jobs that "
-            "it names",
+            help="verify this certificate against the given jobs; default: the jobs named in the "
+            "certificate",
         )
         options.add_argument(
             "--recorded_only", action="store_true",
-            help="do not read the training data again; without this option, --set gives its "
-            "current location",
+            help="do not read the training data again; if the data has moved, pass its current "
+            "location with --set instead",
         )
 
     def run(
@@ -60,16 +60,18 @@ class Certify(Mode):
           1 if a job has a fault or differs from the certificate, otherwise 0.
 
         Raises:
-          ConfigError: Options contradict each other, or a directory contains no job.
+          ConfigError: Options cannot be combined, or a directory contains no job.
         """
         if command.exp is not None:
             raise ConfigError(
-                f"--exp is {command.exp}; expected no value, because --mode=certify reads jobs. "
-                "Remove it."
+                "--exp cannot be combined with --mode=certify, which reads the experiment from the "
+                "job. Remove --exp."
             )
         if verify is not None and (json or html):
-            raise ConfigError("--verify writes nothing. Remove --json and --html.")
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Digests need no accelerator.
+            raise ConfigError(
+                "--verify cannot be combined with --json or --html, because it writes no files."
+            )
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Computing digests requires no accelerator.
         from praxis_tools.report.certified.facts import Reading
 
         reading = Reading(command.packages, command.settings, recorded_only, _Progress())
@@ -93,11 +95,11 @@ def _certify(
     if json_file is not None:
         text = json.dumps(certificate.as_json(), indent=1) + "\n"
         write_whole(json_file, text.encode())
-        print(f"\nThe certificate: {json_file.absolute()}")
+        print(f"\nCertificate: {json_file.absolute()}")
     if html is not None:
         states = {name: JobReader(name, job).read(0) for name, job in named.items()}
         write_whole(html, page_of(certificate, states).encode("utf-8", "replace"))
-        print(f"\nThe page to look at in a browser: {html.absolute()}")
+        print(f"\nOpen this page in a browser: {html.absolute()}")
     return int(bool(certificate.faults))
 
 
@@ -115,7 +117,7 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
     if len(paths) != len(certificate.jobs):
         raise ConfigError(
             f"{file} certifies {len(certificate.jobs)} jobs, but {len(paths)} are given. Give all "
-            "of them in the certificate's order, or none if they have not been moved."
+            "jobs in the certificate's order, or no jobs if they have not been moved."
         )
     jobs = [open_for_reading(path, writes=False) for path in paths]
     verdicts = [own, *verify_certificate(certificate, jobs, reading)]
@@ -134,7 +136,7 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
 
 
 class _Progress:
-    """Prints to stderr, at most every ten seconds, which part of a job is being read."""
+    """Prints progress messages to stderr, at most every ten seconds."""
 
     def __init__(self):
         self._printed_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""`main.py --mode=check`: compares an experiment on several meshes with one device."""
+"""`main.py --mode=check`: compares results on several meshes with results on one device."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Check(Mode):
-    """Checks that an experiment computes the same on several meshes as on one device."""
+    """Checks that an experiment computes the same results on several meshes as on one device."""
 
     name = "check"
-    summary = "compares an experiment on meshes with itself on one device"
+    summary = "compares an experiment's results on several meshes with those on one device"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --meshes, --steps, --shrink and --json."""
         options.add_argument(
             "--meshes", metavar="1x4x2,...",
             help="the meshes to check; default: the experiment's mesh, each axis alone, all axes, "
-            "and a mesh that divides as few dims as possible",
+            "and a mesh with as many uneven splits as possible",
         )
         options.add_argument(
             "--steps", metavar="N", type=int, default=20,
@@ -61,17 +61,17 @@ def check_experiment(
     command: CommandLine, print_text: Callable[[str], None], *,
     meshes: "str | Sequence[Shape] | None", steps: int, shrink: bool,
 ) -> "Certificate":
-    """Compares the command line's experiment on several meshes with one device.
+    """Compares the command line's experiment on several meshes with the same on one device.
 
     Args:
       command: The parsed command line, which names the experiment.
-      print_text: Called with lines of progress.
-      meshes: Mesh shapes to check, or None for the default ones; see `check_launched`.
+      print_text: Function called with each line of progress.
+      meshes: Mesh shapes to check, or None for the default shapes; see `check_launched`.
       steps: Number of training steps on the experiment's mesh.
       shrink: Whether to check a smaller model of the same architecture.
 
     Raises:
-      ConfigError: The experiment is invalid, as for training, or a mesh does not fit.
+      ConfigError: The experiment is invalid, or a mesh does not fit.
     """
     require(steps > 0, "--steps", steps, "1 or more")
     launched = experiment_of(command)

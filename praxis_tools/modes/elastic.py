@@ -1,4 +1,4 @@
-"""`--elastic`: runs this process as the supervisor of a host, or as the worker of a supervisor."""
+"""`--elastic`: runs this process as the supervisor of a host or as a worker of the supervisor."""
 
 import os
 import sys
@@ -25,11 +25,11 @@ def begin_elastic(
 
     Args:
       command: The parsed command line.
-      argv: Arguments of the command line; None for those of the process.
+      argv: Command-line arguments, or None for `sys.argv`.
       health_dir: Value of --health_dir.
 
     Returns:
-      The exit status of the supervisor, or None in a worker, which then has its assignment.
+      The exit status in a supervisor, or None in a worker, which has then received its assignment.
 
     Raises:
       ConfigError: A flag is invalid or missing, or the directory does not belong to a job.
@@ -77,7 +77,7 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
 
 
 def _import(command: CommandLine) -> None:
-    """Imports the modules for training while the worker waits for its assignment."""
+    """Imports the modules required for training while the worker waits for its assignment."""
     from praxis_lite.experiment.launched_config import config_of_experiment
     from praxis_lite.trainer import launch  # noqa: F401
 

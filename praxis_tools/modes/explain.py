@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Explain(Mode):
-    """Compiles an experiment's steps and prints their layout, memory and collectives."""
+    """Compiles an experiment's steps and prints the layout, memory and collectives."""
 
     name = "explain"
     summary = "prints an experiment's layout and its steps' memory and collectives"
@@ -28,11 +28,11 @@ class Explain(Mode):
         )
 
     def run(self, command: CommandLine, *, html: Path | None) -> None:
-        """Prints the explanation; raises ConfigError as training does."""
+        """Prints the explanation; raises ConfigError if the experiment is invalid."""
         explanation = explain_experiment(command, print)
         if html is not None:
             write_whole(html, explanation.page().encode())
-            print(f"\nThe page to look at in a browser: {html.absolute()}")
+            print(f"\nOpen this page in a browser: {html.absolute()}")
 
 
 def explain_experiment(
@@ -42,10 +42,10 @@ def explain_experiment(
 
     Args:
       command: The parsed command line, which names the experiment.
-      print_text: Called with each section of the text as soon as it is known.
+      print_text: Function called with each section of the text as soon as it is known.
 
     Raises:
-      ConfigError: The experiment is invalid, as for training.
+      ConfigError: The experiment is invalid.
     """
     launched = experiment_of(command)
     with job_on_mesh(command, launched, "explain") as job:

@@ -1,4 +1,4 @@
-"""`main.py --mode=plan`: predicts time, memory and cost of an experiment on any topology."""
+"""`main.py --mode=plan`: predicts the time and memory of an experiment on any topology."""
 
 import argparse
 import functools
@@ -23,10 +23,10 @@ _EXPERT_LOAD = 2.0  # Keep equal to the default in step_plan.py, which is slow t
 
 
 class Plan(Mode):
-    """Predicts time, memory and cost of an experiment's steps on devices that are not attached."""
+    """Predicts the time and memory of an experiment's steps on devices that are not attached."""
 
     name = "plan"
-    summary = "predicts an experiment's steps on devices that need not be attached"
+    summary = "predicts the time and memory of an experiment on devices that need not be attached"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the options for the topology, the search, --measure and the output files."""
@@ -36,7 +36,7 @@ class Plan(Mode):
         )
         options.add_argument(
             "--num_slices", metavar="N", type=int, default=1,
-            help="number of slices of that topology; default: 1",
+            help="number of slices with this topology; default: 1",
         )
         options.add_argument(
             "--steps", metavar="NAMES", type=_steps, default=["train"],
@@ -61,14 +61,14 @@ class Plan(Mode):
         )
         options.add_argument(
             "--expert_load", metavar="X", type=_load, default=_EXPERT_LOAD,
-            help="for experts split over devices: also predict a step with this load, the largest "
+            help="for experts split over devices: also predict a step with this load, the maximum "
             "number of tokens that one device sends to another, relative to even loads; default: "
             f"{_EXPERT_LOAD:g}",
         )
         options.add_argument(
             "--residuals", metavar="FILE", type=file_to_write("residuals.jsonl"),
-            help="file of measured and predicted seconds; --measure appends to it, and plans use "
-            "it as a correction; default: JOB/residuals.jsonl, with --job_log_dir",
+            help="file with measured and predicted seconds, to which --measure appends and which "
+            "corrects plans; default: JOB/residuals.jsonl if --job_log_dir=JOB is set",
         )
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("plan.html"),
@@ -85,24 +85,25 @@ class Plan(Mode):
         measure: bool, expert_load: float, residuals: Path | None, html: Path | None,
         json: Path | None,
     ) -> None:
-        """Plans, searches or measures.
+        """Plans an experiment, searches for a layout or measures steps, depending on the options.
 
         Raises:
-          ConfigError: Options contradict each other, the experiment is invalid, or a step does not
-            fit in memory (raised after all steps have been planned).
+          ConfigError: Options cannot be combined, the experiment is invalid, or a step does not fit
+            in memory (raised after all steps have been planned).
         """
         if measure and (topology is not None or search):
             raise ConfigError(
-                "--measure runs on the attached devices. Remove --topology and --search."
+                "--measure runs on the attached devices, so it cannot be combined with --topology "
+                "or --search."
             )
         if batch_sizes and (measure or search or "decode" not in steps):
             raise ConfigError(
-                f"--batch_sizes={','.join(map(str, batch_sizes))} requires --steps=decode, without "
-                "--search and --measure."
+                f"--batch_sizes={','.join(map(str, batch_sizes))} requires --steps=decode, and "
+                "cannot be combined with --search or --measure."
             )
         if topology is None and not measure:
             raise ConfigError(
-                "--mode=plan requires --topology=CHIP:SHAPE, the devices to plan for, such as "
+                "--mode=plan requires the devices to plan for: --topology=CHIP:SHAPE, such as "
                 "--topology=v5e:16x16."
             )
         if residuals is None and command.job_log_dir is not None:
@@ -135,7 +136,7 @@ class Plan(Mode):
             )
             if html is not None:
                 write_whole(html, plan.page().encode())
-                print(f"\nThe page to look at in a browser: {html.absolute()}")
+                print(f"\nOpen this page in a browser: {html.absolute()}")
             if json is not None:
                 write_whole(json, plan.json_text().encode())
             plan.require_fit()
@@ -150,17 +151,18 @@ def plan_experiment(
 
     Args:
       command: The parsed command line, which names the experiment.
-      print_text: Called with each section of the text as soon as it is known.
+      print_text: Function called with each section of the text as soon as it is known.
       topology: Value of --topology.
       num_slices: Value of --num_slices.
       steps: Names of the steps, a subset of `STEPS`.
-      batch_sizes: Numbers of prompts to plan decoding for; empty for that of the dataset.
-      residuals: File of earlier measurements that correct the plan.
+      batch_sizes: Numbers of prompts to plan decoding for. If empty, the dataset's batch size is
+        used.
+      residuals: File with earlier measurements that correct the plan, or None.
       expert_load: Value of --expert_load.
 
     Raises:
       ConfigError: The topology is unknown, the mesh does not use all its devices, or the experiment
-        is invalid, as for training.
+        is invalid.
     """
     launched = experiment_of(command)
 
@@ -177,7 +179,7 @@ def plan_experiment(
 
 
 def _avoid_accelerators() -> None:
-    """Makes JAX use the CPU; a plan needs no accelerator."""
+    """Makes JAX use the CPU, because planning requires no accelerator."""
     if "JAX_PLATFORMS" not in os.environ:
         import jax
 

@@ -1,4 +1,4 @@
-"""`main.py --mode=profile`: prints time and memory of a job's profiled steps."""
+"""`main.py --mode=profile`: prints the time and memory of a job's profiled steps."""
 
 import argparse
 
@@ -9,16 +9,16 @@ from praxis_lite.modes.mode import CommandLine, Mode
 
 
 class Profile(Mode):
-    """Prints tables of time and memory from the profile that a job wrote."""
+    """Prints the time and memory tables of a job's profile."""
 
     name = "profile"
-    summary = "prints time and memory of a job's profiled steps, by layer and collective"
+    summary = "prints the time and memory of a job's profiled steps, by layer and collective"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --step."""
         options.add_argument(
             "--step", metavar="N", type=int,
-            help="first step of the profile; default: that of the latest profile",
+            help="first step of the profile; default: the latest profile",
         )
 
     def run(self, command: CommandLine, *, step: int | None) -> None:

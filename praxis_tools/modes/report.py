@@ -12,7 +12,7 @@ _REFRESH_SECONDS = 5.0
 
 
 class Report(Mode):
-    """Compares jobs by their files: curves, configs, samples, evaluations and times."""
+    """Compares the curves, configs, samples, evaluations and times of jobs."""
 
     name = "report"
     summary = "compares jobs, finished or running: curves, settings, samples, times"
@@ -21,7 +21,7 @@ class Report(Mode):
         """Adds the jobs, --html, --follow and --every."""
         options.add_argument(
             "jobs", metavar="JOB", nargs="*",
-            help="directories of jobs, in addition to --job_log_dir",
+            help="job directories, in addition to --job_log_dir",
         )
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("report.html"),
@@ -42,7 +42,9 @@ class Report(Mode):
     ) -> None:
         """Prints the report; raises ConfigError if a directory contains no job."""
         if every is not None and not follow:
-            raise ConfigError(f"--every={every:g} requires --follow. Add it, or remove --every.")
+            raise ConfigError(
+                f"--every={every:g} requires --follow. Add --follow or remove --every."
+            )
         if command.exp is not None or command.settings:
             raise ConfigError(
                 "--exp and --set have no effect with --mode=report, which only reads jobs. Remove "

@@ -19,8 +19,8 @@ class Sweep(Mode):
         """Adds the options for the search, the metric and the processes."""
         options.add_argument(
             "--search", metavar="NAME", default="grid",
-            help="grid: every combination of the values that --set lists; random or tpe (guided by "
-            "previous results): also ranges such as 1e-4..1e-2; default: grid",
+            help="grid: all combinations of the values listed in --set; random or tpe (guided by "
+            "previous results): ranges such as 1e-4..1e-2 as well; default: grid",
         )
         options.add_argument(
             "--trials", metavar="N", type=int,
@@ -50,7 +50,7 @@ class Sweep(Mode):
         )
         options.add_argument(
             "--topology", metavar="CHIP:SHAPE",
-            help="devices, as for --mode=plan, such as v5e:2x4; trials that do not fit on them are "
+            help="topology as in --mode=plan, such as v5e:2x4; trials that do not fit on it are "
             "skipped",
         )
         options.add_argument(
@@ -63,7 +63,7 @@ class Sweep(Mode):
         metric: str | None, better: str, prune: str, seed: int, topology: str | None,
         prints: bool,
     ) -> int | None:
-        """Runs or prints the trials; raises ConfigError if an option is invalid."""
+        """Runs the trials or prints their commands; raises ConfigError if an option is invalid."""
         directory = job_log_dir(command)
 
         from praxis_tools.sweep.command import sweep

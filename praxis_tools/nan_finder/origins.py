@@ -1,6 +1,6 @@
-"""Finds the operation that produced the first NaN or infinity of a program.
+"""Finds the operation that produced the first NaN or infinity in a program.
 
-Numbers that a select discards, as in an attention mask or a guarded division, are never reported.
+Numbers discarded by a select, as in an attention mask or a guarded division, are never reported.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class Origin:
     """The origin of a non-finite number.
 
     Attributes:
-      operation: The operation that produced it, or None for a constant of the program.
-      iterations: Index of the iteration in each of the operation's loops, or None if unknown.
+      operation: The operation that produced the number, or None for a constant in the program.
+      iterations: Index of the iteration in each loop around the operation, or None if unknown.
     """
 
     operation: Operation | None
@@ -37,9 +37,9 @@ class OriginSearch:
     """Runs a program and finds the origins of non-finite numbers in some of its outputs.
 
     Args:
-      jaxpr: The closed jaxpr of the program, `jax.jit(function).trace(...).jaxpr`.
-      outputs: Indices of the outputs to check. Operations that they do not depend on are removed.
-      replicated: A replicated sharding, with which every process can read the results, or None for
+      jaxpr: The program's closed jaxpr, `jax.jit(function).trace(...).jaxpr`.
+      outputs: Indices of the outputs to check. Operations that do not affect them are removed.
+      replicated: A replicated sharding, which allows every process to read the results, or None for
         a single process.
     """
 
@@ -51,11 +51,11 @@ class OriginSearch:
         self._run = jax.jit(self._traced, out_shardings=replicated)
 
     def __call__(self, args: Sequence[jax.Array], *, only_nan: bool) -> list[Origin | None]:
-        """Returns the origin of the first non-finite number in each output; None if it is finite.
+        """Returns the origin of the first non-finite number in each output; None if all are finite.
 
         Args:
           args: Flat arguments of the program, which are not donated.
-          only_nan: Whether to treat infinities as finite, to find the origin of the first NaN.
+          only_nan: Whether to ignore infinities and find the origin of the first NaN.
         """
         tags = jax.device_get(self._run(np.bool_(not only_nan), np.bool_(False), *args))
         return [self._origin(int(tag)) for tag in tags]
@@ -70,7 +70,7 @@ class OriginSearch:
         return [tag for _, tag in run.call(self._jaxpr, list(zip(args, tags, strict=True)))]
 
     def _origin(self, tag: int) -> Origin | None:
-        """Decodes a tag: its operation, and the iteration of each enclosing loop."""
+        """Decodes a tag to its operation and the iteration of each enclosing loop."""
         if tag >= CONSTANT:
             sum_over_devices = Origin(Operation("a sum over devices"))
             return {CONSTANT: Origin(None), ELSEWHERE: sum_over_devices}.get(tag)

@@ -32,7 +32,7 @@ MAX_REPORTS = 20
 class NonFinite(Hook):
     """Reports the layer that made a step's loss or gradient non-finite (run.debug_nans)."""
 
-    # `after_step` waits for the step itself, and that wait counts as step time.
+    # `after_step` waits for the step itself, and this wait is counted as step time.
     waits = False
 
     def __init__(self, job: JobOnMesh):
@@ -53,21 +53,21 @@ class NonFinite(Hook):
 
 
 class NonFiniteReports:
-    """Checks every step of a run, and reruns a step whose loss or gradient is not finite.
+    """Checks every step of a run, and reruns steps whose loss or gradient is not finite.
 
-    Such a step changes neither weights nor optimizer slots, so its initial state is still
-    available. The rerun uses another program, which checks the result of every operation. It is
-    compiled when the first such step occurs, needs the memory of a step in addition to the state,
-    and is several times slower than a step.
+    These steps change neither weights nor optimizer slots, so the initial state is still available.
+    The rerun uses a separate program that checks the result of every operation. The program is
+    compiled when the first such step occurs, requires the memory of a step in addition to the
+    state, and is several times slower than a step.
 
     Args:
       partitioner: Partitioner of the training step.
       path: Path of the file to which at most `max_reports` reports are appended.
-      note: Called with each line of a report.
+      note: Function called with each line of a report.
       max_reports: Maximum number of reports.
 
     Attributes:
-      search: The compiled program, or None before the first such step.
+      search: The compiled program, or None before the first rerun.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class NonFiniteReports:
     def check(
         self, step: int, state: TrainState, batch: Any, key: jax.Array, outputs: Any
     ) -> None:
-        """Waits for a step, and reports the cause if its loss or gradient is not finite.
+        """Waits for a step and reports the cause if its loss or gradient is not finite.
 
         Args:
           step: Number of the step.
@@ -96,16 +96,16 @@ class NonFiniteReports:
         self._num_left -= 1
         args = (self._state_before(step, state, outputs), batch, key)
         lines = [
-            f"step {step}: the loss is {loss}, the norm of the gradient {grad_norm}; run again, "
+            f"step {step}: the loss is {loss} and the gradient norm is {grad_norm}; rerun "
             "operation by operation:",
             *(f"  {line}" for line in self._reasons(args)),
         ]
         if not self._num_left:
-            lines.append(f"  (no more steps are looked into: this was the {self._max_reports}th)")
+            lines.append(f"  (no more steps are examined after {self._max_reports} reports)")
         try:
             with opened_to_append(self._path) as file:
                 file.writelines(f"{line}\n" for line in lines)
-        except OSError as error:  # For example a full disk, which must not end the run.
+        except OSError as error:  # For example, a full disk must not end the run.
             lines.append(f"  (not written to {self._path}: {error.strerror or error})")
         for line in lines:
             self._note(line)
@@ -113,7 +113,7 @@ class NonFiniteReports:
     def _state_before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
         """Returns the state before a skipped step, given the state after it."""
         opt_states = dict(state.opt_states)
-        if "loss_scale" in opt_states:  # Apart from counters, a skipped step changes only this.
+        if "loss_scale" in opt_states:  # A skipped step only changes this and counters.
             scale = outputs["learner"]["loss_scale"]
             opt_states["loss_scale"] = {**opt_states["loss_scale"], "scale": scale}
         before = jax.device_put(np.int32(step - 1), self._partitioner.replicated)
@@ -145,12 +145,12 @@ class NonFiniteReports:
 
 
 def _watched(outputs: Any) -> tuple[Any, Any]:
-    """Returns the loss and the norm of the gradient from the outputs of a step."""
+    """Extracts the loss and the gradient norm from the outputs of a step."""
     return outputs["metrics"]["loss"][0], outputs["learner"]["grad_norm"]
 
 
 def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> list[str]:
-    """Returns the report on an argument of the step, such as a weight, that was non-finite."""
+    """Reports a non-finite argument of the step, such as a weight."""
     name = path_of(path)
     for prefix, kind in (
         ("0/mdl_vars/params/", "the weight"), ("0/mdl_vars/non_trainable/", "the variable"),
@@ -168,28 +168,28 @@ def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> l
         first = [int(row) for row in np.flatnonzero(rows)[:5]]
         where = f", in {int(rows.sum())} of its {len(rows)} rows (first dim), the first {first}"
     kind = "NaN" if is_nan else "infinite"
-    return [f"{name} was {kind} before the step{where}; no operation is to blame"]
+    return [f"{name} was {kind} before the step{where}, so no operation caused it"]
 
 
 def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[str]:
-    """Returns the report on the operations that produced the first infinity and the first NaN."""
+    """Reports the operations that produced the first infinity and the first NaN."""
     where = "the forward pass" if is_forward else "the backward pass (the loss is finite)"
     if first.operation is None:
         # A mask of -inf is intended, so the error is in the code that turned it into a NaN.
         if first_nan is None or first_nan.operation is None:
             constant = "infinity" if first_nan is None else "NaN"
             return [f"in {where}, from a constant {constant} in the model's code"]
-        return [f"the first NaN, in {where}, of an infinite constant: {_describe(first_nan)}"]
+        return [f"the first NaN, in {where}, from an infinite constant: {_describe(first_nan)}"]
     if first_nan == first:
         return [f"the first NaN, in {where}: {_describe(first)}"]
     lines = [f"the first infinity, in {where}: {_describe(first)}"]
     if first_nan is not None:
-        lines.append(f"the first NaN, made of it: {_describe(first_nan)}")
+        lines.append(f"the first NaN, computed from it: {_describe(first_nan)}")
     return lines
 
 
 def _describe(origin: Origin) -> str:
-    """Returns text such as 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
+    """Formats an origin: 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
     operation, depth, iterations = origin.operation, 0, []
     scopes = _scopes(operation)
     for loop, iteration in zip(operation.loops, origin.iterations, strict=True):
@@ -212,16 +212,16 @@ def _describe(origin: Origin) -> str:
 
 
 def _scopes(source: Operation | Loop) -> list[str]:
-    # layers_of_name drops the last part of a name, which is the operation itself.
+    # layers_of_name drops the last component of a name, which is the operation itself.
     layer = layers_of_name(f"{source.name_stack}/operation")[0].removeprefix(GRADIENT_OF)
     return layer.split("/") if layer else []
 
 
 def _source_lines(tracebacks: Sequence[Any]) -> str:
-    """Returns text such as 'linears.py:45, called at my_model.py:12' or 'my_model.py:12'.
+    """Formats source lines, as in 'linears.py:45, called at my_model.py:12' or 'my_model.py:12'.
 
-    The innermost line that is not in a third-party library comes first. If it is in this package,
-    the line of the user's code that called it follows.
+    The first line is the innermost line outside of third-party libraries. If it is in this package,
+    it is followed by the line in the user's code that called it.
     """
     frames = _frames(tracebacks)
     selected = frames[:1]

@@ -1,7 +1,7 @@
-"""Evaluates a program with a tag per array, which identifies where it became non-finite.
+"""Evaluates a program with a tag for each array that identifies where it became non-finite.
 
-An operation is an origin if it produces a non-finite number from finite ones. Tags are propagated
-through loops, branches and calls.
+An operation is an origin if it produces a non-finite number from finite numbers. Tags are
+propagated through loops, branches and calls.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from praxis_lite.core.jaxprs import is_widening_cast, split_loop_operands
 from praxis_tools.interpreter import CALLS, Interpreter, bind, run_shard_map
 
 Pair = tuple[Any, Any]  # (value, tag).
-# A tag is an int32, operation * num_iterations + iteration, so the smallest of several tags is the
+# A tag is an int32, operation * num_iterations + iteration. The smallest of several tags is the
 # first origin in the program. These values are reserved:
 NOWHERE = np.int32(2**31 - 1)  # The array is finite.
-ELSEWHERE = np.int32(2**31 - 2)  # The number comes from another device.
-CONSTANT = np.int32(2**31 - 3)  # The number is a constant of the program.
+ELSEWHERE = np.int32(2**31 - 2)  # The number was received from another device.
+CONSTANT = np.int32(2**31 - 3)  # The number is a constant in the program.
 NUM_WHILE_ITERATIONS = 1000  # Number of distinguished iterations in a loop of unknown length.
 
-# Collectives under shard_map, whose results contain numbers of other devices.
+# Collectives under shard_map, whose results contain numbers from other devices.
 _COLLECTIVES = {
     "psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant",
     "all_gather_reduced", "all_to_all", "ragged_all_to_all", "ppermute", "reduce_scatter",
     "unreduced_psum", "unreduced_reduce_scatter",
 }
-# Operations that only move, copy or negate the numbers of their operand, and are never an origin.
+# Operations that only move, copy or negate the numbers in their operand are never an origin.
 _SAME_NUMBERS = {
     "reshape", "transpose", "broadcast_in_dim", "neg", "abs", "copy", "copy_p", "squeeze", "rev",
     "expand_dims", "name", "stop_gradient", "sharding_constraint", "pvary", "layout_constraint",
@@ -80,10 +80,10 @@ class Operation:
 
 
 class TaggedRun(Interpreter):
-    """Traces a program in which each value is a pair of an array and its tag.
+    """An interpreter whose values are pairs of an array and its tag.
 
     Attributes:
-      operations: The operations so far; a tag contains an index into this list.
+      operations: The operations traced so far; a tag contains an index into this list.
     """
 
     def __init__(self, num_iterations: int, infinities_count: jax.Array, never: jax.Array):
@@ -94,10 +94,10 @@ class TaggedRun(Interpreter):
         self._loops: tuple[Loop, ...] = ()
         # Flattened index of the current iteration of all enclosing loops.
         self._iteration: Any = np.int32(0)
-        # Every check of an array depends on the previous one. Otherwise, devices could run the
-        # collectives of the checks in different orders and deadlock.
+        # Each check of an array depends on the previous check. Otherwise, devices could run the
+        # collectives in different orders and deadlock.
         self._last_check: Any = np.bool_(False)
-        # Manual axes of the enclosing shard_maps with check_vma: tags vary over all of them.
+        # Manual axes of the enclosing shard_maps with check_vma; tags vary over all of them.
         self._varying_axes: tuple[str, ...] = ()
 
     def argument_tag(self, index: int, x: Any) -> Any:
@@ -113,7 +113,7 @@ class TaggedRun(Interpreter):
     def results(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         repeats = eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True)
         if repeats and eqn.primitive.name in CALLS:
-            # Keep XLA from saving the values that rematerialization should recompute.
+            # Prevent XLA from saving values that rematerialization should recompute.
             args, tags = _unzipped(operands)
             is_array = [not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in args]
             arrays = iter(lax.optimization_barrier(list(itertools.compress(args, is_array))))
@@ -131,7 +131,7 @@ class TaggedRun(Interpreter):
         if not any(map(_is_float, results)):
             return [(x, NOWHERE) for x in results]
         self.operations.append(Operation(name, self.name_stack, self.tracebacks, self._loops))
-        # If the number came from another device, the tags of that device have its origin.
+        # If the number was received from another device, the tags on that device have its origin.
         here = ELSEWHERE if name in _COLLECTIVES else self._here()
         return [(x, self._tag(x, tags, here)) for x in results]
 
@@ -158,11 +158,11 @@ class TaggedRun(Interpreter):
         return lax.select(self._is_bad(x), origin, NOWHERE)
 
     def _is_bad(self, x: Any) -> Any:
-        """Returns whether `x` contains a NaN, or an infinity if infinities count."""
+        """Returns whether `x` contains a NaN (or an infinity, if infinities are checked)."""
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             x = lax.abs(x)
         elif x.dtype.itemsize < 2:
-            # XLA lacks operations for some float8 types.
+            # XLA does not support this operation for some float8 types.
             x = lax.convert_element_type(x, np.float32)
         infinities = lax.bitwise_or(
             self._infinities_count, lax.bitwise_and(self._last_check, self._never)
@@ -242,7 +242,7 @@ class TaggedRun(Interpreter):
         return list(outs)
 
     def _carried(self, pairs: Sequence[Pair], *extra: Any) -> tuple:
-        """Converts values and tags to arrays for the carry of a loop or the result of a branch."""
+        """Converts values and tags to arrays for a loop's carry or a branch's result."""
         (values, tags), extra = _arrays(_unzipped(pairs)), _arrays((*extra, self._last_check))
         tags, *extra = varying_over((tags, *extra), self._varying_axes)
         return _zipped(values, tags), *extra
@@ -260,7 +260,7 @@ class TaggedRun(Interpreter):
         self._loops, self._iteration = outer
 
     def shard_map(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
-        # Tags are per device, because a device must not wait for one that is in another branch.
+        # Tags are per device, because a device must not wait for devices in a different branch.
         params, (args, tags) = eqn.params, _unzipped(operands)
         outer = self._last_check, self._iteration, self._infinities_count, self._never
         axes, outer_axes = tuple(params["newly_manual_axes"]), self._varying_axes
@@ -294,7 +294,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _first(tags: Any) -> Any:
-    """Returns the first origin among tags of shape [N], one for each of N parts of an array."""
+    """Returns the first origin among the tags [N] of an array's N parts."""
     return lax.reduce(tags, NOWHERE, lax.min, (0,))
 
 

@@ -1,4 +1,4 @@
-"""Plans steps for the attached devices: predictions of --mode=explain, and --measure."""
+"""Predicts and measures steps on the attached devices (--mode=explain and --measure)."""
 
 import json
 import statistics
@@ -35,8 +35,8 @@ def figures_on_attached_devices(
 ) -> Callable[[Step, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
     """Returns a function that predicts a step's time and memory on the attached devices.
 
-    The function returns (name, value) pairs, as --mode=explain shows them, or an empty list if the
-    table of chips lacks the devices.
+    The returned function produces the (name, value) pairs that --mode=explain shows, or an empty
+    list if `CHIPS` does not contain the devices.
     """
     topology = attached_topology(list(partitioner.mesh.devices.flat))
 
@@ -54,18 +54,19 @@ def figures_on_attached_devices(
 def measure(
     job: Job, *, file: Path | None = None, residuals: Path | None = None
 ) -> tuple[StepPlan, list[float]]:
-    """Trains ten steps on the attached devices and prints their predicted and measured time.
+    """Trains ten steps on the attached devices and prints the predicted and measured step time.
 
     Args:
       job: Job whose train step is measured.
-      file: Path of a JSON file to write with the plan and the measured seconds.
-      residuals: Path of the residuals file to which the ratio is appended, for later plans.
+      file: Path of the JSON file to which the plan and the measured seconds are written, or None.
+      residuals: Path of the residuals file to which the result is appended for later plans, or
+        None.
 
     Returns:
-      The plan, and the seconds of each step.
+      The plan, and the measured seconds of each step.
 
     Raises:
-      ConfigError: The table of chips lacks the devices, the residuals file is damaged, or the job
+      ConfigError: `CHIPS` does not contain the devices, the residuals file is damaged, or the job
         cannot be trained.
     """
     partitioner = partitioner_of(job, "train")
@@ -100,11 +101,11 @@ def measure(
     measured = statistics.median(seconds)
     model_flops = plan.flops_per_device - plan.recomputed_flops
     print(
-        f"\nmeasured  {seconds_text(measured)} a step (median of {_NUM_MEASURED_STEPS}; "
+        f"\nmeasured  {seconds_text(measured)} per step (median of {_NUM_MEASURED_STEPS}; "
         f"{seconds_text(min(seconds))} to {seconds_text(max(seconds))}), MFU "
         f"{model_flops / measured / chip.peak():.1%}\n"
         f"predicted {seconds_text(plan.step_seconds)}: "
-        f"{plan.step_seconds / measured:.2f} of measured"
+        f"{plan.step_seconds / measured:.2f} times the measured time"
     )
     residual = Residual(
         chip=chip.name, step=plan.step, axis_sizes=dict(axis_sizes),
@@ -112,10 +113,10 @@ def measure(
         measured_seconds=measured, source="--measure",
     )
     if residuals is None:
-        print("residual  not kept: name --residuals=FILE or --job_log_dir=DIR for later plans")
+        print("residual  not saved: set --residuals=FILE or --job_log_dir=DIR to save it")
     elif jax.process_index() == 0:
         append_residual(residuals, residual)
-        print(f"residual  {residual.ratio:.3g}, kept in {residuals} for later plans")
+        print(f"residual  {residual.ratio:.3g}, saved to {residuals} for later plans")
     if file is not None:
         record = plan.to_json() | {"measured_seconds": seconds}
         file.write_text(json.dumps(record, indent=1), "utf-8")

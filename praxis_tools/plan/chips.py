@@ -9,14 +9,14 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaTarget:
-    """Description of a GPU from which XLA compiles without the GPU attached.
+    """Description of a GPU that lets XLA compile for it without having one attached.
 
     Attributes:
       capability: CUDA compute capability.
       cores: Number of streaming multiprocessors.
       fpus: Number of float32 units per multiprocessor.
       shared: Bytes of shared memory per multiprocessor.
-      shared_of_block: The part of `shared` that one block can use.
+      shared_of_block: Maximum bytes of shared memory that one block can use.
       l2: Size of the L2 cache in bytes.
       clock: Clock rate in GHz.
       memory: Device memory in bytes.
@@ -52,7 +52,7 @@ device_description_str: "{self.description}"
 """
 
 
-# Maps an element type to the type in which the matmul units multiply it.
+# Maps an element type to the type that the matmul units convert it to.
 _UNITS = {
     "s4": "s8", "u4": "s8", "u8": "s8", "f8e5m2": "f8e4m3fn", "f8e4m3": "f8e4m3fn",
     "f8e3m4": "f8e4m3fn",
@@ -62,21 +62,22 @@ _NARROW = {"s8": "int8", "f8e4m3fn": "float8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """Properties of a JAX device, which is a chip or one of the two cores of a TPU7x.
+    """Properties of a JAX device: a chip, or one of the two cores of a TPU7x chip.
 
     Attributes:
       name: Name in topologies, such as "v5e" in "v5e:16x16".
       flops: Peak flops per second of matmuls, by element type.
-      hbm_bytes: Memory available to programs, without the part that the runtime reserves.
+      hbm_bytes: Memory available to programs, excluding what the runtime reserves.
       hbm_bandwidth: Memory bandwidth in bytes per second.
       link_bandwidth: Bandwidth of one link in one direction, in bytes per second. Each torus dim
-        has two links. If `torus_dims` is 0, the bandwidth from a device to all others in its node.
+        has two links. If `torus_dims` is 0, this is the bandwidth from a device to all other
+        devices in its node.
       network_bandwidth: Bandwidth from a device to other slices or nodes (DCN), in bytes per
         second.
       host_bandwidth: Bandwidth between a device and its host (PCIe) in each direction, in bytes
         per second.
       sources: Sources of these figures.
-      clock: Clock rate of the matmul units in Hz, which converts the compiler's cycles to seconds;
+      clock: Clock rate of the matmul units in Hz, used to convert the compiler's cycles to seconds;
         None if the compiler does not estimate cycles.
       mxu: Number of rows and columns of a matmul unit (systolic array); None if unknown.
       torus_dims: Number of torus dims of the interconnect within a slice (ICI); 0 if every pair of
@@ -100,22 +101,22 @@ class Chip:
     cuda: CudaTarget | None = None
 
     def mxu_utilization(self, dims: int) -> float:
-        """Returns the fraction of a matmul unit that is busy if a matmul has a dim of this size."""
+        """Returns the utilization of a matmul unit for a matmul with a dim of this size."""
         return 1.0 if self.mxu is None else dims / (math.ceil(dims / self.mxu) * self.mxu)
 
     def peak(self, dtype: str = "bf16") -> float:
         """Returns the peak flops per second of matmuls with this element type.
 
-        4-bit integers are multiplied as int8, and all float8 types have the same peak. A type that
-        the chip's matmul units do not support is multiplied in bfloat16.
+        4-bit integers are multiplied as int8, and all float8 types have the same peak. Types that
+        the chip's matmul units do not support are multiplied in bfloat16.
 
         Args:
-          dtype: XLA's name of an element type.
+          dtype: XLA's name for an element type.
         """
         return self.flops.get(_UNITS.get(dtype, dtype), self.flops["bf16"])
 
     def narrow_type_notes(self, flops: Mapping[str, int]) -> list[str]:
-        """Returns notes on the share and peak rate of matmuls in int8 and float8.
+        """Returns notes on the share and the peak rate of int8 and float8 matmuls.
 
         Args:
           flops: Matmul flops of a program, by element type.
@@ -124,7 +125,7 @@ class Chip:
         for unit, name in _NARROW.items():
             count = sum(n for dtype, n in flops.items() if _UNITS.get(dtype, dtype) == unit)
             if count:
-                peak, share = self.peak(unit), f"{count / total:.0%} of the matmuls' flops"
+                peak, share = self.peak(unit), f"{count / total:.0%} of the matmul flops"
                 notes.append(
                     f"{share} are in {name}, with a peak of {peak / 1e12:,.4g} TFLOP/s; MFU and "
                     f"HFU are relative to the peak of bfloat16, {bf16 / 1e12:,.4g} TFLOP/s"
@@ -137,9 +138,9 @@ class Chip:
     def wraps(self, dims: Sequence[int]) -> tuple[bool, ...]:
         """Returns, for each torus dim of a slice, whether it has wraparound links.
 
-        With a 3-D torus, either all dims of a slice have them or none: a slice consists of full
-        cubes of 4 x 4 x 4 chips connected by optical switches, or is part of one cube. With a 2-D
-        torus, a dim has them if it spans the pod.
+        In a 3-D torus, either all dims of a slice have wraparound links or none do, because a slice
+        either consists of full 4 x 4 x 4 cubes connected by optical switches, or is part of one
+        cube. In a 2-D torus, a dim has wraparound links if it spans the pod.
 
         Args:
           dims: Size of each torus dim of the slice, in chips.
@@ -158,12 +159,12 @@ def _hopper(memory: int, description: str) -> CudaTarget:
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, to other slices, and to the host)"
 # How the figures were derived:
-# - mxu: from the page of v6e ("two 256x256 matrix-multiply units"), and for the others from
+# - mxu: from the v6e page ("two 256x256 matrix-multiply units"), and for other chips from
 #   docs/system-architecture-tpu-vm ("256 x 256 (TPU v6e and TPU7x) or 128 x 128").
 # - link_bandwidth: 0.9 of the vendor's figure for the chip's interconnect, divided by the number of
 #   links and directions.
-# - hbm_bytes: the memory that libtpu 0.0.51 reports as available when a program does not fit.
-# - clock: peak / (matmul units x 2 x their size), which reproduces the compiler's cycles.
+# - hbm_bytes: available memory, as reported by libtpu 0.0.51 when a program does not fit.
+# - clock: peak / (matmul units x 2 x their size); it reproduces the compiler's cycles.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (

@@ -1,8 +1,8 @@
-"""Cost model of instructions on a chip: matmuls, memory accesses and kernels.
+"""Cost model for instructions on a chip: matmuls, memory accesses and kernels.
 
-The TPU compiler annotates its own instructions with estimated cycles. The model divides these by a
-fitted efficiency. Instructions without cycles get a roofline estimate, and attention kernels the
-time of their matmuls. Collectives are in schedule/collective_cost.py.
+The TPU compiler annotates most instructions with estimated cycles, which the model divides by a
+fitted efficiency. It uses a roofline estimate for instructions without cycles, and the time of the
+matmuls for attention kernels. Collectives are modeled in schedule/collective_cost.py.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ FUSIONS = ("fusion", "fusion-start")  # fusion-start (GPU) runs asynchronously.
 _MIN_CYCLES = 1830  # The TPU compiler's estimate for its smallest instruction.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _SLICES = ("dynamic-slice", "slice", "gather")  # These read only the elements they return.
-# These write one operand into another in place. The value is the index of the written operand.
+# Instructions that write one operand into another in place, and the index of the written operand.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _VIEWS = ("bitcast", "reshape")
 # Instructions that move no data.
@@ -51,24 +51,27 @@ class Efficiencies:
         compiler overestimates.
       kernel: Fraction of peak flops that a kernel (Pallas, cuDNN) reaches if its heads fill the
         chip's matmul units (`Chip.mxu_utilization`).
-      grouped: Fraction of peak flops within the tiles of an expert's grouped matmul. Not fitted;
-        equal to that of the compiler's large matmuls.
-      matmul: Fraction of peak flops of a matmul for which the compiler gives no cycles.
-      hbm: Fraction of the HBM bandwidth that no instruction exceeds; infinity disables the limit.
-      link: Fraction of a link's bandwidth. The table of chips has 0.9 of the vendor's figure.
+      grouped: Fraction of peak flops that an expert's grouped matmul reaches within its tiles. This
+        is not fitted, but set to the value for the compiler's large matmuls.
+      matmul: Fraction of peak flops that a matmul reaches if the compiler gives no cycles for it.
+      hbm: Maximum fraction of the HBM bandwidth that any instruction reaches; infinity disables
+        the limit.
+      link: Fraction of a link's bandwidth, relative to `Chip.link_bandwidth`, which is already 0.9
+        times the vendor's figure.
       network: Fraction of a TPU's bandwidth to other slices.
       host: Fraction of the bandwidth to the host; not fitted.
       nodes: Fraction of a GPU's bandwidth to other nodes.
-      hop_seconds: Latency of a message to the next device of a ring.
+      hop_seconds: Latency of a message to the next device in a ring.
       network_seconds: Latency of a message to another slice or node.
-      waiting: Relative growth of the step time each time the number of slices doubles, because all
-        slices wait for the slowest.
+      waiting: Relative increase in step time for each doubling of the number of slices, because all
+        slices wait for the slowest one.
       step_seconds: Constant overhead of every step.
-      spread: Relative error that four out of five predictions stayed within.
+      spread: Relative error within which four out of five predictions stayed.
     """
 
-    # Fitted by `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: only one
-    # step was measured on a GPU, an H200. It took 97 ms; 105 ms were predicted (docs/profiles.md).
+    # Fitted by `benchmarks/plan_published.py --fit`, except that `matmul` and `nodes` are guesses:
+    # only one step was measured on a GPU (H200: 97 ms measured, 105 ms predicted; see
+    # docs/profiles.md).
     cycles: float = 1.055
     kernel: float = 0.604
     grouped: float = 0.9
@@ -92,7 +95,7 @@ def compute_seconds(
     instruction: Instruction, computation: Computation, program: Program, chip: Chip,
     efficiencies: Efficiencies,
 ) -> float:
-    """Returns how long an instruction takes that is not a collective, loop, branch or call."""
+    """Returns the time of an instruction, excluding collectives, loops, branches and calls."""
     if cycles := _CYCLES.search(instruction.attributes):
         return int(cycles.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
     if instruction.opcode.endswith("-done"):
@@ -100,7 +103,7 @@ def compute_seconds(
     if is_kernel(instruction):
         return _kernel_seconds(instruction, computation, chip, efficiencies)
     if chip.clock is not None:
-        # On TPU, instructions without cycles are free or overlap with others. Scatters are not.
+        # On TPU, instructions without cycles are free or overlap with others, except for scatters.
         is_scatter = instruction.opcode == "fusion" and is_update(instruction, program)
         return _MIN_CYCLES / chip.clock / efficiencies.cycles if is_scatter else 0.0
     flops, dtype = _matmul(instruction, computation, program)
@@ -134,7 +137,7 @@ def is_matmul(instruction: Instruction, program: Program) -> bool:
 def _matmul(
     instruction: Instruction, computation: Computation, program: Program
 ) -> tuple[int, str]:
-    """Returns the matmul flops of an instruction, including its calls, and the operand type."""
+    """Returns the matmul flops of an instruction and the computations it calls, and the dtype."""
     flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
     if flops:
         return flops, hlo_matmuls.matmul_type(instruction, computation)
@@ -159,13 +162,14 @@ def bytes_moved(
 ) -> int:
     """Returns the bytes that an instruction reads and writes.
 
-    For slices, gathers and in-place updates, only the accessed part of an array counts.
+    For slices, gathers and in-place updates, only the accessed elements of an array are counted.
 
     Args:
       instruction: An instruction of `computation`.
       computation: A computation of `program`.
       program: The compiled program.
-      size: Function that returns the bytes to count for a shape. The default counts all memories.
+      size: Function that returns the bytes to count for a shape. The default counts all memory
+        spaces.
     """
     if instruction.opcode in _FREE:
         return 0
@@ -204,7 +208,7 @@ def _sliced_bytes(
 ) -> int:
     """Returns the bytes that a slice or update reads and writes, or 0 for other instructions."""
     array = computation.get(instruction.operands[0]) if instruction.operands else None
-    # Source and destination count only if their memory does (`size`).
+    # Count the source and the destination only if `size` counts their memory spaces.
     num_counted = (size(instruction.shape) > 0) + (array is not None and size(array.shape) > 0)
     if instruction.opcode in _SLICES:
         return num_counted * bytes_of(instruction.shape)
@@ -215,7 +219,7 @@ def _sliced_bytes(
 
 
 def _bytes_read_in_slices(name: str, computation: Computation) -> int | None:
-    """Returns the bytes read from an array if every user slices it, else None."""
+    """Returns the bytes read from an array if all its users slice it, or None otherwise."""
     total = 0
     users = [user for user in computation.values() if name in user.operands]
     for user in users:
@@ -241,8 +245,8 @@ def _skip_views(instruction: Instruction, computation: Computation) -> Instructi
 def _is_view(instruction: Instruction) -> bool:
     """Returns whether an instruction returns the data of its operand without moving it.
 
-    On TPU7x, this includes nested fusions that alias their operand: they only renumber the rows of
-    a tile.
+    On TPU7x, this includes nested fusions that alias their operand, because they only renumber the
+    rows of a tile.
     """
     return instruction.opcode in _VIEWS or (
         instruction.opcode == "fusion"

@@ -1,8 +1,8 @@
 """Predicts decoding speed: time per token, its lower bound, and time to first token.
 
-A compiled decoding step consists of a prefill, which writes the prompts into the cache, and a loop
-whose iterations each generate one token per row. The plan reports the time of one iteration. All
-work outside of the loop counts as time to first token. Each iteration reads all weights and the
+A compiled decoding step consists of a prefill that writes the prompts into the cache, and a loop
+that generates one token per row in each iteration. The plan reports the time of one iteration, and
+counts all work outside of the loop as time to first token. Each iteration reads all weights and the
 cache once; dividing these bytes by the memory bandwidth gives the lower bound.
 """
 
@@ -22,24 +22,24 @@ from praxis_tools.explain.hlo_runs import trip_count
 from praxis_tools.explain.hlo_text import Program, callees
 from praxis_tools.plan.chips import Chip
 
-# The decode inputs of a language model. For other tasks, the bytes read per token are unknown.
+# Keys of a language model's decode inputs. For other tasks, the bytes read per token are unknown.
 _PROMPTS = {"ids", "prefix_lengths", "weights"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Predictions for a decoding step that its StepPlan, which describes one iteration, lacks.
+    """Predictions for an entire decoding step; its StepPlan only describes one iteration.
 
     Attributes:
       batch_size: Number of prompts.
-      rows: Number of sequences that grow by one token per iteration: prompts x hypotheses.
+      rows: Number of sequences extended by one token per iteration: prompts x hypotheses.
       prompt_length: Padded length of the prompts, in tokens.
       max_decode_steps: Maximum number of generated tokens per row.
       first_token_seconds: Time to first token (prefill).
-      tokens_per_second: Tokens per second of all devices together, while the loop runs.
-      weight_bytes: Bytes of weights that each device reads per iteration, without embedding tables.
-        This and the fields below are None if the task is not a language model.
-      cache_bytes: Size of the cache on each device, whether filled or not.
+      tokens_per_second: Total tokens per second on all devices while the loop runs.
+      weight_bytes: Bytes of weights that each device reads per iteration, excluding embedding
+        tables. This and the fields below are None if the task is not a language model.
+      cache_bytes: Size of the entire cache on each device, including unused entries.
       limit_seconds: `weight_bytes + cache_bytes` divided by the memory bandwidth.
       share_of_limit: `limit_seconds` divided by the time of one iteration.
     """
@@ -60,12 +60,12 @@ def predict_decoding(
     partitioner: Partitioner, element_spec: Mapping[str, Any], chip: Chip,
     token_seconds: float, first_token_seconds: float,
 ) -> Decoding:
-    """Predicts the speed of a decoding step and its limit by memory bandwidth.
+    """Predicts the speed of a decoding step and the limit set by memory bandwidth.
 
     Args:
-      partitioner: Partitioner of the task that decodes.
+      partitioner: Partitioner of the decoding task.
       element_spec: Shapes and types of a batch of prompts.
-      chip: Chip that decodes.
+      chip: Chip to decode on.
       token_seconds: Time of one iteration of the loop over tokens.
       first_token_seconds: Time of all work outside of the loop.
     """
@@ -91,8 +91,8 @@ def predict_decoding(
 def token_loop_body(program: Program) -> str | None:
     """Returns the body of the loop over generated tokens, or None if there is no such loop.
 
-    The loop stops early once all rows have ended, so its trip count is unknown. Of several such
-    loops, the largest is taken.
+    The loop stops early once all rows have ended, so its trip count is unknown. If the program has
+    several loops of unknown length, the largest one is returned.
     """
     bodies = [
         callees(instruction, "body")[0] for computation in program.computations.values()
@@ -103,9 +103,9 @@ def token_loop_body(program: Program) -> str | None:
 
 
 def weight_bytes(partitioner: Partitioner) -> int:
-    """Returns the bytes of weights that each device reads per token, in decoding's dtypes.
+    """Returns the bytes of weights that each device reads per token, in their decoding dtypes.
 
-    Embedding tables do not count, because only a few of their rows are read.
+    Embedding tables are excluded, because only a few of their rows are read.
     """
     tables = set(_embedding_tables(partitioner))
     return sum(
@@ -124,7 +124,7 @@ def _embedding_tables(partitioner: Partitioner) -> Iterator[str]:
 def cache_bytes(partitioner: Partitioner, num_rows: int, length: int) -> int:
     """Returns the bytes per device of a KV cache for `num_rows` rows of `length` tokens.
 
-    The compiler chooses the sharding of the cache, so this compiles a program that creates one.
+    This compiles a program that creates a cache, because the compiler chooses its sharding.
     """
     step: StepOfWeights = partitioner.decode_step
     empty = partitioner.with_mdl_vars(

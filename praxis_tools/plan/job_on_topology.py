@@ -16,8 +16,8 @@ from praxis_lite.trainer.checks.job_checks import check_parts
 from praxis_lite.trainer.job_on_mesh import partitioner_on
 from praxis_tools.plan.topology import Topology
 
-# On chips with SparseCores, embedding lookups and scatters are compiled for the TensorCore: the
-# compiler gives no cycles for SparseCore instructions, so they would count as free.
+# On chips with SparseCores, compile embedding lookups and scatters for the TensorCore: the compiler
+# gives no cycles for SparseCore instructions, so their cost would be counted as zero.
 _NO_GATHERS = {"xla_tpu_offload_gather_to_sparsecore?": "false"}
 _NO_SCATTERS = {"xla_tpu_enable_offloading_scatter_to_sparsecore?": "false"}
 PLANNING_OPTIONS: dict[str, dict[str, str]] = {
@@ -29,10 +29,10 @@ NO_TRITON = {"xla_gpu_enable_triton_gemm?": False}
 
 
 def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
-    """Returns the partitioner of a job on a topology. A -1 in the mesh shape is filled in.
+    """Builds the partitioner of a job on a topology, replacing a -1 in the mesh shape.
 
     Raises:
-      ConfigError: The mesh does not fill the topology, or parts of the job are incompatible.
+      ConfigError: The mesh does not match the topology, or settings of the job are incompatible.
     """
     check_parts(job)
     mesh_config = job.mesh
@@ -66,14 +66,14 @@ def step_specs(
       job: Job with the datasets.
       partitioner: Partitioner of the job.
       steps: Steps of the partitioner.
-      batch_sizes: Batch sizes of the decode step, one entry of the result for each. If empty, the
-        dataset's batch size.
+      batch_sizes: Batch sizes for the decode step, which has one entry in the result for each of
+        them. If empty, the dataset's batch size is used.
 
     Returns:
       A list of (step, dataset name, shapes and types of a batch).
 
     Raises:
-      ConfigError: There is no dataset for a step, or the task cannot read its batches.
+      ConfigError: A step has no dataset, or the task cannot read the dataset's batches.
     """
     specs_of_steps = []
     for step in steps:

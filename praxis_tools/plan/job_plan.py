@@ -31,17 +31,17 @@ from praxis_tools.plan.topology import Topology
 class Plan:
     """Predictions for the steps of an experiment on devices that need not be attached.
 
-    `print(plan)` shows the output of --mode=plan. Notebooks display the HTML page, which shows what
-    each device stores and sends.
+    `print(plan)` shows the output of --mode=plan. Notebooks display the HTML page, with the memory
+    and communication of each device.
 
     Attributes:
       experiment: Full name of the experiment.
       topology: Devices that the steps were planned for.
       mesh: Mesh of these devices.
-      layout: Shape, spec and bytes per device of each array of the train state.
+      layout: Shape, spec and bytes per device of each array in the train state.
       warnings: Warnings about the layout, such as large replicated weights.
       steps: Plan of each step, in the requested order.
-      drawn: Steps that compiled, in the form that the HTML page shows.
+      drawn: Data for the HTML page, for each step that compiled.
       text: Output of --mode=plan.
     """
 
@@ -66,7 +66,7 @@ class Plan:
         return all(step.fits for step in self.steps)
 
     def page(self) -> str:
-        """Returns the HTML page that --html writes. It is self-contained and works offline."""
+        """Returns the self-contained HTML page that --html writes."""
         return page(self.experiment, self.mesh, self.layout, self.warnings, self.drawn)
 
     def json_text(self) -> str:
@@ -87,7 +87,7 @@ class Plan:
 
 @contextlib.contextmanager
 def compiling_for(topology: Topology) -> Iterator[None]:
-    """Enables JAX's compilation cache for CPU and GPU programs; disables it for TPU programs."""
+    """Disables JAX's compilation cache while compiling for a TPU topology."""
     if topology.compiled_for != "tpu":
         use_compilation_cache()
         yield
@@ -116,18 +116,18 @@ def plan_job(
       job: The job to plan.
       topology: Devices to plan for.
       steps: Names of the steps: "train", "eval" or "decode".
-      print_text: Function called with each part of the text once it is known, without the final
-        newline.
+      print_text: Function called with each section of the text as soon as it is known, without a
+        trailing newline.
       experiment: Full name of the experiment.
-      batch_sizes: Numbers of prompts; the "decode" step is planned for each. If empty, the batch
+      batch_sizes: Numbers of prompts for which the "decode" step is planned. If empty, the batch
         size of the job's first decode dataset is used.
-      residuals: Path of a file with residuals, which correct the step times; None for no
+      residuals: Path of a file with residuals that correct the step times, or None for no
         correction.
       expert_load: See `StepPlan.expert_load`.
 
     Raises:
-      ConfigError: The mesh does not fill the topology, there is no dataset for a step, or the
-        residuals file is damaged.
+      ConfigError: The mesh does not match the topology, a step has no dataset, or the residuals
+        file is damaged.
     """
     previous_residuals = read_residuals(residuals) if residuals is not None else []
     texts: list[str] = []
@@ -139,7 +139,7 @@ def plan_job(
     partitioner = planned_partitioner(job, topology)
     mesh, layout = partitioner.mesh, partitioner.layout
     add(
-        f"{mesh_text(mesh.shape)} on {topology.name}: {mesh.size} devices, none of them needed here"
+        f"{mesh_text(mesh.shape)} on {topology.name}: {mesh.size} devices (not needed for the plan)"
     )
     print_compiler_options(partitioner)
     warnings = layout_warnings(layout)

@@ -1,4 +1,4 @@
-"""Divides the memory of a step into parts, and advises on steps that do not fit."""
+"""Breaks down the memory of a step, and gives advice on steps that do not fit."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from praxis_tools.explain.hlo_text import arrays_of, callees, op_name_of, parse,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of a step on one device, in bytes.
+    """A breakdown of a step's memory on one device, in bytes.
 
     Attributes:
       peak: arguments + outputs - donated + temporaries, according to the compiler.
@@ -23,12 +23,12 @@ class Memory:
       slots: Optimizer slots and moving averages of weights, including padding.
       batch: All other arguments.
       gradients: Gradients of scanned layers, that is, arrays that the backward loop fills. The
-        gradients of other layers are part of `temporaries`.
+        gradients of other layers are included in `temporaries`.
       activations: Activations of scanned layers that the forward pass saves for the backward pass.
-        The activations of other layers are part of `temporaries`.
+        The activations of other layers are included in `temporaries`.
       temporaries: Everything else.
-      padding: The padding within weights and slots.
-      host: Bytes in host memory (offloaded state and activations), which are not part of `peak`.
+      padding: Padding in weights and slots.
+      host: Bytes in host memory (offloaded state and activations), not included in `peak`.
     """
 
     peak: int
@@ -42,11 +42,11 @@ class Memory:
     host: int = 0
 
     def table(self) -> str:
-        """Returns a text table with the parts in decreasing size, then padding and host memory."""
+        """Returns a text table of the breakdown, largest first, then padding and host memory."""
         parts = {
             "weights": self.weights, "optimizer slots": self.slots, "batch": self.batch,
             "gradients of scanned layers": self.gradients,
-            "activations kept of scanned layers": self.activations,
+            "saved activations of scanned layers": self.activations,
             "temporaries": self.temporaries,
         }
         lines = [
@@ -55,7 +55,7 @@ class Memory:
         ]
         others = {
             "(padding, within weights and slots)": self.padding,
-            "(besides, in the host's memory)": self.host,
+            "(in addition, in host memory)": self.host,
         }
         lines += [
             f"  {name:<36}{format_bytes(size):>12}" for name, size in others.items() if size
@@ -66,11 +66,11 @@ class Memory:
 def memory_breakdown(
     layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step: Step
 ) -> Memory:
-    """Divides the memory that the compiler plans for a step into parts.
+    """Breaks down the memory that the compiler plans for a step.
 
     Args:
-      layout: Layout of the train state, the argument of a training step. Other steps take weights
-        only, whose layout is `step.layout`.
+      layout: Layout of the train state, which a training step takes as its argument. Other steps
+        only take weights, with the layout `step.layout`.
       planned: The compiler's totals, in bytes per device.
       text: HLO text of the compiled step.
       step: The step.
@@ -98,7 +98,7 @@ def memory_breakdown(
 
 
 def stacked_array_bytes(text: str) -> tuple[int, int]:
-    """Returns the bytes of arrays that loops over layers fill with one entry per layer.
+    """Returns the bytes of arrays that loops over layers fill, one entry per iteration.
 
     Args:
       text: HLO text of a compiled training step.
@@ -117,7 +117,7 @@ def stacked_array_bytes(text: str) -> tuple[int, int]:
         root = root_of(body)
         if not trips or root.opcode != "tuple":
             continue
-        # The majority of the names in the body decides, since XLA drops the name of the loop
+        # Use the majority of the op names in the body, because XLA drops the name of the loop
         # itself if there are several slices.
         names = [name for instruction in body.values() if (name := op_name_of(instruction))]
         is_backward = 2 * sum("transpose(" in name for name in names) > len(names)
@@ -156,7 +156,7 @@ def parse_out_of_memory(error: Exception) -> tuple[int, str] | None:
 
 
 def memory_advice(memory: Memory | None, layout: StateLayout, available: int) -> str:
-    """Returns advice on how to make a step fit, starting with the largest part of its memory.
+    """Returns advice on how to make a step fit, starting with its largest use of memory.
 
     Args:
       memory: Memory of the step; None if the compiler ran out of memory.

@@ -8,7 +8,7 @@ from praxis_tools.plan.decoding import Decoding
 from praxis_tools.plan.schedule.timeline import Timeline, Transfer
 from praxis_tools.plan.step_plan import StepPlan
 
-_MAX_LAYERS = 12  # Number of layers that the table lists per kind of collective.
+_MAX_LAYERS = 12  # Maximum number of layers listed in the table for each kind of collective.
 
 
 def seconds_text(seconds: float) -> str:
@@ -32,7 +32,7 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
         flops = max(plan.flops_per_device, 1)
         # Simulated devices share this machine's cores, so speeds per device would be meaningless.
         speed = (
-            ", if each simulated device were a nominal core of its own"
+            ", if each simulated device had a nominal core to itself"
             if plan.topology.startswith("cpu") else
             f" ({seconds_text(plan.step_seconds_low)} to {seconds_text(plan.step_seconds_high)}), "
             f"{plan.tokens_per_second:,.0f} {plan.unit} per second and device, MFU {plan.mfu:.1%}, "
@@ -44,31 +44,31 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             corrected = seconds_text(plan.correction.seconds)
             pairs.append(("corrected", f"{corrected}: {plan.correction}"))
         pairs += [
-            ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
-             f"{seconds_text(plan.memory_seconds)} in other work, "
-             f"{seconds_text(plan.exposed_seconds)} waiting for collectives, which take "
-             f"{seconds_text(plan.network_seconds)} in all"),
+            ("time", f"{seconds_text(plan.compute_seconds)} in matmuls, "
+             f"{seconds_text(plan.memory_seconds)} in other work and "
+             f"{seconds_text(plan.exposed_seconds)} waiting for collectives, out of "
+             f"{seconds_text(plan.network_seconds)} in collectives"),
             ("matmuls", f"{plan.flops_per_device:.4g} flops per device, "
-             f"{plan.recomputed_flops / flops:.0%} of it computed again by remat"),
+             f"of which remat recomputes {plan.recomputed_flops / flops:.0%}"),
         ]
         if plan.expert_turn_seconds is not None:
-            turns = f"{plan.expert_turns} turn{'s' if plan.expert_turns > 1 else ''}"
+            rounds = f"{plan.expert_turns} round{'s' if plan.expert_turns > 1 else ''}"
             pairs.append(
-                ("experts", f"{seconds_text(plan.step_seconds)} is with even loads, in one turn of "
-                 f"{seconds_text(plan.expert_turn_seconds)}; with a load of {plan.expert_load:g} "
-                 f"times the even one {turns}, {seconds_text(plan.uneven_seconds)} at most")
+                ("experts", f"{seconds_text(plan.step_seconds)} assumes even loads, in one round "
+                 f"of {seconds_text(plan.expert_turn_seconds)}; a load of {plan.expert_load:g} "
+                 f"times the even load takes {rounds}, {seconds_text(plan.uneven_seconds)} at most")
             )
         if plan.host_bytes:
             pairs.append(
-                ("host", f"{format_bytes(plan.host_bytes)} to and from its memory per device, "
-                 f"{seconds_text(plan.host_seconds)} over the link, of which "
-                 f"{seconds_text(plan.host_exposed_seconds)} is waited for")
+                ("host", f"{format_bytes(plan.host_bytes)} per device to and from host memory in "
+                 f"{seconds_text(plan.host_seconds)}; the device waits "
+                 f"{seconds_text(plan.host_exposed_seconds)} for it")
             )
     if plan.decoding is not None:
         pairs += _decoding_figures(plan.decoding)
     if plan.bubble_share is not None:
         pairs.append(
-            ("pipeline", f"its stages idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
+            ("pipeline", f"stages are idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
         )
     pairs += [("compiled", f"in {plan.compile_seconds:.0f} s")]
     return pairs
@@ -79,14 +79,14 @@ def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
         ("first", f"token of {decoding.rows:,} rows after "
          f"{seconds_text(decoding.first_token_seconds)}, from prompts of "
          f"{decoding.prompt_length:,} tokens; then {decoding.tokens_per_second:,.0f} tokens per "
-         "second of all devices"),
+         "second on all devices"),
     ]
     if decoding.limit_seconds is not None:
         pairs.append(
             ("limit", f"{seconds_text(decoding.limit_seconds)} to read "
              f"{format_bytes(decoding.weight_bytes)} of weights and "
              f"{format_bytes(decoding.cache_bytes)} of cache on each device, "
-             f"{decoding.share_of_limit:.0%} of the token's time")
+             f"{decoding.share_of_limit:.0%} of the time per token")
         )
     return pairs
 
@@ -94,7 +94,7 @@ def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
 def decoding_table(plans: Sequence[StepPlan]) -> str:
     """Returns a text table that compares decoding plans, with one line per batch size."""
     rows: list[Sequence[str]] = [
-        ("batch", "token", "limit", "of it", "tokens/s", "per device", "first token", "GiB",
+        ("batch", "token", "limit", "share", "tokens/s", "per device", "first token", "GiB",
          "fits")
     ]
     for plan in plans:

@@ -33,7 +33,7 @@ def plan_step(
 ) -> StepPlan:
     """Compiles a step and returns its plan.
 
-    If the compiler runs out of memory, the plan only has the memory needed and advice.
+    If the compiler runs out of memory, the plan only contains the required memory and advice.
 
     Args:
       partitioner: Partitioner on the mesh of the topology's devices.
@@ -42,7 +42,7 @@ def plan_step(
       topology: Devices to compile for.
 
     Raises:
-      ConfigError: A layer or the task raised it while the step was traced.
+      ConfigError: The task or a layer found an invalid setting while the step was traced.
     """
     chip, start = topology.chip, time.monotonic()
     lowered = mended(step.lower(element_spec), partitioner.mesh)
@@ -56,7 +56,7 @@ def plan_step(
         return StepPlan(
             **_basic_fields(partitioner, step, element_spec, topology), fits=False,
             peak_bytes_per_device=max(num_bytes, chip.hbm_bytes + 1),
-            compile_seconds=time.monotonic() - start, notes=(f"the compiler: {message}",),
+            compile_seconds=time.monotonic() - start, notes=(f"compiler error: {message}",),
             why_not=memory_advice(None, partitioner.layout, chip.hbm_bytes),
         )
     return plan_of_compiled(
@@ -100,7 +100,7 @@ def plan_of_compiled(
 def _basic_fields(
     partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology
 ) -> dict[str, Any]:
-    """Returns the fields of a StepPlan that are known without compiling the step."""
+    """Returns the StepPlan fields that are known without compiling the step."""
     unit = partitioner.task.weight_unit
     if unit == "examples" and len(getattr(_weights(element_spec), "shape", ())) > 1:
         unit = "tokens"  # A custom loss that weights each token.
@@ -116,23 +116,23 @@ def predicted_fields(
     text: str, topology: Topology, mesh: PhysicalMesh, num_units: float,
     efficiencies: Efficiencies = FITTED, loop_body: str | None = None,
 ) -> dict[str, Any]:
-    """Simulates a program and returns the fields of a StepPlan that follow from its text.
+    """Simulates a compiled program and returns the StepPlan fields that depend on it.
 
     Args:
       text: HLO text of the compiled program.
       topology: Devices that the program was compiled for.
       mesh: Positions of the mesh's devices in the topology.
-      num_units: Number of tokens, or rows, in a global batch.
+      num_units: Number of tokens (or rows) in a global batch.
       efficiencies: Fractions of the chip's peak rates that programs reach.
-      loop_body: Name of a loop's body (decoding). One iteration of the loop then counts as the
-        step.
+      loop_body: Name of the body of the decoding loop. If given, the step is one iteration of this
+        loop.
     """
     chip, num_devices = topology.chip, len(topology.devices)
     timeline = schedule(text, chip, mesh, efficiencies, loop_body=loop_body)
     low, middle, high = (efficiencies.step_seconds + timeline.seconds,) * 3
     notes = []
     if topology.compiled_for == "tpu":
-        # The text does not show whether a permute uses one link or both. `high` assumes one.
+        # The text does not show whether a permute uses one or both links; `high` assumes one.
         low = efficiencies.step_seconds + schedule(
             text, chip, mesh, efficiencies, both_links=True, loop_body=loop_body
         ).seconds
@@ -150,14 +150,15 @@ def predicted_fields(
         notes.append(
             "modelled, not compiled: flops, bytes and collectives are from the program that XLA "
             f"compiles for {num_devices} CPU devices (with all-reduces instead of reduce-scatters, "
-            f"and without fused attention kernels), speeds are those of {chip.name}. The range is "
-            "from all collectives overlapped to none. To compile for the GPU, install JAX's CUDA "
-            "plugin in jax's version: pip install jax-cuda12-plugin jax-cuda12-pjrt"
+            f"and without fused attention kernels), and speeds are those of {chip.name}. The range "
+            "is from all collectives overlapped to none. To compile for the GPU, install the "
+            "version of JAX's CUDA plugin that matches jax: pip install jax-cuda12-plugin "
+            "jax-cuda12-pjrt"
         )
     notes += chip.narrow_type_notes(timeline.flops_by_type)
     if timeline.unknown_kernels:
         names = ", ".join(sorted(timeline.unknown_kernels)[:3])
-        notes.append(f"kernels of unknown cost count as zero seconds: {names}")
+        notes.append(f"kernels of unknown cost are counted as zero seconds: {names}")
     spread, peak = efficiencies.spread, chip.peak()
     model_flops = timeline.flops - timeline.recomputed_flops
     return {
@@ -183,7 +184,7 @@ def predicted_fields(
 
 
 def num_parameters(layout: StateLayout) -> int:
-    """Returns the number of parameters of a model, not counting padding."""
+    """Returns the number of parameters of a model, excluding padding."""
     leaves = whole_layout(layout).leaves()
     return sum(
         math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/params")
@@ -191,7 +192,7 @@ def num_parameters(layout: StateLayout) -> int:
 
 
 def num_units(element_spec: PyTree) -> int:
-    """Returns the number of tokens in a batch, or of rows if the batch has no `weights`."""
+    """Returns the number of tokens in a batch, or its number of rows if it has no `weights`."""
     weights = _weights(element_spec)
     return num_rows_of(element_spec) if weights is None else math.prod(weights.shape)
 
@@ -201,7 +202,7 @@ def _weights(element_spec: PyTree) -> Any:
 
 
 class _CompiledWithText:
-    """A compiled step whose HLO text was read from a file that the compiler dumped."""
+    """A compiled step with HLO text read from the compiler's dump."""
 
     def __init__(self, compiled: jax.stages.Compiled, text: str):
         self._compiled, self._text = compiled, text
@@ -214,10 +215,10 @@ class _CompiledWithText:
 
 
 def compile_with_text(lowered: Any, topology: Topology) -> Any:
-    """Compiles a step and makes sure that `as_text` of the result works.
+    """Compiles a step such that `as_text` of the result works.
 
     For programs with collectives on SparseCores (TPU7x), `Compiled.as_text` fails because XLA
-    cannot parse its own output. Their text is read from the files that the compiler dumps.
+    cannot parse its own output. Their text is read from the compiler's dump instead.
     """
     if topology.chip.name not in PLANNING_OPTIONS:
         return lowered.compile()

@@ -1,4 +1,4 @@
-"""Corrects plans by residuals: ratios of measured to predicted step times from earlier runs."""
+"""Corrects plans with residuals: ratios of measured to predicted step times in earlier runs."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from praxis_tools.plan.step_plan import Correction, StepPlan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residual:
-    """The measured and the predicted time of a step, stored as one line of a residuals file.
+    """The measured and predicted time of a step, stored as one line of a residuals file.
 
     Attributes:
       chip: Name of the chip in praxis_tools/plan/chips.py.
@@ -62,7 +62,7 @@ def read_residuals(file: Path) -> list[Residual]:
     """Reads the residuals in a file. Returns an empty list if the file does not exist.
 
     Raises:
-      ConfigError: A line is not a valid residual. The message has the file and line number.
+      ConfigError: A line is not a valid residual. The message contains the file and line number.
     """
     return [
         _parse(line, f"{file}, line {number}")
@@ -87,14 +87,15 @@ def apply_residuals(
     plan: StepPlan, chip: str, axis_sizes: Mapping[str, int], file: Path | None,
     residuals: Sequence[Residual],
 ) -> StepPlan:
-    """Returns the plan with a correction by the median ratio of measured to predicted time.
+    """Corrects a plan by the median ratio of measured to predicted time.
 
-    The median is over the residuals of the same step if there are any, and otherwise over those of
-    other steps of the same kind on the same chip. Without either, the plan is returned unchanged.
+    The median is over the residuals of the same step, or if there are none, over the residuals of
+    other steps of the same kind on the same chip. If there are none of these either, the plan is
+    returned unchanged.
 
     Args:
       plan: The plan of a step.
-      chip: Name of the chip that the plan is for.
+      chip: Name of the chip that was planned for.
       axis_sizes: Number of devices along each mesh axis.
       file: The file that contains the residuals; only used in the plan's text.
       residuals: The residuals of earlier runs.

@@ -16,7 +16,7 @@ EXPERT_LOAD = 2.0  # Default of --expert_load: peak load relative to even expert
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Correction:
-    """A step time corrected by residuals of earlier runs.
+    """A step time corrected with the residuals of earlier runs.
 
     Attributes:
       seconds: Corrected time of the step.
@@ -24,7 +24,7 @@ class Correction:
       count: Number of residuals in the median.
       is_of_step: Whether the residuals are from the same step; otherwise they are from other steps
         on the same kind of chip.
-      chip: Name of the chip that the residuals are from.
+      chip: Name of the chip on which the steps were measured.
       file: File that contains the residuals.
     """
 
@@ -37,15 +37,19 @@ class Correction:
 
     def __str__(self) -> str:
         steps = "this step took" if self.is_of_step else f"other steps on {self.chip} took"
-        return f"{steps} {self.ratio:.3g} of the plan (median of {self.count} in {self.file})"
+        return (
+            f"{steps} {self.ratio:.3g} times the planned time (median of {self.count} in "
+            f"{self.file})"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The plan of a step, per device. Fields are None if the step did not compile.
+    """The plan of a step, per device.
 
-    For a decoding step, all fields except `decoding` describe one iteration of the loop over
-    tokens, which generates one token per row.
+    The fields for times and flops are None if the step did not compile. For a decoding step, all
+    fields except `decoding` describe one iteration of the decoding loop, which generates one token
+    per row.
 
     Attributes:
       step: "train", "eval" or "decode".
@@ -53,37 +57,37 @@ class StepPlan:
       num_devices: Number of devices in the mesh.
       fits: Whether the step fits in the memory of a device.
       peak_bytes_per_device: Memory that the step needs.
-      hbm_bytes_per_device: Memory that a device has.
+      hbm_bytes_per_device: Memory available on a device.
       parameters: Number of parameters of the model.
       compile_seconds: Time to lower and compile the step.
-      memory: The parts of `peak_bytes_per_device`.
+      memory: Breakdown of `peak_bytes_per_device`.
       step_seconds: Predicted time of the step.
       step_seconds_low: Lower end of the range that contained four out of five published runs.
       step_seconds_high: Upper end of that range.
       compute_seconds: Time in matmuls and kernels.
       memory_seconds: Time in all other instructions.
       network_seconds: Time of all collectives, including overlap with compute.
-      exposed_seconds: The part of `network_seconds` during which the device waits.
+      exposed_seconds: Time during which the device waits for collectives.
       host_bytes: Bytes copied to and from host memory.
       host_seconds: Time of these copies, including overlap with compute.
-      host_exposed_seconds: The part of `host_seconds` during which the device waits.
+      host_exposed_seconds: Time during which the device waits for these copies.
       flops_per_device: Matmul flops.
-      recomputed_flops: The part of `flops_per_device` that remat adds.
-      mfu: Model flops utilization, which leaves out `recomputed_flops`.
-      hfu: Hardware flops utilization, which includes them.
-      tokens_per_second: Number of tokens, or of other units (`unit`), per second and device.
+      recomputed_flops: Matmul flops added by remat, included in `flops_per_device`.
+      mfu: Model flops utilization, which excludes `recomputed_flops`.
+      hfu: Hardware flops utilization, which includes `recomputed_flops`.
+      tokens_per_second: Number of tokens (or rows, see `unit`) per second and device.
       unit: "tokens", or "rows" for a task that does not count tokens.
       bubble_share: Fraction of a pipeline's ticks in which a stage is idle; None without a
         pipeline. `compute_seconds` includes the matmuls of idle stages.
       timeline: Collectives by kind, axes and layer, and the time of each instruction.
       decoding: Time to first token and memory-bound limit of a decoding step.
       why_not: What to change if the step does not fit, else "".
-      notes: Sentences about parts that were modelled instead of compiled, and unknown kernels.
-      expert_turn_seconds: Time of one round of exchanges between experts; None without exchanges.
-        `step_seconds` includes one round, which is enough for even loads.
+      notes: Messages about unknown kernels and about costs that were modelled instead of compiled.
+      expert_turn_seconds: Time of one round of all-to-alls between experts; None if the step has no
+        such rounds. `step_seconds` includes one round, which is sufficient for even loads.
       expert_load: Load assumed by `uneven_seconds`: the maximum number of tokens that a device
-        sends to another device's experts, divided by the number with even loads.
-      correction: Correction by measured steps; None without residuals.
+        sends to another device's experts, divided by the number if all loads were even.
+      correction: Correction based on measured steps, or None if there are no residuals.
       compiled: The compiled step.
     """
 
@@ -124,18 +128,21 @@ class StepPlan:
 
     @property
     def expert_turns(self) -> int:
-        """Number of rounds of exchanges between experts at `expert_load`."""
+        """Number of rounds of all-to-alls between experts at `expert_load`."""
         return max(1, math.ceil(self.expert_load / SLACK))
 
     @property
     def uneven_seconds(self) -> float | None:
-        """Upper bound of the step time at `expert_load`; None without exchanges."""
+        """Upper bound of the step time at `expert_load`; None if there are no rounds."""
         if self.expert_turn_seconds is None:
             return None
         return self.step_seconds + (self.expert_turns - 1) * self.expert_turn_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record that --json writes. Keys may be added but never removed or renamed."""
+        """Returns the JSON record that --json writes.
+
+        Future versions may add keys, but never remove or rename them.
+        """
         nested = ("memory", "decoding", "correction")
         record = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self)

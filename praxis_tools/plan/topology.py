@@ -1,4 +1,4 @@
-"""Topologies to plan for, by name: TPU slices, GPU clusters and simulated devices."""
+"""Topologies to plan for: TPU slices, GPU clusters and simulated devices."""
 
 import dataclasses
 import importlib.util
@@ -22,13 +22,13 @@ from praxis_tools.plan.chips import CHIPS, Chip
 
 log = logging.getLogger(__name__)
 
-# Example shapes by number of torus dims, for error messages. libtpu also accepts others.
+# Example shapes for error messages, by number of torus dims. libtpu accepts more shapes.
 _EXAMPLES = {
     2: "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
-    3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (multiples of 4 from there)",
+    3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (larger dims: multiples of 4)",
 }
 _TPUS = [name for name, chip in CHIPS.items() if chip.torus_dims]
-# Names that contain these words are slower variants or partitions of a GPU. `CHIPS` lacks them.
+# Device kinds with these words are slower variants or partitions of a GPU, absent from `CHIPS`.
 _LESSER_GPUS = {"mig", "nvl", "pcie"}
 _GPUS = [name for name, chip in CHIPS.items() if not chip.torus_dims and name != "cpu"]
 
@@ -40,7 +40,7 @@ class Topology:
     Attributes:
       name: Value of --topology, such as "v5e:16x16".
       chip: Peak rates and memory of each device.
-      dims: Torus of a TPU slice in chips; (nodes, GPUs per node) for GPUs; (8,) for "cpu:8".
+      dims: Torus dims of a TPU slice in chips; (nodes, GPUs per node) for GPUs; (8,) for "cpu:8".
       num_slices: Number of TPU slices or GPU nodes.
       devices: Devices to compile for. Except on CPU, they only describe hardware and cannot run
         programs.
@@ -63,7 +63,7 @@ class Topology:
 
     @property
     def compiled_for(self) -> str:
-        """Platform whose compiler is used: "cpu" for GPUs if JAX's CUDA plugin is not installed."""
+        """Platform to compile for; "cpu" for GPUs if JAX's CUDA plugin is not installed."""
         platform = self.devices[0].platform
         return "gpu" if platform == "cuda" else platform
 
@@ -110,13 +110,13 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
 
 
 def _with_share_of_host_memory(chip: Chip, num_devices: int) -> Chip:
-    """Returns a simulated device that has an equal share of this machine's memory."""
+    """Returns a simulated chip with an equal share of this machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return dataclasses.replace(chip, hbm_bytes=memory // num_devices)
 
 
 def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
-    """Returns the topology of attached devices, or None if `CHIPS` lacks their kind."""
+    """Returns the topology of attached devices, or None if their kind is not in `CHIPS`."""
     kind, platform = devices[0].device_kind.lower(), devices[0].platform
     words = set(re.split(r"[ -]", kind))
     name = "cpu" if platform == "cpu" else TPUS.get(kind) or next(
@@ -141,10 +141,10 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
 
 @dataclasses.dataclass(frozen=True)
 class PhysicalMesh:
-    """The slice and the torus coordinates of each device in a mesh.
+    """The slice and torus coordinates of each device in a mesh.
 
-    Devices are numbered in the mesh's row-major order. Replica groups are arrays
-    [groups, devices] of these numbers.
+    Devices are numbered in the mesh's row-major order. Replica groups are int arrays
+    [groups, devices] of device numbers.
 
     Attributes:
       axis_sizes: Number of devices along each mesh axis.
@@ -169,10 +169,10 @@ class PhysicalMesh:
         return bool((slices != slices[:, :1]).any())
 
     def is_ring(self, groups: np.ndarray | None) -> bool:
-        """Returns whether links connect the devices of a group to a ring.
+        """Returns whether links connect the devices of a group in a ring.
 
-        Devices in a plane always form a ring. Devices along one torus dim form a ring if they span
-        a dim with wraparound links.
+        Devices in a plane always form a ring. Devices along a single torus dim form a ring if they
+        span the dim and it has wraparound links.
         """
         coords = self._coords_of_first(groups)
         if coords is None:
@@ -184,7 +184,7 @@ class PhysicalMesh:
         return len(set(coords[:, dim])) == self.dims[dim] and self.wraps[dim]
 
     def devices_per_chip(self, groups: np.ndarray | None) -> int:
-        """Returns how many devices of a group share a chip: 1, or 2 for the cores of a TPU7x."""
+        """Returns how many devices of a group share a chip (2 for both cores of a TPU7x)."""
         coords = self._coords_of_first(groups)
         return 1 if coords is None else len(coords) // len(np.unique(coords, axis=0))
 
@@ -205,7 +205,7 @@ class PhysicalMesh:
 def physical_mesh(
     axis_sizes: Mapping[str, int], devices: Sequence[Any], topology: Topology
 ) -> PhysicalMesh:
-    """Returns the slice and the torus coordinates of each device in a mesh.
+    """Returns the slice and torus coordinates of each device in a mesh.
 
     Args:
       axis_sizes: Number of devices along each mesh axis.
@@ -238,8 +238,8 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies
 
-    # Without `wrap`, libtpu assumes no wraparound links and compiles different collectives than
-    # on a pod.
+    # Without `wrap`, libtpu assumes that there are no wraparound links, and compiles other
+    # collectives than for a pod.
     options: dict[str, Any] = {"wrap": (*chip.wraps(dims), False, False)[:3]}
     if chip.name == "v4":
         options["chip_config_name"] = "megacore"  # One device per chip, as on v5p.

@@ -1,4 +1,4 @@
-"""Compares time and memory of profiled steps, by layer and collective, with the plan.
+"""Compares the time and memory of profiled steps with the plan, by layer and collective.
 
-This package reads the files of a profile and never runs a step.
+This package only reads the files of a profile; it never runs a step.
 """

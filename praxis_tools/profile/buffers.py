@@ -1,7 +1,7 @@
 """Reads the largest temporary buffers of a step from XLA's buffer assignment.
 
-`train_step.hlo_proto.pb` is an HloProto (xla/service/hlo.proto). Its few required fields are
-decoded here from the wire format, because no small package has XLA's protocol buffers.
+`train_step.hlo_proto.pb` is an HloProto (xla/service/hlo.proto). This module decodes the few fields
+it needs from the wire format, because no small package contains XLA's protocol buffers.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from praxis_lite.host.file_reading import content_of
 
 
 def largest_temporaries(file: Path) -> list[tuple[str, int]]:
-    """Returns the largest temporary buffers that hold results of instructions.
+    """Returns the largest temporary buffers that store results of instructions.
 
-    Among buffers that share memory at different times, only the largest is returned. Their sum is
-    therefore at most the size of the step's temporaries.
+    If several buffers use the same memory at different times, only the largest is returned.
+    Therefore, the sum of the sizes is at most the size of the step's temporaries.
 
     Returns:
-      (instruction name, bytes), largest first; empty without a buffer assignment.
+      A list of (instruction name, bytes), largest first; empty if there is no buffer assignment.
 
     Raises:
       ConfigError: The file is missing or damaged.
@@ -63,7 +63,7 @@ def _largest(content: bytes) -> list[tuple[str, int]]:
 
 
 def _submessages(message: bytes, field: int) -> list[bytes]:
-    """Returns the values of a repeated field that holds messages or strings."""
+    """Returns the values of a repeated field of messages or strings."""
     return [
         value for number, value in _fields(message)
         if number == field and isinstance(value, bytes)
@@ -71,14 +71,14 @@ def _submessages(message: bytes, field: int) -> list[bytes]:
 
 
 def _number(message: bytes, field: int) -> int:
-    """Returns the value of a numeric field, or 0 if it is absent."""
+    """Returns the value of a numeric field, or 0 if the field is absent."""
     return next(
         (value for number, value in _fields(message) if number == field and type(value) is int), 0
     )
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yields (field number, value) for each field of a message in the wire format."""
+    """Yields (field number, value) for each field of an encoded message."""
     offset = 0
     while offset < len(message):
         tag, offset = _varint(message, offset)

@@ -1,10 +1,10 @@
-"""Finds the instruction behind each kernel of a CUDA graph, because a trace only names the graph.
+"""Finds the instruction behind each kernel in a CUDA graph, since traces only name the graph.
 
 XLA launches most of a GPU program as graphs, whose events have an `hlo_op` such as
 "command_buffer_20". The kernels of a launch start in the order of the schedule. XLA names the
-kernel of a fusion after the fusion, or after another fusion with the same content. Kernels of
-libraries (cuBLAS, cuDNN, NCCL) and the copies between them belong to library calls and copies in
-the schedule. Dynamic programming aligns the kernels with the schedule.
+kernel of a fusion after the fusion, or after a different fusion with the same content. Library
+kernels (cuBLAS, cuDNN, NCCL) and the copies between them belong to library calls and copies in the
+schedule. The kernels are aligned with the schedule by dynamic programming.
 """
 
 import functools
@@ -25,7 +25,7 @@ _CALLS = ("condition", "body", "branch_computations", "true_computation", "false
 # Scores of an alignment.
 _NAMED = 4  # A kernel named after the fusion.
 _LIKELY, _POSSIBLE = 2, 1  # A kernel that a library call may have launched.
-_SAME = 0  # Another kernel of the same call.
+_SAME = 0  # An additional kernel of the same call.
 _SKIPPED = -1  # An instruction without a kernel.
 _STRAY = -2  # A kernel that matches no instruction.
 _NEVER = -(10**6)
@@ -35,7 +35,7 @@ class Schedule:
     """The instructions of a program that launch kernels, in launch order.
 
     Attributes:
-      names: Names of all instructions.
+      names: Names of the instructions.
     """
 
     def __init__(self, program: Program):
@@ -43,7 +43,7 @@ class Schedule:
             name for computation in program.computations.values() for name in computation
         )
         self._launched = list(_launched(program, program.entry))
-        # Maps contents to the indices of the instructions with this content.
+        # Maps each content to the indices of the instructions with this content.
         by_content: dict[str, list[int]] = {}
         for index, instruction in enumerate(self._launched):
             by_content.setdefault(_content(instruction), []).append(index)
@@ -51,21 +51,21 @@ class Schedule:
             re.sub(r"\W", "_", instruction.name): by_content[_content(instruction)]
             for instruction in self._launched
         }
-        # Graphs are launched in every step: cache per instance.
+        # The same graphs are launched in every step, so cache the results per instance.
         self.instructions_of = functools.cache(self._instructions_of)
         self._library_scores = functools.cache(self._library_scores)
 
     def _instructions_of(self, kernels: tuple[str, ...]) -> tuple[str | None, ...]:
-        """Returns the instruction behind each kernel of a graph, or None if it is unknown.
+        """Returns the instruction behind each kernel of a graph; None for unknown instructions.
 
         Args:
-          kernels: Names of the kernels in the order in which they start.
+          kernels: Names of the kernels in launch order.
         """
         units = list(_units(kernels, self._by_kernel))
         indices = _aligned(self._scores(kernels[main]) for _, main in units)
         names: list[str | None] = []
         for (first, main), index in zip(units, indices, strict=True):
-            if index is None:  # A name of only one instruction identifies it at any position.
+            if index is None:  # A unique name identifies the instruction at any position.
                 named = self._named(kernels[main]) or ()
                 index = named[0] if len(named) == 1 else None
             name = None if index is None else self._launched[index].name
@@ -73,11 +73,11 @@ class Schedule:
         return tuple(names)
 
     def _named(self, kernel: str) -> list[int] | None:
-        # XLA appends "__1" to a name that is already in use.
+        # XLA appends "__1" to names that are already in use.
         return self._by_kernel.get(kernel) or self._by_kernel.get(re.sub(r"__\d+$", "", kernel))
 
     def _scores(self, kernel: str) -> np.ndarray:
-        """Returns the score of each instruction if the given kernel is its first one."""
+        """Returns, for each instruction, the score of the given kernel as its first kernel."""
         named = self._named(kernel)
         if named is None:
             return self._library_scores(kernel)
@@ -103,13 +103,13 @@ def _launched(program: Program, computation: str) -> Iterator[Instruction]:
 
 
 def _content(instruction: Instruction) -> str:
-    """Returns a name shared by fusions of equal content, for which XLA compiles one kernel."""
+    """Returns a key shared by fusions with equal content, for which XLA compiles one kernel."""
     shared = re.search(r'deduplicated_name="([^"]*)"', instruction.attributes)
     return shared[1] if shared else instruction.name
 
 
 def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tuple[int, int]]:
-    """Yields (first, last) of the kernels of each call; libraries may clear memory before it."""
+    """Yields the (first, last) kernel of each call, which may start with a library's memset."""
     first = 0
     for index, kernel in enumerate(kernels):
         following = kernels[index + 1] if index + 1 < len(kernels) else ""
@@ -120,7 +120,7 @@ def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tupl
 
 
 def _library_score(kernel: str, instruction: Instruction) -> int:
-    """Returns the score of a library kernel or copy as the first kernel of an instruction."""
+    """Returns the score of a library kernel or copy as an instruction's first kernel."""
     kind = instruction.opcode.removesuffix("-start")
     is_copy = re.match(r"(?i)mem(cpy|set)", kernel)
     if is_copy or kind == "copy":
@@ -139,27 +139,26 @@ def _library_score(kernel: str, instruction: Instruction) -> int:
 
 
 def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
-    """Aligns kernels with instructions in order so that the total score is maximal.
+    """Aligns kernels with instructions, in order, such that the total score is maximal.
 
     Skip this on a first read. The sequence alignment uses dynamic programming: `best[i]` is the
     best score of the kernels so far if the last kernel belongs to instruction i. A kernel either
-    starts instruction i after any earlier one, which skips the instructions between them, or
-    continues it.
+    continues the current instruction, or starts a later instruction and skips those in between.
 
     Args:
-      scores: For each kernel, its score for each instruction.
+      scores: Yields, for each kernel, its score for each instruction.
 
     Returns:
-      The instruction index of each kernel, ascending, or None for a kernel that matches none.
+      The instruction index of each kernel, in ascending order; None for kernels without a match.
     """
     best, choices = None, []
     for score in scores:
         indices = np.arange(len(score), dtype=np.int32)
-        if best is None:  # The first kernel may start any instruction.
+        if best is None:  # The first kernel can start any instruction.
             best, begun = np.zeros_like(score), score
             previous = indices
         else:
-            # The best score of any earlier instruction minus the penalty for skipped ones.
+            # The best score of any earlier instruction, minus the penalty for skipped instructions.
             penalty = indices * _SKIPPED
             reached = np.maximum.accumulate(best - penalty)
             latest = np.maximum.accumulate(np.where(best - penalty == reached, indices, 0))
@@ -169,7 +168,7 @@ def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
         continued = best + np.where(fits, _SAME, _STRAY)
         choices.append((fits, begun >= continued, previous))
         best = np.maximum(begun, continued)
-    # Follow the choices backwards from the best end.
+    # Trace the choices back from the best end.
     index, aligned = int(np.argmax(best)), []
     for fits, begins, previous in reversed(choices):
         aligned.append(index if fits[index] else None)

@@ -1,4 +1,4 @@
-"""Computes the seconds of a profiled step by layer and by collective, and those in its plan."""
+"""Computes the measured and predicted seconds of a profiled step, by layer and collective."""
 
 import collections
 import dataclasses
@@ -33,17 +33,17 @@ from praxis_tools.profile.trace import Trace, read_trace
 _CONTAINERS = ("while", "call", "conditional")
 OUTSIDE = "outside of any layer"
 NOT_NAMED = "kernels that the trace does not name"
-# Maps names to an instruction and the computation that contains it.
+# Maps the name of an instruction to the instruction and the computation that contains it.
 _Instructions = Mapping[str, tuple[Instruction, Computation]]
 
 
 @dataclasses.dataclass
 class Row:
-    """The time of a layer, or of a collective of a layer, in a step on a device.
+    """The time of a layer, or of a collective in a layer, per step and device.
 
     Attributes:
-      count: Number of executed instructions, without the `-done` of asynchronous ones.
-      seconds: Measured seconds, as a mean over devices and steps.
+      count: Number of executed instructions, excluding the `-done` of asynchronous instructions.
+      seconds: Measured seconds, averaged over devices and steps.
       predicted: Seconds in the plan, or None if there is no prediction.
     """
 
@@ -54,20 +54,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measured times of a step, as means over the traced devices and steps.
+    """The measured times of a step, averaged over the traced devices and steps.
 
     Attributes:
-      facts: Facts about the profile.
+      facts: Metadata of the profile.
       num_devices: Number of traced devices.
-      step_seconds: Time from the first instruction of a step to the last. If the trace does not
-        distinguish steps, it is the time of all steps divided by their number.
-      idle_seconds: The part of `step_seconds` in which no instruction of the step ran.
-      other_seconds: Maps names of other programs, which run between steps, to their seconds.
-      layers: Maps "encoder/ffn" or "gradient of encoder/ffn" to its time without collectives.
+      step_seconds: Time from the first to the last instruction of a step. If the trace does not
+        distinguish steps, this is the time of all steps divided by their number.
+      idle_seconds: Time within the step during which none of its instructions ran.
+      other_seconds: Maps the names of other programs, which run between steps, to their seconds.
+      layers: Maps "encoder/ffn" or "gradient of encoder/ffn" to its time, excluding collectives.
       collectives: Maps (kind, axes, layer) to its time, including the wait for other devices.
-      predicted_seconds: Seconds of the step in the plan, or None for unknown chips.
-      topology: The devices of the plan, or None for unknown chips.
-      flops_per_device: Matmul flops of a step on each device.
+      predicted_seconds: Predicted seconds of the step, or None for unknown chips.
+      topology: Devices used for the prediction, or None for unknown chips.
+      flops_per_device: Matmul flops per step on each device.
     """
 
     facts: ProfileFacts
@@ -83,7 +83,7 @@ class Measured:
 
     @property
     def residual(self) -> Residual | None:
-        """The residual of the step's plan, or None without a plan."""
+        """The residual for later plans, or None if the step has no prediction."""
         if self.topology is None:
             return None
         return Residual(
@@ -97,7 +97,7 @@ def measure(folder: Path) -> Measured:
     """Reads the measured times of a profile from its files.
 
     Raises:
-      ConfigError: A file is missing or damaged, or the trace lacks the step.
+      ConfigError: A file is missing or damaged, or the trace does not contain the step.
     """
     facts, text = read_facts(folder), text_of_step(folder)
     program = parse(text)
@@ -126,7 +126,7 @@ def measure(folder: Path) -> Measured:
 
 
 def text_of_step(folder: Path) -> str:
-    """Returns the text of the compiled step; raises ConfigError if it is missing or damaged."""
+    """Returns the HLO text of the compiled step; raises ConfigError if it is missing or damaged."""
     path = folder / HLO_TXT
     try:
         text = content_of(path).decode()
@@ -137,13 +137,13 @@ def text_of_step(folder: Path) -> str:
 
 
 def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, Topology | None]:
-    """Returns the timeline of the step, its predicted seconds, and the topology of the prediction.
+    """Returns the timeline, predicted seconds and topology of the step.
 
-    The last two are None for chips that the plan does not know.
+    The predicted seconds and the topology are None for chips that are not in `CHIPS`.
     """
     topology = attached_topology(facts.devices)
     if topology is None:
-        # The timeline still groups the collectives by layer, which works with any chip.
+        # The timeline is still needed to group collectives by layer, which works with any chip.
         mesh = PhysicalMesh(facts.axis_sizes, np.zeros(len(facts.devices), int))
         return schedule(text, CHIPS["cpu"], mesh), None, None
     mesh = physical_mesh(facts.axis_sizes, facts.devices, topology)
@@ -155,9 +155,9 @@ def _rows(
     trace: Trace, facts: ProfileFacts, program: Program, instructions: _Instructions,
     timeline: Timeline, is_predicted: bool,
 ) -> tuple[dict[str, Row], dict[tuple[str, tuple[str, ...], str], Row]]:
-    """Returns the rows of layers and of collectives, in descending order of seconds."""
+    """Returns the rows of layers and the rows of collectives, in descending order of seconds."""
     on_gpu = facts.devices[0].platform in ("gpu", "cuda", "rocm")
-    # Fusions of a matmul and a collective count as matmuls.
+    # Fusions of a matmul and a collective are treated as matmuls.
     transfers = {
         name: transfer
         for transfer in timeline.collectives.values() for name in transfer.instructions
@@ -172,7 +172,7 @@ def _rows(
         if transfer is not None:
             row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
         elif instruction is not None and _kind(instruction) in hlo.KINDS:
-            # The collective is in a branch that the plan does not take.
+            # The collective is in a branch that the plan did not choose.
             layer = _layer(program, instruction, computation)
             row = collective_rows[_kind(instruction), (), layer]
         else:
@@ -186,8 +186,8 @@ def _rows(
                 row = layer_rows[_layer(program, *instructions[name])]
                 row.predicted = (row.predicted or 0.0) + seconds
         for transfer in timeline.collectives.values():
-            # On GPU, collectives run in a separate stream, and the trace has their total time. On
-            # other devices, it only has the time for which the device waits.
+            # On GPU, collectives run in a separate stream, so the trace contains their total time.
+            # On other devices, it only contains the time during which the device waits.
             row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
             row.predicted = transfer.seconds if on_gpu else transfer.exposed_seconds
     return _sorted(layer_rows), _sorted(collective_rows)

@@ -1,4 +1,4 @@
-"""Breaks down a device's memory at the peak of a step, by array of the state and by layer."""
+"""Breaks down a device's peak memory during a step, by array of the state and by layer."""
 
 import collections
 import dataclasses
@@ -18,13 +18,13 @@ class PeakMemory:
 
     Attributes:
       peak: Arguments + outputs - outputs in donated arguments + temporaries.
-      arrays: Maps paths to the sizes of the state's arrays.
+      arrays: Maps the path of each array in the state to its size.
       batch: Size of all other arguments.
-      outputs: Size of the outputs that are not in donated arguments.
+      outputs: Size of the outputs that are not stored in donated arguments.
       temporaries: Size of all temporaries.
-      layers: Maps layers to the sizes of the largest buffers among the temporaries.
-      used: Peak memory in use on any device of the first process since its start, including the
-        initialization of the state and evaluations; None if the platform does not report it.
+      layers: Maps each layer to the total size of its buffers, for the largest temporary buffers.
+      used: Maximum memory used on any device of the first process since its start, including state
+        initialization and evaluations; None if the platform does not report it.
     """
 
     peak: int

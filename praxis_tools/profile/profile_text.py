@@ -14,12 +14,12 @@ _COLUMNS = ("time", "share", "count", "predicted", "measured/predicted")
 
 
 def profile_text(measured: Measured, memory: PeakMemory, max_rows: int = MAX_ROWS) -> str:
-    """Returns the tables of a profile, and notes on how to read them.
+    """Formats the tables of a profile, with notes on how to read them.
 
     Args:
       measured: The measured times.
-      memory: The memory at the peak of a step.
-      max_rows: Maximum number of rows each for layers, collectives, arrays and temporaries.
+      memory: The breakdown of the peak memory.
+      max_rows: Maximum number of rows for each of layers, collectives, arrays and temporaries.
     """
     facts = measured.facts
     devices = f"{len(facts.devices)} {facts.devices[0].device_kind} devices"
@@ -27,7 +27,7 @@ def profile_text(measured: Measured, memory: PeakMemory, max_rows: int = MAX_ROW
         devices += f", {measured.num_devices} of them traced"
     total = Row(1, measured.step_seconds, measured.predicted_seconds)
     lines = [
-        f"steps {facts.first_step} to {facts.last_step} on {devices}: means of a step on a device",
+        f"steps {facts.first_step} to {facts.last_step} on {devices}: means per step and device",
         "",
         *_time_table(measured, total, max_rows),
         "", *_memory_lines(memory, max_rows),
@@ -54,7 +54,7 @@ def _time_table(measured: Measured, total: Row, max_rows: int) -> list[str]:
 def _largest(
     title: str, named: Mapping[str, Row], seconds: float, max_rows: int
 ) -> list[Sequence[str]]:
-    """Returns a row for the total, followed by the rows with the most seconds."""
+    """Returns a row for the total, followed by the rows with the largest times."""
     if not named:
         return [(f"no {title}", *[""] * len(_COLUMNS))]
     items = list(named.items())
@@ -110,14 +110,14 @@ def _first(sizes: Mapping[str, int], max_rows: int) -> list[tuple[str, int]]:
 def _notes(measured: Measured, memory: PeakMemory) -> list[str]:
     device, notes = measured.facts.devices[0], []
     if measured.topology is None:
-        notes.append(f"nothing is predicted: the plan has no figures of {device.device_kind}")
+        notes.append(f"no predictions: the peak rates of {device.device_kind} are unknown")
     elif device.platform == "cpu":
         notes.append(
-            "predicted is each simulated device on a core of its own; here all share this "
-            "machine's cores, and a collective's time is mostly the wait for the others"
+            "predictions assume a separate core for each simulated device, but here all devices "
+            "share this machine's cores; most of a collective's time is waiting for other devices"
         )
     else:
-        notes.append("the time of a collective includes its wait for other devices")
+        notes.append("the time of a collective includes waiting for other devices")
     if measured.other_seconds:
         others = sorted(measured.other_seconds.items(), key=lambda item: -item[1])
         named = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in others[:5])

@@ -1,4 +1,4 @@
-"""Creates the tables of a profile from its files, in a hook of a run and for --mode=profile."""
+"""Creates the tables of a profile from its files, for --mode=profile and in a training hook."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from praxis_tools.profile.peak_memory import PeakMemory, peak_memory
 from praxis_tools.profile.profile_text import profile_text
 
 PROFILE_TXT = "profile.txt"
-_PRINTED_ROWS = 6  # Maximum number of rows of each kind in the output of a job.
+_PRINTED_ROWS = 6  # Maximum number of rows of each kind in a job's output.
 
 
 def tables_of(folder: Path) -> str:
@@ -26,7 +26,7 @@ def _read(folder: Path) -> tuple[Measured, PeakMemory]:
         return measure(folder), peak_memory(folder)
     except ConfigError:
         raise
-    except Exception as error:  # A damaged text can raise anything in its parser.
+    except Exception as error:  # The parser can raise any exception for damaged text.
         raise ConfigError(
             f"The files in {folder} are damaged, or belong to different programs "
             f"({type(error).__name__}: {error}). Record another profile."
@@ -34,10 +34,10 @@ def _read(folder: Path) -> tuple[Measured, PeakMemory]:
 
 
 def folder_of(files: JobDir, step: int | None) -> Path:
-    """Returns the folder of a job's profile.
+    """Returns the folder of a profile in a job directory.
 
     Args:
-      files: The directory of the job.
+      files: Job directory.
       step: First step of the profile, or None for the newest profile.
 
     Raises:
@@ -61,10 +61,10 @@ def folder_of(files: JobDir, step: int | None) -> Path:
 
 
 class ProfileTables(Hook):
-    """Prints the tables of each new profile, and writes them to a file next to it.
+    """Prints the tables of each new profile and writes them to its folder.
 
-    The hook also appends the measured and predicted seconds of the step to the job's residuals,
-    which correct later plans.
+    The hook also appends the measured and predicted seconds of the step to the job's residuals
+    file, which corrects later plans.
     """
 
     every, waits = None, False
@@ -81,6 +81,6 @@ class ProfileTables(Hook):
                 # The folder is JOB/profiles/STEP.
                 append_residual(JobDir(folder.parents[1]).residuals_jsonl, measured.residual)
         except Exception as error:  # A failed profile must not end the run.
-            self._note(f"note: no tables could be made from the profile: {error}")
+            self._note(f"note: the tables of the profile could not be created: {error}")
             return
         self._note(f"{text}\nmore rows: {folder / PROFILE_TXT}")

@@ -1,9 +1,9 @@
-"""Reads how often and for how long each instruction ran from a trace of JAX's profiler.
+"""Reads execution counts and times of instructions from a trace of JAX's profiler.
 
 The format depends on the platform. On CPU, the events of a thread name the instruction, program,
-device and run. On GPU, the events of a device's streams are kernels, which name the program and
-either the instruction or the graph that launched them. On TPU, each device has a line of
-instructions and a line of the programs to which they belong.
+device and run. On GPU, the events in a device's streams are kernels, which name the program and
+either the instruction or the graph that launched them. On TPU, each device has one line with
+instructions, and one line with the programs that contain these instructions.
 """
 
 import bisect
@@ -22,8 +22,8 @@ from praxis_lite.host.file_reading import content_of
 from praxis_tools.profile.graphs import Schedule
 
 _DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")
-UNNAMED = ""  # The name for kernels whose instruction is unknown.
-_OPS, _MODULES = "XLA Ops", "XLA Modules"  # Lines of a TPU's trace.
+UNNAMED = ""  # Stands for the unknown instruction of a kernel.
+_OPS, _MODULES = "XLA Ops", "XLA Modules"  # Lines in a TPU trace.
 
 
 class Event(NamedTuple):
@@ -47,10 +47,10 @@ class Event(NamedTuple):
 
 @dataclasses.dataclass
 class OpTime:
-    """The executions of an instruction on all devices, and the sum of their seconds.
+    """The number of executions of an instruction on all devices, and their total seconds.
 
-    The count of an instruction with several kernels, such as a library call, is the count of its
-    rarest kernel.
+    If an instruction has several kernels, such as a library call, the number of executions is the
+    count of its rarest kernel.
     """
 
     count: int = 0
@@ -59,16 +59,18 @@ class OpTime:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The instructions of a program in a trace.
+    """The times of a program's instructions in a trace.
 
     Attributes:
       devices: IDs of the devices on which the program ran.
-      ops: Maps instructions to their times; UNNAMED for kernels whose instruction is unknown.
+      ops: Maps the name of each instruction to its time. Kernels whose instruction is unknown have
+        the name UNNAMED.
       run_seconds: Time from the first to the last instruction of each run of the program on a
         device; empty if the trace does not distinguish runs.
       span_seconds: Time from the first to the last instruction of all runs, summed over devices.
       busy_seconds: Time with at least one running instruction, summed over devices.
-      other_seconds: Maps other programs to the time of their instructions, summed over devices.
+      other_seconds: Maps the name of each other program to the time of its instructions, summed
+        over devices.
     """
 
     devices: frozenset[int]
@@ -87,12 +89,12 @@ def read_trace(
     Args:
       file: Path of the trace.
       module: Name of the program, such as "jit__train_step".
-      containers: Instructions that contain others, such as loops, calls and branches. Their time
-        is not counted.
-      schedule: The schedule of the program, which names the kernels in graphs of a GPU.
+      containers: Instructions that contain other instructions, such as loops, calls and branches.
+        Their time is not counted.
+      schedule: The schedule of the program, used to identify the kernels in CUDA graphs.
 
     Raises:
-      ConfigError: The file cannot be read, or the program is not in it.
+      ConfigError: The file cannot be read or does not contain the program.
     """
     try:
         trace = jax.profiler.ProfileData.from_serialized_xspace(content_of(file))
@@ -110,8 +112,8 @@ def read_trace(
     if not trace.devices:
         others = ", ".join(sorted(trace.other_seconds)) or "no program"
         raise ConfigError(
-            f"{file}: the trace has no instruction of {module}, only of {others}. The profiler's "
-            "buffer may have overflowed: profile fewer steps."
+            f"{file}: the trace contains no instructions of {module}, only of {others}. The "
+            "profiler's buffer may have overflowed; profile fewer steps."
         )
     return trace
 
@@ -119,7 +121,7 @@ def read_trace(
 def _instructions(
     events: Iterable[Event], module: str, schedule: Schedule | None
 ) -> Iterator[Event]:
-    """Yields all events, and fills in the instructions of kernels that a graph launched."""
+    """Yields all events, adding the instructions of kernels launched by a graph."""
     graphs: dict[tuple[int, int, str], list[Event]] = collections.defaultdict(list)
     for event in events:
         is_known = schedule is None or event.op in schedule.names
@@ -143,7 +145,7 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
     for event in events:
         seconds = (event.end - event.start) * 1e-9
         if _base(event.module) != module:
-            # The contents of loops in other programs count twice, but such loops are rare.
+            # The contents of loops in other programs are counted twice, but such loops are rare.
             other_seconds[_base(event.module)] += seconds
             continue
         if event.run is not None:
@@ -164,17 +166,17 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
 
 
 def _base(module: str) -> str:
-    """Returns "jit_step" for "jit_step(1234)", the name of a program on TPUs."""
+    """Removes the suffix of a program's name on TPUs: "jit_step" for "jit_step(1234)"."""
     return module.partition("(")[0]
 
 
 def _span(intervals: list[tuple[float, float]]) -> float:
-    """Returns the seconds from the first start of intervals to their last end."""
+    """Returns the seconds from the earliest start to the latest end of the intervals."""
     return (max(end for _, end in intervals) - min(start for start, _ in intervals)) * 1e-9
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Returns the seconds of the union of intervals."""
+    """Returns the length of the union of intervals in seconds."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))
@@ -189,7 +191,7 @@ def _events(planes: Iterable[Any]) -> Iterator[Event]:
         if device and _OPS in lines and _MODULES in lines:
             yield from _tpu_events(int(device[1]), lines[_OPS], lines[_MODULES])
             continue
-        # The other lines of a GPU repeat the events of its streams.
+        # The other lines of a GPU repeat the events in its streams.
         streams = [line for name, line in lines.items() if name.startswith("Stream ")]
         for line in streams if device and streams else plane.lines:
             for event in line.events:

@@ -1,4 +1,4 @@
-"""Prepares the curves of a report: horizontal axes, and downsampling without visible change."""
+"""Prepares the curves of a report: computes their x axes and downsamples them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _TIMES = ("step_time", "evaluation_time", "save_time")
 
 
 def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
-    """Returns the unit of a batch's weight, such as "tokens", or None without such a column."""
+    """Returns the unit of the batch weight, such as "tokens", or None if no column has one."""
     units = [name.removesuffix(_PER_SECOND) for name in columns if name.endswith(_PER_SECOND)]
     units = [unit for unit in units if unit not in ("steps", "hours")]  # The other axes.
     usual = [unit for unit in ("tokens", "examples") if unit in units]
@@ -19,9 +19,9 @@ def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
 
 
 def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the horizontal axes: "steps", the total weight by its unit, and "hours".
+    """Returns the x axes: "steps", the total weight (such as "tokens") and "hours".
 
-    Lost steps do not count. Hours include steps, evaluations and saves, but not startup or the time
+    Lost steps are excluded. Hours include steps, evaluations and saves, but not startup or the time
     between launches.
     """
     axes = {"steps": columns["step"]}
@@ -35,14 +35,14 @@ def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _valid(column: np.ndarray) -> np.ndarray:
-    """Returns a column with invalid seconds or weights replaced by 0."""
+    """Replaces invalid seconds or weights in a column by 0."""
     return np.where((column > 0) & (column < 1e15), column, 0.0)
 
 
 def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the values of all axes at the given steps, for instance those of evaluations.
+    """Returns the values of all axes at the given steps, for instance the steps of evaluations.
 
-    The values are 0 before the first line, and those of the last line after it.
+    The values are 0 before the first line and stay constant after the last line.
     """
     known = {name: axis for name, axis in axes.items() if name != "steps"}
     lines = np.searchsorted(axes["steps"], steps, side="right")
@@ -54,7 +54,7 @@ def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """Groups of consecutive lines, which are smaller at the start of a run, where curves are steep.
+    """Groups of consecutive lines; groups are smaller at the start, where curves are steep.
 
     Attributes:
       starts: First line of each bucket, int [buckets].
@@ -75,7 +75,7 @@ class Buckets:
         return len(self.starts) == self.num_lines
 
     def means(self, values: np.ndarray) -> np.ndarray:
-        """Returns the mean of the finite values in each bucket, or NaN if there is none."""
+        """Returns the mean of the finite values in each bucket, or NaN if no value is finite."""
         is_finite = np.isfinite(values)
         counts = np.add.reduceat(is_finite, self.starts, dtype=float)
         with np.errstate(over="ignore"):  # The sum may overflow to infinity.
@@ -94,8 +94,8 @@ class Buckets:
 def buckets_of(num_lines: int, most: int) -> Buckets:
     """Divides lines into at most `most` buckets.
 
-    Three quarters of the buckets have equal size; the rest refines the start. If there are at most
-    `most` lines, each line is a bucket.
+    Three quarters of the boundaries are evenly spaced, and the others refine the start. If there
+    are at most `most` lines, each line is a bucket.
     """
     if num_lines <= most:
         return Buckets(np.arange(num_lines), num_lines)
@@ -106,7 +106,7 @@ def buckets_of(num_lines: int, most: int) -> Buckets:
 
 
 def with_extremes(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns at most `most` sorted indices that keep local extremes and the last value."""
+    """Returns at most `most` sorted indices that include local extremes and the last value."""
     if len(values) <= most:
         return np.arange(len(values))
     bounds = np.linspace(0, len(values), (most - 1) // 2 + 1).astype(np.int64)

@@ -1,7 +1,7 @@
-"""Builds the JSON document with the data of a report's HTML page.
+"""Builds the JSON document that contains the data of a report's HTML page.
 
-Arrays are encoded as Base64 of little-endian float32, and axes as float64. This preserves NaN and
-infinities and takes a third of the size of text.
+Arrays are encoded in Base64 as little-endian float32, and axes as float64. This preserves NaN and
+infinities, and is a third of the size of decimal text.
 """
 
 import base64
@@ -25,34 +25,34 @@ from praxis_tools.report.curves import (
 from praxis_tools.report.job_reader import JobState, truncated
 from praxis_tools.report.step_certificates import failed, summary
 
-# Columns with the parts of a step's time, in the order in which they are drawn.
+# Columns that break down a step's time, in the order in which they are drawn.
 SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
-# Columns with events at single steps, which the page marks.
+# Columns with events at individual steps, which are marked on the page.
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
 _NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
-# (bytes of Base64 in total, minimum points per curve, maximum points per curve), for the curves of
-# training and of evaluations. The page stays below 5 MB, with more points than a screen can show.
+# (total Base64 bytes, minimum points per curve, maximum points per curve) for training curves and
+# for evaluation curves. The page stays below 5 MB, with more points than a screen can show.
 _CURVES_BUDGET, _EVALUATIONS_BUDGET = (3_000_000, 50, 2_000), (1_000_000, 11, 500)
 _MAX_METRICS, _MAX_MARKS, _MAX_ARRAYS = 80, 300, 12
-_AXES_BYTES = 3 * 8  # Bytes of the axes per point.
+_AXES_BYTES = 3 * 8  # Bytes per point for the axes.
 _MAX_DIFFERENCES = 500
-_MAX_VALUE_CHARS = 300  # Values of a config may be long, for example a list of files.
-MAX_CHARS_OF_SAMPLES = 600_000  # Characters of all samples.
+_MAX_VALUE_CHARS = 300  # Config values can be long, for example lists of files.
+MAX_CHARS_OF_SAMPLES = 600_000  # Maximum total number of characters in the samples.
 
 
 def document(
     jobs: Sequence[JobState], *, written: datetime.datetime, reload_seconds: float | None
 ) -> dict[str, Any]:
-    """Returns the document of a report, as strict JSON values.
+    """Returns the data of a report as strict JSON values.
 
     Args:
-      jobs: States of the jobs.
+      jobs: Snapshots of the jobs.
       written: Time at which the jobs were read, with a time zone.
-      reload_seconds: Interval at which an open page reloads itself; None for never.
+      reload_seconds: Interval at which an open page reloads itself, or None for never.
     """
     names = metric_names(jobs)
     drawn = names[:_MAX_METRICS]
-    # A bucket has mean, minimum and maximum of a metric, but only the mean of a time.
+    # A bucket stores the mean, minimum and maximum of a metric, but only the mean of a time.
     num_values = sum(3 * (name in job.columns) for job in jobs for name in drawn)
     num_values += sum(name in job.columns for job in jobs for name in SPENT)
     num_buckets = _num_points(len(jobs) * _AXES_BYTES + 4 * num_values, _CURVES_BUDGET)
@@ -78,7 +78,7 @@ def document(
 
 
 def metric_names(jobs: Sequence[JobState]) -> list[str]:
-    """Returns the names of all metrics: loss first, then by the number of jobs that have them."""
+    """Returns all metric names: "loss" first, then the metrics that the most jobs have."""
     counts: dict[str, int] = {}
     for job in jobs:
         evaluated = [name for columns in job.evaluations.values() for name in columns]
@@ -94,11 +94,13 @@ def config_differences(
     """Compares the settings of several configs.
 
     Args:
-      configs: Values by path. An empty config is unknown and is not compared.
+      configs: Maps the path of each setting to its value. An empty config is unknown and is not
+        compared.
 
     Returns:
-      (differences, num_equal): The paths whose values differ, each with a value per config (None
-      if missing, truncated if long), and the number of paths that are equal in all configs.
+      (differences, num_equal): The paths of settings that differ, each with a list of its values in
+      all configs (None if missing, truncated if long), and the number of settings that are equal
+      in all configs.
     """
     known = [bool(config) for config in configs]
     paths = list(dict.fromkeys(path for config in configs for path in config))
@@ -180,7 +182,7 @@ def _job(
 
 
 def _curve(values: np.ndarray, buckets: Buckets) -> dict[str, str]:
-    """Returns the "mean", "min" and "max" of each bucket, or only "mean" for single lines."""
+    """Returns the "mean", "min" and "max" of each bucket; only "mean" if buckets are lines."""
     if not len(values):
         return {"mean": ""}
     if buckets.are_lines:
@@ -202,7 +204,7 @@ def _evaluation(
 
 
 def _change(change: GenerationRecord, axes: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the start of a generation; "axes" is None if the generation made no step."""
+    """Returns a generation as JSON values; "axes" is None if it completed no step."""
     at = None
     if change.from_step is not None and change.reached:
         at = _axes(at_steps(axes, np.array([change.from_step], float)))
@@ -220,7 +222,7 @@ def _change(change: GenerationRecord, axes: Mapping[str, np.ndarray]) -> dict[st
 
 
 def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-    """Returns the number of devices over time, or None if the job is not elastic."""
+    """Returns how the number of devices changed over time, or None for a non-elastic job."""
     known = [
         change for change in job.changes
         if change.reached and change.from_step is not None and change.num_devices
@@ -228,7 +230,7 @@ def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | 
     if not known:
         return None
     steps = np.array([change.from_step for change in known], float)
-    # If steps were repeated, show the devices of the last repetition.
+    # If steps were repeated, show the devices used for the last repetition.
     is_valid = np.minimum.accumulate(steps[::-1])[::-1] >= steps
     return {
         "axes": _axes(at_steps(axes, steps[is_valid])),

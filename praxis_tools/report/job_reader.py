@@ -1,4 +1,4 @@
-"""Reads the files of jobs for reports, without locking, also while the jobs train."""
+"""Reads job files for reports without locking them, so reports work during training."""
 
 import dataclasses
 import os
@@ -25,30 +25,30 @@ from praxis_tools.report.step_certificates import StepCertificate, step_certific
 _NUM_PROMPTS, _MAX_SAMPLE_CHARS = 20, 2_000  # The limit applies to each prompt and continuation.
 _MAX_PROFILES, _MAX_PROFILE_BYTES = 3, 20_000
 
-# By dataset and step: prompts and continuations.
+# Maps a dataset and a step to (prompt, continuation) pairs.
 Samples = dict[str, dict[int, list[tuple[str, str]]]]
 _Read = TypeVar("_Read")
 
 
 @dataclasses.dataclass(frozen=True)
 class JobState:
-    """The state of a job at the time when it was read.
+    """A snapshot of a job.
 
     Attributes:
       name: Name of the job in the report.
-      path: Directory of the job.
+      path: Job directory.
       experiment: Full name of the experiment.
       is_training: Whether a process is training the job.
       columns: Columns of metrics.jsonl.
-      evaluations: Columns of eval_metrics.jsonl by dataset, in the order of steps.
-      config: Settings by path.
+      evaluations: Maps each dataset to its columns of eval_metrics.jsonl, sorted by step.
+      config: Maps the path of each setting to its value.
       samples: Decoded samples by dataset and step.
-      goodput: Goodput of the job; None if the job did not record it.
-      changes: Generations of an elastic job, in order.
-      certificates: Certificates of steps, in the order of their lines.
-      layout: Arrays of the state, and a sentence about their total size.
-      profiles: Tables of the newest profiles, by their first step.
-      notes: Sentences about files that could not be read or shown.
+      goodput: Goodput of the job, or None if the job did not record it.
+      changes: Generations of an elastic job in chronological order.
+      certificates: Step certificates, in the order of certificates.jsonl.
+      layout: Arrays of the train state, and a description of their total size.
+      profiles: Maps the first step of each of the newest profiles to its tables.
+      notes: Messages about files that could not be read or shown.
     """
 
     name: str
@@ -68,19 +68,19 @@ class JobState:
 
     @property
     def last_step(self) -> int:
-        """The last step in metrics.jsonl, or 0 if there is none."""
+        """The last step in metrics.jsonl, or 0 if the file has no steps."""
         steps = self.columns["step"]
         return int(steps[-1]) if len(steps) else 0
 
     @property
     def num_train_steps(self) -> int | None:
-        """The number of training steps in the config, or None if it is unknown."""
+        """The number of training steps set in the config, or None if it is unknown."""
         text = self.config.get("run.num_train_steps", "")
         return int(text) if text.isdecimal() and len(text) < 20 else None
 
     @property
     def state(self) -> str:
-        """One of "trains", "has no steps", "was stopped" (before the last step) and "has ended"."""
+        """The state as text: "trains", "has no steps", "was stopped" (early) or "has ended"."""
         if self.is_training:
             return "trains"
         if not self.last_step:
@@ -92,7 +92,7 @@ class JobState:
 
     @property
     def restarts(self) -> np.ndarray:
-        """The steps from which later launches resumed, not counting elastic generations."""
+        """Steps from which later launches resumed, excluding those of elastic generations."""
         launches = self.goodput.launches[1:] if self.goodput else ()
         changed = {change.from_step for change in self.changes}
         steps = [item.first_step for item in launches if item.first_step is not None]
@@ -100,7 +100,7 @@ class JobState:
 
     @property
     def handovers(self) -> Sequence[GenerationRecord]:
-        """The generations that made steps, without the job's first one."""
+        """Generations that completed steps, excluding the first generation of the job."""
         return [
             change for change in self.changes
             if change.from_step is not None and change.reached
@@ -108,14 +108,14 @@ class JobState:
         ]
 
     def steps_where(self, column: str) -> np.ndarray:
-        """Returns the steps at which a column is above 0."""
+        """Returns the steps at which the column is positive."""
         if column not in self.columns:
             return np.empty(0)
         return self.columns["step"][self.columns[column] > 0]
 
 
 class JobReader:
-    """Reads a job repeatedly. Of metrics.jsonl, only new lines are read."""
+    """Reads a job repeatedly; each read only parses the new lines of metrics.jsonl."""
 
     def __init__(self, name: str, files: JobDir):
         self._name, self._files = name, files
@@ -125,7 +125,7 @@ class JobReader:
         """Returns the current state of the job.
 
         Args:
-          max_chars: Maximum number of characters of all samples.
+          max_chars: Maximum total number of characters in the samples.
 
         Raises:
           ConfigError: metrics.jsonl cannot be read, or the directory does not contain a job.
@@ -139,17 +139,17 @@ class JobReader:
                 notes.append(str(error))
                 return default
 
-        # Check this first, so that the files of a job that has ended are complete when read.
+        # Check this first: if training has ended by now, the files read below are complete.
         trains = is_training(files.path)
         self._columns.read()
         if number := self._columns.num_unreadable:
-            lines = "1 line is" if number == 1 else f"{number} lines are"
-            notes.append(f"metrics.jsonl: {lines} skipped, which are not JSON objects with a step.")
+            lines = "1 line that is not" if number == 1 else f"{number} lines that are not"
+            notes.append(f"metrics.jsonl: skipped {lines} a JSON object with a step.")
         columns = self._columns.columns()
         if not len(columns["step"]):
-            notes.append("There is no step in metrics.jsonl yet.")
+            notes.append("metrics.jsonl has no steps yet.")
         if not (config := _config(files)):
-            notes.append("There is no config.txt, so the job's settings are not compared.")
+            notes.append("The job's settings are not compared, because config.txt is missing.")
         samples, notes_on_samples = read_samples(files, max_chars)
         notes += notes_on_samples
         eval_file, elastic_file = files.eval_metrics_jsonl, files.elastic_jsonl
@@ -167,16 +167,16 @@ class JobReader:
 
 
 def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
-    """Returns the jobs of a report by the shortest end of their path that is unique.
+    """Opens the jobs of a report, and names each by the shortest unique suffix of its path.
 
-    Duplicate jobs are returned once.
+    A job that is listed several times is returned once.
 
     Raises:
-      ConfigError: There are no paths, or a path is not the directory of a job.
+      ConfigError: There are no paths, or a path is not a job directory.
     """
     if not paths:
         raise ConfigError(
-            "A report requires at least one directory of a job: --mode=report JOB [JOB ...]."
+            "A report requires at least one job directory: --mode=report JOB [JOB ...]."
         )
     jobs: dict[str, JobDir] = {}
     for path in paths:
@@ -187,11 +187,11 @@ def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
 
 
 def read_samples(files: JobDir, max_chars: int) -> tuple[Samples, list[str]]:
-    """Returns decoded samples, latest first, and notes about samples that were left out.
+    """Returns decoded samples, latest first, and notes about omitted samples.
 
     Args:
       files: The job.
-      max_chars: Maximum number of characters of all samples.
+      max_chars: Maximum total number of characters in the samples.
     """
     samples: Samples = {}
     num_left_out = num_unreadable = 0
@@ -214,20 +214,22 @@ def read_samples(files: JobDir, max_chars: int) -> tuple[Samples, list[str]]:
     notes = []
     if num_left_out:
         number = "a file" if num_left_out == 1 else f"{num_left_out} files"
-        notes.append(f"The samples of {number} in decode are left out to limit the page's size.")
+        notes.append(f"The samples of {number} in decode are omitted to limit the page's size.")
     if num_unreadable:
-        lines = "1 line is" if num_unreadable == 1 else f"{num_unreadable} lines are"
-        notes.append(f"decode: {lines} skipped, which are not JSON objects.")
+        lines = "1 line that is not a JSON object"
+        if num_unreadable > 1:
+            lines = f"{num_unreadable} lines that are not JSON objects"
+        notes.append(f"decode: skipped {lines}.")
     return samples, notes
 
 
 def truncated(text: str, max_chars: int) -> str:
-    """Truncates a text to `max_chars` characters followed by "..."."""
+    """Truncates text longer than `max_chars` characters and appends "..."."""
     return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
 def _config(files: JobDir) -> dict[str, str]:
-    """Returns the settings in config.txt by path, or {} if it cannot be read."""
+    """Maps the path of each setting in config.txt to its value; {} if it cannot be read."""
     try:
         text = content_of(files.config_txt).decode("utf-8", "replace")
     except OSError:
@@ -237,7 +239,7 @@ def _config(files: JobDir) -> dict[str, str]:
 
 
 def _profiles(files: JobDir) -> dict[int, str]:
-    """Returns the tables of a job's newest profiles, by their first step."""
+    """Maps the first step of each of a job's newest profiles to its tables."""
     found = [
         (int(file.parent.name), file) for file in files.profiles.glob("*/profile.txt")
         if file.parent.name.isdecimal()

@@ -1,4 +1,4 @@
-"""Creates reports of jobs, once or repeatedly until no job is training."""
+"""Creates job reports, either once or repeatedly until no job is training."""
 
 import dataclasses
 import datetime
@@ -16,15 +16,15 @@ from praxis_tools.report.document import MAX_CHARS_OF_SAMPLES, document
 from praxis_tools.report.job_reader import JobReader, JobState
 from praxis_tools.report.text import progress_text, report_text
 
-_MAX_JOBS_WITHOUT_SCRIPT = 8  # Number of jobs that the page shows if scripts are disabled.
+_MAX_JOBS_WITHOUT_SCRIPT = 8  # Maximum number of jobs shown if scripts are disabled.
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A comparison of jobs. `print(report)` shows text, notebooks display the HTML page.
+    """A comparison of jobs: `print(report)` shows text, and notebooks display the HTML page.
 
     Attributes:
-      jobs: States of the jobs, with their metrics, evaluations, settings and samples.
+      jobs: Snapshots of the jobs, with their metrics, evaluations, settings and samples.
       read_at: Time at which the jobs were read, with a time zone.
     """
 
@@ -40,12 +40,12 @@ class Report:
         return in_notebook(self.page(), height=900)
 
     def page(self, *, reload_seconds: float | None = None) -> str:
-        """Returns the HTML page that --html writes. It works offline.
+        """Returns the self-contained HTML page that --html writes.
 
-        If scripts are disabled, the page shows the losses of the first jobs.
+        If scripts are disabled, the page only shows the losses of the first jobs.
 
         Args:
-          reload_seconds: Interval at which an open page reloads itself; None for never.
+          reload_seconds: Interval at which an open page reloads itself, or None for never.
         """
         content = document(self.jobs, written=self.read_at, reload_seconds=reload_seconds)
         losses = [
@@ -61,7 +61,7 @@ class Report:
         }
         pieces = [(resources.files(__package__) / "report_page.html").read_text("utf-8")]
         for name, value in parts.items():
-            # Replace only placeholders of the template, not similar text in inserted values.
+            # Split at placeholders instead of replacing them: a value may contain "{{name}}" too.
             before, after = pieces.pop().split("{{" + name + "}}")
             pieces += [before, value, after]
         return "".join(pieces)
@@ -88,16 +88,16 @@ def print_reports(
 
     Args:
       reader: Reader of the jobs.
-      html: Path of the HTML page, which is replaced atomically; None to write no page.
-      follow_seconds: Interval between reports; None for a single report.
+      html: Path of the HTML page, which is replaced atomically, or None to write no page.
+      follow_seconds: Interval between reports, or None to print a single report.
       write_line: Function that prints a line.
-      sleep: Function that waits for a number of seconds.
+      sleep: Function that waits for the given number of seconds.
 
     Raises:
       ConfigError: A job cannot be read, or the page cannot be written.
     """
     if follow_seconds is not None and html is not None:
-        write_line(f"writing {html} every {follow_seconds:g} s while a job trains")
+        write_line(f"writing {html} every {follow_seconds:g} s while any job is training")
     printed: dict[str, int] = {}
     while True:
         report = reader.read()
@@ -114,4 +114,4 @@ def print_reports(
         sleep(follow_seconds)
     write_line(str(report))
     if html is not None:
-        write_line(f"\nThe page to look at in a browser: {html.absolute()}")
+        write_line(f"\nOpen this page in a browser: {html.absolute()}")

@@ -12,14 +12,14 @@ from praxis_lite.trainer.metrics.json_lines import is_step
 
 @dataclasses.dataclass(frozen=True)
 class StepCertificate:
-    """The certificate of a training step that was recomputed and compared.
+    """The result of recomputing a training step and comparing it with the original.
 
     Attributes:
-      step: The step.
+      step: The certified step.
       num_comparisons: Number of comparisons.
-      closest: The array closest to its tolerance, and its difference relative to the tolerance;
+      closest: The array closest to its tolerance, and its difference divided by the tolerance;
         None if unknown.
-      difference: Description of the difference, or "" if there was none.
+      difference: Description of the difference, or "" if there is no difference.
     """
 
     step: int
@@ -31,8 +31,8 @@ class StepCertificate:
 def step_certificates(path: Path) -> list[StepCertificate]:
     """Reads the certificates in a file in the order of its lines, including those of lost steps.
 
-    Damaged lines are skipped. Returns an empty list if the file does not exist. Raises ConfigError
-    if it cannot be read.
+    Damaged lines are skipped. Returns an empty list if the file does not exist, and raises
+    ConfigError if it cannot be read.
     """
     read = map(_step_certificate, lines_of(path))
     return [certificate for certificate in read if certificate is not None]
@@ -44,14 +44,14 @@ def failed(certificates: Sequence[StepCertificate]) -> list[StepCertificate]:
 
 
 def summary(certificates: Sequence[StepCertificate]) -> str:
-    """Returns a sentence that summarizes a non-empty list of certificates."""
+    """Summarizes a non-empty list of certificates in one line."""
     wrong = len(failed(certificates))
     number = sum(certificate.num_comparisons for certificate in certificates)
     known = [certificate.closest for certificate in certificates if certificate.closest]
     nearest = ""
     if known:
         leaf, share = max(known, key=lambda closest: closest[1])
-        nearest = f"; the nearest to its tolerance: {leaf}, {share:.1%} of it"
+        nearest = f"; largest difference: {leaf}, {share:.1%} of its tolerance"
     result = f"{wrong} found a difference" if wrong else "none found a difference"
     plural = "s" * (len(certificates) > 1)
     return (

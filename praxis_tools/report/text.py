@@ -18,7 +18,7 @@ _MAX_CHANGES = 20
 
 
 def report_text(jobs: Sequence[JobState]) -> str:
-    """Returns tables of jobs, evaluations, differing settings and times, followed by events."""
+    """Formats tables of jobs, evaluations, differing settings and times, followed by events."""
     parts = [
         _jobs(jobs), _evaluations(jobs), _differences(jobs), _times(jobs), _events(jobs),
         *(changes_text(job) for job in jobs), *(_certificates(job) for job in jobs),
@@ -28,7 +28,7 @@ def report_text(jobs: Sequence[JobState]) -> str:
 
 
 def progress_text(job: JobState) -> str:
-    """Returns a line with the step, loss and state of a job."""
+    """Formats a line with the step, loss and state of a job."""
     of = f" of {job.num_train_steps}" if job.num_train_steps else ""
     loss = job.columns.get("loss", np.empty(0))
     end = f", loss {metric_text(loss[-1])}" if len(loss) else ""
@@ -60,7 +60,7 @@ def _evaluations(jobs: Sequence[JobState]) -> str:
     )
     if not names:
         return ""
-    rows = [["the last evaluation", *(job.name for job in jobs)]]
+    rows = [["last evaluation", *(job.name for job in jobs)]]
     for dataset, metric in names:
         of_jobs = [job.evaluations.get(dataset, {}) for job in jobs]
         cells = [
@@ -92,7 +92,7 @@ def _times(jobs: Sequence[JobState]) -> str:
     names = [name for name in ("step_time", *SPENT) if any(name in job.columns for job in jobs)]
     if not names:
         return ""
-    header = ["mean seconds of a step", *(name.removesuffix("_time") for name in names)]
+    header = ["mean seconds per step", *(name.removesuffix("_time") for name in names)]
     rows = []
     for job in jobs:
         columns = [job.columns.get(name, np.empty(0)) for name in names]
@@ -118,12 +118,12 @@ def _events(jobs: Sequence[JobState]) -> str:
 
 
 def changes_text(job: JobState) -> str:
-    """Returns a table of the newest generations of an elastic job, or "" for other jobs."""
+    """Formats a table of the newest generations of an elastic job; "" for other jobs."""
     changes = job.changes
     if not changes:
         return ""
     num_without_step = sum(not change.reached for change in changes)
-    unreached = f", and {num_without_step} that made no step" if num_without_step else ""
+    unreached = f", and {num_without_step} without a completed step" if num_without_step else ""
     num_devices = [str(change.num_devices) for change in changes if change.num_devices]
     history = [number for number, _ in itertools.groupby(num_devices)]
     left_out = ["..."] * (len(history) > _MAX_CHANGES)
@@ -135,7 +135,8 @@ def changes_text(job: JobState) -> str:
             "" if change.from_step is None else str(change.from_step),
             str(change.lost_steps or 0), str(change.num_devices or ""), f"{change.total:.1f}",
             ", ".join(f"{part} {value:.1f}" for part, value in longest if value >= 0.05),
-            shown(f"{change.kind}: {change.why}", 100) + " (made no step)" * (not change.reached),
+            shown(f"{change.kind}: {change.why}", 100)
+            + " (no step completed)" * (not change.reached),
         ])
     return "\n".join([
         f"{job.name}: changes of hands: {len(job.handovers)}{unreached}; devices: "

@@ -1,4 +1,4 @@
-"""Streams the answer to a request: submits generations to the engine and collects their text."""
+"""Streams the answer to a request, by submitting generations to the engine."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ from praxis_tools.serve.served_model import ServedModel
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """A part of a choice that is ready to be sent.
+    """New text of a choice that is ready to be sent.
 
     Attributes:
       choice: Index of the choice, counted over all prompts.
-      text: Text of the part.
+      text: The new text.
       tokens: Tokens whose text is complete, if log-probs were requested.
-      finish_reason: "stop" or "length" for the last part, else None.
+      finish_reason: "stop" or "length" in the last delta of a choice, otherwise None.
     """
 
     choice: int
@@ -36,14 +36,14 @@ class Delta:
 class Answer:
     """The answer to a request, whose generations are submitted to the engine.
 
-    Create it in the event loop that iterates over `deltas`.
+    Create the answer in the event loop that iterates over `deltas`.
 
     Args:
       request: The request.
       prompts: Token ids of each prompt.
       model: The served model.
       engine: Engine that decodes the model.
-      seconds: Time limit. Choices that are incomplete by then end with "length".
+      seconds: Time limit. Incomplete choices then end with the reason "length".
 
     Attributes:
       request: The request.
@@ -51,7 +51,7 @@ class Answer:
       created: Time of creation, in Unix seconds.
 
     Raises:
-      ApiError: The queue of the engine is full.
+      ApiError: The engine's queue is full.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Answer:
         for prompt in prompts:
             for sample in range(request.n):
                 choice = len(self._generations)
-                # If the client sets the seed, the answers to a prompt do not depend on the other
-                # prompts of the request.
+                # If the client sets the seed, the answers to a prompt must not depend on the other
+                # prompts in the request.
                 draw = choice if has_random_seed else sample
                 self._generations.append(Generation(
                     prompt, model.max_new_tokens(len(prompt), request), request.temperature,
@@ -85,12 +85,12 @@ class Answer:
 
     @property
     def num_choices(self) -> int:
-        """Number of choices: prompts times n."""
+        """The number of choices: number of prompts times n."""
         return len(self._texts)
 
     @property
     def usage(self) -> dict[str, int]:
-        """Number of prompt tokens and generated tokens, as in OpenAI's API."""
+        """The numbers of prompt tokens and generated tokens, as in OpenAI's API."""
         num_new = sum(text.num_tokens for text in self._texts)
         return {
             "prompt_tokens": self._num_prompt_tokens, "completion_tokens": num_new,
@@ -105,10 +105,10 @@ class Answer:
         ])
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """Yields parts of the choices as they are generated, until all choices are complete.
+        """Yields new text of the choices as it is generated, until all choices are complete.
 
         Raises:
-          ApiError: The time limit is reached before the first token, or the server ends.
+          ApiError: The time limit is reached before the first token, or the server shuts down.
         """
         has_begun, num_unfinished = False, len(self._texts)
         while num_unfinished:
@@ -118,8 +118,8 @@ class Answer:
             except TimeoutError:
                 if not has_begun:
                     raise ApiError(
-                        504, f"The server was busy for the {self._seconds:g} s that a request may "
-                        "take. Try again later.", code="timeout",
+                        504, f"The server was busy for {self._seconds:g} s, the time limit of a "
+                        "request. Try again later.", code="timeout",
                     ) from None
                 self.cancel()
                 for choice, text in enumerate(self._texts):
@@ -146,7 +146,7 @@ class Answer:
         return Delta(choice, *text.take(), text.finish_reason)
 
     def _deliver_to(self, loop: asyncio.AbstractEventLoop, choice: int):
-        """Returns a function for the engine's thread that passes pieces to the event loop."""
+        """Returns a function that passes pieces from the engine's thread to the event loop."""
 
         def deliver(piece: Piece) -> None:
             # The loop has ended if the server did not drain in time.

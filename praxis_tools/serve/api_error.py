@@ -1,9 +1,9 @@
-"""Errors that are sent to clients, in the format of OpenAI's API."""
+"""Errors in the format of OpenAI's API, which are sent to clients."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# Type of an error by its HTTP status; "invalid_request_error" for all others.
+# Maps an HTTP status to the type of the error; all others are "invalid_request_error".
 _TYPES = {
     401: "authentication_error", 408: "timeout_error", 429: "rate_limit_error",
     500: "server_error", 503: "service_unavailable_error", 504: "timeout_error",
@@ -15,9 +15,9 @@ class ApiError(Exception):
 
     Args:
       status: HTTP status.
-      message: What was found, what was expected and what to change.
-      param: Field of the request that is invalid.
-      code: Machine-readable code of the error.
+      message: Error message with the actual value, the expected value and a suggested fix.
+      param: Name of the invalid field in the request.
+      code: Machine-readable error code.
       headers: HTTP headers of the answer.
     """
 

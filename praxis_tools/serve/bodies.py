@@ -1,4 +1,4 @@
-"""Builds the JSON of answers, complete or in chunks, in the format of OpenAI's API."""
+"""Builds the JSON bodies and stream chunks of answers, in the format of OpenAI's API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ Json = Mapping[str, Any]
 
 
 def complete_body(answer: Answer, model: str, deltas: Sequence[Delta]) -> Json:
-    """Returns the body of a complete answer, which is not streamed."""
+    """Returns the body of an answer that is not streamed."""
     is_chat, choices = answer.request.is_chat, []
     for choice in sorted({delta.choice for delta in deltas}):
         pieces = [delta for delta in deltas if delta.choice == choice]
@@ -26,7 +26,7 @@ def complete_body(answer: Answer, model: str, deltas: Sequence[Delta]) -> Json:
 
 
 def first_chunks(answer: Answer, model: str) -> list[Json]:
-    """Returns the chunks before any text. For a chat, these have the role of each choice."""
+    """Returns the chunks sent before any text, which contain the role of each choice in a chat."""
     if not answer.request.is_chat:
         return []
     delta = {"role": "assistant", "content": "", "refusal": None}
@@ -49,7 +49,7 @@ def chunk(answer: Answer, model: str, delta: Delta) -> Json:
 
 
 def usage_chunk(answer: Answer, model: str) -> Json:
-    """Returns the last chunk, with the token counts, for clients that request it."""
+    """Returns the last chunk, which contains the token counts, for clients that request it."""
     return {**_chunk(answer, model, None), "usage": answer.usage}
 
 
@@ -79,7 +79,7 @@ def _logprobs(answer: Answer, tokens: Sequence[Token]) -> Json | None:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        # If several tokens have the same text, the most likely one counts.
+        # If several tokens have the same text, keep the most likely token.
         "top_logprobs": [
             {other.text: other.logprob for other in reversed([*token.likeliest, token])}
             for token in tokens

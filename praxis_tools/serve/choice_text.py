@@ -1,6 +1,7 @@
 """Converts the tokens of an answer to text that can be sent.
 
-Text is sent in complete characters, ends before a stop string, and comes with log-probs.
+Text is only sent in complete characters, ends before a stop string, and includes log-probs if
+requested.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,7 +18,7 @@ STOP, LENGTH = "stop", "length"
 
 
 class NamedToken(NamedTuple):
-    """A possible token with its text, its log-prob and its bytes (None if they are unknown).
+    """A possible token with its text, log-prob and bytes (None if the bytes are unknown).
 
     The text of an incomplete character is "bytes:\\xe2\\x82", as in OpenAI's API.
     """
@@ -32,9 +33,9 @@ class Token(NamedTuple):
 
     Attributes:
       text: Text that the token adds to the answer. If a character consists of several tokens, only
-        the last one has text.
+        the last token has text.
       logprob: Log-prob of the token.
-      content: Bytes of the token; None if they are unknown.
+      content: Bytes of the token, or None if they are unknown.
       offset: Offset of `text` in the answer.
       likeliest: The most likely tokens at this position.
     """
@@ -52,12 +53,12 @@ class ChoiceText:
     Args:
       tokenizer: Tokenizer of the model.
       prompt_ids: Token ids of the prompt.
-      stop: Texts that end the answer.
+      stop: Strings that end the answer.
       eos_ids: Tokens that end the answer.
       has_logprobs: Whether log-probs were requested.
 
     Attributes:
-      num_tokens: Number of generated tokens, up to and including the one that ended the answer.
+      num_tokens: Number of generated tokens, including the token that ended the answer.
       finish_reason: "stop" (end of text or stop string) or "length"; None before the end.
     """
 
@@ -72,7 +73,7 @@ class ChoiceText:
         self.finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
-        """Adds tokens of the model. Tokens after the end of the answer are ignored."""
+        """Adds tokens from the model, ignoring tokens after the end of the answer."""
         for number, token in enumerate(piece.ids):
             if self._text.is_stopped:
                 break
@@ -95,7 +96,7 @@ class ChoiceText:
             self.finish_reason = STOP if self._text.is_stopped else reason
 
     def take(self) -> tuple[str, list[Token]]:
-        """Returns the text that has become final, and the tokens whose text is final."""
+        """Returns the text that has become final and the tokens of this text."""
         text, end = self._text.take(), self._text.num_final
         if self._text.is_stopped:  # Remove the tokens of the stop string.
             self._tokens = [
@@ -112,7 +113,7 @@ class ChoiceText:
         return text, taken
 
     def _add_rest(self, text: str) -> None:
-        """Appends text that was held back to the last token: an incomplete character at the end."""
+        """Adds held-back text (an incomplete character at the end) to the last token."""
         if text and self._tokens:
             last = self._tokens[-1]
             self._tokens[-1] = last._replace(text=last.text + text)
@@ -122,7 +123,7 @@ class ChoiceText:
         others = [(other, self._named_token(other, x)) for other, x in likeliest]
         offset = len(self._text.text)
         text = self._text.push(token)
-        # The generated token has the same text among the alternatives as in the answer.
+        # Give the generated token the same text among the alternatives as in the answer.
         others = [x._replace(text=text) if other == token else x for other, x in others]
         self._tokens.append(Token(text, logprob, named.content, offset, others))
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-# Maximum number of connections without a complete request. Beyond that, the oldest is closed.
+# Maximum number of connections without a complete request. If exceeded, the oldest is closed.
 MAX_WAITING_CONNECTIONS = 128
-# Time limit for the head of a request, since the connection or the previous answer.
+# Time limit for the head of a request, starting from the connection or the previous answer.
 HEAD_SECONDS = 10.0
 # Time limit for a client to read some data once the buffers are full.
 STALL_SECONDS = 30.0
@@ -16,7 +16,7 @@ _CHECK_SECONDS = 1.0
 
 
 def limited(request_seconds: float, body_seconds: float) -> type[asyncio.Protocol]:
-    """Returns uvicorn's protocol class with deadlines.
+    """Returns a subclass of uvicorn's protocol class that enforces deadlines.
 
     Args:
       request_seconds: Maximum time to answer a request.
@@ -51,7 +51,7 @@ class _DeadlineProtocol(AutoHTTPProtocol):
     def _check_deadlines(self) -> None:
         if self not in self.connections:
             return
-        # `self.cycle` is the current or last request with its answer.
+        # `self.cycle` is the current or last request and its answer.
         state, now = (self.cycle, self.is_waiting()), self.loop.time()
         if state != self._state:
             self._state, self._since = state, now

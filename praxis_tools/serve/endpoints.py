@@ -1,4 +1,4 @@
-"""The HTTP endpoints, which answer with a JSON body or with server-sent events."""
+"""The HTTP endpoints, which answer with a JSON body or server-sent events."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
     ) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def endpoint(http: HttpRequest) -> Response:
             request = parse(await _body(http))
-            # Templates and long texts can be slow, so tokenize outside of the event loop.
+            # Tokenize outside of the event loop, because templates and long texts can be slow.
             prompts = await asyncio.to_thread(model.tokenize, request)
             answer = Answer(request, prompts, model, engine, limits.seconds)
             return await _response(http, answer, model.name)
@@ -60,7 +60,7 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
 
     async def named_model(http: HttpRequest) -> Response:
         if http.path_params["name"] != model.name:
-            raise ApiError(404, f"There is no such model; only {model.name} is served here.",
+            raise ApiError(404, f"There is no such model; this server only serves {model.name}.",
                            param="model", code="model_not_found")
         return _json(card)
 
@@ -106,7 +106,7 @@ def _checked(
     path: str, endpoint: Callable[[HttpRequest], Awaitable[Response]], limits: Limits,
     answers: prometheus_client.Counter,
 ) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """Returns an endpoint that checks the host and the API key, and counts its answers."""
+    """Wraps an endpoint to check the host and the API key, and to count answers."""
 
     async def checked(http: HttpRequest) -> Response:
         try:
@@ -114,7 +114,7 @@ def _checked(
             if limits.hosts is not None and not has_allowed_host(hosts, limits.hosts):
                 raise ApiError(
                     403, f"The request is for the host {', '.join(hosts)!a:.80}, but this server "
-                    "only answers its own machine. Start it with --host to open it.",
+                    "only answers requests from its own machine. Set --host to allow others.",
                 )
             _check_key(http, limits.api_key)
             response = await endpoint(http)
@@ -129,7 +129,7 @@ def _checked(
 
 
 class _EngineCollector(Collector):
-    """Collects the metrics of an engine for each request to /metrics."""
+    """Collects an engine's metrics for each request to /metrics."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -158,7 +158,7 @@ def _check_key(http: HttpRequest, key: str | None) -> None:
 
 
 async def _body(http: HttpRequest) -> bytes:
-    """Returns the body of a request. Raises ApiError if it is not JSON, too large or too slow."""
+    """Reads the body of a request; raises ApiError if it is not JSON, too large or too slow."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Browsers let websites send other types across origins without a preflight request.
@@ -188,7 +188,7 @@ async def _response(http: HttpRequest, answer: Answer, name: str) -> Response:
         if not answer.request.stream:
             all_deltas = await _unless_disconnected(http, _collect(deltas))
             return _json(bodies.complete_body(answer, name, all_deltas))
-        # Wait for the first token, since errors before it can still set the HTTP status.
+        # Wait for the first token, because errors before it can still set the HTTP status.
         first = await _unless_disconnected(http, anext(deltas))
     except BaseException:
         answer.cancel()
@@ -201,7 +201,7 @@ async def _collect(deltas: AsyncIterator[Delta]) -> list[Delta]:
 
 
 async def _unless_disconnected(http: HttpRequest, result: Awaitable[T]) -> T:
-    """Awaits a result. Raises ApiError if the client disconnects first."""
+    """Awaits a result; raises ApiError if the client disconnects first."""
 
     async def disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -221,7 +221,7 @@ async def _unless_disconnected(http: HttpRequest, result: Awaitable[T]) -> T:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events. When the stream ends, unfinished generations are cancelled."""
+    """A stream of server-sent events; unfinished generations are cancelled when it ends."""
 
     def __init__(self, answer: Answer, events: AsyncIterator[bytes]):
         super().__init__(

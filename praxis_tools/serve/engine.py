@@ -1,7 +1,7 @@
-"""The engine: decodes requests with continuous batching.
+"""The engine, which decodes requests with continuous batching.
 
-Requests wait in a queue and enter a row of the batch as soon as it is free, while other rows
-continue to decode.
+Requests wait in a queue and enter a row of the batch as soon as it is free, while decoding
+continues in other rows.
 """
 
 import collections
@@ -21,7 +21,7 @@ from praxis_tools.serve.api_error import ApiError
 # Maximum number of decoding steps after which the queue is checked for new requests.
 STEPS_BETWEEN_CHECKS = 4
 RETRY_SECONDS = 1  # Retry-After header if the queue is full.
-# Tokens with their log-probs, the most likely first.
+# Tokens with their log-probs, most likely first.
 Likeliest = Sequence[tuple[int, float]]
 
 
@@ -34,7 +34,7 @@ class Piece:
       logprobs: Log-prob of each token.
       likeliest: The most likely tokens at each position, if requested.
       done: Whether this is the last piece.
-      error: Error that ended the generation; None if there is none.
+      error: Error that ended the generation, or None.
     """
 
     ids: Sequence[int] = ()
@@ -53,10 +53,10 @@ class Generation:
       max_tokens: Maximum number of new tokens.
       temperature: Temperature of sampling.
       top_p: Probability mass of nucleus sampling.
-      top_k: Number of most likely tokens to sample from; 0 for all.
+      top_k: Number of most likely tokens to sample from, or 0 for all tokens.
       seed: Seed of sampling. The random key is `fold_in(key(seed), choice)`, as in
         `Decoder.__call__`.
-      choice: Number that distinguishes the answers with the same seed.
+      choice: Number that distinguishes answers with the same seed.
       num_likeliest: Number of most likely tokens to deliver with each token.
       deliver: Function that receives each piece, in the engine's thread.
     """
@@ -79,7 +79,7 @@ class Engine:
 
     Args:
       batching: Programs that decode the rows with SampleByRow.
-      mdl_vars: Variables of the model, in the form that these programs take.
+      mdl_vars: Model variables, as expected by these programs.
       prompt_lengths: Lengths to which prompts are padded.
       max_waiting: Maximum number of generations in the queue.
 
@@ -130,20 +130,20 @@ class Engine:
         self._rows = rows
 
     def submit(self, generations: Sequence[Generation]) -> None:
-        """Adds generations to the queue, either all of them or none.
+        """Adds either all or none of the generations to the queue.
 
         Raises:
           ApiError: The queue is full, or the engine is draining.
         """
         with self._changed:
             if self.is_draining:
-                raise ApiError(503, "The server is about to end.", code="draining")
+                raise ApiError(503, "The server is shutting down.", code="draining")
             num_free = self.num_rows - len(self._in_rows)
             room = self.max_waiting + num_free - len(self._waiting)
             if len(generations) > room:
                 raise ApiError(
-                    429, f"The queue is full: {len(self._waiting)} answers wait, at most "
-                    f"{self.max_waiting} may wait, and this request needs {len(generations)}. Try "
+                    429, f"The queue is full: {len(self._waiting)} answers are waiting, the limit "
+                    f"is {self.max_waiting}, and this request needs {len(generations)}. Try "
                     "again later.",
                     code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)},
                 )
@@ -151,7 +151,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, generations: Sequence[Generation]) -> None:
-        """Cancels generations that are in rows or in the queue. Finished ones are ignored."""
+        """Cancels generations in rows or in the queue, ignoring those that have finished."""
         with self._changed:
             for generation in generations:
                 if generation in self._waiting:
@@ -161,7 +161,7 @@ class Engine:
             self._changed.notify()
 
     def drain(self, seconds: float) -> None:
-        """Makes `run` return once all generations have finished, or after `seconds`."""
+        """Makes `run` return after `seconds`, or earlier if all generations have finished."""
         with self._changed:
             if not self.is_draining:
                 self._deadline = time.monotonic() + seconds
@@ -176,7 +176,8 @@ class Engine:
         try:
             while self._wait_for_work():
                 self._decode_steps()
-            error = ApiError(503, "The server ended before the answer.", code="draining")
+            error = ApiError(503, "The server shut down before the answer was complete.",
+                             code="draining")
         finally:
             with self._changed:
                 self._deadline = self._deadline or time.monotonic()
@@ -187,7 +188,7 @@ class Engine:
                 generation.deliver(Piece(done=True, error=error))
 
     def _wait_for_work(self) -> bool:
-        """Waits for work. Returns False if the engine is draining and should stop."""
+        """Waits for work; returns False if the engine is draining and should stop."""
         with self._changed:
             while not self._waiting and not self._in_rows and not self.is_draining:
                 self._changed.wait()
@@ -197,7 +198,7 @@ class Engine:
             return has_work and time.monotonic() < self._deadline
 
     def _decode_steps(self) -> None:
-        """Frees the rows of cancelled generations, admits waiting ones, and decodes a few steps."""
+        """Frees rows of cancelled generations, admits waiting generations and decodes."""
         rows = self._rows
         with self._changed:
             for index, generation in list(self._in_rows.items()):

@@ -9,12 +9,12 @@ import orjson
 from praxis_lite.core.errors import did_you_mean, is_number, shown
 from praxis_tools.serve.api_error import ApiError
 
-# A function that returns the converted value, or None if the value is not valid.
+# Takes a value and returns the converted value, or None if the value is invalid.
 Check = Callable[[Any], Any]
 
 
 class Field(NamedTuple):
-    """A field of a request: a description of the expected values, and their check."""
+    """A field in a request: a description of the expected values and a check."""
 
     expected: str
     check: Check
@@ -41,11 +41,11 @@ TEXT = Field("a text", lambda x: x if isinstance(x, str) else None)
 
 
 def only(*values: Any, because: str) -> Field:
-    """Returns a field for an unsupported feature, which only accepts values without effect.
+    """Returns a field for an unsupported feature, which only accepts values that disable it.
 
     Args:
       *values: Accepted values.
-      because: Reason why other values are not accepted.
+      because: The reason that other values are not accepted.
     """
 
     def check(x: Any) -> Any:
@@ -55,10 +55,10 @@ def only(*values: Any, because: str) -> Field:
 
 
 def read(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
-    """Parses a request and returns its fields. Fields that are null count as missing.
+    """Parses a request and returns its fields, treating null as missing.
 
     Raises:
-      ApiError: The body is not a JSON object, or has an unknown field or an invalid value.
+      ApiError: The body is not a JSON object, or contains an unknown field or an invalid value.
     """
     try:
         given = orjson.loads(body)
@@ -102,5 +102,5 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
 def _json(value: Any) -> str:
     try:
         return shown(orjson.dumps(value).decode())
-    except TypeError:  # orjson can read deeper lists than it can write.
+    except TypeError:  # orjson can read deeper nesting than it can write.
         return "a value with too many levels"

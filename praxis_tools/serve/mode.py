@@ -31,11 +31,11 @@ class Serve(Mode):
         """Adds the options for the model, the port and the limits."""
         add_step(options)
         options.add_argument(
-            "--hf", metavar="DIR", help="directory of a Hugging Face model, instead of a job"
+            "--hf", metavar="DIR", help="Hugging Face model directory to serve instead of a job"
         )
         options.add_argument(
             "--model_name", metavar="NAME",
-            help="name of the model in requests; default: the name of the directory",
+            help="model name in requests; default: the name of the directory",
         )
         options.add_argument(
             "--host", metavar="ADDRESS", default=LOOPBACK,
@@ -43,7 +43,7 @@ class Serve(Mode):
         )
         options.add_argument(
             "--port", metavar="N", type=int, default=8000,
-            help="port to listen on; 0 chooses a free one; default: 8000",
+            help="port to listen on, or 0 for any free port; default: 8000",
         )
         options.add_argument(
             "--api_key_variable", metavar="NAME",
@@ -55,8 +55,8 @@ class Serve(Mode):
         )
         options.add_argument(
             "--max_length", metavar="N", type=int,
-            help="maximum number of tokens of a prompt and its answer; default: the number of the "
-            "model's positions, at most 4096",
+            help="maximum total number of tokens in a prompt and its answer; default: the model's "
+            "number of positions, at most 4096",
         )
         options.add_argument(
             "--max_queue", metavar="N", type=int, default=256,
@@ -74,13 +74,13 @@ class Serve(Mode):
     def run(
         self, command: CommandLine, *, step: int | str | None, hf: str | None, **options: Any
     ) -> None:
-        """Serves the model. Raises ConfigError for invalid options before anything compiles."""
+        """Serves the model; raises ConfigError for invalid options before compiling anything."""
         require_package("starlette", "--mode=serve")
         require_package("uvicorn", "--mode=serve")
         if (hf is None) == (command.job_log_dir is None):
             raise ConfigError(
-                "--mode=serve requires exactly one of --job_log_dir=DIR, the directory of a job, "
-                "and --hf=DIR, a Hugging Face model."
+                "--mode=serve requires exactly one of --job_log_dir=DIR (a job) and --hf=DIR (a "
+                "Hugging Face model)."
             )
         for name in ("request_seconds", "drain_seconds"):
             seconds = options[name]

@@ -11,9 +11,9 @@ from praxis_lite.inputs.tokenizers.chat_messages import Message
 from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.fields import FLAG, TEXT, Field, checked, integer, number, only, read
 
-MAX_CHOICES = 128  # Maximum of prompts times n in a request.
+MAX_CHOICES = 128  # Maximum number of prompts times n in a request.
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256
-# Maximum number of alternatives to each token that a request may ask for.
+# Maximum number of alternatives that can be requested for each token.
 MAX_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # Default of max_tokens for completions, as in OpenAI's API.
 
@@ -25,17 +25,18 @@ class Request:
     """A validated request for completions.
 
     Attributes:
-      is_chat: Whether it is a chat request, whose answer is a message.
+      is_chat: Whether this is a chat request, which is answered with a message.
       model: Name of the model.
-      prompts: Texts or token ids; for a chat request, its conversation.
-      max_tokens: Maximum number of new tokens. By default, as many as fit for a chat, else 16.
+      prompts: Texts or token ids, or the conversation of a chat request.
+      max_tokens: Maximum number of new tokens. The default is the remaining space for a chat, and
+        16 otherwise.
       temperature: Temperature of sampling.
       top_p: Probability mass of nucleus sampling.
-      top_k: Number of most likely tokens to sample from; 0 for all.
+      top_k: Number of most likely tokens to sample from, or 0 for all tokens.
       n: Number of answers to each prompt.
-      seed: Seed of sampling; None for a random seed.
-      stop: Texts that end the answer.
-      num_logprobs: Number of alternatives to report for each token; None to report no log-probs.
+      seed: Seed of sampling, or None for a random seed.
+      stop: Strings that end the answer.
+      num_logprobs: Number of alternatives to report for each token, or None for no log-probs.
       stream: Whether to stream the answer.
       include_usage: Whether a stream ends with the token counts.
     """
@@ -61,8 +62,8 @@ class Limits:
 
     Attributes:
       seconds: Maximum duration, including the time in the queue.
-      api_key: API key that clients must send; None to require no key.
-      hosts: Allowed Host headers; None for any. This protects against DNS rebinding, where a
+      api_key: API key that clients must send, or None if no key is required.
+      hosts: Allowed Host headers, or None for any. This protects against DNS rebinding, in which a
         website in a browser on this machine sends requests with its own host name.
     """
 
@@ -72,7 +73,7 @@ class Limits:
 
 
 def completion(body: bytes) -> Request:
-    """Parses a request to /v1/completions. Raises ApiError if it is invalid or not supported."""
+    """Parses a request to /v1/completions; raises ApiError if it is invalid or unsupported."""
     given = read(body, _COMPLETION)
     prompts = _required(given, "prompt")
     return Request(
@@ -82,7 +83,7 @@ def completion(body: bytes) -> Request:
 
 
 def chat(body: bytes) -> Request:
-    """Parses a request to /v1/chat/completions. Raises ApiError like `completion`."""
+    """Parses a request to /v1/chat/completions; raises ApiError if it is invalid or unsupported."""
     given = read(body, _CHAT)
     num_logprobs = given.get("top_logprobs", 0) if given.get("logprobs") else None
     if num_logprobs is None and "top_logprobs" in given:
@@ -155,7 +156,7 @@ def _messages(x: Any) -> Sequence[Message] | None:
 
 
 def _api_errors(parse: Callable[[], Any], param: str) -> Any:
-    """Returns `parse()`, with a ConfigError converted to an ApiError."""
+    """Returns `parse()`, converting a ConfigError to an ApiError."""
     try:
         with none_skipped():
             return parse()
@@ -199,7 +200,7 @@ _SAMPLING = {
     ),
     "stream": FLAG,
     "stream_options": Field('{"include_usage": true or false}', _stream_options),
-    # Fields for the accounting of OpenAI, which are ignored.
+    # Fields for OpenAI's accounting, which are ignored.
     "user": TEXT,
     "metadata": Field("an object", lambda x: x if isinstance(x, dict) else None),
     "frequency_penalty": _PENALTY,

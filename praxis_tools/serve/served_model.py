@@ -1,4 +1,4 @@
-"""The served model: its tokenizer and limits, and the engine that decodes it."""
+"""The served model, with its tokenizer and limits, and the engine that decodes it."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.engine import STEPS_BETWEEN_CHECKS, Engine
 from praxis_tools.serve.requests import COMPLETION_TOKENS, MAX_LOGPROBS, Request
 
-# Default limit of tokens per row, since a cache for more may not fit in memory.
+# Default limit on tokens per row, because a larger cache may not fit in memory.
 DEFAULT_MAX_LENGTH = 4096
 
 
@@ -30,8 +30,8 @@ class ServedModel:
     Attributes:
       name: Name of the model in requests.
       tokenizer: Tokenizer of the task.
-      num_ids: Size of the vocabulary; None if unknown.
-      max_length: Maximum number of tokens of a prompt and its answer together.
+      num_ids: Size of the vocabulary, or None if it is unknown.
+      max_length: Maximum total number of tokens in a prompt and its answer.
       eos_ids: Tokens that end an answer.
     """
 
@@ -42,15 +42,15 @@ class ServedModel:
     eos_ids: Collection[int]
 
     def tokenize(self, request: Request) -> list[np.ndarray]:
-        """Returns the token ids of each prompt. May be slow; safe to call in any thread.
+        """Returns the token ids of each prompt; may be slow, and may be called in any thread.
 
         Raises:
-          ApiError: The request is for another model, or a prompt is empty, too long, has ids
-            outside of the vocabulary, or is not valid for the chat template.
+          ApiError: The request is for a different model, or a prompt is empty, too long, contains
+            ids outside of the vocabulary, or is invalid for the chat template.
         """
         if request.model != self.name:
             raise ApiError(
-                404, f"There is no model {request.model!a:.80}; only {self.name} is served here.",
+                404, f"There is no model {request.model!a:.80}; this server serves {self.name}.",
                 param="model", code="model_not_found",
             )
         param = "messages" if request.is_chat else "prompt"
@@ -86,8 +86,8 @@ class ServedModel:
         num_new = request.max_tokens or 1
         if len(ids) + num_new > self.max_length:
             raise ApiError(
-                400, f"{param} has {len(ids)} tokens and at least {num_new} are to be generated, "
-                f"{len(ids) + num_new} in total, but the limit of this server is "
+                400, f"{param} has {len(ids)} tokens and at least {num_new} tokens have to be "
+                f"generated, {len(ids) + num_new} in total, but this server's limit is "
                 f"{self.max_length}. Shorten the prompt or request fewer tokens.", param=param,
                 code="context_length_exceeded",
             )
@@ -101,16 +101,16 @@ def create_served_model(
 
     Args:
       partitioner: Partitioner of the model.
-      mdl_vars: Variables of the model. They are donated if decoding needs them in another form.
+      mdl_vars: Model variables, which are donated if they have to be converted for decoding.
       name: Name of the model in requests.
-      max_length: Maximum number of tokens of a prompt and its answer. By default, the number of the
-        model's positions, and at most DEFAULT_MAX_LENGTH.
+      max_length: Maximum total number of tokens in a prompt and its answer. The default is the
+        model's number of positions, but at most DEFAULT_MAX_LENGTH.
       num_rows: Number of answers that are decoded at the same time.
       max_waiting: Number of answers that may wait in the queue.
 
     Raises:
-      ConfigError: The model is not a causal language model with a tokenizer, has too few positions,
-        or there are several processes.
+      ConfigError: The model is not a causal language model with a tokenizer, the model has too few
+        positions, or several processes are running.
     """
     task = partitioner.task
     check_language_model(task, "--mode=serve")
@@ -121,7 +121,7 @@ def create_served_model(
     max_length = whole_number(max_length, "--max_length", 2, **limit)
     whole_number(num_rows, "--num_rows", 1)
     whole_number(max_waiting, "--max_queue", 1)
-    # Use the job's settings for the computation of tokens. Requests determine the sampling.
+    # Use the job's settings for computing tokens; requests determine the sampling.
     settings = {
         name: getattr(task.decoder, name, getattr(SampleByRow, name))
         for name in (
@@ -129,7 +129,7 @@ def create_served_model(
             "num_cached_prefixes",
         )
     }
-    # Each row has room for max_length tokens, for any length of the prompt.
+    # Each row has room for max_length tokens, independent of the prompt's length.
     decoder = SampleByRow(
         max_decode_steps=max_length - 1, seqlen=max_length, eos_id=task.decoder.eos_id,
         num_likeliest=min(MAX_LOGPROBS, task.num_ids().get("ids", MAX_LOGPROBS)),

@@ -1,4 +1,4 @@
-"""Runs a server: opens the port, runs the engine and the HTTP thread, and drains on a signal."""
+"""Runs a server: opens the port, runs the engine and the HTTP thread, and drains on signals."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 
 LAST_SECONDS = 5  # Time to send the last bytes of answers before the server exits.
-# Maximum number of connections in addition to those whose requests wait or are in rows.
+# Maximum number of connections in addition to connections with requests in rows or in the queue.
 MORE_CONNECTIONS = 256
 
 
@@ -38,7 +38,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
             bound.close()
         raise ConfigError(
             f"--host={host} --port={port} cannot be opened: {error.strerror or error}. Choose "
-            "another port, or 0 for any free port."
+            "a different port, or 0 for any free port."
         ) from None
 
 
@@ -46,12 +46,14 @@ def serve(
     model: ServedModel, engine: Engine, listening: socket.socket, limits: Limits,
     drain_seconds: float,
 ) -> None:
-    """Serves until a signal arrives, then finishes the running requests. Call in the main thread.
+    """Serves until a signal arrives, and then finishes running requests.
+
+    This function must be called in the main thread.
 
     Args:
       model: The served model.
       engine: Engine that decodes the model.
-      listening: Socket from `bound_socket`. It starts to listen once everything is compiled.
+      listening: Socket from `bound_socket`, which starts listening once everything is compiled.
       limits: Limits of each request.
       drain_seconds: Time for running requests to finish after a signal.
     """
@@ -67,9 +69,9 @@ def serve(
 
 
 class Running:
-    """Serves the endpoints of an engine in a separate thread; a context manager.
+    """Context manager that serves an engine's endpoints in a separate thread.
 
-    Entering it compiles the engine's programs and opens the port. The caller must call
+    Entering the context compiles the engine's programs and opens the port. The caller must call
     `Engine.run`.
 
     Attributes:
@@ -114,7 +116,7 @@ class Running:
 
 
 class _DrainOnSignal(signals.SignalListener):
-    """Drains an engine on the first signal. The second one ends the process immediately."""
+    """Drains an engine on the first signal; a second signal ends the process immediately."""
 
     def __init__(self, engine: Engine, seconds: float):
         super().__init__()

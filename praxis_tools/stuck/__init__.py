@@ -1,7 +1,7 @@
-"""Finds a process of a job that is alive but stuck, and where the other processes wait for it.
+"""Finds job processes that are alive but stuck, and where other processes wait for them.
 
-The decision is a pure function of the progress that the processes report: it reads no clock, file
-or process.
+The decision is a pure function of the progress reported by the processes. It does not read clocks,
+files or the state of processes.
 """
 
 from praxis_tools.stuck.decision import Decision, Stuck

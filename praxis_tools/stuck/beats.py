@@ -1,4 +1,4 @@
-"""Sends heartbeats with the progress of each process; the first process finds stuck ones."""
+"""Sends heartbeats with the progress of each process, so that process 0 can find stuck ones."""
 
 import dataclasses
 import time
@@ -20,16 +20,16 @@ _STACKS_KEY = "praxis_lite/stacks"
 
 
 class StuckBeats(Beats):
-    """Heartbeats with the progress of each process.
+    """Heartbeats that contain the progress of each process.
 
-    The heartbeat of the first process lists the stuck processes whose stacks it needs ("asks").
+    The heartbeat of the first process lists the stuck processes whose stacks it requests ("asks").
     """
 
     def __init__(self, seconds: float):
         super().__init__(seconds)
         events.add_listener(progress_recorder)
         self._decision = Decision(processes.count())
-        self._asked: dict[int, str] = {}  # Maps stuck processes to their stacks, "" if not yet.
+        self._asked: dict[int, str] = {}  # Maps stuck processes to their stacks, or "".
         self._num_asked, self._reported = 0, ()
 
     def extra_fields(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class StuckBeats(Beats):
         return stuck.processes[0].process if ends_job and stuck.processes else None
 
     def why_silent(self, process: int, seconds: float) -> str:
-        """Returns why a process may be silent, its last progress, and where the others wait."""
+        """Describes why a process may be silent, its last progress, and where others wait."""
         why, last = super().why_silent(process, seconds), self._last.get(process)
         if last is None:
             return why
@@ -66,13 +66,13 @@ class StuckBeats(Beats):
     def _find_stuck(
         self, read_stacks: Callable[[Progress], str | None]
     ) -> tuple[Stuck, str] | None:
-        """Returns the stuck processes and a report with their stacks, once for each set of them.
+        """Returns the stuck processes and a report with their stacks, once for each such set.
 
         Only the first process of the job calls this method.
 
         Args:
-          read_stacks: Returns the stacks that a process sent on request, or None if it has not sent
-            them yet.
+          read_stacks: Function that returns the stacks that a process sent on request, or None if
+            it has not sent them yet.
         """
         remote = [
             Progress(**beat["progress"] | {"unheard_seconds": self.silent_seconds(k)})

@@ -1,8 +1,8 @@
-"""Decides which process is stuck, from the progress of all processes over time.
+"""Decides which process is stuck, based on the progress of all processes over time.
 
-In a collective program, all processes wait for the one that has reached the fewest synchronization
-points. It is stuck if the others have waited too long while it does no work. The time limit depends
-on its phase, and on how long the same phase took before (`ProcessHistory`).
+In a collective program, all processes wait for the process that has reached the fewest
+synchronization points. It is stuck if the others have waited too long while it does no work. The
+time limit depends on its phase and on how long this phase took before (`ProcessHistory`).
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from praxis_tools.stuck.progress import ON_DEVICES, Progress
 from praxis_tools.stuck.progress_history import LONG, ProcessHistory
 
-# A process that is stopped for longer is stuck. Debuggers and profilers stop one for less.
+# A process that is stopped for longer than this is stuck. Debuggers and profilers stop processes
+# for shorter times.
 STOPPED_SECONDS = 5.0
 # Minimum time limit if all processes wait at the same point.
 _TOGETHER_SECONDS = 60.0
-# Maximum time to count between observations, because the observer may have been stopped.
+# Maximum time counted between two observations, because the observer may have been stopped.
 _MAX_GAP_SECONDS = 5.0
 
 
@@ -24,10 +25,10 @@ class Stuck:
     """The stuck processes of a job.
 
     Attributes:
-      processes: Last progress of each stuck process; empty if all processes wait and none is
+      processes: Last progress of each stuck process; empty if all processes are waiting and none is
         behind the others.
-      seconds: How long the other processes have waited for them, or how long all have waited.
-      waiting: Last progress of the processes that wait.
+      seconds: Seconds for which the other processes (or all processes) have been waiting.
+      waiting: Last progress of the waiting processes.
       why: Explanation for the user.
     """
 
@@ -38,7 +39,7 @@ class Stuck:
 
 
 class Decision:
-    """Decides from observations which process is stuck; deterministic, because it has no clock.
+    """Decides which process is stuck, given observations; deterministic, because it has no clock.
 
     In an elastic job, the leading supervisor creates one for each generation.
 
@@ -51,11 +52,11 @@ class Decision:
         self._now, self._last = 0.0, None
 
     def add(self, seconds: float, progress: Iterable[Progress]) -> Stuck | None:
-        """Adds an observation, and returns the stuck processes, or None if there seem to be none.
+        """Adds an observation and returns the stuck processes, or None if none seems to be stuck.
 
         Args:
-          seconds: Time of the observation on the observer's clock, about 1 s after the previous.
-          progress: Progress of the processes at that time. A missing process has not changed.
+          seconds: Time of the observation by the observer's clock, about 1 s after the last one.
+          progress: Progress of the processes at this time. Missing processes have not changed.
         """
         if self._last is not None:
             self._now += min(max(0.0, seconds - self._last), _MAX_GAP_SECONDS)
@@ -85,20 +86,20 @@ class Decision:
 
         Args:
           first: Synchronization point of the processes that are furthest behind.
-          last: Synchronization point of those that are furthest ahead.
+          last: Synchronization point of the processes that are furthest ahead.
         """
         for history in self._histories:
             if history.last.arrived < last and history.behind_since is None:
                 history.behind_since = self._now
         behind = [history for history in self._histories if history.last.arrived == first]
         reasons = [history.why_stuck(self._now) for history in behind]
-        if not all(reasons):  # One of them makes progress, so the rest may wait for it.
+        if not all(reasons):  # One process makes progress, so the others may be waiting for it.
             return None
         since = min(history.behind_since for history in behind)
         return self._stuck(behind, since, "; ".join(dict.fromkeys(reasons)))
 
     def _check_all_waiting(self) -> Stuck | None:
-        """Checks whether all processes have waited too long at the same synchronization point."""
+        """Checks whether all processes have been waiting too long at the same point."""
         phases = {history.last.doing for history in self._histories}
         silent = min(history.silent(self._now) for history in self._histories)
         limit = max(history.time_limit_together() for history in self._histories)

@@ -17,7 +17,7 @@ _STATES = {
 
 
 def own_progress(process: int) -> Progress:
-    """Returns the progress of this process, given its index in the job; callable in any thread."""
+    """Returns the progress of this process, given its index; may be called in any thread."""
     return _with_counters(progress_recorder.progress_of(process), os.getpid())
 
 
@@ -28,9 +28,9 @@ def progress_of_pid(
 
     Args:
       pid: Process ID.
-      report: Fields of `Progress` in its last report; empty before the first one.
+      report: Fields of `Progress` in the last report; empty before the first report.
       process: Index of the process in the generation.
-      unheard_seconds: Time since the report, or since the process was started.
+      unheard_seconds: Time since the last report, or since the process was started.
     """
     progress = Progress(**{"doing": "import", **report, "process": process})
     return _with_counters(dataclasses.replace(
@@ -51,7 +51,7 @@ def describe_state(pid: int) -> str:
 
 
 def _with_counters(progress: Progress, pid: int) -> Progress:
-    """Adds the state of a process, and the counters of it and its running descendants."""
+    """Adds the state of a process and the counters of the process and its running descendants."""
     state, cpu_seconds = _stat(pid)
     children, ready_seconds = _threads(pid)
     while children:
@@ -67,7 +67,7 @@ def _with_counters(progress: Progress, pid: int) -> Progress:
 
 
 def _stat(pid: int) -> tuple[str, float]:
-    """Returns the state of a process, and the CPU seconds of it and its exited children."""
+    """Returns the state of a process and the CPU seconds of the process and exited children."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         # The name of the program, in parentheses, may contain spaces and parentheses.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -77,7 +77,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _threads(pid: int) -> tuple[list[int], float]:
-    """Returns a process's running children, and the seconds its threads ran or were ready to."""
+    """Returns the running children of a process and the seconds its threads were runnable."""
     children: list[int] = []
     seconds = 0.0
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Records the progress of a process in its main thread, to find stuck processes."""
+"""Records the progress of a process in its main thread, in order to find stuck processes."""
 
 import collections
 import dataclasses
@@ -9,7 +9,7 @@ from praxis_lite.job import events
 from praxis_lite.job.events import DISPATCH, MEETING, Listener, Phase
 
 ON_DEVICES = f" {events.ON_DEVICES}"  # Suffix of `Phase.doing`.
-_MIN_TIMES = 3  # Number of times that an activity must be recorded before its duration is usual.
+_MIN_TIMES = 3  # Minimum number of recorded times of an activity for `usual_seconds`.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,24 +18,26 @@ class Progress:
 
     Attributes:
       process: Index of the process in the job, or in the generation of an elastic job.
-      doing: Activity of the main thread: a kind of time of goodput, such as "step", "connect" or
-        "hook NAME", also followed by ON_DEVICES; or MEETING; or "" if unknown.
-      usual_seconds: Longest time without a sign of life during earlier times of this activity, or
+      doing: Activity of the main thread: a time category of goodput such as "step", "connect" or
+        "hook NAME", optionally followed by ON_DEVICES; MEETING; or "" if it is unknown.
+      usual_seconds: Longest time without a sign of life during previous times of this activity, or
         None after fewer than three of them.
-      step: Last training step that finished, or None before the first.
-      dispatched: Last training step that was dispatched to the devices, or None before the first.
-      arrived: Number of synchronization points that the process has reached: steps and batches of
-        evaluations that it is about to dispatch, and barriers on the host. All processes reach
-        the same points in the same order, so they wait for the process with the lowest number.
+      step: Last finished training step, or None before the first step.
+      dispatched: Last training step dispatched to the devices, or None before the first step.
+      arrived: Number of synchronization points that the process has reached: training steps and
+        evaluation batches that it is about to dispatch, and barriers on the host. All processes
+        reach the same points in the same order, so they wait for the process with the lowest
+        number.
       silent_seconds: Time since the last sign of life, measured on the host of the process. A sign
         of life is a synchronization point, a finished step, or the start or end of an activity.
-      unheard_seconds: Time since a thread of the process last reported its progress. It grows while
-        the process is stopped, or while C code holds Python's lock.
+      unheard_seconds: Time since a thread of the process last reported its progress. It increases
+        while the process is stopped or while C code holds the GIL.
       cpu_seconds: CPU time of the process and its children so far.
-      ready_seconds: Time that its threads, and those of its children, ran or waited for a core.
+      ready_seconds: Time for which threads of the process and its children ran or waited for a
+        core.
       io_bytes: Number of bytes that the process has read and written so far.
-      state: State in /proc/PID/stat: "R" runs, "S" sleeps, "D" waits for a disk or a network file
-        system, "T" is stopped, "" is unknown.
+      state: State in /proc/PID/stat: "R" (running), "S" (sleeping), "D" (waiting for a disk or a
+        network file system), "T" (stopped), or "" (unknown).
     """
 
     process: int
@@ -56,11 +58,11 @@ class ProgressRecorder(Listener):
     """Records the activity and progress of this process from the events of its main thread.
 
     Attributes:
-      first_collective: Returns a description of the first collective of a training step that needs
-        the devices of a process, given its index; "" if it is unknown.
+      first_collective: Function that takes the index of a process and describes the first
+        collective of a training step that needs its devices, or returns "" if it is unknown.
 
     Args:
-      now: Returns the time of a monotonic clock in seconds.
+      now: Function that returns the time of a monotonic clock in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
@@ -108,7 +110,7 @@ class ProgressRecorder(Listener):
         self.sign()
 
     def progress_of(self, process: int) -> Progress:
-        """Returns the progress of this process, given its index; callable in any thread."""
+        """Returns the progress of this process, given its index; may be called in any thread."""
         doing = self._doing
         is_known = self._num_times[doing] >= _MIN_TIMES
         return Progress(

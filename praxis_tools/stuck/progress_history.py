@@ -1,4 +1,4 @@
-"""Tracks how long a process has been silent, and whether it is working, from its progress."""
+"""Tracks how long a process has been silent and whether it is working, based on its progress."""
 
 import collections
 import itertools
@@ -8,24 +8,23 @@ from praxis_tools.stuck.progress import MEETING, ON_DEVICES, Progress
 
 # Time limit for a process that does no work while others wait for it.
 WAIT_SECONDS = 35.0
-# Time limit for the silence of a working process in a phase that should be short.
+# Time limit for the silence of a working process in phases that should be short.
 BUSY_SECONDS = 300.0
-# Time limit for a phase whose usual time is unknown, such as the first step on the devices, or a
+# Time limit for phases whose usual time is unknown, such as the first step on the devices, or a
 # save that waits for a file system in another process (FUSE).
 UNKNOWN_SECONDS = 600.0
-# A phase is not stuck up to these multiples of its longest time so far, if the process is idle or
-# busy.
+# A phase may take up to these multiples of its longest time so far, for idle and busy processes.
 _TIMES_IDLE, _TIMES_BUSY = 3.0, 10.0
-# A process works if in a window of time it uses at least this share of a core or reads and writes
-# at least this many bytes. On a host with too few cores, it also works if its threads are ready to
-# run for this share of the window. Background threads (heartbeats, the timeline, trackers) use
-# about 1% of a core.
+# A process is working if, in a window of time, it uses at least this share of a core or reads and
+# writes at least this many bytes. On a host with too few cores, it is also working if its threads
+# are ready to run for this share of the window. Background threads (heartbeats, the timeline,
+# trackers) use about 1% of a core.
 _WINDOW_SECONDS, _MIN_WINDOW_SECONDS = 20.0, 10.0
 _CORES, _BYTES, _READY = 0.05, 2**20, 0.5
 # A process usually reports its progress every second or two.
 _UNHEARD_SECONDS = 25.0
 
-# Phases without a time limit for a working process.
+# Phases that have no time limit while the process is working.
 LONG = ("import", "init", "connect", "compile", "restore", "save")
 
 
@@ -33,10 +32,11 @@ class ProcessHistory:
     """The recent progress of a process, with times in seconds of the observer's clock.
 
     Attributes:
-      last: The last observed progress, or None before the first.
-      changed_at: When the last sign of life was observed.
-      state_since: When the current state was first observed.
-      behind_since: When another process was first observed to wait for this one, or None.
+      last: The last observed progress, or None before the first observation.
+      changed_at: Time at which the last sign of life was observed.
+      state_since: Time at which the current state was first observed.
+      behind_since: Time at which another process was first observed waiting for this process, or
+        None.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class ProcessHistory:
             self._samples.popleft()
 
     def why_stuck(self, now: float) -> str:
-        """Returns why this process, for which others wait, is stuck; "" if it is not."""
+        """Returns why this process, for which others are waiting, is stuck; "" if it is not."""
         silent = self.silent(now)
         if self.behind_since is None or min(now - self.behind_since, silent) < self._time_limit():
             return ""
@@ -77,17 +77,17 @@ class ProcessHistory:
         return now - self.changed_at
 
     def time_limit_together(self) -> float:
-        """Returns the time limit for the silence of the process if no process is behind."""
+        """Returns the time limit for silence if no process is behind the others."""
         usual = self.last.usual_seconds
         if not self.last.doing:
             return math.inf
         if usual is None:
             return UNKNOWN_SECONDS
-        # Simulated devices run in the process, so their work counts as work of the process.
+        # Simulated devices run in the process, so their work is counted as work of the process.
         return max(BUSY_SECONDS if self._is_working() else 0.0, _TIMES_BUSY * usual)
 
     def _time_limit(self) -> float:
-        """Returns the time limit for the silence of the process while others wait for it."""
+        """Returns the time limit for silence while other processes wait for this one."""
         doing, usual = self.last.doing, self.last.usual_seconds
         if not doing:
             return math.inf
@@ -100,7 +100,7 @@ class ProcessHistory:
         else:
             limit = UNKNOWN_SECONDS if self.last.state == "D" and doing in LONG else WAIT_SECONDS
         if usual is None or doing.endswith((ON_DEVICES, MEETING)):
-            # The usual time may include waiting for other processes, so it is no guide.
+            # The usual time may include waiting for other processes, so ignore it.
             usual = 0.0
         return max(limit, WAIT_SECONDS, _TIMES_IDLE * usual)
 
@@ -108,7 +108,7 @@ class ProcessHistory:
         return self.last.unheard_seconds >= _UNHEARD_SECONDS and self.last.doing not in LONG
 
     def _is_working(self) -> bool:
-        """Returns whether the process works; True if that is unknown."""
+        """Returns whether the process is working; True if it is unknown."""
         began, first = self._samples[0]
         seconds, last = self._samples[-1][0] - began, self.last
         if not last.state or seconds < _MIN_WINDOW_SECONDS:
@@ -120,10 +120,10 @@ class ProcessHistory:
         )
 
     def _ready_seconds(self) -> float:
-        """Returns for how many seconds of the window a thread was ready to run.
+        """Returns the seconds of the window during which a thread was ready to run.
 
-        Each difference of two samples counts at most the time between them. The samples are sums
-        over the threads that were found, so a thread that was missed once reappears with its total.
+        The difference of two samples is limited to the time between them, because samples are sums
+        over the threads found, and a thread that was missed once reappears with its total.
         """
         return sum(
             min(max(after.ready_seconds - before.ready_seconds, 0.0), end - begin)
@@ -132,7 +132,7 @@ class ProcessHistory:
 
 
 def _has_changed(before: Progress, after: Progress) -> bool:
-    """Returns whether there was a sign of life, or the process was continued by SIGCONT."""
+    """Returns whether there was a sign of life or the process was continued by SIGCONT."""
     return (
         (after.arrived, after.step, after.doing) != (before.arrived, before.step, before.doing)
         or after.silent_seconds < before.silent_seconds

@@ -1,24 +1,24 @@
-"""Formats the report on stuck processes."""
+"""Formats reports on stuck processes."""
 
 from collections.abc import Callable
 
 from praxis_tools.stuck.decision import Stuck
 from praxis_tools.stuck.progress import MEETING, ON_DEVICES, Progress
 
-# A report that is older than this may be outdated: the process may have made progress since then.
+# A report older than this may be outdated, because the process may have made progress since then.
 _HEARD_SECONDS = 5.0
 
 
 def paragraph(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
 ) -> str:
-    """Returns a paragraph on which processes are stuck, since when, and where the others wait.
+    """Describes which processes are stuck, for how long, and where other processes wait for them.
 
     Args:
       stuck: The stuck processes.
-      name: Returns "process 1 (its host)" for the index of a process.
-      first_collective: Returns a description of the first collective of a training step that needs
-        the devices of a process, given its index; "" if it is unknown.
+      name: Function that takes the index of a process and returns "process 1 (its host)".
+      first_collective: Function that takes the index of a process and describes the first
+        collective of a training step that needs its devices, or returns "" if it is unknown.
     """
     if not stuck.processes:
         return f"the job has made no progress for {stuck.seconds:.0f} s: {stuck.why}"
@@ -30,9 +30,9 @@ def paragraph(
 def details(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
 ) -> str:
-    """Returns the progress of the stuck processes, and where the others wait.
+    """Describes the progress of the stuck processes, and where other processes wait for them.
 
-    The arguments are those of `paragraph`.
+    The arguments are the same as in `paragraph`.
     """
     where = "; ".join(dict.fromkeys(map(_where, stuck.processes)))
     if not stuck.waiting:
@@ -50,7 +50,7 @@ def details(
 
 
 def _where(progress: Progress) -> str:
-    """Returns the activity of a process and its last step."""
+    """Describes the activity of a process and its last step."""
     last = f"it has ended {'no step yet' if progress.step is None else f'step {progress.step}'}"
     if progress.unheard_seconds > _HEARD_SECONDS:
         last = f"according to its last report, {last}"
@@ -64,7 +64,7 @@ def _where(progress: Progress) -> str:
 def _position_of_observer(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str]
 ) -> str:
-    """Returns where another process waits for a stuck one whose last report may be outdated."""
+    """Describes where a process waits for a stuck process whose last report may be outdated."""
     observer = max(stuck.waiting, key=lambda progress: progress.arrived)
     text = f"; {name(observer.process)}: {_where(observer)}"
     collective = first_collective(stuck.processes[0].process)
@@ -74,7 +74,7 @@ def _position_of_observer(
 
 
 def _position_of_others(stuck: Stuck, first_collective: Callable[[int], str]) -> str:
-    """Returns where the others wait, or "" if it is unknown."""
+    """Describes where other processes wait; returns "" if it is unknown."""
     behind = stuck.processes[0]
     others = [other for other in stuck.waiting if other.arrived > behind.arrived]
     if not others:
@@ -83,7 +83,7 @@ def _position_of_others(stuck: Stuck, first_collective: Callable[[int], str]) ->
     if phases == {MEETING}:
         return ", at a barrier on the hosts"
     if behind.doing.endswith(ON_DEVICES):
-        return ""  # Its devices run the program, and their position in it is unknown.
+        return ""  # Its devices run the program, but their position in it is unknown.
     step = (behind.dispatched or 0) + 1
     # A resumed process may not have dispatched a step, so take the number from the others.
     ahead = [other.dispatched for other in others if other.dispatched is not None]

@@ -1,4 +1,5 @@
-"""Runs sweeps: trains an experiment with many settings chosen by Optuna, a process per trial.
+"""Runs sweeps, which train an experiment with many settings chosen by Optuna.
 
-This package reads the files of jobs and launches `main.py --mode=train`; it never computes a step.
+Each trial is a `main.py --mode=train` process. This package only launches these processes and reads
+their files; it never computes a step.
 """

@@ -1,4 +1,4 @@
-"""Implements the sweep command: checks a sweep, runs or prints its trials, and reports them."""
+"""Implements the sweep command, which checks a sweep, runs or prints its trials, and reports."""
 
 import shlex
 import sys
@@ -10,7 +10,7 @@ from praxis_lite.config.build import build
 from praxis_lite.config.class_attributes import value_after
 from praxis_lite.config.overrides import check_required
 from praxis_lite.core.callables import callable_name
-from praxis_lite.core.errors import ConfigError, printable, require
+from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.launched_config import config_of_experiment
 from praxis_lite.host.text_table import table_lines, unique_ends
@@ -39,31 +39,31 @@ def sweep(
 
     Args:
       command: The parsed command line.
-      directory: The value of --job_log_dir. Without --exp, the sweep in it is only reported.
-      parallel: Number of trials that run at a time.
+      directory: The value of --job_log_dir. Without --exp, its sweep is only reported.
+      parallel: Maximum number of trials that run at the same time.
       prints: Whether to print the commands of the trials instead of running them.
       num_trials: Number of trials, or None for the default.
       metric: The value of --metric, or None for the default.
-      topology: Devices, as for --mode=plan. Trials that do not fit on them are not started.
-      chosen: The search, better, pruner and seed of `SweepSettings`.
+      topology: Topology as in --mode=plan. Trials that do not fit on it are not started.
+      chosen: The fields search, better, pruner and seed of `SweepSettings`.
 
     Raises:
-      ConfigError: A setting, a value to try or the directory is wrong, or `run_trials` raises.
+      ConfigError: A setting, a value to try or the directory is invalid, or a trial cannot be run.
     """
     path = local_directory(directory)
     journal = path / "sweep.journal"
     _check_directory(path, journal, is_new=command.exp is not None)
     if command.exp is None:
         return _report(Study(journal), path)
-    # The output of --print is for a scheduler and has no other lines.
+    # The output of --print is read by a scheduler and must not contain other lines.
     note = _print_error if prints else _print
     settings = _settings(command, num_trials, metric, note, **chosen)
-    if prints:
-        require(
-            settings.search != "tpe", "--search with --print", settings.search, "grid or random",
-            "TPE chooses a trial by the results of those before it.",
+    if prints and settings.search == "tpe":
+        raise ConfigError(
+            "--print cannot be combined with --search=tpe, which chooses each trial based on the "
+            "results of previous trials. Use --search=grid or --search=random."
         )
-    else:
+    if not prints:
         check_parallel(parallel)
     path.mkdir(parents=True, exist_ok=True)
 
@@ -82,7 +82,7 @@ def sweep(
         else:
             _announce(settings, path, parallel)
             if reason := run_trials(study, job_of, parallel, topology, _print):
-                _print(f"stopped by {reason}: the same command goes on with the sweep: {path}")
+                _print(f"stopped by {reason}; run the same command to resume the sweep: {path}")
                 return None
         return _report(study, path)
 
@@ -90,8 +90,8 @@ def sweep(
 def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
     if JobDir(path).config_json.exists():
         raise ConfigError(
-            f"--job_log_dir={path} is the directory of a job; expected one for a sweep, which "
-            "contains a job per trial. Choose another directory."
+            f"--job_log_dir={path} is a job directory, but a sweep requires a separate directory, "
+            "with a job for each trial. Choose a different directory."
         )
     if journal.is_file():
         return
@@ -100,7 +100,7 @@ def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
         raise ConfigError(
             f"--job_log_dir={path} contains no sweep (sweep.journal)"
             + (f", but {', '.join(sorted(files)[:3])}" if files else "")
-            + ". To start a sweep, give a new directory and --exp=NAME."
+            + ". To start a sweep, set --exp=NAME and choose a new directory."
         )
 
 
@@ -116,10 +116,11 @@ def _settings(
         lambda settings, path: value_after(experiment, settings, path, packages),
     )
     if search == "grid":
-        require(
-            num_trials is None, "--trials", num_trials, "no value",
-            "--search=grid runs every combination of the values.",
-        )
+        if num_trials is not None:
+            raise ConfigError(
+                "--trials cannot be combined with --search=grid, which runs all combinations of "
+                "the values. Remove --trials."
+            )
         combinations = list(space.combinations())
         num_trials, to_check = len(combinations), map(space.settings, combinations)
     else:
@@ -131,10 +132,11 @@ def _settings(
     run = build(first.run)
     metric = metric_of(metric, [name for name in first.datasets if name != TRAIN])
     if "/" in metric:
-        require(
-            not run.evaluation.by_follower, "run.evaluation.by_follower", True,
-            "False if --metric is of an evaluation", "No follower evaluates the trials.",
-        )
+        if run.evaluation.by_follower:
+            raise ConfigError(
+                f"run.evaluation.by_follower=True cannot be combined with --metric={metric}, "
+                "because no follower evaluates the trials. Set it to False."
+            )
         if chosen["pruner"] != "none" and run.evaluation.every_steps is None:
             note(
                 "note: no trial will be pruned, because the only evaluation is at the last step; "
@@ -148,7 +150,7 @@ def _settings(
 
 
 def _check_trial(command: CommandLine, settings: list[str], space: Space) -> Any:
-    """Returns the config of a trial; raises ConfigError with the trial's values if it is wrong."""
+    """Returns a trial's config; raises ConfigError with the trial's values if it is invalid."""
     try:
         config = config_of_experiment(command.exp, settings, command.packages).config
         check_required(config)
@@ -162,7 +164,7 @@ def _check_trial(command: CommandLine, settings: list[str], space: Space) -> Any
 def _print_commands(
     study: Study, job_of: Callable[[OpenTrial], TrialJob], topology: str | None
 ) -> bool:
-    """Prints the commands of all trials without a result; returns False if there are none."""
+    """Prints the commands of all trials without a result; returns False if all have results."""
     trials = study.unfinished()
     while (trial := study.next()) is not None:
         trials.append(trial)
@@ -189,22 +191,22 @@ def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
 
 
 def _report(study: Study, path: Path) -> int | None:
-    """Prints the trials and draws them; returns 1 if no trial is complete."""
+    """Prints and plots the trials; returns 1 if no trial is complete."""
     _print(_table(study, path))
     if study.best() is None:
         return 1
     try:
         study.draw(path / "sweep.png")
-        _print(f"drawn: {path / 'sweep.png'}")
+        _print(f"plot: {path / 'sweep.png'}")
     except ConfigError as error:
         _print(f"note: {error}")
     return None
 
 
 def _table(study: Study, directory: Path) -> str:
-    """Returns a table of the trials, with '*' before the best, and the --set options of the best.
+    """Formats a table of the trials and the --set options of the best trial, marked by '*'.
 
-    The table also has the reasons of trials that failed or were refused.
+    Below the table are the reasons why trials failed or were refused.
     """
     sweep, records, best = study.settings, study.records(), study.best()
     paths = list(sweep.space.searched)
@@ -224,7 +226,7 @@ def _table(study: Study, directory: Path) -> str:
     else:
         settings = shlex.join(sweep.space.settings(best.values))
         lines += [
-            f"the best is trial {best.number}, {sweep.metric} {best.value:.6g}: "
+            f"best trial: {best.number}, {sweep.metric} {best.value:.6g}: "
             f"{directory / 'trials' / f'{best.number:04d}'}",
             f"    --exp={sweep.experiment} --set {settings}",
         ]
@@ -232,7 +234,7 @@ def _table(study: Study, directory: Path) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Rounds the text of a fraction to four digits, and returns any other text unchanged."""
+    """Rounds a fraction to four digits; returns any other text unchanged."""
     if text.isdecimal():
         return text
     try:

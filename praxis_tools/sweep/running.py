@@ -14,7 +14,7 @@ from praxis_tools.sweep.study import OpenTrial, Study
 from praxis_tools.sweep.trial_job import TrialJob
 
 _POLL_SECONDS, _PROGRESS_SECONDS = 0.2, 15.0
-# Time limit for the remaining trials of a killed sweep to end.
+# Time limit for the trials of a killed sweep to end.
 _REMAINING_SECONDS = 60.0
 _PRINT_PLATFORM = (
     "from praxis_lite.core.sharding.mesh import attached_devices; print(attached_devices()[1])"
@@ -22,10 +22,10 @@ _PRINT_PLATFORM = (
 
 
 class _EndRequest(signals.SignalListener):
-    """Listens for a signal to end all trials gracefully; a second signal ends them at once.
+    """Records a signal that ends all trials gracefully; a second signal ends them immediately.
 
     Attributes:
-      reason: Name of the signal, or None before a signal.
+      reason: Name of the signal, or None if there was no signal.
     """
 
     reason: str | None = None
@@ -40,7 +40,7 @@ class _EndRequest(signals.SignalListener):
 
 
 class RunningTrial:
-    """A trial and its process."""
+    """A trial with its running process."""
 
     def __init__(self, trial: OpenTrial, job: TrialJob):
         self.trial, self.job, self.process = trial, job, job.start(job.command())
@@ -50,7 +50,7 @@ class RunningTrial:
     def prune_if_bad(self) -> None:
         """Reports the trial's new values to the study, and ends the process if it is pruned.
 
-        Values are reported in order, even after the process has ended, so that pruning does not
+        Values are reported in order and even after the process has ended, so that pruning does not
         depend on when the files are read.
         """
         for step, value in self.job.values():
@@ -63,12 +63,12 @@ class RunningTrial:
                     self.end()
 
     def end(self) -> None:
-        """Asks the process to save and exit."""
+        """Requests that the process saves and exits."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
     def record(self) -> str:
-        """Records how the trial ended, and returns a description."""
+        """Records how the trial ended and returns a description."""
         self.prune_if_bad()
         if self._pruned_at is not None:
             self.trial.pruned(self._pruned_at)
@@ -77,7 +77,7 @@ class RunningTrial:
 
 
 def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
-    """Records the result of a job with the given exit status, and returns a description."""
+    """Records the result of a job with the given exit status and returns a description."""
     try:
         values = job.read_values()
         lacks_metric = "" if values else job.lacks_metric()
@@ -86,7 +86,7 @@ def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
     # A job checks its settings, data and memory before its first step.
     if status == 2 and not job.has_stepped():
         return trial.failed("refused", job.last_error())
-    # A job that was stopped from outside exits with status 0 but is not complete.
+    # A job that was stopped externally exits with status 0 but is not complete.
     if status or job.last_error().startswith("stopped by "):
         return trial.failed("failed", f"status {status}: {job.last_error()}")
     if not values:
@@ -106,16 +106,16 @@ def run_trials(
 
     Args:
       study: The trials of the sweep.
-      job_of: Returns the job of a trial.
-      parallel: Number of trials that run at a time.
-      topology: As in `is_refused_by_plan`.
-      note: Called with each line of progress.
+      job_of: Function that returns the job of a trial.
+      parallel: Maximum number of trials that run at the same time.
+      topology: Topology for which trials are planned before they start; see `is_refused_by_plan`.
+      note: Function called with each line of progress.
 
     Returns:
       The name of the signal that ended the sweep early, or None.
 
     Raises:
-      ConfigError: Another process trains a trial, or `is_refused_by_plan` raises.
+      ConfigError: Another process is training a trial, or a trial cannot be planned.
     """
     waiting, running = study.unfinished(), list[RunningTrial]()
     printed_at = time.monotonic()
@@ -143,7 +143,7 @@ def run_trials(
 
 @contextlib.contextmanager
 def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
-    """Asks the running trials to save and exit, and waits for them, on leaving the context."""
+    """Context manager that makes the running trials save and exit, and waits for them, on exit."""
     try:
         yield
     finally:
@@ -156,13 +156,13 @@ def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
 def is_refused_by_plan(
     trial: OpenTrial, job: TrialJob, topology: str | None, note: Callable[[str], None]
 ) -> bool:
-    """Plans a trial that has made no step; records it as refused if it does not fit.
+    """Plans a trial that has not completed a step, and records it as refused if it does not fit.
 
     Args:
-      trial: The trial.
-      job: The job of the trial.
-      topology: Devices, as for --topology. With None nothing is planned.
-      note: Called with the reason of a refusal.
+      trial: The trial to plan.
+      job: The trial's job.
+      topology: Value of --topology. If None, the trial is not planned.
+      note: Function called with the reason if the trial is refused.
 
     Raises:
       ConfigError: The topology does not exist, or its compiler is not installed.
@@ -186,19 +186,20 @@ def is_refused_by_plan(
 def _start(
     trial: OpenTrial, job: TrialJob, request: _EndRequest, note: Callable[[str], None]
 ) -> RunningTrial:
-    """Starts or resumes a trial, after any other process that trains it has ended."""
+    """Starts or resumes a trial, first waiting for any other process that is training it."""
     deadline = time.monotonic() + _REMAINING_SECONDS
     if job.is_training():
-        note(f"trial {trial.number}: waiting for the process that trains it to end")
+        note(f"trial {trial.number}: waiting for the process that is training it to end")
     while job.is_training() and request.reason is None:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{job.files.path}: another process trains this trial. Wait until it has ended, or "
-                "stop it with `kill PID`, which saves its step; the file .training has the PID."
+                f"{job.files.path}: another process is training this trial. Wait until it has "
+                "ended, or stop it with `kill PID`, which saves its step; the PID is in the file "
+                ".training."
             )
         time.sleep(_POLL_SECONDS)
     values = " ".join(f"{path}={text}" for path, text in trial.values.items())
-    note(f"trial {trial.number} {'goes on' if job.has_stepped() else 'begins'}: {values}")
+    note(f"trial {trial.number} {'resumes' if job.has_stepped() else 'starts'}: {values}")
     return RunningTrial(trial, job)
 
 
@@ -210,7 +211,7 @@ def _progress(study: Study, running: list[RunningTrial]) -> str:
         progress.append(f"trial {trial.trial.number}:{latest}")
     num_ended = sum(record.status not in ("runs", "waits") for record in study.records())
     best = study.best()
-    best_so_far = f"; the best: {best.value:.6g}, trial {best.number}" if best else ""
+    best_so_far = f"; best: {best.value:.6g}, trial {best.number}" if best else ""
     count = f"{num_ended} of {study.settings.num_trials} trials have ended"
     return f"{count}{best_so_far}; {', '.join(progress)}"
 
@@ -218,11 +219,11 @@ def _progress(study: Study, running: list[RunningTrial]) -> str:
 def check_parallel(parallel: int) -> None:
     """Checks that several trials can share this machine.
 
-    On a machine with accelerators they cannot, because every process reserves all accelerators.
-    The devices are looked up in another process, which may reserve them, too.
+    Trials cannot share a machine with accelerators, because every process reserves all of them.
+    The devices are listed in a subprocess for the same reason.
 
     Raises:
-      ConfigError: The number is below 1, or it is above 1 and there are accelerators.
+      ConfigError: The number is below 1, or it is above 1 and the machine has accelerators.
     """
     require(parallel >= 1, "--parallel", parallel, "a number of trials, 1 or more")
     if parallel == 1:
@@ -233,6 +234,6 @@ def check_parallel(parallel: int) -> None:
     platform = process.stdout.strip()
     require(
         platform == "cpu", "--parallel", parallel, f"1 on devices of the platform {platform!r}",
-        "Every process reserves all accelerators of a machine. Run one trial at a time, or pass "
-        "the commands that --print writes to a scheduler.",
+        "Every process reserves all accelerators of a machine. Run one trial at a time, or submit "
+        "the commands from --print to a scheduler.",
     )

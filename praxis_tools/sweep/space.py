@@ -15,11 +15,11 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
 _WORD, _QUOTED = re.compile(r"\w+"), re.compile(r"'[^']*'|\"[^\"]*\"")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
-# Minimum ratio between the ends of a range that is searched on a logarithmic scale.
+# Ranges are searched on a logarithmic scale if their ends have at least this ratio.
 _LOG_FROM = 10.0
 
 Distribution = Any  # A distribution of Optuna, which is imported lazily.
-# Returns the value at a config path after applying settings; raises ConfigError.
+# Takes (settings, path) and returns the value at the path after applying the settings.
 ValueAfter = Callable[[Sequence[str], str], Any]
 
 
@@ -28,28 +28,28 @@ class Space:
     """The search space of a sweep.
 
     Attributes:
-      fixed: Settings of all trials, as `path=value`.
+      fixed: Settings shared by all trials, as `path=value`.
       searched: Maps the path of each searched setting to its distribution. The choices of a
-        categorical distribution are the texts of the values.
+        categorical distribution are strings.
     """
 
     fixed: tuple[str, ...]
     searched: Mapping[str, Distribution]
 
     def combinations(self) -> Iterator[dict[str, str]]:
-        """Yields each combination of values, by path; raises ConfigError for a range."""
+        """Yields all combinations as {path: value}; raises ConfigError if a setting is a range."""
         for path, distribution in self.searched.items():
             require(
                 hasattr(distribution, "choices"), f"{path} of --search=grid",
                 describe(path, distribution), "a list of values",
-                "A range needs --search=random or --search=tpe.",
+                "Ranges require --search=random or --search=tpe.",
             )
         choices = (distribution.choices for distribution in self.searched.values())
         for texts in itertools.product(*choices):
             yield dict(zip(self.searched, texts, strict=True))
 
     def to_check(self) -> Iterator[list[str]]:
-        """Yields settings of trials that together contain all values and the ends of all ranges."""
+        """Yields settings of trials that together cover all values and the ends of all ranges."""
         first = {path: _examples(searched)[0] for path, searched in self.searched.items()}
         for path, distribution in self.searched.items():
             for text in _examples(distribution):
@@ -61,7 +61,7 @@ class Space:
 
 
 def describe(path: str, distribution: Distribution) -> str:
-    """Returns a description of a searched setting and its values."""
+    """Describes a searched setting and its values."""
     if hasattr(distribution, "choices"):
         return f"{path}: {', '.join(distribution.choices)}"
     kind = "integers " if type(distribution.low) is int else ""
@@ -70,12 +70,12 @@ def describe(path: str, distribution: Distribution) -> str:
 
 
 def text_of(value: str | float) -> str:
-    """Returns the --set text of a value that Optuna chose."""
+    """Formats a value chosen by Optuna for --set."""
     return value if isinstance(value, str) else repr(value)
 
 
 def _examples(distribution: Distribution) -> Sequence[str]:
-    """Returns the choices of a distribution, or the two ends of its range."""
+    """Returns the choices of a distribution or the two ends of its range."""
     if hasattr(distribution, "choices"):
         return distribution.choices
     return repr(distribution.low), repr(distribution.high)
@@ -84,14 +84,15 @@ def _examples(distribution: Distribution) -> Sequence[str]:
 def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
     """Parses the settings of --set into fixed and searched settings.
 
-    Commas outside of brackets and quotes separate values to try if the field holds a single value,
-    or the items of one value if the field holds a sequence. Strings to try are single words, or
-    each is quoted. `LOW..HIGH` is a range of numbers. It is searched on a logarithmic scale if
-    HIGH is at least ten times LOW or if `:log` follows; `:linear` turns that off.
+    If a field has a single value, commas outside of brackets and quotes separate the values to try.
+    If a field has a sequence, they separate the items of one sequence. Strings to try must be
+    single words or be quoted. `LOW..HIGH` is a range of numbers, which is searched on a logarithmic
+    scale if HIGH is at least ten times LOW; append `:log` or `:linear` to choose the scale.
 
     Args:
-      settings: The settings, as `path=value`.
-      value_after: Returns the value at a path after applying settings.
+      settings: Settings as `path=value`.
+      value_after: Takes (settings, path) and returns the value at the path after applying the
+        settings.
 
     Raises:
       ConfigError: A field or value does not exist, a list is ambiguous, or no setting is searched.
@@ -109,14 +110,14 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
             before.append(f"{path}={_examples(distribution)[0]}")
     for path in searched:
         count = sum(setting.partition("=")[0].strip() == path for setting in settings)
-        require(
-            count == 1, f"--set {path}: the number of times it is given", count,
-            "1, with all values",
-        )
+        if count > 1:
+            raise ConfigError(
+                f"--set {path} is given {count} times. Give it once, with all values."
+            )
     if not searched:
         raise ConfigError(
-            "--mode=sweep has no setting to search. Give a setting several values, such as --set "
-            "task.learner.learning_rate=1e-3,3e-3, or a range, such as 1e-4..1e-2."
+            "--mode=sweep has no setting to search. Set several values for a setting, such as "
+            "--set task.learner.learning_rate=1e-3,3e-3, or a range, such as 1e-4..1e-2."
         )
     return Space(tuple(fixed), searched)
 
@@ -159,8 +160,9 @@ def _ambiguous(setting: str, single: str, several: str, count: int) -> ConfigErr
     path = setting.partition("=")[0]
     spellings = (shlex.quote(f"{path}={text}") for text in (single, several))
     return ConfigError(
-        f"--set {setting} may be a single value with commas, or {count} values to try. Write --set "
-        f"{next(spellings)} for a single value, or --set {next(spellings)} for values to try."
+        f"--set {setting} is ambiguous: it may be a single value with commas or {count} values to "
+        f"try. Use --set {next(spellings)} for a single value, or --set {next(spellings)} for "
+        "values to try."
     )
 
 
@@ -182,15 +184,15 @@ def _range(
     ends = [value_after([*before, f"{path}={end}"], path) for end in (low, high)]
     for end, text in zip(ends, (low, high), strict=True):
         is_number = isinstance(end, int | float) and math.isfinite(end)
-        require(is_number, f"--set {path}: the end {text} of the range", end, "a number")
+        require(is_number, f"--set {path}: the range end {text}", end, "a number")
     require(
-        ends[0] < ends[1], f"--set {path}={low}..{high}: its lower end", ends[0],
-        f"below its upper end {ends[1]}",
+        ends[0] < ends[1], f"--set {path}={low}..{high}: the lower end", ends[0],
+        f"a number below the upper end {ends[1]}",
     )
     is_log = scale == "log" or (scale is None and 0 < _LOG_FROM * ends[0] <= ends[1])
     require(
-        not is_log or ends[0] > 0, f"--set {path}={low}..{high}:log: its lower end", ends[0],
-        "above 0",
+        not is_log or ends[0] > 0, f"--set {path}={low}..{high}:log: the lower end", ends[0],
+        "a number above 0",
     )
     distributions = optional_module("optuna.distributions", "--mode=sweep")
     if all(type(end) is int for end in ends):
@@ -199,7 +201,7 @@ def _range(
 
 
 def items_of(text: str) -> list[str]:
-    """Splits a text at commas outside of brackets and quotes, and drops an empty last item."""
+    """Splits text at commas outside of brackets and quotes, and drops an empty last item."""
     items, closing, quote = [""], [], ""
     for letter in text:
         if quote:

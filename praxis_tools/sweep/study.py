@@ -1,6 +1,6 @@
-"""Manages the trials of a sweep: Optuna chooses, prunes and records them in a journal.
+"""Manages the trials of a sweep, which Optuna chooses, prunes and records in a journal.
 
-A trial that runs when the sweep is killed stays marked as running in the journal, and is resumed.
+Trials that were running when a sweep was killed stay marked as running, and are resumed later.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from praxis_lite.host.whole_files import DISK_FULL, not_written, write_picture
 from praxis_tools.sweep.space import text_of
 from praxis_tools.sweep.sweep_settings import SweepSettings
 
-# A trial is never pruned in its first quarter, because the learning rate warms up there.
+# Trials are never pruned in their first quarter, in which the learning rate warms up.
 _WARMUP_PART = 4
 
 
@@ -28,11 +28,11 @@ class TrialRecord:
 
     Attributes:
       number: Number of the trial, from 0.
-      values: Maps each searched path to the text of the trial's value.
+      values: Maps each searched path to the trial's value, as a string.
       status: "waits", "runs", "complete", "pruned", "failed" or "refused".
-      value: The metric at `step`, or None without a value.
+      value: The metric at `step`, or None if it is not known yet.
       step: The step of `value`, or None.
-      reason: Why the trial failed or was refused, or "".
+      reason: The reason that the trial failed or was refused, or "".
     """
 
     number: int
@@ -51,7 +51,7 @@ class Study:
       settings: Settings to start or resume the sweep, or None to only read it.
 
     Raises:
-      ConfigError: Optuna is missing, the journal is damaged, or it belongs to another sweep.
+      ConfigError: Optuna is missing, or the journal is damaged or belongs to a different sweep.
     """
 
     def __init__(self, journal: Path, settings: SweepSettings | None = None):
@@ -76,7 +76,7 @@ class Study:
                 raise not_written(journal, error) from error
             raise ConfigError(
                 f"{journal} is damaged, or was not written by a sweep of praxis_lite ({error}). "
-                "Restore the file, or choose another directory."
+                "Restore the file, or choose a different directory."
             ) from error
         if settings is not None and before is not None:
             settings.check_continues(before)
@@ -89,7 +89,7 @@ class Study:
                 self._study.enqueue_trial(values, skip_if_exists=True)
 
     def records(self) -> list[TrialRecord]:
-        """Returns all trials in order of their numbers."""
+        """Returns all trials in the order of their numbers."""
         return [_record(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRecord | None:
@@ -100,7 +100,7 @@ class Study:
             return None
 
     def draw(self, path: Path) -> None:
-        """Plots the metric of complete trials against each setting, as a PNG with a panel each.
+        """Writes a PNG plot with a panel for each setting, showing the metric of complete trials.
 
         Raises:
           ConfigError: matplotlib is missing, or the file cannot be written.
@@ -111,11 +111,11 @@ class Study:
             warnings.simplefilter("ignore")  # Experimental in Optuna; the axis of a single value.
             plots.plot_slice(self._study, target_name=self.settings.metric)
             figure = pyplot.gcf()
-            # Optuna sorts the settings; the last axes are the color bar's.
+            # Optuna sorts the settings. The last axes belong to the color bar.
             names = unique_ends([path.split(".") for path in sorted(self.settings.space.searched)])
             for axes, name in zip(figure.axes, names, strict=False):
                 axes.set_xlabel(".".join(name))
-                if axes.get_xscale() != "log":  # Its labels may be texts with dollar signs.
+                if axes.get_xscale() != "log":  # The labels may contain dollar signs.
                     for label in axes.get_xticklabels():
                         label.set_parse_math(False)
             try:
@@ -133,7 +133,7 @@ class Study:
             return self._open(self._study.ask())
 
     def unfinished(self) -> "list[OpenTrial]":
-        """Returns the started trials without a result, which ran when the sweep ended."""
+        """Returns the trials that were running when the sweep ended."""
         opened = []
         for trial in self._study.get_trials(deepcopy=False):
             if trial.state.name == "RUNNING":
@@ -143,7 +143,7 @@ class Study:
         return opened
 
     def _open(self, trial: Any) -> "OpenTrial":
-        # Study.ask suggests values in the same way. A resumed trial gets its recorded values.
+        # Study.ask suggests values in the same way. Resumed trials keep their recorded values.
         values = {
             path: text_of(trial._suggest(path, distribution))
             for path, distribution in self.settings.space.searched.items()
@@ -152,7 +152,7 @@ class Study:
 
     @contextlib.contextmanager
     def _sampler_for(self, number: int) -> Iterator[None]:
-        """Sets a sampler whose draws depend only on the seed and the number of the trial."""
+        """Context manager with a sampler that only depends on the seed and the trial number."""
         seed, samplers = self.settings.seed + 1_000_003 * number, self._optuna.samplers
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna warns about experimental features.
@@ -175,7 +175,7 @@ class Study:
 
 @dataclasses.dataclass(frozen=True)
 class OpenTrial:
-    """A trial without a result, which records its metric and how it ends."""
+    """A trial without a result, with methods that record its metric and result."""
 
     _study: Any
     _trial: Any
@@ -187,7 +187,7 @@ class OpenTrial:
         return self._trial.number
 
     def should_prune(self, step: int, value: float) -> bool:
-        """Records the metric at a step, and returns whether to prune the trial there."""
+        """Records the metric at a step and returns whether to prune the trial at this step."""
         # A resumed trial has already reported its earlier steps.
         trials = self._study.get_trials(deepcopy=False)
         if step not in trials[self.number].intermediate_values:
@@ -205,11 +205,11 @@ class OpenTrial:
         self._study.tell(self._trial, state=_state("PRUNED"))
 
     def failed(self, status: str, reason: str) -> str:
-        """Records why the trial has no result, and returns a description.
+        """Records the reason that the trial has no result and returns a description.
 
         Args:
           status: "failed" or "refused".
-          reason: The reason.
+          reason: The reason that the trial failed or was refused.
         """
         self._trial.set_user_attr("status", status)
         self._trial.set_user_attr("reason", reason)
@@ -218,7 +218,7 @@ class OpenTrial:
 
 
 def _cut_torn_line(journal: Path) -> None:
-    """Removes an incomplete last line, to which Optuna would otherwise append."""
+    """Removes an incomplete last line, because Optuna would append to it."""
     if journal.is_file():
         content = journal.read_bytes()
         os.truncate(journal, content.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""The recorded settings of a sweep: its search space, search and metric."""
+"""The recorded settings of a sweep: its search space, search algorithm and metric."""
 
 import dataclasses
 import itertools
@@ -18,15 +18,15 @@ class SweepSettings:
     """The settings of a sweep.
 
     Attributes:
-      experiment: Full name of the experiment's class.
-      packages: Packages of --packages.
+      experiment: Full name of the experiment class.
+      packages: Packages in --packages.
       space: The search space.
-      search: "grid" for every combination in order, "random", or "tpe" for a search guided by the
-        results so far.
+      search: "grid" for all combinations in order, "random", or "tpe" for a search guided by
+        previous results.
       num_trials: Number of trials.
       metric: Metric that ranks the trials, such as "heldout/loss", or "loss" for the training loss.
       better: "min" if lower values of the metric are better, or "max".
-      pruner: "median", "halving" or "none", which decides which trials end early.
+      pruner: Rule that ends bad trials early: "median", "halving" or "none".
       seed: Random seed of the search.
       num_steps: run.num_train_steps of the first trial.
     """
@@ -49,7 +49,7 @@ class SweepSettings:
         require(self.num_trials >= 1, "--trials", self.num_trials, "a number of trials, 1 or more")
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the settings in the form in which they are recorded."""
+        """Returns the settings as JSON values to record."""
         to_json = optional_module("optuna.distributions", "--mode=sweep").distribution_to_json
         searched = {
             path: to_json(distribution) for path, distribution in self.space.searched.items()
@@ -59,27 +59,27 @@ class SweepSettings:
 
     @classmethod
     def from_json(cls, recorded: Mapping[str, Any]) -> "SweepSettings":
-        """Returns the settings from the result of `as_json`."""
+        """Reads settings from the result of `as_json`."""
         from_json = optional_module("optuna.distributions", "--mode=sweep").json_to_distribution
         space = recorded["space"]
         searched = {path: from_json(text) for path, text in space["searched"].items()}
         return cls(**{**recorded, "space": Space(tuple(space["fixed"]), searched)})
 
     def check_continues(self, before: "SweepSettings") -> None:
-        """Raises ConfigError unless these settings continue a recorded sweep.
+        """Raises ConfigError if these settings do not match a recorded sweep.
 
-        Only the number of trials and the pruner may change.
+        Only the number of trials and the pruner may differ.
         """
         now = self._fixed()
         for name, old in before._fixed().items():
             if old != (new := now[name]):
                 raise ConfigError(
-                    f"--job_log_dir contains a sweep with {name} {old}, but {name} is {new}. Give "
-                    "the same value to continue that sweep, or choose another directory."
+                    f"--job_log_dir contains a sweep with {name} {old}, but {name} is {new}. Use "
+                    "the same value to resume that sweep, or choose a different directory."
                 )
 
     def _fixed(self) -> dict[str, object]:
-        """Returns the settings that must not change when a sweep is continued, by option."""
+        """Returns {option: value} for the settings that must not change when a sweep is resumed."""
         searched = itertools.starmap(describe, self.space.searched.items())
         return {
             "--exp": self.experiment, "--set": "; ".join([*self.space.fixed, *searched]),
@@ -89,26 +89,27 @@ class SweepSettings:
 
 
 def metric_of(metric: str | None, eval_sets: Sequence[str]) -> str:
-    """Returns the metric that ranks the trials, by default the loss on the only evaluation dataset.
+    """Returns the metric that ranks the trials; defaults to the loss on the evaluation dataset.
 
     Args:
       metric: The value of --metric, or None.
-      eval_sets: Names of the experiment's datasets, without `train`.
+      eval_sets: Names of the experiment's datasets, excluding `train`.
 
     Raises:
       ConfigError: The dataset does not exist, or there are several datasets and no --metric.
     """
     if metric is None:
-        require(
-            len(eval_sets) <= 1, "--metric", metric,
-            f"the metric that ranks the trials, such as {(*eval_sets, '')[0]}/loss",
-        )
+        if len(eval_sets) > 1:
+            raise ConfigError(
+                "--metric is required, because the experiment has several evaluation datasets. Set "
+                f"the metric that ranks the trials, such as {eval_sets[0]}/loss."
+            )
         return f"{eval_sets[0]}/loss" if eval_sets else "loss"
     dataset, slash, _ = metric.rpartition("/")
     choices = [f"{name}/loss" for name in eval_sets]
     require(
         dataset in eval_sets if slash else metric == "loss", "--metric", metric,
-        "a metric of an evaluation dataset, or loss for the training loss, such as "
+        "a metric on an evaluation dataset or loss for the training loss, such as "
         f"{', '.join([*choices, 'loss'])}", did_you_mean(metric, choices).strip(),
     )
     return metric

@@ -1,4 +1,4 @@
-"""The job of a trial: its command, process, output and metric."""
+"""The training job of a trial: its command, process, output and metric."""
 
 import contextlib
 import os
@@ -22,10 +22,10 @@ from praxis_tools.sweep.sweep_settings import SweepSettings
 
 # Maximum number of training losses of a trial that are reported to the pruner.
 _MAX_LOSSES = 50
-_MAX_OUTPUT = 1 << 20  # Bytes to read from the end of a launch's output.
-# Asks the kernel to send SIGHUP to the process when its parent ends in any way (PR_SET_PDEATHSIG),
-# and executes the command that follows. The signal is SIGHUP, because the kernel sends it again
-# for each thread of the parent that ends, and a job ends at once at a second SIGTERM.
+_MAX_OUTPUT = 1 << 20  # Maximum number of bytes to read from the end of a launch's output.
+# Makes the kernel send SIGHUP to the process when its parent ends (PR_SET_PDEATHSIG), and executes
+# the command in the arguments. SIGTERM cannot be used, because the kernel sends the signal for each
+# thread of the parent that ends, and a job exits immediately at the second SIGTERM.
 _END_WITH_PARENT = (
     "import ctypes, os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
     "ctypes.CDLL(None).prctl(1, signal.SIGHUP); os.execv(sys.argv[1], sys.argv[1:])"
@@ -35,12 +35,12 @@ Values = list[tuple[int, float]]
 
 
 class TrialJob:
-    """The job of a trial, in SWEEP/trials/NNNN, with its output in SWEEP/trials/NNNN.txt.
+    """The training job of a trial, stored in SWEEP/trials/NNNN with output in NNNN.txt.
 
     Attributes:
-      files: Directory of the job.
-      output: Path of the output of its processes.
-      metric: Name of the metric by which trials are compared.
+      files: Job directory.
+      output: Path of the file with the output of the job's processes.
+      metric: Name of the metric that ranks the trials.
     """
 
     def __init__(self, sweep_dir: Path, number: int, sweep: SweepSettings, settings: Sequence[str]):
@@ -68,7 +68,7 @@ class TrialJob:
         return self._main("plan", f"--topology={topology}")
 
     def start(self, command: list[str]) -> subprocess.Popen:
-        """Starts a command as a process that on Linux gets SIGHUP when this process ends."""
+        """Starts a command in a process that receives SIGHUP when this process ends (on Linux)."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -79,23 +79,24 @@ class TrialJob:
                 command = [sys.executable, "-S", "-c", _END_WITH_PARENT, *command]
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                # Ctrl-C signals the process group: the sweep forwards it, once.
+                # Ctrl-C signals the entire process group, so start a new one: the sweep itself
+                # forwards the signal once.
                 env=environment, start_new_session=True,
             )
 
     def is_training(self) -> bool:
-        """Returns whether any process trains the job now."""
+        """Returns whether any process is training the job."""
         return is_training(self.files.path)
 
     def is_complete(self) -> bool:
-        """Returns whether the job has completed its last step and no process trains it."""
+        """Returns whether the job has completed its last step and no process is training it."""
         if self.is_training() or not self.files.config_json.is_file():
             return False
         steps = committed_steps(self.files.checkpoints)
         packages = {*self._sweep.packages, self._sweep.experiment.partition(".")[0]}
         try:
             return bool(steps) and is_complete(self.files, steps[-1], packages)
-        except Error:  # The next launch of the job reports the damaged file.
+        except Error:  # The job's next launch reports the damaged file.
             return False
 
     def has_stepped(self) -> bool:
@@ -105,10 +106,10 @@ class TrialJob:
         return len(self._metrics.columns()["step"]) > 0
 
     def values(self) -> Values:
-        """Returns (step, metric) so far in order of steps, at most `_MAX_LOSSES` training losses.
+        """Returns the current (step, metric) pairs, sorted by step.
 
-        The files are only read if they have grown. While a file is damaged, the previous values
-        are returned.
+        At most `_MAX_LOSSES` training losses are returned. The files are only read if their size
+        has changed. While a file is damaged, the previous values are returned.
         """
         paths = self.files.metrics_jsonl, self.files.eval_metrics_jsonl
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
@@ -119,10 +120,10 @@ class TrialJob:
         return self._values
 
     def read_values(self, every: int = 1) -> Values:
-        """Returns (step, metric) in order of steps.
+        """Returns (step, metric) pairs, sorted by step.
 
         Args:
-          every: Training losses are only returned at multiples of this number of steps.
+          every: Interval in steps at which training losses are returned.
 
         Raises:
           ConfigError: The file is damaged.
@@ -142,15 +143,15 @@ class TrialJob:
         )
 
     def lacks_metric(self) -> str:
-        """Returns the error message for a missing metric, which lists the available ones."""
+        """Returns the error message for a missing metric, listing the available metrics."""
         names = sorted({
             f"{dataset}/{name}" for _, dataset, metrics in evaluations(self.files)
             for name in metrics
         })
-        return f"it has no {self.metric}; its evaluations have {', '.join(names) or 'no metrics'}"
+        return f"no metric {self.metric}; its evaluations report {', '.join(names) or 'no metrics'}"
 
     def last_error(self) -> str:
-        """Returns the error with which the job's last launch ended, or its last line."""
+        """Returns the error that ended the job's last launch, or the last line of its output."""
         if not self.output.exists():
             return ""
         with opened(self.output) as file:

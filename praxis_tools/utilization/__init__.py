@@ -1,1 +1,1 @@
-"""Computes MFU and HFU of training steps from the traced and the compiled step."""
+"""Computes the MFU and HFU of training steps from the traced and compiled step."""

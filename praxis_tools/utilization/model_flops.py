@@ -1,4 +1,4 @@
-"""Counts the matmul flops of a model on one device, without recomputation (for MFU)."""
+"""Counts the matmul flops of a model on one device, excluding recomputation (for MFU)."""
 
 import dataclasses
 import math
@@ -21,10 +21,10 @@ class ModelFlops:
     """The matmul flops of a program, summed over all devices.
 
     Attributes:
-      flops: Twice the number of multiplications in matmuls and convolutions, without those of
-        rematerialization and of the optimizer.
-      at_least: Whether `flops` is a lower bound, because the program has a loop of unknown length
-        (`lax.while_loop`), which is counted as one iteration.
+      flops: Twice the number of multiplications in matmuls and convolutions, excluding
+        rematerialization and the optimizer.
+      at_least: Whether `flops` is a lower bound, because the program contains a loop of unknown
+        length (`lax.while_loop`), which is counted as one iteration.
     """
 
     flops: int
@@ -32,9 +32,9 @@ class ModelFlops:
 
 
 def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
-    """Returns the flops that the model needs for a training step, independent of the mesh.
+    """Returns the model flops of a training step, which do not depend on the mesh.
 
-    The step is traced for one device, where a pipeline has no bubbles and experts have no spare
+    The step is traced for one device, on which pipelines have no bubbles and experts have no spare
     capacity.
 
     Args:
@@ -50,9 +50,10 @@ def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
 
 
 def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> Any:
-    """Calls `value_and_grad` on the complete batch.
+    """Calls `value_and_grad` on the entire batch.
 
-    The number of micro-batches may divide only the padded number of rows, which one device lacks.
+    On one device, batches are not padded, so their number of rows may not be divisible by the
+    number of micro-batches.
     """
     return accumulation.value_and_grad(*args, **named)
 
@@ -60,8 +61,8 @@ def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> 
 def model_flops(jaxpr: Any) -> ModelFlops:
     """Returns the matmul flops of a traced program with global shapes.
 
-    The body of a scan counts once per iteration, a conditional as its most expensive branch.
-    Pallas and cuDNN kernels are not counted.
+    The body of a scan is counted once per iteration, and a conditional as its most expensive
+    branch. Pallas and cuDNN kernels are not counted.
     """
     flops, at_least = 0, False
     for eqn in map(expand_high_level, open_jaxpr(jaxpr).eqns):
@@ -81,7 +82,7 @@ def model_flops(jaxpr: Any) -> ModelFlops:
 
 
 def _num_runs(name: str, params: dict[str, Any]) -> int:
-    """Returns how often an equation runs its inner jaxpr; a shard_map runs it once per device."""
+    """Returns how often an equation runs its inner jaxpr (once per device for a shard_map)."""
     if name == "scan":
         return params["length"]
     if name == "shard_map":
@@ -102,7 +103,7 @@ def _ragged_dot(eqn: core.JaxprEqn) -> int:
     lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     flops = 2 * math.prod(out) * math.prod(lhs[dim] for dim in contracting)
     if set(numbers.lhs_ragged_dimensions) & set(contracting):
-        # The output has one matrix per group, each computed from the rows of that group only.
+        # The output has one matrix per group, which is computed only from the rows of this group.
         return flops // eqn.invars[2].aval.shape[-1]
     return flops
 

@@ -1,4 +1,4 @@
-"""Adds MFU and HFU to the metrics of each step, on chips with a known peak."""
+"""Adds MFU and HFU to the metrics of each step on chips with a known peak."""
 
 import contextlib
 import dataclasses
@@ -25,14 +25,14 @@ class Utilization(Hook):
     """Adds MFU and HFU to the metrics, and logs how they are computed.
 
     Both are flops per second divided by the chip's bfloat16 peak. MFU (model flops utilization)
-    counts the matmuls of the model itself: no padding, pipeline bubbles, optimizer, remat, or work
-    that several devices repeat. HFU (hardware flops utilization) counts all matmuls of the compiled
-    program on a device. Nothing is added on CPU, or on chips without an entry in the table of
-    praxis_tools/plan/chips.py.
+    counts the matmuls of the model itself, excluding padding, pipeline bubbles, the optimizer,
+    remat, and work repeated on several devices. HFU (hardware flops utilization) counts all matmuls
+    in the compiled program on a device. Nothing is added on CPU or on chips that are not in the
+    table in praxis_tools/plan/chips.py.
 
     Args:
       job: The job on its mesh.
-      chip: Chip of the devices; by default that of the attached devices.
+      chip: Chip of the devices, or None for the attached devices.
     """
 
     every, waits = None, False
@@ -57,7 +57,7 @@ class Utilization(Hook):
         program = flops_of_program(step.lower(spec).compile().as_text())
         self._flops = {HFU: program.flops}
         head = (
-            f"MFU and HFU are shares of {chip.peak() / 1e12:,.4g} TFLOP/s, the bfloat16 peak of "
+            f"MFU and HFU are relative to {chip.peak() / 1e12:,.4g} TFLOP/s, the bfloat16 peak of "
             f"{chip.name}. Per step and device, the compiled program has "
             f"{program.flops / 1e12:,.4g} TFLOP of matmuls (HFU), and "
         )
@@ -73,9 +73,9 @@ class Utilization(Hook):
         # If the compiler merged matmuls, the program has fewer flops than the model.
         on_device = model.flops / partitioner.mesh.size + program.useful_kernels
         self._flops[MFU] = min(on_device, program.flops)
-        lower_bound = "; a loop of unknown length counts as one iteration" * model.at_least
+        lower_bound = "; a loop of unknown length is counted as one iteration" * model.at_least
         self._loop.note(
-            f"{head}the model needs {self._flops[MFU] / 1e12:,.4g} TFLOP (MFU: without padding, "
+            f"{head}the model needs {self._flops[MFU] / 1e12:,.4g} TFLOP (MFU, excluding padding, "
             f"remat and the optimizer){lower_bound}"
         )
 
@@ -92,7 +92,7 @@ class ProgramFlops:
 
     Attributes:
       flops: Flops of all matmuls, including known kernels (splash attention, cuDNN attention).
-      useful_kernels: Flops of these kernels without recomputation.
+      useful_kernels: Flops of these kernels, excluding recomputation.
     """
 
     flops: int
@@ -100,7 +100,7 @@ class ProgramFlops:
 
 
 def flops_of_program(text: str) -> ProgramFlops:
-    """Returns the flops of a compiled program; a loop of unknown length counts as one iteration.
+    """Returns the flops of a compiled program, counting loops of unknown length as one iteration.
 
     Args:
       text: HLO text of the program.
@@ -117,7 +117,7 @@ def flops_of_program(text: str) -> ProgramFlops:
 
 
 def attached_chip(job: JobOnMesh) -> Chip | None:
-    """Returns the chip of the job's mesh, or None on CPU and for chips with an unknown peak."""
+    """Returns the chip of the job's mesh; None on CPU and for chips with an unknown peak."""
     devices = list(job.partitioner.mesh.devices.flat)
     topology = None if devices[0].platform == "cpu" else attached_topology(devices)
     return topology and topology.chip

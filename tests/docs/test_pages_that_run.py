@@ -272,11 +272,11 @@ def test_the_plan_page_runs_on_a_small_model_and_simulated_devices(folder):
     outer = re.sub(r"\(a list of.*?\)", "", named, flags=re.DOTALL)
     assert set(re.findall(r"`(\w+)`", outer)) <= set(record)
     done = finished(*search, *SMALL_PLAN)
-    assert "The fastest that fits" in done.out and "--packages=plan_search,my_pods" in done.out
+    assert "Fastest layout that fits" in done.out and "--packages=plan_search,my_pods" in done.out
     finished(*again)
     finished(*measured, *SMALL_PLAN, "mesh.ici_mesh_shape=(1,8,1)")
     done = finished(*corrected, *SMALL_PLAN)
-    assert "of the plan (median of 1 in residuals.jsonl)" in done.out
+    assert "times the planned time (median of 1 in residuals.jsonl)" in done.out
     names = mesh_for.run({
         "Llama7BOnOneSlice": object, "fdl": fdl, "MeshConfig": praxis_lite.MeshConfig
     })

@@ -1,1 +1,1 @@
-"""Assertions for tests of your models: budgets for collectives, and layers on a mesh."""
+"""Assertions for tests of your models: limits on collectives, and layers on a mesh."""

@@ -25,13 +25,13 @@ _RESHARDS = ("all-to-all", "ragged-all-to-all", "collective-permute", "all-gathe
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """A compiled step with its collectives, the argument of `assert_collectives`.
+    """A compiled step and its collectives, to pass to `assert_collectives`.
 
     Attributes:
       name: "train", "eval" or "decode".
       collectives: The collectives that one step executes, with their mesh axes.
       layout: Layout of the train state.
-      compiled: The compiled program; None if the collectives come from HLO text.
+      compiled: The compiled program, or None if the collectives were parsed from HLO text.
     """
 
     name: str
@@ -48,27 +48,27 @@ def compiled_step(
     mesh: Sequence[int] | None = None,
     topology: str = "cpu:8",
 ) -> CompiledStep:
-    """Compiles a step of an experiment, without reading its data or running it.
+    """Compiles a step of an experiment without reading data or running the step.
 
     Args:
       experiment: An Experiment, its class, the config of its job, or a Partitioner.
       step: "train", "eval" or "decode".
       batch: Shapes and types of a global batch; required with a Partitioner.
-      mesh: Number of devices along each axis; None for the experiment's own mesh.
-      topology: Devices to compile for, as for --topology of --mode=plan. The compilers of CPUs and
-        TPUs choose different collectives, such as all-reduces instead of reduce-scatters.
+      mesh: Number of devices along each axis, or None for the experiment's own mesh.
+      topology: Devices to compile for, as in --topology with --mode=plan. The compilers for CPUs
+        and TPUs choose different collectives, such as all-reduces instead of reduce-scatters.
 
     Returns:
       The compiled step.
 
     Raises:
-      ConfigError: The experiment, its mesh or the topology is not valid.
+      ConfigError: The experiment, its mesh or the topology is invalid.
     """
     require_choice("The step of compiled_step", step, ("train", "eval", "decode"))
     if isinstance(experiment, Partitioner):
         if batch is None:
             raise TypeError(
-                "compiled_step of a Partitioner needs batch=, the shapes and types of a batch."
+                "compiled_step of a Partitioner requires `batch`, the shapes and types of a batch."
             )
         partitioner, spec = experiment, dict(batch)
     else:
@@ -96,25 +96,26 @@ def assert_collectives(
     no_gather_of_whole_weights: bool = False,
     max_resharding_bytes: int | None = None,
 ) -> None:
-    """Asserts that a step communicates at most a given number of bytes.
+    """Asserts that the collectives of a step stay within limits.
 
-    Bytes are those of the results on one device, summed over all executions in a step.
+    The size of a collective is the size of its results on one device, in bytes. Sizes are summed
+    over all executions in a step.
 
     Args:
       step: The compiled step.
-      max_bytes: Limit for all collectives together.
-      max_bytes_over: Limits by mesh axis, for the collectives that run along it, possibly together
-        with other axes.
-      no_gather_in_backward_of: Paths of layers whose backward pass must not contain an all-gather,
+      max_bytes: Limit for the total size of all collectives.
+      max_bytes_over: Maps a mesh axis to the limit for the total size of all collectives along this
+        axis, including collectives along several axes.
+      no_gather_in_backward_of: Paths of layers whose backward pass must not contain all-gathers,
         such as "transformer/blocks/ff_layer". A path includes all layers inside it.
-      no_gather_of_whole_weights: Whether to forbid all-gathers whose result is an entire weight, or
-        an entire layer of a stacked weight.
-      max_resharding_bytes: Limit for each execution of a collective that changes the sharding of an
-        array other than a weight: all-to-all, collective-permute and all-gather.
+      no_gather_of_whole_weights: Whether to forbid all-gathers of an entire weight or of an entire
+        layer in a stacked weight.
+      max_resharding_bytes: Limit for each execution of a collective that reshards an array other
+        than a weight (all-to-all, collective-permute or all-gather).
 
     Raises:
-      AssertionError: A limit is exceeded. The message has the layer, the source line, the actual
-        bytes and the limit.
+      AssertionError: A limit is exceeded. The message contains the layer, the source line, the
+        actual size and the limit.
     """
     collectives, failures = step.collectives, []
     axes = dict(step.layout.axis_sizes)
@@ -153,7 +154,7 @@ def _check_total(what: str, collectives: Iterable[hlo.Collective], limit: int) -
     if size <= limit:
         return []
     largest = "; ".join(map(_line, collectives[:3]))
-    return [f"{what}: {size:,} bytes, but the limit is {limit:,}. The largest: {largest}"]
+    return [f"{what}: {size:,} bytes, but the limit is {limit:,}. Largest: {largest}"]
 
 
 def _line(collective: hlo.Collective) -> str:
@@ -169,18 +170,19 @@ def _is_within(layer: str, prefix: str) -> bool:
 
 
 def _dims(collective: hlo.Collective) -> list[tuple[int, ...]]:
-    """Returns the sorted dims of each result, without dims of size 1."""
+    """Returns the sorted dims of each result, excluding dims of size 1."""
     return [tuple(sorted(size for size in dims if size > 1)) for dims in collective.dims]
 
 
 def _weight_dims(layout: StateLayout) -> dict[tuple[int, ...], str]:
-    """Returns the paths of sharded weights by their sorted dims, with and without the stack dim."""
+    """Maps the sorted dims of each sharded weight, with and without the stack dim, to its path."""
     paths: dict[tuple[int, ...], str] = {}
     for leaf in layout.leaves():
         if not leaf.path.startswith("mdl_vars/params") or leaf.num_shards == 1:
             continue
         for shape in (leaf.shape, leaf.padded_shape):
-            # The first dim of a stack is its layers, which are usually gathered one at a time.
+            # The first dim of a stacked weight is the layers dim. Layers are usually gathered one
+            # at a time.
             for dims in (shape, shape[1:]):
                 sorted_dims = tuple(sorted(size for size in dims if size > 1))
                 if math.prod(sorted_dims) > 1:

@@ -1,4 +1,4 @@
-"""Runs layers on a mesh or on one device, for tests that compare outputs and gradients."""
+"""Runs layers on a mesh or on one device, for tests that compare their outputs and gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 
-# (build, call, x): `build(rngs=...)` returns a layer, and `call(layer, x, key)` its outputs.
+# (build, call, x): `build(rngs=...)` returns a layer and `call(layer, x, key)` returns its outputs.
 LayerCase = tuple[Callable[..., Any], Callable[..., jax.Array], np.ndarray]
 
 
@@ -36,10 +36,10 @@ def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
 
 
 def revealing(outputs: jax.Array) -> jax.Array:
-    """Returns a scalar loss whose gradient is also nonzero in the padding of uneven shards.
+    """Returns a scalar loss whose gradient is nonzero even in the padding of uneven shards.
 
-    Use it to test that padding does not contribute to gradients. A loss that only multiplies
-    outputs with an array of weights has zero gradients in the padding, and would hide such a bug.
+    Use it to test that padding does not contribute to gradients. A loss that multiplies the outputs
+    by an array of weights has zero gradients in the padding, which would hide such a bug.
     """
     weights = jnp.cos(jnp.arange(outputs.size, dtype=jnp.float32)).reshape(outputs.shape)
     return jnp.sum(outputs * weights + 0.02 * jax.nn.softplus(outputs))
@@ -48,15 +48,15 @@ def revealing(outputs: jax.Array) -> jax.Array:
 def run_layers(
     cases: Mapping[str, LayerCase], mesh_shape: tuple[int, ...] | None
 ) -> dict[str, dict[str, Any]]:
-    """Runs layers forward and backward, all in a single program.
+    """Runs the forward and backward passes of several layers in a single program.
 
     Args:
-      cases: Layers with their inputs, by name.
-      mesh_shape: Shape of the mesh; None for one device.
+      cases: Maps names to layers and their inputs.
+      mesh_shape: Shape of the mesh, or None for one device.
 
     Returns:
-      For each name, "outputs", "grads" (of the weights and of x) and "statistics" (non-trainable
-      variables after the call).
+      A dict that maps each name to "outputs", "grads" (gradients of the weights and x) and
+      "statistics" (non-trainable variables after the call).
     """
     mesh = mesh_shape and make_mesh(MeshConfig(ici_mesh_shape=mesh_shape))
     models = {name: NnxModel(build) for name, (build, _, _) in cases.items()}
@@ -104,8 +104,8 @@ def assert_near(found: Any, wanted: Any, *, tolerance: float = 2e-6) -> None:
     Args:
       found: Actual values.
       wanted: Expected values.
-      tolerance: Allowed difference relative to the largest element of a leaf, in addition to 1e-5
-        of each element.
+      tolerance: Allowed difference relative to the largest element in a leaf, in addition to 1e-5
+        relative to each element.
     """
     paths, treedef = jax.tree.flatten_with_path(found)
     assert treedef == jax.tree.structure(wanted)

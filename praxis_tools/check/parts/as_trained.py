@@ -13,15 +13,15 @@ from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, report
 from praxis_tools.check.runs.states import nudge_state
 from praxis_tools.check.tolerances import kind_of
 
-# Largest relative error of float32 arithmetic: between the epsilons of float32, 2^-24, and of
-# bfloat16, 2^-9.
+# Largest relative error of float32 arithmetic, between the epsilons of float32 (2^-24) and bfloat16
+# (2^-9).
 FLOAT32_ERROR = 2.0**-11
 FLOAT32_ROUNDING = 2.0**-24
 _MORE_PATTERNS = 9
 
 
 def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares the first step in the experiment's own types with float64."""
+    """Compares the first step in the experiment's own types with the first step in float64."""
     name, reference = runner.name, check.reference_of(runner)
     (expected, *_), _ = check.train_reference(reference, 1)
     actual = _train_in_own_types(check, runner)
@@ -33,12 +33,12 @@ def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     low_precision = config_variants.low_precision_settings(check.config)
     if low_precision:
         check.add_note(
-            f"Float32 precision is not checked, because {low_precision[0]} has fewer bits."
+            f"Float32 precision is not checked, because {low_precision[0]} has a narrower type."
         )
         yield tolerances.in_own_types(name, expected, one_device, actual, {})
         return
-    # One perturbation usually shows the effect of rounding. But if the input of a ReLU is close to
-    # 0, only half of the perturbations move it across, so retry differences with more of them.
+    # One perturbation usually shows the effect of rounding. However, if the input of a ReLU is
+    # close to 0, only half of the perturbations change its sign, so try more of them.
     for patterns in (range(1), range(1, _MORE_PATTERNS)):
         rounding = _float32_rounding(check, reference, expected, patterns)
         on_mesh = tolerances.in_own_types(name, expected, one_device, actual, rounding)
@@ -52,7 +52,7 @@ def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 def _float32_rounding(
     check: Check, reference: TaskRunner, expected: Leaves, patterns: Iterable[int]
 ) -> dict[str, float]:
-    """Returns how far each leaf moves in float64 if weights are perturbed by float32 rounding."""
+    """Returns the change of each leaf in float64 if weights are perturbed by float32 rounding."""
     rounding: dict[str, float] = {}
     for pattern in patterns:
         state = nudge_state(check.state, FLOAT32_ROUNDING, pattern)
@@ -76,17 +76,17 @@ def _train_in_own_types(check: Check, runner: TaskRunner) -> Leaves:
 def _check_float32_precision(
     expected: Leaves, one_device: Leaves, rounding: Mapping[str, float]
 ) -> list[Comparison]:
-    """Compares results on one device with a tolerance that sums in bfloat16 exceed.
+    """Compares results on one device with a tolerance that bfloat16 sums would exceed.
 
     Args:
       expected: Results in float64.
       one_device: Results in the experiment's own types.
-      rounding: Known rounding error of each leaf. It is large for differences of large numbers,
-        such as a reward before training, and for ReLUs with inputs close to 0.
+      rounding: Known rounding error of each leaf. It is large for differences between large
+        numbers, such as a reward before training, and for ReLUs with inputs close to 0.
     """
     gradients = [largest(x) for leaf, x in expected.items() if kind_of(leaf) == "gradients"]
     of_all = {"gradients": 1e-5 * max(gradients, default=0.0)}
-    why = "float32 on one device: 2^-11 of the leaf, 4 x what rounding moves; bfloat16 is further"
+    why = "float32 on one device: 2^-11 of the leaf, 4 x the effect of rounding"
     return [
         Comparison(
             "one device", f"{kind_of(leaf)} in float32", leaf, 0, difference,

@@ -14,13 +14,13 @@ from praxis_tools.check.certificate import Comparison
 from praxis_tools.check.runs.on_mesh import Batch, structs
 from praxis_tools.check.tolerances import exact
 
-# Candidate batch sizes. The first ones are small, divisible by 4 micro-batches, and not divisible
+# Candidate batch sizes. The first sizes are small, divisible by 4 micro-batches, and not divisible
 # by 8 devices, so that batches need padding rows.
 ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
 
 
 def first_batches(pipeline: InputPipeline, num_batches: int) -> list[dict[str, np.ndarray]]:
-    """Returns the first batches of a pipeline, repeated if it has fewer."""
+    """Returns the first batches of a pipeline, repeating them if there are too few."""
     batches = [
         {name: np.asarray(x) for name, x in batch.items()}
         for batch in itertools.islice(pipeline.batches(), num_batches)
@@ -34,11 +34,11 @@ def with_rows(batch: Batch, rows: slice) -> dict[str, np.ndarray]:
 
 
 def fold_ids(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.ndarray], str]:
-    """Takes ids modulo the number of ids of the model.
+    """Wraps ids around the number of ids in the model.
 
     Args:
       batch: The batch.
-      num_ids: Number of ids by name of the array, from `Task.num_ids`.
+      num_ids: Maps the name of an array to its number of ids, from `Task.num_ids`.
 
     Returns:
       The new batch, and the names of the changed arrays, joined by commas.
@@ -55,7 +55,7 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
     """Returns the number of rows per batch: the first of `ROWS` that all partitioners accept.
 
     Raises:
-      ConfigError: A partitioner does not accept the batches, not even with all rows.
+      ConfigError: A partitioner does not even accept batches with all rows.
     """
 
     def check(num_rows: int) -> None:
@@ -73,7 +73,7 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
 
 
 def compare_repeated(job: Job) -> list[Comparison]:
-    """Compares the batches of each dataset when read again, from a later batch, and by rows."""
+    """Checks that datasets return the same batches when read again, resumed, or read by rows."""
     comparisons = []
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():

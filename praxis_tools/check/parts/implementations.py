@@ -26,10 +26,10 @@ from praxis_tools.check.runs.states import restack, restack_like
 
 
 def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares a step with remat enabled where it is disabled, and the other way round.
+    """Compares a step with a step in which remat is switched in all layers.
 
-    Both steps use dropout: recomputation must draw the same masks, and must not update variables
-    twice.
+    Both steps use dropout, because recomputation must draw the same masks. It also must not update
+    variables twice.
     """
     task = switch_remat(check.task)
     if task is None:
@@ -41,7 +41,7 @@ def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares a step with scanned stacks unrolled, and unrolled stacks scanned."""
+    """Compares a step with a step in which scanned stacks are unrolled, and vice versa."""
     config = config_variants.toggle_unroll(check.config)
     if config is None:
         check.add_note("unrolled: not checked, because no layer's config has this setting.")
@@ -58,10 +58,10 @@ def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 def _compare_step(
     what: str, check: Check, runner: TaskRunner, other: TaskRunner, with_state: bool = False
 ) -> Iterator[list[Comparison]]:
-    """Compares the first step of another task with that of the check, optionally with its state."""
+    """Compares the first step of a variant of the task with the original, optionally its state."""
     state = restack(check.state, other)
     if state is None:
-        check.add_note(f"{what}: not checked, because the weights have other names.")
+        check.add_note(f"{what}: not checked, because the weights have different names.")
         return
     reference = check.reference_of(runner)
     (expected,), expected_state = check.train_reference(reference, 1)
@@ -78,8 +78,8 @@ def _compare_step(
 def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """Compares training, evaluation and decoding with each implementation setting switched.
 
-    Remat settings do not change random numbers, so for these the step has dropout, and its state is
-    compared, too.
+    Remat settings do not change random numbers, so steps that switch them use dropout, and their
+    states are compared as well.
     """
 
     @functools.cache
@@ -95,11 +95,11 @@ def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Compari
         for value in setting.alternatives:
             try:
                 actual = _results_with_value(check, setting, value)
-            except Exception as error:  # A custom model may raise anything.
+            except Exception as error:  # A custom model may raise any exception.
                 reasons.append(f"{value!r}: {str(error).splitlines()[0][:200] or type(error)}")
                 continue
             if actual is None:
-                reasons.append(f"{value!r}: its weights have other names")
+                reasons.append(f"{value!r}: the weights have different names")
                 continue
             what = f"{setting.name} {value!r}"
             expected, nudged = reference_results(setting.is_remat)
@@ -113,7 +113,7 @@ def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Compari
 def _results_with_value(
     check: Check, setting: ImplementationSetting, value: object
 ) -> dict[str, Leaves] | None:
-    """Returns the results with another value of a setting, or None if the weights then differ."""
+    """Returns the results for a value of a setting, or None if it changes the weights' names."""
     config = switch_setting(check.config, setting, value)
     task = with_reported_gradients(build(config).task)
     other = check.on_mesh(check.own_shape, task)
@@ -126,7 +126,7 @@ def _results_with_value(
 def _results(
     check: Check, runner: TaskRunner, state: TrainState, decode_runner: TaskRunner, is_remat: bool
 ) -> dict[str, Leaves]:
-    """Returns the results of training, evaluation and decoding, by kind."""
+    """Returns the results of training, evaluation and decoding; the keys name the kind."""
     batch = check.batches[0]
     (report,), last, _ = runner.train(
         state, [batch], check.seed, without_randomness=check.is_random and not is_remat
@@ -154,7 +154,7 @@ def _compare_results(
 
 
 def _prompts(check: Check) -> dict[str, dict]:
-    """Returns the first batch of each decode dataset, by "decoding NAME"."""
+    """Returns the first batch of each decode dataset, with keys "decoding NAME"."""
     return {
         f"decoding {name}": check.with_known_ids(data.first_batches(pipeline, 1)[0])
         for name, pipeline in check.job.decode_datasets.items()

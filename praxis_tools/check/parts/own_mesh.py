@@ -30,7 +30,7 @@ from praxis_tools.check.runs.on_mesh import (
 
 
 def check_parts(check: Check, runner: TaskRunner) -> None:
-    """Runs the parts of a check on a mesh, the fastest first."""
+    """Runs the parts of a check on a mesh, fastest first."""
     for what, compare in PARTS.items():
         if not check.includes(what):
             continue
@@ -40,7 +40,7 @@ def check_parts(check: Check, runner: TaskRunner) -> None:
 
 
 def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares metrics and per-row outputs, and the metrics of a batch with those of its halves."""
+    """Compares metrics and per-row outputs on a mesh, and metrics of a batch and of its halves."""
     one_device, reference = check.one_device, check.reference_of(runner)
     mdl_vars, nudged_vars = check.state.mdl_vars, check.nudged.mdl_vars
     for what, batch in check.evaluated.items():
@@ -61,7 +61,7 @@ def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Recomputes weights and moving averages on one device with `plain_update` from its gradients.
+    """Compares the updated weights and moving averages on one device with `plain_update`.
     """
     one_device, num_steps = check.one_device, check.num_steps
     bound, shapes = one_device.partitioner.learner, one_device.layout.shapes
@@ -86,7 +86,7 @@ def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
         path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in leaves_with_path(trained)
     }
     loss_spec = jax.ShapeDtypeStruct((), jnp.float32)
-    # Set the mesh as in a step, because an optimizer may use shard_map.
+    # Set the mesh as in a train step, because optimizers may use shard_map.
     mesh_context = jax.sharding.use_abstract_mesh(one_device.mesh.abstract_mesh)
     with mesh_context, jax.enable_x64(True):
         run = jax.jit(in_float64(step, state_spec, grad_specs, loss_spec))
@@ -132,7 +132,10 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
     nudged, _ = check.train_once(reference, with_same, nudged=True)
     for kind, padded in (("the same", with_same), ("other", with_other)):
         if kind == "other" and properties.STATISTICS in check.couplings:
-            check.add_note("Batch statistics include padding rows: their contents are not varied.")
+            check.add_note(
+                "The contents of padding rows are not varied, because batch statistics include "
+                "them."
+            )
             continue
         actual, _ = check.train_once(runner, padded)
         comparisons = tolerances.by_kind(runner.name, expected, actual, nudged, 0)
@@ -150,7 +153,7 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
 
 
 def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares a batch in 1, 2 and 4 micro-batches.
+    """Compares steps with 1, 2 and 4 micro-batches.
 
     Dropout is disabled, because its masks depend on the micro-batch.
     """
@@ -207,7 +210,9 @@ def two_ways(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Compa
         return
     length = batch["ids"].shape[1]
     if what != "packed segments" and length > properties.MAX_TOKENS:
-        check.add_note(f"{what}: the first {properties.MAX_TOKENS} of {length} tokens.")
+        check.add_note(
+            f"{what}: only the first {properties.MAX_TOKENS} of {length} tokens are checked."
+        )
     actual = check.run_or_skip(what, lambda: runner.call(function, check.state.mdl_vars, batch))
     if actual is None:
         return

@@ -1,7 +1,7 @@
-"""Properties of tasks: which rows affect each other, and equivalent ways to compute a result.
+"""Properties of tasks: dependencies between rows, and equivalent ways to compute a result.
 
-For instance, decoding with a cache must give the logits of a forward pass over the entire row, and
-packed segments the same loss as separate rows.
+For instance, decoding with a cache must produce the same logits as a forward pass over the entire
+row, and packed segments must have the same loss as separate rows.
 """
 
 import inspect
@@ -20,13 +20,13 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.layers.base.variables import rebuilt
 from praxis_tools.check.runs.on_mesh import Batch
 
-MAX_TOKENS = 256  # Number of tokens that are decoded one by one.
+MAX_TOKENS = 256  # Maximum number of tokens that are decoded one by one.
 STATISTICS = "batch statistics"
-EXPECTED = "expected"  # Key of the trusted result, of the two results that a function returns.
+EXPECTED = "expected"  # Key of the trusted result among the two results.
 
 
 def couplings(task: Task) -> list[str]:
-    """Returns why the results of a row depend on other rows, as the task and its layers declare it.
+    """Returns the reasons why a row's results depend on other rows, as declared by the task.
 
     Batch statistics are recognized by `nnx.BatchStat` and Linen's collection "batch_stats".
     """
@@ -48,8 +48,8 @@ def couplings(task: Task) -> list[str]:
 def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
     """Returns a function that computes logits both in one forward pass and token by token.
 
-    The function takes (mdl_vars, inputs). Returns None if the model is not a causal language model
-    with a cache.
+    The function takes (mdl_vars, inputs). The result is None if the model is not a causal language
+    model with a cache.
     """
     if not _has_cache(task, batch):
         return None
@@ -76,9 +76,9 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
 def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
     """Returns a function that computes logits both in one forward pass and after ragged prompts.
 
-    The function takes (mdl_vars, inputs). Prompts of different lengths are prefilled in two chunks
-    and continued token by token. Returns None if the model is not a causal language model with a
-    cache.
+    The function takes (mdl_vars, inputs). It prefills prompts of different lengths in two chunks,
+    and continues them token by token. The result is None if the model is not a causal language
+    model with a cache.
 
     Raises:
       ConfigError: The model's cache does not support prompts of different lengths.
@@ -122,8 +122,8 @@ def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
 def packed_segments(task: Task, batch: Batch) -> Callable[..., Any] | None:
     """Returns a function that computes the loss of both packed and separate segments.
 
-    The function takes (mdl_vars, inputs). Returns None if the model's `compute_loss` does not take
-    segments, or the model is not a causal language model.
+    The function takes (mdl_vars, inputs). The result is None if the model is not a causal language
+    model, or if its `compute_loss` does not take segments.
     """
     model = task.model.abstract_module()
     ids = batch.get("ids")
@@ -140,7 +140,7 @@ def packed_segments(task: Task, batch: Batch) -> Callable[..., Any] | None:
     def compute_losses(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
         names = ("ids", "labels")
         separate = {name: inputs[name][: 2 * num_pairs, :half] for name in names}
-        # With a different weight for each token, swapped tokens change the loss.
+        # Weigh each token differently, so that swapped tokens change the loss.
         weights = 1.0 + jnp.cos(jnp.arange(2.0 * num_pairs * half)).reshape(-1, half)
         separate["weights"] = weights.astype(jnp.float32)
         packed = {

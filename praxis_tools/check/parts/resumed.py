@@ -1,6 +1,6 @@
-"""Checks a job as it is launched: stopping and resuming must not change any bit of the results.
+"""Checks that stopping and resuming a job does not change any bit of its results.
 
-Also checks that the compiled train step donates the state, stays on the devices and compiles once.
+It also checks that the train step donates the state, makes no host transfers and compiles once.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]
 
 
 def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares an uninterrupted job with a resumed one, and saved with restored states."""
+    """Compares a resumed job with an uninterrupted job, and restored states with saved states."""
     runner = check.on_mesh(check.own_shape, check.job.task)
     yield from _compare_restored(check, runner)
     pipeline = _CheckedData(check)
@@ -47,17 +47,17 @@ def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
             _train_job(check, runner, pipeline, Path(folder) / name, stops)
             for name, stops in (("whole", ()), ("stopped", (STOPPED_AT,)))
         ]
-        yield tolerances.exact(runner.name, "losses of a job that goes on", *losses)
+        yield tolerances.exact(runner.name, "losses of a resumed job", *losses)
         directories = [JobDir(Path(folder) / name).checkpoints for name in ("whole", "stopped")]
         states = [_restore_state(directory, runner) for directory in directories]
         yield tolerances.exact(
-            runner.name, "state of a job that goes on", *map(leaves_of, states)
+            runner.name, "state of a resumed job", *map(leaves_of, states)
         )
     yield _check_program(check, runner)
 
 
 def _compare_restored(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Saves a random state on one mesh, and compares it after restoring it on each mesh."""
+    """Saves a random state on one mesh, restores it on each mesh, and compares the results."""
     rng = np.random.default_rng(7)
 
     def draw(x: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -83,7 +83,7 @@ def _compare_restored(check: Check, runner: TaskRunner) -> Iterator[list[Compari
 
 
 class _CheckedData(InputPipeline):
-    """The training data of a check: fewer rows per batch, with ids in the model's range."""
+    """The training data with fewer rows per batch, and with all ids in the model's range."""
 
     def __init__(self, check: Check):
         self.check, self.pipeline = check, check.job.datasets[TRAIN]
@@ -111,7 +111,7 @@ class _CheckedData(InputPipeline):
 def _train_job(
     check: Check, runner: TaskRunner, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
 ) -> Leaves:
-    """Trains a job that is launched again after each step in `stops`; returns losses by step."""
+    """Trains a job, stopping and resuming it after each step in `stops`; returns losses by step."""
     folder.mkdir()
     launched = LaunchedConfig(check.config, check.certificate.experiment, packages=check.packages)
     for num_steps in (*stops, NUM_STEPS):
@@ -142,7 +142,7 @@ def _restore_state(directory: Path, runner: TaskRunner) -> Any:
 
 
 def _check_program(check: Check, runner: TaskRunner) -> list[Comparison]:
-    """Checks donation, host transfers and the number of compilations of the train step.
+    """Checks the train step's donation, host transfers and number of compilations.
 
     Call this after the step has run.
     """
@@ -153,14 +153,14 @@ def _check_program(check: Check, runner: TaskRunner) -> list[Comparison]:
     return [
         Comparison(
             runner.name, "donated", "bytes per device", None,
-            abs(state_bytes - hlo.donated_bytes(compiled)), 0.0, "all of the state is donated",
+            abs(state_bytes - hlo.donated_bytes(compiled)), 0.0, "the entire state is donated",
         ),
         Comparison(
             runner.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
-            "a step stays on the devices",
+            "a step makes no host transfers",
         ),
         Comparison(
             runner.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
-            "one for all steps",
+            "all steps share one compilation",
         ),
     ]

@@ -1,4 +1,4 @@
-"""Checks that the results of a row do not depend on other rows, its position or its batch."""
+"""Checks that a row's results do not depend on other rows, its position or its batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,8 +21,8 @@ def shuffled(batches: Sequence[Batch]) -> tuple[Batches, np.ndarray]:
     """Shuffles the rows of several batches.
 
     Returns:
-      (batches, order): Row i of the new batches, counted over all of them, is row `order[i]` of the
-      old ones.
+      (batches, order): The shuffled batches, and the original index of each row, where rows are
+      counted across batches.
     """
     num_rows = num_rows_of(batches[0])
     order = np.random.default_rng(11).permutation(num_rows * len(batches))
@@ -42,7 +42,7 @@ def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
 def with_padding_rows(
     batch: Batch, num_padding_rows: int, contents: Batch
 ) -> dict[str, np.ndarray]:
-    """Returns a batch whose last rows have weight 0 and the values of `contents`."""
+    """Returns a batch whose last rows have weight 0 and the values in `contents`."""
     padded = {}
     for name, x in batch.items():
         x = x.copy()
@@ -53,7 +53,7 @@ def with_padding_rows(
 
 
 def halves(batch: Batch) -> Batches:
-    """Returns two copies of a batch, each with weight 0 in the rows that the other one counts."""
+    """Returns two copies of a batch in which complementary halves of the rows have weight 0."""
     num_rows = len(batch["weights"])
     is_first = np.arange(num_rows) < num_rows // 2 + 1
     shape = (num_rows,) + (1,) * (batch["weights"].ndim - 1)
@@ -84,7 +84,7 @@ def _weighted_mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) 
 
 
 def in_training(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares metrics and gradients for shuffled rows, and for a full batch split into parts."""
+    """Compares metrics and gradients for shuffled rows and for a full batch split into parts."""
     yield from _compare_regrouped_rows(
         check, "", check.batches[:2], check.full_batch,
         lambda batch, nudged: check.train_once(check.one_device, batch, nudged=nudged)[0],
@@ -92,7 +92,7 @@ def in_training(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares metrics and per-row outputs of evaluations for shuffled and regrouped rows."""
+    """Compares evaluation metrics and per-row outputs for shuffled and regrouped rows."""
     one_device = check.one_device
     for what, batch in check.evaluated.items():
         batches, full_batch = [batch], None
@@ -108,7 +108,7 @@ def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def in_decoding(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Compares decoded outputs for shuffled rows and for other padding rows."""
+    """Compares decoded outputs for shuffled rows and for different padding rows."""
     for pipeline in check.job.decode_datasets.values():
         if not check.couplings:
             batches = [check.with_known_ids(batch) for batch in data.first_batches(pipeline, 2)]
@@ -150,14 +150,14 @@ def _compare_decoded_rows(check: Check, batches: Batches) -> Iterator[list[Compa
 def _compare_regrouped_rows(
     check: Check, prefix: str, batches: Sequence[Batch], full_batch: Batch | None, run: Run
 ) -> Iterator[list[Comparison]]:
-    """Compares batches with the same rows grouped into other batches, on a single device.
+    """Compares different groupings of the same rows into batches, on a single device.
 
     Args:
-      check: The check.
+      check: The running check.
       prefix: Prefix for the kind of each comparison.
       batches: Batches with equal numbers of rows.
-      full_batch: Batch with more rows, to compare with its parts; None to skip this.
-      run: Function (batch, whether weights are perturbed) that returns a report.
+      full_batch: Batch with more rows to compare with its parts, or None to skip this comparison.
+      run: Function that takes (batch, whether weights are perturbed) and returns a report.
 
     Yields:
       Lists of comparisons.
@@ -181,7 +181,7 @@ def _compare_groupings(
     check: Check, what: str, batches: Sequence[Batch], others: Sequence[Batch],
     order: np.ndarray, run: Run,
 ) -> list[Comparison]:
-    """Compares two groupings of the same rows; `order` is as returned by `shuffled`."""
+    """Compares two groupings of the same rows, where `order` is the order from `shuffled`."""
     expected, nudged = ([run(batch, is_nudged) for batch in batches] for is_nudged in (False, True))
     actual = [run(other, False) for other in others]
     comparisons = tolerances.by_kind(
@@ -193,7 +193,7 @@ def _compare_groupings(
     examples = _examples(expected)
     if examples:
         is_real = np.concatenate([is_true_row(batch) for batch in batches])
-        # Outputs only contain real rows, so convert row numbers to indices among real rows.
+        # Outputs only contain real rows, so convert row numbers to indices among the real rows.
         index_among_real = np.cumsum(is_real) - 1
         real_order = index_among_real[order[is_real[order]]]
         comparisons += tolerances.in_float64(
@@ -206,10 +206,10 @@ def _compare_groupings(
 def _split_into_parts(full_batch: Batch, num_rows: int) -> tuple[Batches, np.ndarray]:
     """Splits a batch into parts of `num_rows` rows.
 
-    If rows have weights, the last part is padded with preceding rows of weight 0.
+    If rows have weights, the last part is padded with copies of preceding rows with weight 0.
 
     Returns:
-      (parts, order): Row i of the batch is row `order[i]` of the parts.
+      (parts, order): The parts, and for each row of the batch, its index in the parts.
     """
     parts, count = list(blocks(full_batch, num_rows)), num_rows_of(full_batch)
     order, remainder = np.arange(count), count % num_rows

@@ -1,7 +1,7 @@
-"""Checks a layout against JAX's sharding-in-types: the new state and the activations of layers.
+"""Compares a layout with the shardings that JAX infers for the new state and for activations.
 
-While a step is traced over Explicit axes, JAX infers the sharding of each result from those of its
-operands. Nothing is compiled or run, so this is independent of XLA.
+If mesh axes are Explicit (sharding in types), JAX infers the sharding of each result from its
+operands while a step is traced. Nothing is compiled or run, so this is independent of XLA.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from praxis_tools.check.runs.on_mesh import TaskRunner, on_mesh, structs
 from praxis_tools.explain.hlo_layers import GRADIENT_OF, layers_of_name
 
 PyTree = Any
-# Operations after the typed result of a step: it leaves the Explicit axes, is padded and laid out.
+# Operations after the typed results of a step, which convert them to Auto axes and pad them.
 _FINAL_OPERATIONS = ("reshard", "sharding_constraint", "pad")
 
 
@@ -29,11 +29,12 @@ class TypeWitness:
     """The sharding types that JAX infers in a traced training step.
 
     Attributes:
-      confirmed: Paths of the leaves whose new value has the layout's spec as its inferred type.
-      others: For all other leaves, "PATH is PartitionSpec(...), declared is ...".
+      confirmed: Paths of the leaves whose inferred spec equals the spec in the layout.
+      others: Messages for all other leaves, such as "PATH is PartitionSpec(...), declared is ...".
       as_declared: Number of activations that already have the sharding of their constraint.
-      moved: For all other activations with a constraint, "LAYER: float32[16, 12, 32] ... to ...".
-      untyped: Reasons why JAX cannot infer types inside a layer, by path of the layer.
+      moved: Messages for all other activations with a constraint, such as "LAYER: float32[16, 12,
+        32] ... to ...".
+      untyped: Maps the path of a layer to the reason why JAX cannot infer types inside it.
     """
 
     confirmed: tuple[str, ...]
@@ -43,17 +44,17 @@ class TypeWitness:
     untyped: dict[str, str]
 
     def lines(self) -> list[str]:
-        """Returns the report as sentences."""
+        """Formats the report, one sentence per line."""
         num = len(self.confirmed) + len(self.others)
         lines = [
-            f"JAX's types confirm the layout of {len(self.confirmed)} of {num} arrays of the state "
+            f"JAX's types confirm the layout of {len(self.confirmed)} of {num} arrays in the state "
             f"after a step{_more(self.others)}",
             f"They confirm {self.as_declared} of {self.as_declared + len(self.moved)} activations "
             f"at a sharding constraint; the others are resharded{_more(self.moved)}",
         ]
         if self.untyped:
             reasons = [f"{path} ({reason})" for path, reason in self.untyped.items()]
-            lines.append(f"They do not cover the inside of {few(reasons, 2, '; ')}")
+            lines.append(f"They do not cover operations inside {few(reasons, 2, '; ')}")
         return [f"{line}." for line in lines]
 
 
@@ -65,7 +66,7 @@ def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
       element_spec: Shapes and types of a batch.
 
     Raises:
-      ConfigError: JAX cannot infer the types of the model. The message has the source line, or the
+      ConfigError: JAX cannot infer types for the model. The message contains the source line or the
         dim that is not divisible.
     """
     step = partitioner.train_step
@@ -86,7 +87,7 @@ def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
 
 
 def _inferred_spec(var: Any, producers: dict[Any, Any]) -> PartitionSpec | None:
-    """Returns the spec in the inferred type of a result, or None without Explicit axes."""
+    """Returns the spec in the inferred type of a result, or None if no axis is Explicit."""
     while (eqn := producers.get(var)) is not None and eqn.primitive.name in _FINAL_OPERATIONS:
         (var, *_) = eqn.invars
         if explicit_axes_of(var.aval.sharding.mesh):
@@ -95,13 +96,13 @@ def _inferred_spec(var: Any, producers: dict[Any, Any]) -> PartitionSpec | None:
 
 
 def _spec_of(aval: Any) -> PartitionSpec:
-    """Returns the spec of a type, extended to its rank."""
+    """Returns the spec in an array type, extended to the array's rank."""
     spec = aval.sharding.spec
     return PartitionSpec(*spec, *(None,) * (aval.ndim - len(spec)))
 
 
 def _constraint_changes(jaxpr: Any) -> Iterator[str]:
-    """Yields the change of sharding at each constraint on activations; "" for no change."""
+    """Describes the sharding change at each activation constraint; yields "" for no change."""
     for eqn in all_eqns(jaxpr.eqns):
         name = str(eqn.source_info.name_stack)
         if eqn.primitive.name != "reshard" or name.rpartition("/")[2] != RESHARD_SCOPE:
@@ -120,7 +121,7 @@ def _more(texts: tuple[str, ...]) -> str:
 
 
 def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """Adds notes about the types that JAX infers to a check. Does not compare numbers."""
+    """Adds notes about the types inferred by JAX to a check, without comparing values."""
     shape = tuple(runner.mesh.shape.values())
     try:
         typed = on_mesh(check.job, check.task, shape, axis_types="explicit")

@@ -1,4 +1,4 @@
-"""Runs steps on a mesh or a single device, in float64, with an entire batch or in parts.
+"""Runs steps in float64 on a mesh or a single device, with an entire batch or in parts.
 
-Tolerances are in `praxis_tools.check.tolerances`.
+See `praxis_tools.check.tolerances` for the tolerances.
 """

@@ -1,6 +1,6 @@
-"""Computes gradients part by part on a single device, the reference for steps in parts.
+"""Computes gradients part by part on a single device, as a reference for steps that split batches.
 
-The parts are the rows of each device (ExplicitCollectives), or micro-batches.
+The parts are either the rows of each device (ExplicitCollectives) or micro-batches.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None
 
     Args:
       num_micro_batches: `Gradients.num_micro_batches` of a pipeline strategy, whose microbatches
-        are the parts; the pipeline does not split them further. None for gradient accumulation.
+        are the parts and are not split further. None for gradient accumulation.
     """
 
     def value_and_grad(*args: Any, **settings: Any) -> tuple[Any, PyTree, PyTree]:
@@ -46,8 +46,9 @@ def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None
 def devices_in_turn(num_parts: int) -> Gradients:
     """Returns a strategy for a single device that processes the rows of N devices in turn.
 
-    Part d is the d-th block of rows, padded with copies of the first row with weight 0. Its key is
-    the key of the step, folded with d. ExplicitCollectives has the same results on N devices.
+    Part d is the d-th block of rows, padded with copies of the first row with weight 0. Its random
+    key is the key of the step folded with d. ExplicitCollectives produces the same results on N
+    devices.
     """
 
     return Gradients(
@@ -64,7 +65,7 @@ def _value_and_grad(
     del inputs_split_mapping, lay_out  # There is only one device.
     parts = _split_rows(inputs, num_parts, is_strided, num_micro_batches)
     total_weight, by_part, grad_sums, changes = 0.0, [], None, None
-    # Accumulation in a single part does not fold its key.
+    # Gradient accumulation with a single part does not fold its key.
     is_single_part = is_strided and num_parts == 1
     state = non_trainable
     for index, part in enumerate(parts):
@@ -96,7 +97,7 @@ def _value_and_grad(
 
 
 def _with_row_weights(metrics: WeightedScalars, part: Mapping[str, jax.Array]) -> WeightedScalars:
-    """Returns the metrics of a part, with weight 0 if the part only has padding rows."""
+    """Returns the metrics of a part, with weight 0 if the part only contains padding rows."""
     has_rows = jnp.any(part["weights"] != 0) if "weights" in part else True
     return {
         name: (value, jnp.where(has_rows, jnp.asarray(weight, jnp.float32), 0.0))
@@ -105,7 +106,7 @@ def _with_row_weights(metrics: WeightedScalars, part: Mapping[str, jax.Array]) -
 
 
 def _means(by_part: Sequence[WeightedScalars]) -> WeightedScalars:
-    """Returns the weighted mean of each metric, and the sum of its weights."""
+    """Returns the weighted mean and the sum of weights of each metric."""
     means = {}
     for name in by_part[0]:
         pairs = [metrics[name] for metrics in by_part]
@@ -146,7 +147,7 @@ def _evaluate(
 def _split_rows(
     inputs: Mapping[str, jax.Array], num_parts: int, is_strided: bool, num_micro_batches: int
 ) -> list[dict[str, jax.Array]]:
-    """Splits a batch into parts: every num_parts-th row, or blocks padded with rows of weight 0."""
+    """Splits a batch into parts: every num_parts-th row, or blocks padded with zero-weight rows."""
     num_rows = num_rows_of(inputs)
     if is_strided:
         return [

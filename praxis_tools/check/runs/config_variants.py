@@ -1,4 +1,4 @@
-"""Finds settings in an experiment's config, and builds variants that must compute the same."""
+"""Finds settings in an experiment's config, and creates variants with equal results."""
 
 import copy
 import inspect
@@ -14,10 +14,10 @@ LOW_PRECISION = {np.dtype(jnp.bfloat16), np.dtype(jnp.float16)}
 
 
 def toggle_unroll(config: "fdl.Config") -> "fdl.Config | None":
-    """Returns a config whose scanned stacks are unrolled and whose unrolled stacks are scanned.
+    """Returns a config in which scanned stacks are unrolled and unrolled stacks are scanned.
 
     This includes stacks that a layer builds by default, such as `stacked_transformer_tpl=Repeat`.
-    Returns None if the config has no stacks.
+    The result is None if the config has no stacks.
     """
     config, has_stack = copy.deepcopy(config), False
     for buildable in list(buildables(config.task)):
@@ -36,7 +36,7 @@ def _is_stack(function: Callable[..., Any]) -> bool:
 
 
 def low_precision_settings(config: "fdl.Config") -> list[str]:
-    """Returns the paths of settings, including defaults, that are bfloat16 or float16."""
+    """Returns the paths of settings (including defaults) whose value is bfloat16 or float16."""
     return [
         f"{daglish.path_str(path)}.{name}".lstrip(".")
         for buildable, path in daglish.iterate(config.task) if isinstance(buildable, fdl.Buildable)
@@ -47,7 +47,7 @@ def low_precision_settings(config: "fdl.Config") -> list[str]:
 
 
 def buildables(config: Any) -> Iterator[fdl.Buildable]:
-    """Yields each Config and Partial in a config once."""
+    """Yields every Config and Partial in a config once."""
     seen = []
     for value, _ in daglish.iterate(config):
         if isinstance(value, fdl.Buildable) and not any(value is other for other in seen):
@@ -56,7 +56,7 @@ def buildables(config: Any) -> Iterator[fdl.Buildable]:
 
 
 def settings_of(buildable: fdl.Buildable) -> dict[str, Any]:
-    """Returns the settings of a Config, including defaults."""
+    """Returns the settings in a Config, including defaults."""
     parameters = parameters_of(fdl.get_callable(buildable))
     arguments = fdl.ordered_arguments(buildable)
     return {

@@ -1,4 +1,4 @@
-"""Runs a program in float64, where rounding errors do not hide differences."""
+"""Runs a program in float64, so that rounding errors do not hide differences."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from praxis_tools.check.runs.layer_recorder import LayerRecorder
 from praxis_tools.interpreter import bind
 
 PyTree = Any
-# Primitives that only work in the types they were traced with: callbacks, kernels, random bits.
+# Primitives that only work with the types they were traced with: callbacks, kernels, random bits.
 _KEEPS_TYPES = {
     "bitcast_convert_type", "random_gamma", "pure_callback", "io_callback", "debug_callback",
     "pallas_call", "ffi_call", "custom_partitioning", "custom_linear_solve",
@@ -42,9 +42,9 @@ def in_float64(
 ) -> Callable[..., PyTree]:
     """Returns a version of `function` that computes in float64 instead of narrower float types.
 
-    The function is traced once in its own types. The operations of the jaxpr, including those in
-    loops, branches and calls, are then executed in float64. So this works for any model and any
-    optimizer. Random numbers are derived from the same bits.
+    The function is traced once in its own types. The operations in the jaxpr, including loops,
+    branches and calls, are then executed in float64. This works for any model and any optimizer.
+    Random numbers are derived from the same bits.
 
     Compile and call the result with 64-bit types enabled (`jax.enable_x64(True)`). Its attribute
     `draws` is True if the function draws random numbers.
@@ -53,7 +53,7 @@ def in_float64(
       function: The function to convert.
       *args: Arrays or ShapeDtypeStructs, in the types that `function` expects.
       without_randomness: Whether to set all random bits to 0, so that dropout keeps everything.
-      by_layer: Whether to return also `LayerRecorder.records`, with a `fingerprint` of each array.
+      by_layer: Whether to also return `LayerRecorder.records`, with a `fingerprint` of each array.
     """
     with jax.enable_x64(False):
         closed_jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -72,7 +72,7 @@ def in_float64(
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Returns the sum of an array, and a weighted sum that depends on the order; float64 [2]."""
+    """Returns the sum of an array and a weighted sum that depends on the order, as float64 [2]."""
     x = jnp.where(jnp.isfinite(x), x, 0.0).astype(np.float64)
     weights = jnp.ones((), np.float64)
     for dim in range(x.ndim):
@@ -82,7 +82,7 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
 
 class Float64Run(LayerRecorder):
-    """Interprets a program in float64 and records its layers."""
+    """An interpreter that runs a program in float64 and records its layers."""
 
     def __init__(
         self, summary: Callable[[jax.Array], jax.Array] | None = fingerprint,
@@ -94,7 +94,7 @@ class Float64Run(LayerRecorder):
     def constant(self, value: Any, aval: Any) -> Any:
         if isinstance(value, jax.Array):
             return widen(value)
-        return np.asarray(value, wide_dtype(aval.dtype))  # A Python float keeps all its digits.
+        return np.asarray(value, wide_dtype(aval.dtype))  # Python floats are float64.
 
     def results(self, eqn: Any, operands: list[Any]) -> list[Any]:
         with jax.enable_x64(True):
@@ -115,18 +115,18 @@ class Float64Run(LayerRecorder):
         results = bind(eqn, operands, params)
         if name == "random_bits" and self._without_randomness:
             results = [lax.bitwise_and(x, lax.full_like(x, 0)) for x in results]
-        # Some operations return float32 regardless of the types of their operands.
+        # Some operations return float32 regardless of their operands.
         return [widen(x) for x in results]
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Returns float64 for a float of up to 32 bits, complex128 for complex64, else `dtype`."""
+    """Returns float64 for narrower floats, complex128 for complex64, and `dtype` otherwise."""
     is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
     return dtype if is_key else _WIDE.get(np.dtype(dtype), np.dtype(dtype))
 
 
 def wide_structs(tree: PyTree) -> PyTree:
-    """Returns ShapeDtypeStructs with all floats in float64 and unchanged shardings."""
+    """Returns ShapeDtypeStructs in which all floats are float64, with unchanged shardings."""
 
     def widen_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
@@ -136,7 +136,7 @@ def wide_structs(tree: PyTree) -> PyTree:
 
 
 def _wide_param(value: Any) -> Any:
-    """Widens a dtype that is a parameter of an operation, and drops low-precision algorithms."""
+    """Widens a dtype parameter of an operation, and removes low-precision algorithms."""
     if isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
         return None
     is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(
@@ -158,7 +158,7 @@ def _as_dtype(x: Any, dtype: Any) -> Any:
 def _scatter(eqn: Any, args: list[Any]) -> Any:
     """Runs a scatter on wide arrays.
 
-    The primitive cannot be bound again, because its parameters contain a jaxpr in narrow types.
+    The primitive cannot be bound again, because its parameters contain a jaxpr with narrow types.
     """
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     return _SCATTERS[eqn.primitive](*args, **{name: eqn.params[name] for name in names})

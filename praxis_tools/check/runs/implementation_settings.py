@@ -1,7 +1,8 @@
-"""Finds and switches settings that change how a model computes, but not what it computes.
+"""Finds and switches implementation settings, which must not affect a model's results.
 
-Examples are remat, attention kernels and chunk sizes. In configs of custom models, such settings
-are recognized by their names. Remat of NNX models is switched by attributes of the built layers.
+Examples are remat, attention kernels and chunk sizes. In the configs of custom models, these
+settings are recognized by their names. In NNX models, remat is switched by setting attributes of
+the layers.
 """
 
 import collections.abc
@@ -25,14 +26,14 @@ from praxis_lite.layers.stacking.remat_policies import CHECKPOINT_POLICIES
 from praxis_tools.check.runs.config_variants import buildables, parameters_of, settings_of
 
 SAVE_EVERYTHING = "save_everything"
-# The following sets contain words in the names of settings, which are split at underscores.
-# A bool with one of these words is such a setting, and so is an int with one of NUMBERS.
+# The following sets contain words in the names of settings (split at underscores). A bool with a
+# word in SWITCHES is an implementation setting, and so is an int with a word in NUMBERS.
 SWITCHES = {
     "scan", "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit",
     "vmap", "vectorize", "vectorized", "offload",
 }
 NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
-BLOCKS = {"block", "blocks"}  # Only together with a word of ATTENTION; otherwise they are layers.
+BLOCKS = {"block", "blocks"}  # Only in names with a word in ATTENTION; otherwise blocks are layers.
 # Words about recomputation in the backward pass.
 ONLY_REMAT = {
     "remat", "remats", "rematerialize", "rematerialise", "rematerialization", "rematerialisation",
@@ -41,7 +42,7 @@ ONLY_REMAT = {
 REMAT = ONLY_REMAT | {"checkpoint", "checkpointing"}
 KERNELS = {"implementation", "impl", "kernel", "backend"}
 ATTENTION = {"attention", "attn", "atten", "flash", "q", "k", "kv", "query", "key"}
-# Settings with these words are about files, or change what is computed.
+# Settings with these words refer to files or affect results.
 UNRELATED = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
 # Values to try for a str setting without a Literal type. The model may reject them.
 POLICIES = (
@@ -56,12 +57,13 @@ FASTER = {
 
 @dataclasses.dataclass(frozen=True)
 class ImplementationSetting:
-    """A setting that changes how a model computes, but not what it computes.
+    """A setting that must not affect a model's results.
 
     Attributes:
-      name: Name of the setting. It stands for all settings with this name in a task's config.
+      name: Name of the setting. All settings with this name in a task's config are switched
+        together.
       value: Value in the experiment.
-      alternatives: Values to switch to. The first that the model accepts is used.
+      alternatives: Values to switch to. The first value that the model accepts is used.
     """
 
     name: str
@@ -75,13 +77,13 @@ class ImplementationSetting:
 
 
 def is_remat_name(name: str) -> bool:
-    """Returns whether a setting's name is about recomputation in the backward pass."""
+    """Returns whether the name of a setting refers to recomputation in the backward pass."""
     words = set(name.lower().split("_"))
     return bool(words & ONLY_REMAT or (words & REMAT and not words & UNRELATED))
 
 
 def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]:
-    """Returns the implementation settings of a task's custom models, recognized by their names."""
+    """Returns the implementation settings in a task's custom models, recognized by name."""
     found: dict[str, ImplementationSetting] = {}
 
     def record(name: str, value: Any, hint: Any) -> Any:
@@ -98,7 +100,7 @@ def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]
 
 
 def switch_setting(config: "fdl.Config", setting: ImplementationSetting, new: Any) -> "fdl.Config":
-    """Returns a copy of a config in which all settings with this name have another value."""
+    """Returns a copy of a config with a new value for all settings with this name."""
 
     def switch(name: str, value: Any, hint: Any) -> Any:
         if name != setting.name or not _is_implementation_setting(name, value):
@@ -119,7 +121,7 @@ def switch_setting(config: "fdl.Config", setting: ImplementationSetting, new: An
 
 
 def _with_templates(config: "fdl.Config") -> "fdl.Config":
-    """Returns a copy in which classes and functions with such settings become an fdl.Partial."""
+    """Returns a copy in which classes and functions with these settings become an fdl.Partial."""
 
     def to_partial(value: Any, state: daglish.State) -> Any:
         if isinstance(value, functools.partial) and _is_template(value.func):
@@ -144,13 +146,13 @@ def _is_template(value: Any) -> bool:
 
 
 def _is_library(build: Any) -> bool:
-    """Returns whether a class or function belongs to the library, not counting experiments."""
+    """Returns whether a class or function belongs to the library, excluding experiments."""
     module = getattr(build, "__module__", None) or ""
     return module.startswith("praxis_lite.") and not module.startswith("praxis_lite.experiments")
 
 
 def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
-    """Returns settings by name, or by position if fiddle does not know the names."""
+    """Returns {name: setting}, or {position: setting} if fiddle does not know the names."""
     build = fdl.get_callable(buildable)
     # The metaclass of NNX modules hides the signature of __init__.
     defaults = {
@@ -161,7 +163,7 @@ def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
 
 
 def _custom_buildables(config: "fdl.Config") -> Iterator[fdl.Buildable]:
-    """Yields the Configs and Partials of a task that do not belong to the library."""
+    """Yields the Configs and Partials in a task that do not belong to the library."""
     for buildable in buildables(config.task):
         if not _is_library(fdl.get_callable(buildable)):
             yield buildable
@@ -190,7 +192,7 @@ def _is_implementation_setting(name: str, value: Any) -> bool:
 
 
 def _is_remat_policy(name: str, value: Any) -> bool:
-    """Returns whether a setting is a remat policy given as a mapping or a function."""
+    """Returns whether a setting is a remat policy in the form of a mapping or a function."""
     return is_remat_name(name) and (isinstance(value, Mapping) or _is_policy_function(value))
 
 
@@ -210,7 +212,7 @@ def _alternatives(name: str, value: Any, hint: Any) -> Iterator[Any]:
     elif _is_policy_function(value):
         yield from (None, jax.checkpoint_policies.everything_saveable)
     elif isinstance(value, int):
-        # Chunk sizes usually must divide the size of a dim.
+        # Dims usually must be divisible by their chunk size.
         yield from (x for x in (value // 2, value * 2, 1) if x > 0 and x != value)
     elif isinstance(value, enum.Enum):
         yield from (x for x in type(value) if x is not value)
@@ -238,9 +240,9 @@ def _literal_values(hint: Any) -> list[Any]:
 
 
 def _map_setting(name: str, value: Any, hint: Any, change: Callable[[str, Any, Any], Any]) -> Any:
-    """Applies `change(name, value, type hint)` to a setting, or to the fields of its dataclass.
+    """Applies `change(name, value, type hint)` to a setting or to the fields of a dataclass.
 
-    Dicts are treated like dataclasses. An object without changes is returned itself.
+    Dicts are treated like dataclasses. If nothing changes, the same object is returned.
     """
     if not _is_remat_policy(name, value):
         if _is_dataclass_instance(value):
@@ -259,7 +261,7 @@ def _is_dataclass_instance(value: Any) -> bool:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    # Leave out the fields that every Linen module has.
+    # Ignore the fields that every Linen module has.
     return {
         field.name: getattr(value, field.name) for field in dataclasses.fields(value)
         if field.init and field.name not in ("parent", "name")
@@ -267,18 +269,18 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _type_hints(build: Any) -> dict[str, Any]:
-    """Returns the annotations of a function, or those of a class and its __init__."""
+    """Returns the annotations of a function, or of a class and its __init__."""
     annotations = inspect.get_annotations(build) if callable(build) else {}
     init = getattr(build, "__init__", None) if isinstance(build, type) else None
     return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **annotations}
 
 
 def switch_remat(task: Task) -> Task | None:
-    """Returns a task with remat disabled in layers that enable it, and enabled in all others.
+    """Returns a task in which remat is switched in all layers.
 
-    Attributes of layers count if their name is about remat and their value is a bool, or a
-    checkpoint policy of the library. Returns None if there are no such attributes, or the model
-    does not use NNX.
+    This sets attributes of layers whose name refers to remat and whose value is a bool or one of
+    the library's checkpoint policies. The result is None if there are no such attributes or if the
+    model does not use NNX.
     """
     module = task.model.abstract_module()
     if not isinstance(task.model, NnxModel) or module is None:
@@ -292,7 +294,7 @@ def switch_remat(task: Task) -> Task | None:
 
 @dataclasses.dataclass(frozen=True)
 class _SwitchedBuild:
-    """Builds the modules of `build` and switches remat in them."""
+    """Calls `build` and switches remat in the modules it returns."""
 
     build: Callable[..., nnx.Module]
 
@@ -307,7 +309,7 @@ class _SwitchedBuild:
 def _switched_attributes(layer: nnx.Module) -> dict[str, Any]:
     """Returns the attributes of a layer that control remat, with their switched values.
 
-    These include attributes of the layer's class, and dataclasses with such fields.
+    This includes class attributes and dataclasses with fields that control remat.
     """
 
     def switch(name: str, value: Any, hint: Any) -> Any:
@@ -315,7 +317,7 @@ def _switched_attributes(layer: nnx.Module) -> dict[str, Any]:
             return value
         if isinstance(value, bool):
             return not value
-        # A policy as a tuple of (name, placement).
+        # A policy given as a tuple of (name, placement) pairs.
         is_placement = isinstance(value, tuple) and all(isinstance(x, tuple) for x in value)
         if is_placement or (isinstance(value, str) and value in CHECKPOINT_POLICIES):
             return "save_nothing" if value == SAVE_EVERYTHING else SAVE_EVERYTHING

@@ -1,4 +1,4 @@
-"""Interprets a program operation by operation, and records what each layer computes."""
+"""Interprets a program operation by operation and records the values computed by each layer."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -15,20 +15,20 @@ from praxis_lite.core.user_lines import LIBRARY_FOLDERS
 from praxis_tools.explain.hlo_layers import layers_of_name, own_frames
 from praxis_tools.interpreter import CALLS, Interpreter, bind, run_shard_map
 
-# Longer scans are over tokens rather than layers, and are not recorded per iteration.
+# Scans with more iterations are over tokens instead of layers, and are not recorded per iteration.
 _MAX_ITERATIONS = 128
 
 
 class LayerRecorder(Interpreter):
-    """Interprets a program in its own types, and records its layers.
+    """An interpreter that runs a program in its own types and records its layers.
 
-    For each run of consecutive operations of the same layer, the last array is recorded: once per
-    iteration of a scan (as one array [iterations, ...] if there are many), and once per device in
-    a shard_map. Operations outside of named layers are recorded by the user's line of code. While
-    loops and branches are not recorded.
+    For each run of consecutive operations in the same layer, the last array is recorded. In a scan,
+    it is recorded once per iteration (or as one array [iterations, ...] if there are many), and in
+    a shard_map once per device. Operations outside of named layers are recorded under the user's
+    source line. While loops and branches are not recorded.
 
     Args:
-      summary: Function that reduces an array to the few numbers to record; None to record nothing.
+      summary: Function that reduces an array to a few numbers to record, or None to record nothing.
     """
 
     def __init__(self, summary: Callable[[jax.Array], jax.Array] | None):
@@ -39,7 +39,7 @@ class LayerRecorder(Interpreter):
 
     @property
     def records(self) -> dict[str, jax.Array]:
-        """The recorded summaries, by "NUMBER|LAYER" in the program's order."""
+        """The recorded summaries, with keys "NUMBER|LAYER", in program order."""
         return {f"{i:06d}|{name}": x for i, (name, x) in enumerate(self._recorded)}
 
     def constant(self, value: Any, aval: Any) -> Any:
@@ -73,7 +73,7 @@ class LayerRecorder(Interpreter):
         self._record_last()
         layers: list[str] = []
 
-        # Summaries are tracers of the scan's body, so they leave it as additional outputs.
+        # Summaries are tracers in the scan's body, so return them as additional outputs.
         def body(carry: tuple, xs: list[Any]) -> tuple:
             outs, layers[:], summaries = self._record_separately(
                 params["jaxpr"], [*consts, *carry, *xs]
@@ -95,7 +95,7 @@ class LayerRecorder(Interpreter):
     def _record_separately(
         self, jaxpr: Any, args: Sequence[Any]
     ) -> tuple[list[Any], list[str], list[jax.Array]]:
-        """Runs a jaxpr; returns its outputs, and the layers and summaries recorded within it."""
+        """Runs a jaxpr; returns its outputs and the layers and summaries recorded within it."""
         outer, self._recorded = self._recorded, []
         outs = self.call(jaxpr, args)
         self._record_last()
@@ -138,7 +138,7 @@ class LayerRecorder(Interpreter):
         return list(outs)
 
     def _unrecorded(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-        # Values inside a while loop or a branch are tracers that cannot leave it.
+        # Values inside a while loop or a branch are tracers that must not be used outside of it.
         before, self._is_recording = self._is_recording, False
         outs = self.call(jaxpr, args)
         self._is_recording = before
@@ -146,7 +146,7 @@ class LayerRecorder(Interpreter):
 
 
 def _user_line(eqn: Any) -> str:
-    """Returns the user's innermost source line of an operation, such as "my_model.py:12", or ""."""
+    """Returns the innermost user source line of an operation, such as "my_model.py:12", or ""."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else [(x.file_name, x.line_num) for x in traceback.frames]
     user_frames = [x for x in own_frames(frames) if not x[0].startswith(LIBRARY_FOLDERS)]

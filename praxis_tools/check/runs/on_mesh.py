@@ -27,7 +27,7 @@ from praxis_tools.check.runs.float64 import in_float64, wide_dtype, wide_structs
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
 Leaves = dict[str, np.ndarray]
-# Padding of the inputs of a step. It is not 0, so that results reveal a step that reads padding.
+# Value of the padding in a step's inputs. It is nonzero, so that reading it affects the results.
 PADDING_VALUE = 3.0
 
 
@@ -45,20 +45,20 @@ class TaskRunner:
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def place_state(self, state: TrainState) -> TrainState:
-        """Places an unpadded NumPy state on the mesh, in the task's own types and zero-padded."""
+        """Places an unpadded NumPy state on the mesh in the task's own types, padded with zeros."""
         placed = _pad_and_place(state, self.layout.abstract(self.mesh), 0.0)
         # Copy, because JAX cannot donate views of NumPy buffers.
         return jax.tree.map(lambda x: x.copy(), placed)
 
     def init(self, seed: int) -> TrainState:
-        """Returns the initial state of the partitioner, padded and on the mesh."""
+        """Returns the partitioner's initial state, padded and placed on the mesh."""
         return self.partitioner.init(self.partitioner.key(seed))
 
     def train(
         self, state: TrainState, batches: Sequence[Batch], seed: int, *,
         without_randomness: bool = False,
     ) -> tuple[list[Leaves], TrainState, dict[str, float]]:
-        """Trains for one step per batch.
+        """Trains one step on each batch.
 
         Args:
           state: Unpadded NumPy state in float64.
@@ -67,10 +67,10 @@ class TaskRunner:
           without_randomness: Whether to set all random bits to 0.
 
         Returns:
-          (reports, state, padding): The report of each step, a mapping with the keys
-          "metrics/NAME/value", "metrics/NAME/weight", "learner/NAME" and "gradients/PATH"; the last
-          state as unpadded NumPy arrays; and the largest absolute value in the padding of each
-          padded leaf, by path.
+          (reports, state, padding): `reports` contains a dict for each step, with the keys
+          "metrics/NAME/value", "metrics/NAME/weight", "learner/NAME" and "gradients/PATH". `state`
+          is the last state as unpadded NumPy arrays. `padding` maps the path of each padded leaf to
+          the largest absolute value in its padding.
         """
         placed, reports, key = self._place(self.layout, state), [], self.partitioner.key(seed)
         for inputs in batches:
@@ -86,7 +86,7 @@ class TaskRunner:
     def evaluate(
         self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
-        """Evaluates a batch; returns metrics like `train`, and "examples/NAME" of the real rows."""
+        """Evaluates a batch; returns metrics as in `train`, and "examples/NAME" for real rows."""
         step = self.partitioner.eval_examples
         metrics, examples, is_real = self._run_on_weights(
             step, mdl_vars, inputs, without_randomness
@@ -128,7 +128,7 @@ class TaskRunner:
             return leaves_of(jax.device_get(run(placed, batch)))
 
     def by_layer(self, state: TrainState, inputs: Batch, seed: int) -> Leaves:
-        """Returns what `in_float64(by_layer=True)` records for each layer of a training step."""
+        """Returns the values that `in_float64(by_layer=True)` records in a training step."""
         run = self._program(self.partitioner.train_step, inputs, by_layer=True)
         key = self.partitioner.key(seed)
         with jax.enable_x64(True):
@@ -136,11 +136,11 @@ class TaskRunner:
             return {name: np.asarray(x) for name, x in records.items()}
 
     def traced(self, step: Step, inputs: Batch, **settings: Any) -> Callable[..., Any]:
-        """Returns a step of the partitioner in float64, not compiled yet."""
+        """Returns a step of the partitioner that runs in float64, without compiling it."""
         return in_float64(step.function, *step.abstract(inputs), **settings)
 
     def batch(self, inputs: Batch) -> GlobalBatch:
-        """Places a batch on the mesh in float64. Padding rows are copies of the last row."""
+        """Places a batch on the mesh in float64; padding rows are copies of the last row."""
         num_rows = len(next(x for x in inputs.values() if x.ndim))
         missing = -num_rows % self.mesh.size
 
@@ -192,7 +192,7 @@ def _pad_and_place(tree: PyTree, structs: PyTree, padding: float) -> PyTree:
 
 
 def _compiler_options(mesh: Mesh) -> dict[str, int] | None:
-    """Returns options that make CPU programs compile a third faster; they only run a few times."""
+    """Returns options that reduce the compile time of CPU programs by a third."""
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     return {"xla_backend_optimization_level": 0} if is_cpu else None
 
@@ -210,7 +210,8 @@ def unpad(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
       tree: Padded NumPy arrays.
 
     Returns:
-      (unpadded tree, largest absolute value in the padding of each padded leaf by path).
+      (unpadded tree, dict that maps the path of each padded leaf to the largest absolute value in
+      its padding).
     """
     padding = {}
 
@@ -237,8 +238,9 @@ def on_mesh(
       job: Job that determines the axes of the mesh.
       task: Task to run.
       shape: Number of devices along each axis.
-      build: Function (task, mesh) that returns a partitioner; None for that of the job.
-      axis_types: Types of the mesh axes; None for those of the job.
+      build: Function that takes (task, mesh) and returns a partitioner, or None to build the job's
+        partitioner.
+      axis_types: Types of the mesh axes, or None for the job's types.
     """
     config = MeshConfig(
         ici_mesh_shape=tuple(shape), axis_names=tuple(job.mesh.axis_names),
@@ -252,7 +254,7 @@ def with_reported_gradients(task: Task, num_micro_batches: int | None = None) ->
 
     Args:
       task: The task.
-      num_micro_batches: Number of gradient accumulation steps; None for that of the learner.
+      num_micro_batches: Number of gradient accumulation steps, or None for the learner's number.
     """
     task, learner = copy.copy(task), copy.copy(task.learner)
     bind = task.learner.bind
@@ -273,7 +275,7 @@ class _ReportingLearner(BoundLearner):
 
 
 def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:
-    """Returns the arrays of a tree by path, with random keys as their data."""
+    """Maps paths to the arrays in a tree, converting random keys to their data."""
     leaves = {}
     for name, x in zip(names_of(tree), jax.tree.leaves(tree), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -288,7 +290,7 @@ def names_of(tree: PyTree) -> list[str]:
 
 
 def report(outputs: Mapping[str, Any]) -> Leaves:
-    """Returns the report of a step, with the keys of `TaskRunner.train`."""
+    """Returns the report of a step, with the keys documented in `TaskRunner.train`."""
     leaves = {}
     for name, (value, weight) in outputs["metrics"].items():
         leaves[f"metrics/{name}/value"] = np.asarray(value)

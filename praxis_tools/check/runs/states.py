@@ -1,4 +1,4 @@
-"""Creates the train states of a check: without all-zero weights, perturbed, or restacked."""
+"""Creates the train states for a check: without all-zero weights, perturbed, or restacked."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,14 +12,15 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_tools.check.runs.float64 import wide_dtype
 from praxis_tools.check.runs.on_mesh import Leaves, TaskRunner, leaves_of, names_of
 
-# Relative perturbation of weights that imitates rounding errors: four times float64's epsilon.
+# Relative perturbation of weights that simulates rounding errors: four times float64's epsilon.
 NUDGE = 2.0**-50
 
 
 def first_state(initial: TrainState, runner: TaskRunner) -> TrainState:
-    """Returns the state to train from, in float64, with all-zero weights replaced by random ones.
+    """Returns the float64 state to train from, in which no weight is zero everywhere.
 
-    An all-zero weight would hide the gradients of other weights.
+    All-zero weights are replaced by random values, because they would hide the gradients of other
+    weights.
 
     Args:
       initial: Initial state, as unpadded NumPy arrays.
@@ -46,7 +47,7 @@ def _with_fresh_slots(
         lambda x, shape: np.asarray(x, shape.dtype), mdl_vars["params"],
         layout.shapes.mdl_vars["params"],
     )
-    # Set the mesh as in a step, because an optimizer may use shard_map.
+    # Set the mesh as in a train step, because optimizers may use shard_map.
     with jax.sharding.use_abstract_mesh(runner.mesh.abstract_mesh):
         opt_states = jax.device_get(jax.jit(learner.init)(params))
     return jax.tree.map(_to_float64, TrainState(initial.step, mdl_vars, opt_states))
@@ -58,7 +59,7 @@ def nudge_state(state: TrainState, nudge: float = NUDGE, pattern: int = 5) -> Tr
     Args:
       state: NumPy state in float64.
       nudge: Relative size of the perturbation.
-      pattern: Seed that decides which elements are perturbed up and which down.
+      pattern: Seed that determines which elements are increased and which are decreased.
     """
     rng = np.random.default_rng(pattern)
 
@@ -77,10 +78,10 @@ def restack(state: TrainState, runner: TaskRunner) -> TrainState | None:
 
     Args:
       state: The state to convert.
-      runner: Runner of the task that takes the result.
+      runner: Runner of the task that the state is converted for.
 
     Returns:
-      The converted state, or None if the weights of the task differ in other ways.
+      The converted state, or None if the task's weights differ in other ways.
     """
     layout, params = runner.layout, state.mdl_vars["params"]
     shapes = layout.shapes.mdl_vars["params"]
@@ -102,10 +103,10 @@ def restack_like(names: Mapping[str, Any], leaves: Leaves) -> Leaves:
     """Stacks or unstacks leaves so that they have the given names.
 
     "blocks/3/w" is layer 3 of the stack "blocks/w" [layers, ...]. Names without a matching leaf are
-    left out.
+    omitted.
 
     Args:
-      names: Mapping whose keys are the names of the result.
+      names: Mapping whose keys are the names of the resulting leaves.
       leaves: The leaves to convert.
     """
     unstacked: dict[str, dict[int, np.ndarray]] = {}

@@ -1,4 +1,4 @@
-"""Chooses the newest state from which a job can resume: on disk, or in the memory of hosts."""
+"""Chooses the newest state from which a job can resume, on disk or in the memory of hosts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,18 +20,18 @@ from praxis_tools.elastic.store_messages import StoreClient
 
 
 class NewestState:
-    """The newest saved state of a job, the same in all processes.
+    """The newest saved state of a job, which is the same in all processes.
 
-    The state is chosen in the constructor. A complete peer save is preferred unless the disk has a
-    newer step, because it is read faster.
+    The state is chosen in the constructor. A complete peer save is preferred because it is faster
+    to read, unless a newer step is on disk.
 
     Args:
       checkpoints: Checkpoints on disk.
       stores: Stores of the members, in the order of their processes; empty without peer saves.
-      note: Prints a line, in the first process.
+      note: Prints a line in the first process.
 
     Attributes:
-      step: Step of the state; None if there is no state.
+      step: Step of the state, or None if there is no saved state.
       source: "peers", "disk" or "new".
     """
 
@@ -49,7 +49,7 @@ class NewestState:
                     note(line)
             choice = decision["choice"] and SaveChoice(*decision["choice"])
             step_on_disk = decision["on_disk"]
-        # Verifying a step on disk reads all of its files, so do it only if the step may be used.
+        # Verifying a step on disk reads all of its files, so only do this if it may be used.
         if choice is None or (step_on_disk is not None and step_on_disk > choice.step):
             self.step = checkpoints.latest_step()
         if choice is not None and (self.step is None or self.step <= choice.step):
@@ -61,15 +61,15 @@ class NewestState:
         return self.step
 
     def latest_data(self) -> Mapping[str, Any]:
-        """Returns the data that was saved with the state."""
+        """Returns the data saved with the state."""
         if self._peer_save:
             return self._peer_save.manifest["data"]
         return self._checkpoints.latest_data()
 
     def restore(self, layout: StateLayout, mesh: Mesh) -> Restored:
-        """Restores the state on a mesh, which may differ from the one it was saved on.
+        """Restores the state on a mesh, which may differ from the mesh it was saved on.
 
-        Raises the same errors as `Checkpoints.restore`.
+        This raises the same errors as `Checkpoints.restore`.
         """
         save = self._peer_save
         if not save:
@@ -80,7 +80,7 @@ class NewestState:
 
 
 def _decide(checkpoints: Checkpoints, stores: Sequence[StoreClient]) -> dict[str, Any]:
-    """Returns, as JSON values, the newest peer save, the lines to print and the step on disk."""
+    """Returns the newest peer save, the lines to print and the step on disk, as JSON values."""
     choice, lines = newest_complete_save(stores)
     if lines:
         lines = [f"the memory of hosts: {'; '.join(lines)}"]

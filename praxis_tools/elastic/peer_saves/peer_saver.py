@@ -30,24 +30,25 @@ _NOTE_SECONDS = 1.0  # Shorter waits for the previous save are not reported.
 
 
 class PeerSaver:
-    """Saves the state in the memory of hosts, in the background; a context manager.
+    """Context manager that saves the state in the memory of hosts, in the background.
 
-    Each process copies its pieces to the store of its own host and to that of another member, on
-    another host if there is one. After all processes have done so, the previous save is dropped. So
-    there is a complete save at any time, even if a host dies while saving. A save waits for the
-    previous one and is never skipped, which limits the number of steps that a death can cost.
+    Each process copies its pieces to the store on its own host and to the store of another member,
+    if possible on a different host. The previous save is dropped after all processes have done so.
+    Therefore, a complete save exists at any time, even if a host dies while saving. Saves wait for
+    the previous save and are never skipped, which limits the number of steps lost if a host dies.
 
     Args:
       assignment: Assignment of this worker.
       stores: Stores of all members, in the order of their processes.
       layout: Layout of the TrainState on the mesh.
-      mesh: Mesh that the state is on.
+      mesh: Mesh on which the state is placed.
       note: Prints a line.
-      exchange: Sends a text to all processes and returns the texts of all (`processes.exchange`).
-      process_of: Returns the process index of a device.
+      exchange: Sends a string to all processes and returns the strings from all processes
+        (`processes.exchange`).
+      process_of: Function that returns the process index of a device.
 
     Attributes:
-      step: Step of the last save that was started; 0 before the first.
+      step: Step of the last save that was started, or 0 before the first save.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class PeerSaver:
         Args:
           step: Number of the step.
           state: State after the step.
-          data: JSON values to save with the state, as for `Checkpoints.save`.
+          data: JSON values to save with the state, as in `Checkpoints.save`.
         """
         began = time.monotonic()
         self.wait()
@@ -87,7 +88,7 @@ class PeerSaver:
             self._has_noted_wait = True
             self._note(
                 f"training waits {seconds:.1f} s for the peer save of step {self.step}, because "
-                "saves take longer than the steps between them: increase "
+                "saves take longer than the steps between them. Increase "
                 "run.peer_save_every_steps"
             )
         manifest = {
@@ -107,7 +108,7 @@ class PeerSaver:
     def abandon_after(self, step: int) -> None:
         """Drops the saves of steps after `step`, because training is rolled back to it.
 
-        Otherwise the next generation would resume from them. All processes must call this.
+        Otherwise, the next generation would resume from them. All processes must call this.
         """
         self.wait()
         with contextlib.suppress(StoreFailed):
@@ -163,7 +164,7 @@ class PeerSaver:
 
 
 def _piece_records(pieces: Sequence[Piece], blocks: Sequence[memoryview]) -> list[dict[str, Any]]:
-    """Returns a record of each piece for the header, with its positions in array and data."""
+    """Returns a header record for each piece, with its positions in the array and the data."""
     records, offset = [], 0
     for piece, block in zip(pieces, blocks, strict=True):
         records.append({
@@ -175,7 +176,7 @@ def _piece_records(pieces: Sequence[Piece], blocks: Sequence[memoryview]) -> lis
 
 
 def stores_of(assignment: Assignment) -> list[StoreClient]:
-    """Returns clients of the stores of all members, in the order of their processes."""
+    """Returns clients for the stores of all members, in the order of their processes."""
     return [
         StoreClient(address, assignment.key, f"process {member}")
         for member, address in zip(assignment.members, assignment.stores, strict=True)
@@ -185,7 +186,7 @@ def stores_of(assignment: Assignment) -> list[StoreClient]:
 def neighbor_index(assignment: Assignment) -> int | None:
     """Returns the index of the member whose host stores a second copy of this member's pieces.
 
-    It is on another host if there is one. Returns None if there is no other member.
+    The member is on a different host if possible. The result is None if there is no other member.
     """
     num = len(assignment.members)
     others = [(assignment.index + distance) % num for distance in range(1, num)]

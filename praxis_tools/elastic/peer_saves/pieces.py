@@ -1,7 +1,7 @@
 """Divides a state into pieces: boxes of its unpadded arrays, each saved by a single process.
 
-The boxes are the shards on the mesh, cut into rows. A replicated shard is saved by one of the
-processes that have it, so that each process saves only a part of a replicated state.
+The boxes are the shards on the mesh, split into rows. A replicated shard is saved by only one of
+its processes, so that each process saves only a part of a replicated state.
 """
 
 import collections
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) along each dim.
-_MAX_BYTES = 2**24  # Limit for pieces with several rows, since readers may only need some of them.
+_MAX_BYTES = 2**24  # Limit for pieces with several rows, since readers may only need some rows.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Piece:
 
     Attributes:
       path: Path of the array.
-      device: Device of this process that has the data.
+      device: Device of this process that stores the data.
       box: Position in the unpadded array.
       local: Index in the shard on the device.
     """
@@ -50,10 +50,10 @@ def own_pieces(
     division.
 
     Args:
-      layout: Layout of a TrainState on the mesh. Its `step` is left out.
+      layout: Layout of a TrainState on the mesh. Its `step` is ignored.
       mesh: The mesh.
       process: Index of the process.
-      process_of: Returns the process index of a device.
+      process_of: Function that returns the process index of a device.
     """
     load: collections.Counter[int] = collections.Counter()
     pieces = []
@@ -70,7 +70,7 @@ def own_pieces(
 
 
 def _shards(leaf: LeafLayout, mesh: Mesh) -> Iterator[tuple[Box, list[jax.Device]]]:
-    """Yields each shard of a padded array, with the devices that have it."""
+    """Yields each shard of a padded array, with the devices that store it."""
     devices_of_box: dict[Box, list[jax.Device]] = {}
     indices = NamedSharding(mesh, leaf.spec).devices_indices_map(leaf.padded_shape)
     for device, index in indices.items():
@@ -103,7 +103,7 @@ def _volume(box: Box) -> int:
 def covers(boxes: list[Box], shape: tuple[int, ...]) -> bool:
     """Returns whether boxes cover an entire array.
 
-    Boxes from the same mesh are either equal or disjoint, so it is enough to add up their volumes.
+    Boxes from the same mesh are either equal or disjoint, so it is sufficient to sum their volumes.
     """
     return sum(map(_volume, set(boxes))) == _volume(tuple((0, dim) for dim in shape))
 
@@ -111,7 +111,7 @@ def covers(boxes: list[Box], shape: tuple[int, ...]) -> bool:
 def copy_to_host(pieces: list[Piece], arrays: dict[str, jax.Array]) -> list[np.ndarray]:
     """Returns the values of pieces in host memory. The arrays may be donated afterwards.
 
-    On CPU, the values are views of device buffers, which XLA does not reuse as long as they exist.
+    On CPU, the values are views of device buffers, which XLA does not reuse while the views exist.
     """
     shards = {}
     for path in dict.fromkeys(piece.path for piece in pieces):

@@ -1,4 +1,4 @@
-"""Finds the newest complete save in the memory of hosts, and reads its arrays."""
+"""Finds the newest complete save in the memory of hosts and reads its arrays."""
 
 import collections
 import dataclasses
@@ -18,13 +18,13 @@ _NUM_THREADS = 16
 
 
 class SaveChoice(NamedTuple):
-    """A complete save. In JSON it is a list, from which `SaveChoice(*list)` restores it.
+    """A complete save, represented in JSON as the list of its fields.
 
     Attributes:
-      generation: Generation that saved it.
+      generation: Generation that saved the state.
       number: Number of the save within the generation.
       step: Step of the state.
-      holders: For each part, its origin and the indices of the stores that have it.
+      holders: For each part, its origin and the indices of the stores that contain it.
     """
 
     generation: int
@@ -39,8 +39,8 @@ def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | No
     All stores verify their parts at the same time.
 
     Returns:
-      (save, reasons): The save, or None if there is none, and the reasons why newer saves cannot be
-      used.
+      (save, reasons): The save, or None if no save is complete, and the reasons why newer saves
+      cannot be used.
     """
     reasons: list[str] = []
     found: dict[tuple[int, int], dict[int, list[int]]] = collections.defaultdict(dict)
@@ -64,12 +64,12 @@ def newest_complete_save(stores: Sequence[StoreClient]) -> tuple[SaveChoice | No
         if all(covers(*leaf) for leaf in _boxes(headers)):
             return SaveChoice(generation, number, step, list(holders.items())), reasons
         missing = [f"process {member}" for member in members if member not in holders]
-        reasons.append(f"no host has the part of {' and '.join(missing)} of step {step} any more")
+        reasons.append(f"no host has the part of {' and '.join(missing)} of step {step} any longer")
     return None, reasons
 
 
 def _try(call: Callable[[], Any]) -> Any:
-    """Returns the result of a call, or the message if it raises StoreFailed."""
+    """Returns the result of a call, or the error message if it raises StoreFailed."""
     try:
         return call()
     except StoreFailed as failed:
@@ -80,7 +80,7 @@ def _verify(
     stores: Sequence[StoreClient], generation: int, number: int,
     holders: Mapping[int, Sequence[int]],
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """Returns the holders of undamaged parts, and messages about damaged ones."""
+    """Returns the holders of undamaged parts, and messages about damaged parts."""
     copies = [(origin, index) for origin, indices in holders.items() for index in indices]
 
     def verify(copy: tuple[int, int]) -> Any:
@@ -130,10 +130,10 @@ class StoredSave:
     Attributes:
       step: Step of the state.
       manifest: Manifest, as in a checkpoint.
-      arrays: Arrays by path, which are read on demand.
+      arrays: Maps paths to arrays, which are read on demand.
 
     Raises:
-      PeerLost: A part is not available any more, so another save must be chosen.
+      PeerLost: A part is no longer available, so a different save must be chosen.
     """
 
     def __init__(self, stores: Sequence[StoreClient], own: int, choice: SaveChoice):
@@ -148,8 +148,8 @@ class StoredSave:
         for (save, indices), header in zip(parts, headers, strict=True):
             if header is None:
                 raise PeerLost(
-                    f"The part of process {save.origin} of step {self.step} is not in the memory "
-                    "of hosts any more."
+                    f"The part of process {save.origin} of step {self.step} is no longer in the "
+                    "memory of hosts."
                 )
             holders = [stores[index] for index in indices]
             for piece in header["pieces"]:

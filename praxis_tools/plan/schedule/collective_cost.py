@@ -1,4 +1,4 @@
-"""Cost model of collectives: seconds from the bytes sent, the links in use and the hops."""
+"""Cost model for collectives, based on the bytes sent, the links in use and the hops."""
 
 import dataclasses
 import re
@@ -12,8 +12,8 @@ from praxis_tools.plan.chips import Chip
 from praxis_tools.plan.costs import Efficiencies, bytes_of
 from praxis_tools.plan.topology import PhysicalMesh
 
-# All devices of a chip receive the same result, or add to the same sum, so the data crosses each
-# of the chip's links once for all of them.
+# In these collectives, all devices of a chip receive the same result or add to the same sum, so the
+# data crosses each of the chip's links only once.
 _SHARED_BY_CHIP = ("all-gather", "all-reduce", "reduce-scatter")
 
 
@@ -27,8 +27,8 @@ class CollectiveSpec:
       group_size: Number of devices in each replica group.
       axes: Mesh axes along which the collective runs.
       num_links: Number of links that carry data at the same time, counting one per direction.
-      devices_per_chip: Number of devices of a group on each chip. They share the chip's links.
-      is_ring: Whether the links form rings. On a line, half of the links are idle.
+      devices_per_chip: Number of devices in a group that share a chip and its links.
+      is_ring: Whether the links form rings. If they form lines, half of them are idle.
       crosses: Whether the collective leaves its slice (TPU) or node (GPU).
     """
 
@@ -63,7 +63,7 @@ class CollectiveSpec:
 
 
 def collective_seconds(spec: CollectiveSpec, chip: Chip, efficiencies: Efficiencies) -> float:
-    """Returns how long a collective takes on idle links: bytes / bandwidth plus latency per hop."""
+    """Returns the seconds of a collective on idle links: bytes / bandwidth + latency per hop."""
     if spec.group_size <= 1 and spec.kind != "collective-permute":
         return 0.0
     if spec.crosses:
@@ -81,7 +81,7 @@ def collective_seconds(spec: CollectiveSpec, chip: Chip, efficiencies: Efficienc
 
 
 def is_slice_transfer(instruction: Instruction) -> bool:
-    """Returns whether an instruction is a TPU's `send` to another slice, ended by `send-done`."""
+    """Returns whether an instruction is a TPU's `send` to another slice."""
     return instruction.opcode == "send" and "_xla_megascale_transfer_type" in instruction.attributes
 
 
@@ -89,7 +89,7 @@ def collective_spec(
     instruction: Instruction, computation: Computation, program: Program, chip: Chip,
     mesh: PhysicalMesh, *, in_fusion: bool, both_links: bool,
 ) -> CollectiveSpec:
-    """Reads the cost-relevant properties of a collective from its HLO instruction.
+    """Extracts the cost-relevant properties of a collective from its HLO instruction.
 
     Args:
       instruction: The collective, or the `send` of a transfer between slices.
@@ -98,7 +98,7 @@ def collective_spec(
       chip: Chip for which the program was compiled.
       mesh: Positions of the devices in the topology.
       in_fusion: Whether `computation` is the body of a fusion.
-      both_links: Whether a collective-permute uses the links of both directions.
+      both_links: Whether a collective-permute uses the links in both directions.
 
     Returns:
       The spec, with bytes per device.
@@ -136,7 +136,7 @@ def _links(
     instruction: Instruction, kind: str, groups: np.ndarray | None, chip: Chip, mesh: PhysicalMesh,
     both_links: bool,
 ) -> tuple[int, bool]:
-    """Returns how many links a collective uses at the same time, and whether they form rings."""
+    """Returns how many links a collective uses simultaneously, and whether they form rings."""
     if not chip.torus_dims:
         return 1, True
     if kind == "collective-permute":

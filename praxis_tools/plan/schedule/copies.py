@@ -1,6 +1,6 @@
 """Models asynchronous copies: between HBM and VMEM, and between a device and its host.
 
-Copies within a device compete with the running instructions for the bandwidth of HBM.
+Copies within a device compete with the running instructions for HBM bandwidth.
 """
 
 import re
@@ -12,20 +12,20 @@ from praxis_tools.explain.hlo_text import Computation, Instruction, arrays_of
 HBM_COPY_STARTS, HBM_COPY_DONES = ("copy-start", "slice-start"), ("copy-done", "slice-done")
 TO_HOST, FROM_HOST = "copy to the host", "copy from the host"
 _ARRAY = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?")
-_HOST_MEMORY_SPACE = "S(5)"  # Part of an array's layout if the array is in host memory.
+_HOST_MEMORY_SPACE = "S(5)"  # Appears in the layout of arrays in host memory.
 
 
 class HostCopy(NamedTuple):
-    """A copy between a device and its host. `kind` is TO_HOST or FROM_HOST."""
+    """A copy between a device and its host (`kind` is TO_HOST or FROM_HOST)."""
 
     kind: str
     bytes: int
 
 
 def host_copy(instruction: Instruction, computation: Computation) -> HostCopy | None:
-    """Returns the host copy that an instruction performs or starts, or None if it is not a copy.
+    """Returns the host copy that an instruction performs or starts, or None for other instructions.
 
-    The instruction copies an entire array, or a slice of one, such as one layer of a stack.
+    Host copies copy either an entire array or a slice of it, such as one layer of a stack.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
@@ -48,7 +48,7 @@ def host_copy(instruction: Instruction, computation: Computation) -> HostCopy | 
 
 
 def bytes_in_hbm(shape: str) -> int:
-    """Returns the bytes of the arrays in HBM, whose layouts do not name a memory space."""
+    """Returns the bytes of the arrays in HBM, whose layouts have no memory space."""
     return sum(
         sum(array.bytes for array in arrays_of(text))
         for text in _ARRAY.findall(shape) if not re.search(r"S\(\d+\)", text)
@@ -56,10 +56,10 @@ def bytes_in_hbm(shape: str) -> int:
 
 
 class HbmTraffic:
-    """Splits the HBM bandwidth of a device between instructions and asynchronous copies.
+    """Divides the HBM bandwidth of a device between instructions and asynchronous copies.
 
-    Instructions take precedence. The remaining bandwidth goes to the copies in the order in which
-    they started.
+    Instructions take precedence. Copies use the remaining bandwidth in the order in which they
+    were started.
 
     Args:
       bandwidth: Bandwidth of the HBM, in bytes per second.
@@ -68,24 +68,24 @@ class HbmTraffic:
     def __init__(self, bandwidth: float):
         self.bandwidth = bandwidth
         self._started_bytes, self._moved_bytes = 0.0, 0.0
-        # Copies complete in order, so a copy is done once `_moved_bytes` reaches its value here.
-        # The keys are the names of the start instructions.
+        # Maps start instructions to the value of `_moved_bytes` at which the copy is done. Copies
+        # complete in order.
         self._done_at_bytes: dict[str, float] = {}
 
     def start(self, copy: Instruction) -> None:
-        """Starts a copy. A copy from HBM to HBM counts its bytes twice: read and written."""
+        """Starts a copy. A copy from HBM to HBM both reads and writes its bytes there."""
         source_and_target = _ARRAY.findall(copy.shape)[:2]
         size = min(sum(array.bytes for array in arrays_of(text)) for text in source_and_target)
         self._started_bytes += size * sum(bytes_in_hbm(text) > 0 for text in source_and_target)
         self._done_at_bytes[copy.name] = self._started_bytes
 
     def advance(self, seconds: float, instruction_bytes: int = 0) -> None:
-        """Advances the clock by an instruction that itself moves `instruction_bytes`."""
+        """Advances the clock by the time of an instruction that moves `instruction_bytes`."""
         free_bytes = max(0.0, seconds * self.bandwidth - instruction_bytes)
         self._moved_bytes = min(self._started_bytes, self._moved_bytes + free_bytes)
 
     def wait_for(self, start: str) -> float:
-        """Advances the clock until a copy completes, and returns the seconds waited.
+        """Advances the clock until a copy completes, and returns the waiting time in seconds.
 
         Args:
           start: Name of the instruction that started the copy.

@@ -16,10 +16,10 @@ from praxis_tools.plan.schedule.copies import HostCopy, host_copy
 
 
 class NestedCollective(NamedTuple):
-    """A collective inside a fusion or call, with the computation that contains it.
+    """A collective inside a fusion or call, together with the computation that contains it.
 
-    The TPU compiler may spread one collective over several fusions, each with a copy of the
-    instruction. The copies have the same `chain`.
+    The TPU compiler may spread one collective over several fusions, each of which contains a copy
+    of the instruction. All copies have the same `chain`.
     """
 
     chain: str
@@ -35,7 +35,7 @@ class NestedTransfers:
         self._in_fusion: dict[str, list[NestedCollective]] = {}
 
     def in_fusion(self, fusion: Instruction) -> list[NestedCollective]:
-        """Returns the collectives inside a fusion, or an empty list for any other instruction."""
+        """Returns the collectives inside a fusion, or an empty list for other instructions."""
         if fusion.opcode != "fusion":
             return []
         if fusion.name not in self._in_fusion:
@@ -58,7 +58,7 @@ class NestedTransfers:
                     yield from self._collectives(callee)
 
     def in_async_call(self, call: Instruction) -> tuple[Instruction, Computation] | None:
-        """Returns the collective that an asynchronous call performs (GPU, SparseCore), or None.
+        """Returns the collective of an asynchronous call (GPU, SparseCore), or None.
 
         On a SparseCore, the collective is one level deeper, inside a custom call.
         """
@@ -74,7 +74,7 @@ class NestedTransfers:
         return None
 
     def host_copy_in_async_call(self, call: Instruction) -> HostCopy | None:
-        """Returns the host copy that an asynchronous call performs, or None."""
+        """Returns the host copy of an asynchronous call, or None."""
         computations = [self._program.computations[name] for name in callees(call, "calls")]
         copies = (host_copy(root_of(computation), computation) for computation in computations)
         return next(filter(None, copies), None)

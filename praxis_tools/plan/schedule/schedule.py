@@ -1,10 +1,10 @@
-"""Simulates a compiled step: when each instruction runs, and how long it waits for transfers.
+"""Simulates a compiled step: when each instruction runs and how long it waits for transfers.
 
-Instructions run one after another, in the order of the compiled program. In the background, four
-resources carry transfers, each resource one transfer at a time: the links within a slice, the
-network between slices, and the host link in each direction. A transfer overlaps with all
+Instructions run one after another, in the order of the compiled program. Transfers run in the
+background on four resources: the links within a slice, the network between slices, and the host
+link in each direction. Each resource carries one transfer at a time. A transfer overlaps with all
 instructions between its start and its end instruction. If it has not finished by then, the device
-waits; that waiting time is the exposed part of the transfer.
+waits; this waiting time is called exposed.
 
 Start reading at `_ComputationRun`, which advances the clock and has one method per kind of
 instruction. `_Scheduler` adds the costs to the timeline. The cost model is in costs.py
@@ -66,10 +66,10 @@ def schedule(
       chip: Chip for which the program was compiled.
       mesh: Positions of the devices in the topology.
       efficiencies: Fractions of the chip's peak rates that programs reach.
-      both_links: Whether a collective-permute uses both directions of a ring, that is, two links.
+      both_links: Whether a collective-permute uses two links, one in each direction of a ring.
       loop_body: Name of a loop's body. If given, one iteration of this loop is simulated instead
         of the entire program.
-      skipped_loop: Name of the body of a loop to leave out.
+      skipped_loop: Name of the body of a loop that is excluded from the simulation.
     """
     program = parse(text)
     scheduler = _Scheduler(program, chip, mesh, efficiencies, both_links, skipped_loop)
@@ -91,11 +91,11 @@ class _Scheduler:
         self.hbm = HbmTraffic(chip.hbm_bandwidth * efficiencies.hbm)
 
     def run(self, name: str, count: int) -> float:
-        """Adds `count` runs of a computation to the timeline, and returns the seconds of one."""
+        """Adds `count` runs of a computation to the timeline, and returns the seconds per run."""
         return _ComputationRun(self, name, count).seconds()
 
     def seconds_off_timeline(self, name: str) -> float:
-        """Returns the seconds of one run of a computation, without adding it to the timeline."""
+        """Returns the seconds per run of a computation, without adding it to the timeline."""
         return _Scheduler(
             self.program, self.chip, self.mesh, self.efficiencies, self.both_links,
             self.skipped_loop,
@@ -121,7 +121,7 @@ class _Scheduler:
     def add_seconds(
         self, instruction: Instruction, seconds: float, *, is_compute: bool = False
     ) -> None:
-        """Adds an instruction's time to the timeline, as compute or as memory time."""
+        """Adds an instruction's time to the timeline, as either compute or memory time."""
         if not seconds:
             return
         if is_compute:
@@ -131,7 +131,7 @@ class _Scheduler:
         self.timeline.instruction_seconds[instruction.name] += seconds
 
     def _add_flops(self, instruction: Instruction, computation: Computation, count: int) -> int:
-        """Adds the matmul flops of an instruction `count` times, and returns them once.
+        """Adds `count` times the matmul flops of an instruction; returns its flops per execution.
 
         For a fusion, these are the flops of the fused instructions.
         """
@@ -162,12 +162,12 @@ class _Scheduler:
           instruction: The collective.
           computation: Computation that contains the collective.
           count: Number of executions to add.
-          fusion: Last fusion that carries the collective; None if it is not fused.
+          fusion: Last fusion that contains the collective; None if it is not fused.
           outer: Computation that contains `fusion`.
 
         Returns:
-          (resource, seconds, transfer): The resource that the collective occupies, the seconds of
-          one execution, and its entry in the timeline.
+          (resource, seconds, transfer): The resource that the collective occupies, the seconds per
+          execution, and its entry in the timeline.
         """
         spec = collective_spec(
             instruction, computation, self.program, self.chip, self.mesh,
@@ -202,14 +202,14 @@ class _Scheduler:
         self, instruction: Instruction, computation: Computation, outer_instruction: Instruction,
         outer: Computation,
     ) -> str:
-        """Returns the layer of an instruction, or else the layer nearest to the outer one."""
+        """Returns the layer of an instruction; if unknown, a layer near the outer instruction."""
         return (
             layer_of(self.program, instruction, computation)
             or nearest_layer(self.program, outer_instruction, outer) or "unknown"
         )
 
     def costliest_branch(self, conditional: Instruction) -> str:
-        """Returns the computation of the slowest branch, not counting its collectives."""
+        """Returns the computation of the slowest branch, ignoring collectives."""
         def cost(name: str) -> float:
             computation = self.program.computations[name]
             return sum(
@@ -229,20 +229,21 @@ class _Scheduler:
 
 
 class _ComputationRun:
-    """Simulates one run of a computation: a clock and the transfers in flight.
+    """Simulates one run of a computation, with a clock and the transfers in flight.
 
-    Costs are added to the timeline for `count` identical runs.
+    The costs of `count` identical runs are added to the timeline.
     """
 
     def __init__(self, scheduler: _Scheduler, name: str, count: int):
         self._scheduler, self._count = scheduler, count
         self._computation = scheduler.program.computations[name]
         self._now = 0.0
-        self._free_at: dict[str, float] = collections.defaultdict(float)  # By resource.
-        # Transfers in flight: the time at which each ends, and its entry in the timeline. The key
-        # is the name of the start instruction, or the chain of a fused collective.
+        # Maps each resource to the time at which it becomes free.
+        self._free_at: dict[str, float] = collections.defaultdict(float)
+        # Maps each transfer in flight to the time at which it ends and its entry in the timeline.
+        # The key is the name of the start instruction, or the chain of a fused collective.
         self._in_flight: dict[str, tuple[float, Transfer]] = {}
-        # A SparseCore's async-start has no operands. The collective starts at the async-update
+        # A SparseCore's async-start has no operands; the collective starts at the async-update
         # that passes the data.
         self._sparsecore_calls: dict[str, tuple[Instruction, Computation]] = {}
         # A fused collective ends with the last fusion of its chain.
@@ -310,8 +311,8 @@ class _ComputationRun:
         program, count = self._scheduler.program, self._count
         trips = trip_count(program, self._computation, loop)
         if trips is None and is_extra_exchange(program, loop):
-            # This loop does not run if the expert loads are even. The plan reports separately how
-            # much time each round would add.
+            # This loop does not run if the expert loads are even. The plan reports the time that
+            # each round would add separately.
             self._scheduler.timeline.expert_turn_seconds += (
                 self._scheduler.seconds_off_timeline(body) * count
             )
@@ -320,7 +321,7 @@ class _ComputationRun:
         self._now += trips * self._scheduler.run(body, count * trips)
 
     def _compute(self, instruction: Instruction) -> None:
-        """Simulates an instruction that computes, overlapped with the collectives fused into it."""
+        """Simulates a compute instruction, overlapped with the collectives fused into it."""
         collectives = self._scheduler.nested.in_fusion(instruction)
         new_chains = {collective.chain for collective in collectives} - self._in_flight.keys()
         for chain, inner, computation in collectives:
@@ -358,7 +359,7 @@ class _ComputationRun:
         self._in_flight[key] = self._free_at[resource], transfer
 
     def _wait(self, instruction: Instruction, key: str) -> None:
-        """Waits for the transfer in flight under `key` and counts the waiting time as exposed."""
+        """Waits for the transfer `key`, and counts the waiting time as exposed."""
         end, transfer = self._in_flight.pop(key)
         exposed = max(0.0, end - self._now)
         transfer.exposed_seconds += exposed * self._count

@@ -1,4 +1,4 @@
-"""The result of a simulation: a step's time in compute, memory, collectives and host copies."""
+"""The result of a simulation: a step's time for compute, memory, collectives and host copies."""
 
 import collections
 import dataclasses
@@ -6,7 +6,7 @@ import dataclasses
 
 @dataclasses.dataclass
 class Transfer:
-    """Totals over all executions of one layer's collectives, or host copies, of the same kind.
+    """Totals over all collectives (or host copies) of one kind in one layer.
 
     Attributes:
       kind: One of `hlo.KINDS`, or the kind of a `copies.HostCopy`.
@@ -16,7 +16,7 @@ class Transfer:
       bytes: Bytes of the results on one device.
       wire_bytes: Bytes that each device sends.
       seconds: Time on the links in seconds, including the part that overlaps with compute.
-      exposed_seconds: The part of `seconds` during which the device waits.
+      exposed_seconds: Time during which the device waits for the transfer.
       crosses: Whether the collective leaves its slice (TPU) or node (GPU).
       instructions: Names of the instructions that start or end the transfer.
     """
@@ -33,7 +33,7 @@ class Transfer:
     instructions: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, count: int, seconds: float, sent_bytes: float, result_bytes: int) -> None:
-        """Adds `count` executions. The other arguments are per execution."""
+        """Adds `count` executions; the other arguments are per execution."""
         self.count += count
         self.seconds += seconds * count
         self.wire_bytes += sent_bytes * count
@@ -51,13 +51,13 @@ class Timeline:
       flops: Matmul flops, including those of kernels.
       kernel_flops: Matmul flops in attention kernels and grouped matmuls.
       recomputed_flops: Matmul flops that the backward pass recomputes (remat).
-      flops_by_type: Matmul flops for each element type, by XLA's name of the type.
-      unknown_kernels: Names of kernels whose cost is unknown. They count as zero seconds.
-      collectives: Totals of the collectives, by (kind, axes, layer).
-      host_copies: Totals of the copies between device and host, by the same key.
-      expert_turn_seconds: Time of one extra round of all-to-all exchanges between experts, which
-        only uneven loads need (`layers/moe/exchange.py`). It is not part of `seconds`, and 0 if
-        the program has no such exchanges.
+      flops_by_type: Maps XLA's name for each element type to its matmul flops.
+      unknown_kernels: Names of kernels of unknown cost, which are counted as zero seconds.
+      collectives: Maps (kind, axes, layer) to the totals of its collectives.
+      host_copies: Maps (kind, axes, layer) to the totals of its copies between device and host.
+      expert_turn_seconds: Time of one extra round of all-to-alls between experts, which is only
+        needed if loads are uneven (`layers/moe/exchange.py`). It is not included in `seconds`, and
+        is 0 if the program has no such rounds.
       instruction_seconds: Time of each instruction that is not a transfer, by its name.
     """
 

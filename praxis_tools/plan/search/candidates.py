@@ -24,11 +24,11 @@ _MAX_MDL = 32
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A candidate layout of a job, with estimates by formulas.
+    """A candidate layout of a job, with formula-based estimates.
 
     Attributes:
       settings: Values of --set that select the layout.
-      layout: The layout in terms of the formulas.
+      layout: The layout as an input of the formulas.
       preset: Name of the sharding preset, or a description of the pipeline schedule.
       seconds: Estimated time of a train step.
       bytes: Estimated peak memory per device.
@@ -49,9 +49,9 @@ class Candidate:
 
 
 def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterator[Candidate]:
-    """Yields every valid combination of mesh, preset, remat policy and number of micro-batches.
+    """Yields all valid combinations of mesh, preset, remat policy and number of micro-batches.
 
-    For an experiment with a pipeline, yields pipeline schedules on the experiment's mesh instead.
+    If the experiment has a pipeline, yields pipeline schedules on the experiment's mesh instead.
     """
     dcn = math.prod(config.mesh.dcn_mesh_shape or (1,))
     per_slice = len(topology.devices) // dcn
@@ -90,7 +90,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
 def _pipelines(
     config: "fdl.Config", shape: Shape, topology: Topology, paths: Sequence[str]
 ) -> Iterator[Candidate]:
-    """Yields pipeline schedules on the experiment's mesh, with its weight splits."""
+    """Yields pipeline schedules on the experiment's mesh, keeping its weight splits."""
     (path,) = paths_of(config.task, "num_microbatches", "task")
     stack = path.removesuffix(".num_microbatches")
     pipeline = config
@@ -120,9 +120,10 @@ def _pipelines(
 
 
 def diversify(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Reorders candidates so that those at the front differ in preset and remat policy.
+    """Reorders candidates so that the first ones differ in preset and remat policy.
 
-    The best candidates of every (preset, policy) come first, then all second best, and so on.
+    The best candidate for each (preset, policy) comes first, then the second best candidate for
+    each, and so on.
     """
     num_seen: Counter[tuple[str, str]] = Counter()
     rounds = []
@@ -135,7 +136,7 @@ def diversify(ranked: Sequence[Candidate]) -> list[Candidate]:
 
 
 def paths_of(config: Any, argument: str, path: str) -> Iterator[str]:
-    """Yields the path of every argument with the given name in a config and its subconfigs."""
+    """Yields the paths of all arguments with the given name in a config and its subconfigs."""
     if isinstance(config, fdl.Buildable):
         if argument in _arguments(config):
             yield f"{path}.{argument}"

@@ -3,7 +3,7 @@
 The formulas are from the scaling book (https://jax-ml.github.io/scaling-book, "Sharded matrices"
 and "Training"): 6 flops per weight and token; FSDP gathers weights twice and scatters gradients
 once per step; tensor parallelism gathers and scatters activations around each half of a block.
-They only rank the candidates of a search. Plans come from compiled programs.
+They are only used to rank the candidates of a search; plans are derived from compiled programs.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from praxis_tools.plan.chips import Chip
 from praxis_tools.plan.costs import FITTED
 
 BF16, F32 = 2, 4
-# Maps a checkpoint_policy to the activations that it saves per block and token, as (multiple of
-# model_dims, multiple of hidden_dims), and the fraction of forward matmuls that are recomputed.
+# Maps each checkpoint_policy to (multiple of model_dims saved, multiple of hidden_dims saved,
+# fraction of forward matmuls recomputed). Saved activations are per block and token.
 POLICIES: dict[str, tuple[float, float, float]] = {
     "save_nothing": (1, 0, 1.0),
     "save_qkv_out_proj_separate": (5, 0, 0.7),
@@ -38,7 +38,7 @@ class Shape:
       num_layers: Number of transformer blocks.
       model_dims: Width of the residual stream.
       hidden_dims: Width of the feed-forward layers.
-      vocab_size: Number of ids.
+      vocab_size: Number of token ids.
       slots: Number of elements that the optimizer stores per weight (Adam: 2).
       rows: Number of rows in a global batch.
       tokens_per_row: Number of tokens in each row.
@@ -62,7 +62,7 @@ class Layout:
       replica: Number of devices along the axis over which weights are replicated.
       data: Number of devices along the axis that splits rows and, with FSDP, weights.
       mdl: Number of devices along the model axis.
-      mdl_splits: Dim of activations that `mdl` splits: "rows", "features" (tensor parallelism) or
+      mdl_splits: Activation dim that `mdl` splits: "rows", "features" (tensor parallelism) or
         "time" (context parallelism).
       gathers_weights: Whether weights are split over `data` and gathered for each layer (FSDP).
       policy: Remat policy, a key of POLICIES.
@@ -88,17 +88,17 @@ class Layout:
 
 
 def step_seconds(shape: Shape, layout: Layout, chip: Chip) -> float:
-    """Returns the estimated time of a train step.
+    """Estimates the seconds of a train step.
 
-    The transfers of weights overlap with matmuls, so only the slower of the two counts. Matmuls
-    wait for the transfers of activations.
+    Weight transfers overlap with matmuls, so only the slower of the two is counted. Activation
+    transfers do not overlap, because matmuls wait for them.
     """
     tokens = _tokens_per_device(shape, layout) * layout.micro_batches
     *_, recomputed = POLICIES[layout.policy]
     flops = (6 + 2 * recomputed) * shape.parameters * tokens
     attention = shape.num_layers * shape.model_dims * shape.tokens_per_row / 2
     flops += (12 + 4 * recomputed) * attention * tokens
-    # An entire model reaches 0.75 of the peak, in the compiler's cycles.
+    # Complete models reach 75% of the peak, according to the compiler's cycle estimates.
     matmul_seconds = flops / chip.peak() / (0.75 * FITTED.cycles)
     num_links = 2 if chip.torus_dims else 1
     bandwidth = num_links * chip.link_bandwidth * FITTED.link
@@ -110,13 +110,13 @@ def step_seconds(shape: Shape, layout: Layout, chip: Chip) -> float:
 
 
 def peak_bytes(shape: Shape, layout: Layout) -> float:
-    """Returns the estimated bytes per device of state, gradients, activations and logits."""
+    """Estimates the bytes per device for state, gradients, activations and logits."""
     weights = _weights_per_device(shape, layout)
     per_model, per_hidden, _ = POLICIES[layout.policy]
     tokens = _tokens_per_device(shape, layout)
     features = layout.tensor_size
     saved = per_model * shape.model_dims + per_hidden * shape.hidden_dims
-    # `mdl` splits a device's tokens between blocks, and features within them.
+    # `mdl` splits tokens between blocks, and features within blocks.
     activations = shape.num_layers * tokens * BF16 * saved
     one_layer = BF16 * shape.parameters / max(shape.num_layers, 1) / features
     block = tokens * BF16 * (8 * shape.model_dims + 4 * shape.hidden_dims / features)
@@ -128,7 +128,7 @@ def peak_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def _tokens_per_device(shape: Shape, layout: Layout) -> float:
-    """Returns the tokens per device of a micro-batch, including padding rows."""
+    """Returns the number of tokens per device in a micro-batch, including padding rows."""
     mdl_over_rows = layout.mdl if layout.mdl_splits == "rows" else 1
     devices = layout.replica * layout.data * mdl_over_rows
     rows = math.ceil(shape.rows / layout.micro_batches / devices)
@@ -158,11 +158,11 @@ def _bytes_for_activations(shape: Shape, layout: Layout, recomputed: float) -> f
         return 0.0
     tokens = _tokens_per_device(shape, layout)
     if layout.mdl_splits == "features":
-        tokens *= layout.mdl  # A layer's features are gathered for all tokens of the group.
+        tokens *= layout.mdl  # Features are gathered for all tokens of the group.
     sent = tokens * shape.model_dims * BF16 * (layout.mdl - 1) / layout.mdl
-    # A block has four transfers in each of the forward, the backward and the recomputed forward
-    # pass. For "features", these are a gather and a scatter around each half of the block. For
-    # "time", they re-split queries, keys, values and outputs from time to heads (Ulysses).
+    # Each block has four transfers in the forward pass, in the backward pass and in the recomputed
+    # forward pass. For "features", they are a gather and a scatter around each half of the block.
+    # For "time", they reshard queries, keys, values and outputs between time and heads (Ulysses).
     return 4 * (2 + recomputed) * sent * shape.num_layers * layout.micro_batches
 
 
@@ -174,8 +174,8 @@ def bubble_share(model: Any, rows: int) -> float | None:
       rows: Number of rows in a global batch.
 
     Returns:
-      The largest fraction over all pipelines of the model; None if it has no pipeline or is not an
-      NNX module.
+      The largest fraction of all pipelines in the model, or None if the model has no pipeline or is
+      not an NNX module.
     """
     module = model.abstract_module()
     if module is None:
@@ -194,6 +194,6 @@ def _bubble_share(pipeline: Pipeline, rows: int) -> float:
     schedule = Schedule(pipeline.num_stages, num_microbatches, pipeline.circular_repeat)
     if pipeline.split_backward:
         # The backward pass recomputes the forward pass, so there are two forward ticks for each
-        # tick of gradients of inputs, and of weights.
+        # tick that computes input gradients and each tick that computes weight gradients.
         return schedule.split_bubble_share(forward=2.0)
     return schedule.bubble_share

@@ -1,4 +1,4 @@
-"""Chooses the mesh of a job for a given set of devices: the fastest valid mesh, by formulas."""
+"""Chooses a job's mesh for a given set of devices, with formula-based step time estimates."""
 
 import dataclasses
 import math
@@ -28,21 +28,21 @@ from praxis_tools.plan.predict import num_units
 from praxis_tools.plan.search.formulas import Layout, Shape, peak_bytes, step_seconds
 from praxis_tools.plan.topology import attached_topology
 
-_DEFAULT_CHIP = CHIPS["h100"]  # Used for accelerators that `CHIPS` lacks.
-_TIME_TOLERANCE = 0.01  # Step times count as equal if they differ by less than this fraction.
+_DEFAULT_CHIP = CHIPS["h100"]  # Used for accelerators that are not in `CHIPS`.
+_TIME_TOLERANCE = 0.01  # Step times that differ by less than this fraction are considered equal.
 _NUM_SLOTS = 2  # The formulas assume Adam: two elements per weight.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A candidate mesh, with estimates of a train step on it.
+    """A candidate mesh, with estimates for a train step.
 
     Attributes:
-      mesh: The mesh.
-      keeps_slices: Whether the mesh has as many slices as the devices.
+      mesh: The candidate mesh.
+      keeps_slices: Whether the mesh has as many slices as the set of devices.
       seconds: Estimated time of a train step.
       bytes: Estimated peak memory per device.
-      distance: Distance to the mesh of the experiment, the sum over axes of
+      distance: Distance to the mesh of the experiment: the sum over all axes of
         |log(size / size in the experiment)|.
     """
 
@@ -56,14 +56,14 @@ class _Candidate:
 def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
     """Chooses a mesh for these devices, with the same axis names as the mesh of the job.
 
-    Every factorization of the number of devices over the axes is a candidate. Returns the fastest
-    candidate, by formulas, that is valid for the task and the data and whose state fits in memory.
-    Of equally fast candidates, the one closest to the mesh of the job is preferred. Nothing is
-    compiled.
+    Every factorization of the number of devices over the axes is a candidate. Candidates are valid
+    if they are compatible with the task and the data, and if the state fits in memory. The fastest
+    valid candidate is returned, or if several are equally fast, the one closest to the mesh of the
+    job. Step times are estimated by formulas, so nothing is compiled.
 
     Raises:
-      ConfigError: No candidate is valid, or none fits. In the latter case, the message has the
-        number of devices needed.
+      ConfigError: No candidate is valid. If the state does not fit on any of them, the message
+        contains the number of devices needed.
     """
     topology = attached_topology(devices)
     chip = _DEFAULT_CHIP if topology is None else topology.chip
@@ -84,11 +84,15 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
             too_large.append((state_bytes, candidate.mesh, error))
             continue
         print(
-            f"the mesh for {len(devices)} devices: {candidate.mesh.shape} of {len(candidates)}, by "
-            f"formulas {seconds_text(candidate.seconds)} a step on {chip.name}", flush=True,
+            f"mesh for {len(devices)} devices: {candidate.mesh.shape}, chosen from "
+            f"{len(candidates)}; estimated {seconds_text(candidate.seconds)} per step on "
+            f"{chip.name}", flush=True,
         )
         if not candidate.keeps_slices:
-            print("note: mesh.dcn_mesh_shape is now None: the slices do not divide the mesh axis")
+            print(
+                "note: mesh.dcn_mesh_shape is now None, because the mesh axis is not divisible by "
+                "the number of slices"
+            )
         return candidate.mesh
     if not too_large:
         raise validation_errors[0]
@@ -103,7 +107,7 @@ def choose_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
 
 
 def _rank_candidates(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candidate]:
-    """Returns all candidates, the best first."""
+    """Returns all candidates, best first."""
     spec = checked_spec(job.datasets[TRAIN], f"datasets.{TRAIN}")
     rows = num_rows_of(spec)
     num_slices = _num_slices(job.mesh, devices)
@@ -143,7 +147,7 @@ def _factorizations(number: int, num_axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
-    """Returns the number of slices for a mesh of these devices; 1 if the job's mesh has 1."""
+    """Returns the number of slices to use in a mesh of these devices."""
     if math.prod(config.dcn_mesh_shape or (1,)) == 1:
         return 1
     slices = Counter(getattr(device, "slice_index", None) for device in devices)
@@ -156,7 +160,7 @@ def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
 def _mesh(
     config: MeshConfig, sizes: tuple[int, ...], num_slices: int, *, is_torus: bool
 ) -> MeshConfig:
-    """Returns `config` with new axis sizes. The slices keep their axis if they divide its size."""
+    """Returns `config` with new axis sizes; slices keep their axis if its size is divisible."""
     shape, dcn = list(sizes), None
     if num_slices > 1:
         axis = config.dcn_mesh_shape.index(max(config.dcn_mesh_shape))
@@ -171,9 +175,9 @@ def _mesh(
 
 
 def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
-    """Returns the distance between `sizes` and the axis sizes of `config`, as a sum of log ratios.
+    """Returns the distance between `sizes` and the axis sizes of `config`: a sum of log ratios.
 
-    An axis of size -1 counts as size 1.
+    An axis of size -1 is treated as size 1.
     """
     config_sizes = [abs(size) * dcn for size, dcn in zip(
         config.ici_mesh_shape, config.dcn_mesh_shape or (1,) * len(sizes), strict=True
@@ -188,10 +192,10 @@ def _formula_inputs(
 ) -> tuple[Shape, Layout]:
     """Converts a task and a mesh to the inputs of the formulas.
 
-    An axis that splits rows counts as "data" if it also splits most weights, and as "replica"
-    otherwise. Any other axis that splits most weights counts as "mdl". Weights include padding.
-    The model's sizes are guessed from the weights: model_dims is the most frequent dim, and a layer
-    has 12 * model_dims**2 weights.
+    An axis that splits rows is treated as "data" if it also splits most weights, and as "replica"
+    otherwise. Any other axis that splits most weights is treated as "mdl". The model's sizes are
+    guessed from the padded weights: model_dims is the most frequent dim, and a layer has
+    12 * model_dims**2 weights.
 
     Args:
       task: Task to train.

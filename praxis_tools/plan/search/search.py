@@ -1,7 +1,7 @@
 """Finds the fastest mesh, preset, remat policy and number of micro-batches for a topology.
 
-Formulas rank all candidates and drop those that cannot fit. The best candidates are compiled and
-planned until the time limit.
+Formulas rank all candidates and discard those that cannot fit. The best candidates are compiled and
+planned until the time limit is reached.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from praxis_tools.plan.step_plan import StepPlan
 from praxis_tools.plan.topology import Topology
 
 FOLDER = Path("plan_search")
-# A candidate is compiled if it would be good enough with the formulas wrong by these factors.
+# Error margins of the formulas: candidates within these factors of the limits are compiled.
 _BYTES_TOLERANCE, _SECONDS_TOLERANCE = 1.5, 1.25
 
 
@@ -56,8 +56,8 @@ def search(
       file: Path of a JSON file to write with the best plan.
 
     Raises:
-      ConfigError: The mesh of the experiment has other axes than the presets, or none of the
-        compiled candidates fits.
+      ConfigError: The experiment's mesh does not have the axes that the presets require, or none of
+        the compiled candidates fits.
     """
     if minutes <= 0:
         raise ConfigError(f"--search_minutes={minutes:g}: expected a number above 0.")
@@ -67,8 +67,8 @@ def search(
     max_bytes = _BYTES_TOLERANCE * topology.chip.hbm_bytes
     fitting = [candidate for candidate in ranked if candidate.bytes <= max_bytes]
     print(
-        f"{len(ranked)} candidates, of which {len(fitting)} may fit by formulas; compiling the "
-        f"best for {minutes:g} minutes", flush=True,
+        f"{len(ranked)} candidates, of which {len(fitting)} may fit according to estimates; "
+        f"compiling the best ones for {minutes:g} minutes", flush=True,
     )
     plans: list[tuple[Candidate, StepPlan]] = []
     for number, candidate in enumerate(diversify(fitting), start=1):
@@ -77,13 +77,13 @@ def search(
             break
         if best is not None and candidate.seconds > _SECONDS_TOLERANCE * best[0].seconds:
             break
-        print(f"[{number}] {candidate.name}: {seconds_text(candidate.seconds)} by formulas; "
+        print(f"[{number}] {candidate.name}: estimated {seconds_text(candidate.seconds)}; "
               f"compiling, {max(0.0, seconds_left) / 60:.1f} minutes left", flush=True)
         plan = plan_candidate(launched, packages, candidate, topology)
         if plan is not None:
             plans.append((candidate, plan))
             text = "fits" if plan.fits else "does not fit"
-            seconds = seconds_text(plan.step_seconds) if plan.step_seconds else "no time known"
+            seconds = seconds_text(plan.step_seconds) if plan.step_seconds else "unknown time"
             gib = plan.peak_bytes_per_device / 2**30
             print(f"    {text}, {gib:.2f} GiB, {seconds}", flush=True)
     best = fastest(plans)
@@ -108,25 +108,26 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
     """Returns the sizes of an experiment's model and batch.
 
     Raises:
-      ConfigError: The mesh has other axes than the presets, or the model's config lacks sizes.
+      ConfigError: The mesh does not have the axes that the presets require, or the model's config
+        has no sizes.
     """
     is_pipelined = next(paths_of(config.task, "num_microbatches", "task"), None) is not None
     if tuple(config.mesh.axis_names) != AXES and not is_pipelined:
         raise ConfigError(
-            "--search tries the sharding presets, which need a mesh with axes "
-            f"{AXES}; the mesh of the experiment has {tuple(config.mesh.axis_names)}. Run "
-            "--mode=plan for each of its meshes instead."
+            f"--search tries sharding presets that require a mesh with axes {AXES}, but the "
+            f"experiment's mesh has {tuple(config.mesh.axis_names)}. Run --mode=plan for each mesh "
+            "instead."
         )
     model, names = config.task.model, ("num_layers", "model_dims", "hidden_dims")
     sizes = {name: getattr(model, name, None) for name in names}
     if not all(isinstance(size, int) for size in sizes.values()):
         raise ConfigError(
-            f"--search ranks candidates by {', '.join(names)}, as TransformerLm has them, but the "
-            "config of task.model lacks them. Run --mode=plan for each mesh instead."
+            f"--search requires the arguments {', '.join(names)} of a model such as TransformerLm, "
+            "but task.model does not have all of them. Run --mode=plan for each mesh instead."
         )
     job = build(config)
     if not is_pipelined:
-        # Only the total size of the state is measured, so any mesh that fills the topology works.
+        # Any mesh that matches the topology works, because only the total state size is used.
         num_slices = math.prod(job.mesh.dcn_mesh_shape or (1,))
         ici_shape = (1, len(topology.devices) // num_slices, 1)
         mesh = dataclasses.replace(
@@ -172,7 +173,7 @@ def _write(
     settings = [*launched.settings, *best[0].settings]
     class_name, source = experiment_source(launched.experiment, topology, settings, best)
     (FOLDER / "best.py").write_text(source, "utf-8")
-    note = f"The picture: {FOLDER / 'pareto.png'}."
+    note = f"Plot: {FOLDER / 'pareto.png'}."
     try:
         plot_plans(plans, topology, FOLDER / "pareto.png")
     except ConfigError as error:  # matplotlib is not installed.
@@ -186,7 +187,7 @@ def _write(
     ]
     (FOLDER / "plans.json").write_text(json.dumps(records, indent=1) + "\n", "utf-8")
     lines = " \\\n    ".join(f"'{setting}'" for setting in settings)
-    print(f"\nThe fastest that fits: {best[0].name}\n  --set {lines}")
+    print(f"\nFastest layout that fits: {best[0].name}\n  --set {lines}")
     all_packages = ",".join([str(FOLDER), *packages])
     print(f"\nAs an experiment: --packages={all_packages} --exp={FOLDER}.best.{class_name}\n"
           f"{note} All plans: {FOLDER / 'plans.json'}")

@@ -1,4 +1,4 @@
-"""Reports a search as a table, a plot and the source of an experiment with the best layout."""
+"""Formats the results of a search: a table, a plot and an experiment with the best layout."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ Plans = Sequence[tuple[Candidate, StepPlan]]
 
 
 def pareto_front(plans: Plans) -> list[StepPlan]:
-    """Returns the plans on the Pareto front of memory and time, the fastest first.
+    """Returns the plans on the Pareto front of memory and time, fastest first.
 
-    Only plans that fit in memory count.
+    Plans that do not fit in memory are ignored.
     """
     fitting = sorted(
         (plan for _, plan in plans if plan.fits and plan.step_seconds is not None),
@@ -32,7 +32,7 @@ def pareto_front(plans: Plans) -> list[StepPlan]:
 
 
 def table(plans: Plans) -> str:
-    """Returns a text table of the plans, the fastest first; '*' marks the Pareto front."""
+    """Returns a text table of the plans, fastest first; '*' marks the Pareto front."""
     front = pareto_front(plans)
     lines = [f"  {'step':>9}  {'GiB':>7}  {'MFU':>6}  {'fits':<5} layout"]
     for candidate, plan in sorted(plans, key=lambda pair: pair[1].step_seconds or math.inf):
@@ -47,7 +47,7 @@ def table(plans: Plans) -> str:
 
 
 def plot_plans(plans: Plans, topology: Topology, path: Path) -> None:
-    """Plots the time of each plan over its memory, with the Pareto front, as a PNG."""
+    """Writes a PNG plot of step time against memory, with the Pareto front."""
     matplotlib_figure = optional_module("matplotlib.figure", str(path))
     figure = matplotlib_figure.Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
@@ -79,7 +79,7 @@ def plot_plans(plans: Plans, topology: Topology, path: Path) -> None:
 def experiment_source(
     experiment: str, topology: Topology, settings: Sequence[str], best: tuple[Candidate, StepPlan]
 ) -> tuple[str, str]:
-    """Returns the name and the source of a subclass of the experiment with the best settings.
+    """Returns the name and source of a subclass of the experiment with the best settings.
 
     Args:
       experiment: Full name of the experiment class.
@@ -105,7 +105,7 @@ SETTINGS = [
 
 @register
 class {name}({base}):
-    """{candidate.name}: {seconds_text(plan.step_seconds)} a step predicted.
+    """{candidate.name}: {seconds_text(plan.step_seconds)} per step (predicted).
 
     {plan.peak_bytes_per_device / 2**30:.2f} GiB per device.
     """

@@ -1,5 +1,4 @@
-"""Certificates of jobs: documents with facts that anyone can recompute and compare.
+"""Job certificates: documents with facts about a job that anyone can recompute and compare.
 
-Facts are computed from the files of a job and from its data. No step is trained, and no accelerator
-is needed.
+Facts are computed from the job's files and data, without running a step and without an accelerator.
 """

@@ -1,4 +1,4 @@
-"""Creates certificates of jobs as JSON with a digest, and verifies them against the jobs."""
+"""Creates job certificates in JSON with a digest, and verifies them against the jobs."""
 
 import dataclasses
 import datetime
@@ -23,10 +23,10 @@ class CertifiedJob:
     """A job with its certified facts.
 
     Attributes:
-      name: Last part of the job's directory.
-      path: Directory in which the job was certified.
-      scope: Part of the job that the certificate covers.
-      facts: The facts.
+      name: Name of the job directory.
+      path: Path of the job directory when the job was certified.
+      scope: The steps and files that the certificate covers.
+      facts: The certified facts.
     """
 
     name: str
@@ -36,7 +36,7 @@ class CertifiedJob:
 
     @property
     def faults(self) -> list[str]:
-        """Sentences about faults of the job."""
+        """Descriptions of problems with the job."""
         return [fault for fact in self.facts for fault in fact.faults]
 
 
@@ -54,11 +54,11 @@ class Certificate:
 
     @property
     def faults(self) -> list[str]:
-        """Sentences about faults of any of the jobs."""
+        """Descriptions of problems with any of the jobs."""
         return [f"{job.name}: {fault}" for job in self.jobs for fault in job.faults]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the certificate as JSON values, with a SHA-256 of all other fields."""
+        """Returns the certificate as JSON values, with a SHA-256 digest of the other fields."""
         fields = {"format": FORMAT, "written": self.written}
         fields["jobs"] = json.loads(json.dumps([dataclasses.asdict(job) for job in self.jobs]))
         return {**fields, "sha256": _digest(fields)}
@@ -66,12 +66,12 @@ class Certificate:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of comparing a fact of a certificate with the job.
+    """The result of comparing a certified fact with the job.
 
     Attributes:
-      title: Title of the fact, with the job's name.
+      title: Job name and title of the fact.
       verdict: SAME, DIFFERS or UNKNOWN.
-      details: The two values, or why they cannot be compared; "" if they are equal.
+      details: The two values, or the reason they cannot be compared; "" if they are equal.
     """
 
     title: str
@@ -83,7 +83,7 @@ class Verdict:
 
 
 def certify_jobs(jobs: Mapping[str, JobDir], reading: Reading) -> Certificate:
-    """Returns a certificate of the current state of jobs. Raises ConfigError like `scope_of`."""
+    """Certifies the current state of jobs. Raises ConfigError if a job has no checkpoint."""
     certified_jobs = []
     for name, job_dir in jobs.items():
         scope = scope_of(job_dir)
@@ -97,7 +97,7 @@ def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
     """Reads a certificate and checks its digest.
 
     Raises:
-      ConfigError: The file cannot be read, or is not a certificate.
+      ConfigError: The file cannot be read or is not a certificate.
     """
     try:
         fields = read_json(path)
@@ -118,12 +118,12 @@ def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
 def verify_certificate(
     certificate: Certificate, jobs: Sequence[JobDir], reading: Reading
 ) -> list[Verdict]:
-    """Recomputes the facts of a certificate and returns a verdict on each.
+    """Recomputes the facts in a certificate and returns a verdict on each of them.
 
     Args:
-      certificate: The certificate.
-      jobs: Directories of the jobs, in the order of the certificate.
-      reading: How the facts are computed.
+      certificate: The certificate to verify.
+      jobs: Job directories, in the order of the certificate.
+      reading: Options for recomputing the facts.
     """
     verdicts = []
     for job, job_dir in zip(certificate.jobs, jobs, strict=True):
@@ -134,7 +134,7 @@ def verify_certificate(
 
 
 def notes_on_versions(certificate: Certificate) -> list[str]:
-    """Returns notes about packages whose installed version differs from the one the jobs used."""
+    """Returns notes about packages whose installed version differs from the version a job used."""
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []
@@ -164,7 +164,7 @@ def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
     if here.value != fact.value:
         return Verdict(title, DIFFERS, _difference(fact.value, here.value))
     if here.faults != fact.faults:
-        return Verdict(title, DIFFERS, faults or "the job has no fault any more")
+        return Verdict(title, DIFFERS, faults or "the recorded fault no longer exists")
     return Verdict(title, SAME)
 
 

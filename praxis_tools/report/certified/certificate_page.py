@@ -1,4 +1,4 @@
-"""Formats a certificate of jobs as text, and as an HTML page without scripts."""
+"""Formats a job certificate as text and as an HTML page without scripts."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _STYLE = (
 
 
 def text_of(certificate: Certificate) -> str:
-    """Returns the certificate as text for a terminal."""
+    """Formats the certificate as text for a terminal."""
     parts = [_job_text(job) for job in certificate.jobs]
     num_faults = len(certificate.faults)
     parts.append(f"{num_faults} faults" if num_faults else "no faults were found")
@@ -27,11 +27,12 @@ def text_of(certificate: Certificate) -> str:
 
 
 def page_of(certificate: Certificate, states: Mapping[str, JobState]) -> str:
-    """Returns the certificate as an HTML page.
+    """Formats the certificate as an HTML page.
 
     Args:
       certificate: The certificate.
-      states: States of the same jobs by name, for their curves and elastic generations.
+      states: Maps the name of each job to its snapshot, which provides the curves and the elastic
+        generations.
     """
     title = escape(f"Certificate of {', '.join(job.name for job in certificate.jobs)}")
     parts = [

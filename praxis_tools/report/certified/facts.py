@@ -1,4 +1,4 @@
-"""Computes the facts of a job's certificate, which anyone with the job's files can recompute."""
+"""Computes the certified facts of a job, which can be recomputed from the job's files."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from praxis_tools.report.certified.job_files import (
 from praxis_tools.report.step_certificates import failed, step_certificates
 
 _MAX_CHECKPOINTS = 3
-# Append-only files. If the job has continued, only their beginning is compared.
+# Append-only files. If training continued after the certificate, only their start is compared.
 _GROWING = ("certificates.jsonl", "elastic.jsonl")
 _FOLDERS = ("tokenizers/", "huggingface")
 
@@ -44,9 +44,9 @@ class Fact:
       section: "config", "versions", "examples", "losses", "evaluations", "checkpoints",
         "tokenizers", "certificates in flight", "time" or "changes of hands".
       name: Name of the fact within its section.
-      value: JSON value; None if it cannot be computed.
-      why_not: Why the value cannot be computed. This is not a fault by itself.
-      faults: Sentences about faults of the job that the fact reveals.
+      value: JSON value, or None if it cannot be computed.
+      why_not: The reason that the value cannot be computed, which is not necessarily a fault.
+      faults: Descriptions of the problems with the job that this fact reveals.
     """
 
     section: str
@@ -57,20 +57,20 @@ class Fact:
 
     @property
     def title(self) -> str:
-        """The section and the name."""
+        """The section and the name as one string."""
         return f"{self.section}: {self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """The part of a job that its certificate covers. The job may continue training.
+    """The steps and files of a job that its certificate covers; training may continue afterwards.
 
     Attributes:
       last_step: The newest saved step.
       checkpoints: Steps whose checkpoints are covered.
-      sizes: Covered bytes of growing files, by name. For eval_metrics.jsonl, it is the number of
-        lines up to the last step, since later evaluations of these steps may be added. For folders,
-        it is 0.
+      sizes: Maps the name of each growing file to the number of its bytes that are covered. The
+        value is the number of lines up to the last step for eval_metrics.jsonl, to which later
+        evaluations of these steps may be added, and 0 for folders.
     """
 
     last_step: int
@@ -80,13 +80,13 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How a job's facts are computed.
+    """Options for computing a job's facts.
 
     Attributes:
-      packages: Packages that the config may reference, as for --packages.
-      settings: Settings as for --set, for instance the current location of the data.
-      recorded_only: Whether to skip recomputing the data.
-      progress: Function called with text about what is being read.
+      packages: Packages that the config may reference, as in --packages.
+      settings: Settings as in --set, for instance the current location of the data.
+      recorded_only: Whether to skip reading the training data again.
+      progress: Function called with a progress message while files are read.
     """
 
     packages: Sequence[str] = ()
@@ -96,13 +96,13 @@ class Reading:
 
 
 def scope_of(job_dir: JobDir) -> Scope:
-    """Returns a scope that covers the entire job. Raises ConfigError if it has no checkpoint."""
+    """Returns the scope of the entire job. Raises ConfigError if the job has no checkpoint."""
     steps = committed_steps(job_dir.checkpoints) if job_dir.checkpoints.is_dir() else []
     if not steps:
         raise ConfigError(
             f"{job_dir.path} has no checkpoint to certify. Train until a step is saved."
         )
-    # Numbered folders include those without a commit, which are damaged.
+    # This includes damaged checkpoints, whose folders have no commit.
     newest = tuple(numbered_steps(job_dir.checkpoints)[-_MAX_CHECKPOINTS:])
     sizes = {
         name: path.stat().st_size for name in _GROWING
@@ -159,7 +159,7 @@ def _fact(
     section: str, name: str, value: Callable[[], Any],
     faults: Callable[[], Iterable[str]] = lambda: (), why_not: str = "the job has none",
 ) -> Fact:
-    """Computes a fact. A file that cannot be read is a fault."""
+    """Computes a fact, treating a file that cannot be read as a fault."""
     found = all_faults(faults)
     try:
         computed = value()
@@ -194,7 +194,7 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
 
 
 def _damaged_examples(job_dir: JobDir) -> list[str]:
-    """Returns the faults of lines in the record, except for lines truncated by a kill."""
+    """Returns the faults in the recorded examples, ignoring lines truncated by a kill."""
     return [
         f"{job_dir.examples.name}/{fault}" for path in sorted(job_dir.examples.glob("*.jsonl"))
         for fault in all_faults(lambda path=path: faults_of_lines(path, may_be_cut=True))
@@ -202,7 +202,7 @@ def _damaged_examples(job_dir: JobDir) -> list[str]:
 
 
 def _versions(segments: Sequence[Segment]) -> list[dict[str, Any]]:
-    """Returns the versions of packages at the start, and after each change."""
+    """Returns the package versions at the start of the job and after each change."""
     changes: list[dict[str, Any]] = []
     for segment in segments:
         versions = dict(segment.starts[0].versions)
@@ -212,7 +212,7 @@ def _versions(segments: Sequence[Segment]) -> list[dict[str, Any]]:
 
 
 def _recomputed_examples(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> Fact:
-    """Reads the training data again, and compares its digests with the record."""
+    """Reads the training data again and compares its digests with the record."""
     from praxis_lite.job.examples.proof import faults_of_data
 
     section, name = "examples", "made again"
@@ -262,7 +262,7 @@ def _checkpoints(
         section, name, step_dir = "checkpoints", f"step {step}", job_dir.checkpoints / str(step)
         if not step_dir.is_dir() and newest > scope.last_step:
             # The job continued and deleted older steps.
-            yield Fact(section, name, None, "the job has deleted it")
+            yield Fact(section, name, None, "the job has deleted this checkpoint")
             continue
         try:
             yield Fact(section, name, digest_of(step_dir))
@@ -272,7 +272,7 @@ def _checkpoints(
 
 
 def _folders(files: JobFiles, scope: Scope) -> Iterator[Fact]:
-    """Yields facts about the copies of tokenizers and the files of the initial model."""
+    """Yields facts about the tokenizer copies and the initial model's files."""
     here = dict(files.folders())
     yield _fact(
         "tokenizers", "of the config", lambda: sorted(here) or None, files.faults_of_tokenizers
@@ -296,7 +296,7 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
 
     return _fact(
         "certificates in flight", path.name, lambda: _beginning(path, scope), faults,
-        "the job has none (run.certify_every_steps)",
+        "the job has no step certificates (run.certify_every_steps)",
     )
 
 
@@ -316,7 +316,7 @@ def _changes(files: JobFiles, scope: Scope, segments: Sequence[Segment]) -> Fact
 
 
 def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
-    """Returns the digest of the part of a file within the scope, or None if it did not exist."""
+    """Returns the digest of the covered bytes of a file, or None if the file did not exist."""
     if path.name not in scope.sizes:
         return None
     content = content_of(path)[: scope.sizes[path.name]]
@@ -327,7 +327,7 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
 
 
 def _closed_bytes(path: Path) -> int:
-    """Returns the bytes of a timeline that are final: without a last line that may be rewritten."""
+    """Returns the size of a timeline in bytes, excluding a last line that may be rewritten."""
     lines = content_of(path).splitlines(keepends=True)
     if lines and (spans := read_spans(path)) and spans[-1].ended_by is None:
         lines = lines[:-1]

@@ -1,7 +1,7 @@
-"""Checks that the files of a job are complete and readable, for its certificate.
+"""Checks that a job's files are complete and readable, for its certificate.
 
-A file that the job must have written is a fault if it is missing, truncated or damaged. The config
-and the newest checkpoint determine which optional files must exist.
+A required file that is missing, truncated or damaged is a fault. The config and the newest
+checkpoint determine which optional files are required.
 """
 
 import dataclasses
@@ -31,16 +31,16 @@ from praxis_lite.trainer.metrics.json_lines import (
 )
 from praxis_tools.goodput.spans import THE_END, read_spans
 
-_HOOK = "Certificates"  # End of the name of the hook that certifies steps.
+_HOOK = "Certificates"  # Suffix of the name of the hook that certifies steps.
 _MISSING = "is missing, and the job has trained"
 
 
 @dataclasses.dataclass(frozen=True)
 class JobFiles:
-    """The files of a job up to a step, with the values that they are compared with.
+    """A job's files up to a step, and the values to compare them with.
 
     Attributes:
-      job_dir: Directory of the job.
+      job_dir: Job directory.
       step: The newest saved step that the certificate covers.
       newest_step: The newest saved step.
       packages: Packages that the config may reference.
@@ -57,7 +57,7 @@ class JobFiles:
 
     @functools.cached_property
     def manifest(self) -> dict[str, Any]:
-        """Manifest of the newest checkpoint, or {} if it is damaged."""
+        """The manifest of the newest checkpoint, or {} if the checkpoint is damaged."""
         try:
             manifest, wrong = committed_manifest(self.job_dir.checkpoints / str(self.newest_step))
         except ConfigError:
@@ -71,7 +71,7 @@ class JobFiles:
 
     @functools.cached_property
     def config(self) -> LoadedConfig | None:
-        """Config of the job, or None if it cannot be read here."""
+        """The job's config, or None if it cannot be read on this machine."""
         try:
             return load_config_file(self.job_dir.config_json, packages=self.packages)
         except ConfigError:
@@ -79,13 +79,13 @@ class JobFiles:
 
     @functools.cached_property
     def run(self) -> RunConfig | None:
-        """Run settings of the job, or None if they cannot be read here."""
+        """The job's run settings, or None if they cannot be read on this machine."""
         try:
             return build(self.config.config.run) if self.config is not None else None
         except (ConfigError, AttributeError):
             return None
 
-    # The following methods yield faults as sentences. They raise ConfigError for unreadable files.
+    # The faults_of_* methods yield error messages, and raise ConfigError for unreadable files.
 
     def faults_of_config(self) -> Iterator[str]:
         """Yields the faults of config.json."""
@@ -119,12 +119,12 @@ class JobFiles:
                 )
 
     def layout(self) -> Any:
-        """Returns the SHA-256 of the logical shapes and dtypes, which do not depend on the mesh."""
+        """Returns the SHA-256 digest of the logical shapes and dtypes, independent of the mesh."""
         arrays, _ = read_layout(self.job_dir.layout_json)
         return _digest([[x.path, x.shape, x.dtype] for x in arrays]) if arrays else None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns the lines of metrics.jsonl up to the step."""
+        """Returns the lines of metrics.jsonl up to `step`."""
         lines = training_lines(self.job_dir.metrics_jsonl)
         return [line for line in lines if line["step"] <= self.step]
 
@@ -144,7 +144,7 @@ class JobFiles:
         yield from _cut_short(path)
 
     def evaluations(self) -> list[str]:
-        """Returns the lines of eval_metrics.jsonl up to the step."""
+        """Returns the lines of eval_metrics.jsonl up to `step`."""
         lines = evaluation_lines(self.job_dir.eval_metrics_jsonl)
         return [json_line(line) for line in lines if line["step"] <= self.step]
 
@@ -171,7 +171,7 @@ class JobFiles:
             yield f"{path.name} lacks evaluations of the steps {few(missing, 8)}"
 
     def faults_of_certificates(self) -> Iterator[str]:
-        """Yields the faults of certificates.jsonl, without the differences that it reports."""
+        """Yields the faults of certificates.jsonl, excluding the differences it reports."""
         path = self.job_dir.certificates_jsonl
         if path.exists():
             yield from faults_of_lines(path)
@@ -203,14 +203,14 @@ class JobFiles:
             yield f"{path.name} ends before step {self.step}"
 
     def folders(self) -> Iterator[tuple[str, Path]]:
-        """Yields (name, path) of the folders with tokenizers and with the initial model."""
+        """Yields (name, path) for each folder with a tokenizer or the initial model."""
         for path in sorted(self.job_dir.tokenizers.glob("*/")):
             yield f"{path.parent.name}/{path.name}", path
         if self.job_dir.huggingface.is_dir():
             yield self.job_dir.huggingface.name, self.job_dir.huggingface
 
     def faults_of_tokenizers(self) -> Iterator[str]:
-        """Yields the faults of the copies of tokenizers in the config."""
+        """Yields a fault for each tokenizer in the config that the job has no copy of."""
         if self.config is None or not self.has_trained:
             return
         for directory, copy in tokenizers_of(self.config.config, self.job_dir).items():
@@ -219,7 +219,7 @@ class JobFiles:
 
 
 def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
-    """Returns the faults as a list. An unreadable file is a fault, too."""
+    """Collects faults in a list, including the error of an unreadable file."""
     found = []
     try:
         for fault in faults():
@@ -230,7 +230,7 @@ def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
 
 
 def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
-    """Yields a fault for each line that is not a JSON object, and for a truncated end.
+    """Yields a fault if any lines are not JSON objects, and a fault if the last line is truncated.
 
     Args:
       path: The file.
@@ -247,7 +247,7 @@ def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
 
 
 def faults_of_folder(folder: Path) -> Iterator[str]:
-    """Yields a fault for each empty or damaged file of a tokenizer's folder."""
+    """Yields a fault for each empty or damaged file in a tokenizer folder."""
     from praxis_lite.inputs.tokenizers.files import has_tokenizer
 
     for path in _files(folder):
@@ -266,7 +266,7 @@ def faults_of_folder(folder: Path) -> Iterator[str]:
 
 
 def digest_of_folder(folder: Path) -> str:
-    """Returns the SHA-256 of a folder's files and their names."""
+    """Returns the SHA-256 digest of the names and contents of a folder's files."""
     return _digest([
         [path.name, hashlib.sha256(content_of(path)).hexdigest()] for path in _files(folder)
     ])

@@ -36,7 +36,7 @@ def test_an_experiment_that_is_right_is_certified():
     assert compared >= {
         "data", "initial state", "loss", "metrics", "gradients", "weights", "slots", "averages",
         "counts", "padding", "learner", "evaluation", "metrics of halves", "update by hand",
-        "restored", "losses of a job that goes on", "state of a job that goes on", "donated",
+        "restored", "losses of a resumed job", "state of a resumed job", "donated",
         "host transfers", "compilations",
     }
     # Rounding in float64, far below what is allowed: no tolerance is there to hide anything.

@@ -45,7 +45,7 @@ def test_a_check_says_what_types_confirm(experiment):
     num_arrays = len(list(Partitioner(
         fdl.build(experiment().task()), make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 2)))
     ).layout.leaves()))
-    assert f"{num_arrays} of {num_arrays} arrays of the state" in of_state
+    assert f"{num_arrays} of {num_arrays} arrays in the state" in of_state
     assert "activations at a sharding constraint" in of_activations
 
 

@@ -57,7 +57,7 @@ def test_a_range_or_a_save_that_is_not_there_is_said(client):
     put(client, SaveId(0, 1, 0))
     with pytest.raises(StoreFailed, match=r"process 3.* from 5 to 5122821"):
         client.read(SaveId(0, 1, 0), 5, len(DATA))
-    with pytest.raises(StoreFailed, match="no such save"):
+    with pytest.raises(StoreFailed, match="the save does not exist"):
         client.header(SaveId(0, 2, 0))
 
 
@@ -155,7 +155,7 @@ def test_a_store_with_another_key_or_none_is_not_believed(store):
 
         threading.Thread(target=echo, daemon=True).start()
         address = f"127.0.0.1:{impostor.getsockname()[1]}"
-        with pytest.raises(StoreFailed, match="process 2.*another key"):
+        with pytest.raises(StoreFailed, match="process 2.*different key"):
             StoreClient(address, KEY, "process 2").saves()
 
 

@@ -399,7 +399,7 @@ def test_4096_devices_are_drawn_in_groups_and_a_plan_in_figures(browser):
     item.resize(1280, 900)
     assert item.run("document.querySelectorAll('.mesh button').length") == 256
     shown = item.run("document.getElementById('mesh').textContent")
-    assert "Each square, and each number, stands for 16 devices: 16 along data." in shown
+    assert "Each square and each number represents 16 devices: 16 along data." in shown
     # 32 groups along data of 16 x 16 rows of the weight each.
     item.wait("document.querySelectorAll('.leaf .block').length >= 256")
     title = item.run("document.querySelector('.leaf .block').title")

@@ -309,7 +309,7 @@ def test_bfloat16_and_scalars_are_weights_too(tmp_path):
     ("decode", {"given": ["ids=int64[2,3]"]}, "int64.*expected a dtype"),
     ("decode", {"given": ["ids=int32[2,0]"]}, "dims of 1 or more"),
     ("decode", {"given": ["ids=int32[2,3]", "weights=float32[b]"]}, "ids 2, weights b"),
-    ("decode", {"given": ["ids=int32[2,3]"], "batch": "2"}, "--batch or --length next to --inputs"),
+    ("decode", {"given": ["ids=int32[2,3]"], "batch": "2"}, "--batch and --length cannot be"),
     ("decode", {"batch": "0", "length": 3}, "--batch is '0'; expected 1 or more, or b"),
     ("decode", {"batch": "2", "length": 0}, "--length is 0"),
     ("decode", {"batch": "2"}, "no decode_datasets.*--length=TOKENS"),

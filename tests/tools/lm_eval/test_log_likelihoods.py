@@ -86,7 +86,7 @@ def test_what_is_too_long_loses_its_first_ids_with_a_warning(scorer, caplog):
     assert scorer.score([(context, continuation)]) == cut
     assert scorer.score([(context[53:], continuation)]) == cut
     message = "a context of {} ids and a continuation of 3 exceed max_length, 128: the first {} ids"
-    assert [item.removesuffix(" are left out") for item in warnings_in(caplog)] == [
+    assert [item.removesuffix(" are removed") for item in warnings_in(caplog)] == [
         message.format(180, 54), message.format(127, 1)
     ]
 

@@ -7,13 +7,13 @@ from praxis_tools.lm_eval import model_args
 
 
 @pytest.mark.parametrize("given, words", [
-    ({}, "--model_args has 0 of job=DIR and pretrained=DIR"),
-    ({"job": "a", "pretrained": "b"}, "--model_args has 2 of job=DIR and pretrained=DIR"),
-    ({"job": "a", "dtype": "float32"}, "--model_args has dtype='float32'; expected only job"),
+    ({}, "--model_args contains 0 of job=DIR and pretrained=DIR"),
+    ({"job": "a", "pretrained": "b"}, "--model_args contains 2 of job=DIR and pretrained=DIR"),
+    ({"job": "a", "dtype": "float32"}, "--model_args contains dtype='float32'; expected only job"),
     ({"jobs": "a"}, "Did you mean job"),
     ({"job": "a", "mesh": "4,2"}, "mesh is '4,2'; expected 'attached', 'job', or axis sizes"),
     ({"job": "a", "mesh": 8}, "mesh is 8"),
-    ({"pretrained": "a", "step": 3}, "step, next to pretrained=DIR, is 3"),
+    ({"pretrained": "a", "step": 3}, "step=3 cannot be combined with pretrained=DIR"),
     ({"job": "no_such_job"}, "no_such_job"),
 ])  # fmt: skip
 def test_a_wrong_argument_is_named(given, words):

@@ -40,7 +40,7 @@ def test_bytes_have_nothing_before_them_and_an_empty_context_is_the_end_of_the_t
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"add_bos_token": True}, "no beginning-of-text token, is True; expected False or None"),
+    ({"add_bos_token": True}, "add_bos_token=True requires a beginning-of-text token"),
     ({"add_bos_token": "yes"}, "add_bos_token is 'yes'"),
     ({"prefix_token_id": 257}, "prefix_token_id is 257; .*256"),
 ])  # fmt: skip
@@ -68,5 +68,5 @@ def test_a_template_that_leaves_out_the_end_of_a_begun_answer_is_an_error():
     class Cutting(ByteTokenizer):
         chat = ChatTemplate("{{ messages[-1].content[:3] }}")
 
-    with pytest.raises(ConfigError, match="leaves out the end of the last message"):
+    with pytest.raises(ConfigError, match="omits the end of the last message"):
         chat_text(Cutting(), *CHATS["begun answer"])

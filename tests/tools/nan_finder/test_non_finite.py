@@ -191,7 +191,7 @@ def test_a_healthy_step_is_not_spoken_of(settings, tmp_path):
 def test_the_logarithm_of_a_negative_number_is_found_in_its_layer(settings, layer, tmp_path):
     fault, where = planted_in(settings, "log_of", layer, -1.0)
     message = bench(**settings).report(tmp_path, fault)
-    assert "step 1: the loss is nan, the norm of the gradient nan" in message
+    assert "step 1: the loss is nan and the gradient norm is nan" in message
     assert f"the first NaN, in the forward pass: {where}made by log, at {line_of('log')}" in message
     assert message.count("\n") == 1
     assert ("micro-batch 0" in message) == ("num_micro_batches" in settings)
@@ -201,7 +201,7 @@ def test_the_logarithm_of_a_negative_number_is_found_in_its_layer(settings, laye
 def test_what_only_the_gradient_divides_by_zero_is_found_in_the_backward_pass(settings, tmp_path):
     fault, where = planted_in(settings, "root_of", 1, 0.0)
     message = bench(**settings).report(tmp_path, fault)
-    assert "the norm of the gradient nan" in message and "the loss is nan" not in message
+    assert "the gradient norm is nan" in message and "the loss is nan" not in message
     assert "in the backward pass (the loss is finite): " in message
     assert where in message and line_of("root") in message
 
@@ -215,7 +215,7 @@ def test_an_overflow_is_found_and_so_is_the_nan_that_comes_of_it(settings, name,
     message = bench(**settings).report(tmp_path, fault)
     assert "the first infinity, in the forward pass: " in message
     assert f"{where}made by mul, at {line_of(name)}" in message
-    assert "the first NaN, made of it: in the layer " in message
+    assert "the first NaN, computed from it: in the layer " in message
 
 
 @each_bench
@@ -246,7 +246,7 @@ def test_a_mask_is_blamed_only_where_it_leaves_nothing(settings, tmp_path):
     seen = batch_of(result.num_rows)["seen"]
     seen[7] = False
     message = result.report(tmp_path, batch={"seen": seen})
-    assert "the first NaN, in the forward pass, of an infinite constant: made by sub" in message
+    assert "the first NaN, in the forward pass, from an infinite constant: made by sub" in message
     assert line_of("softmax") in message
 
 
@@ -266,7 +266,7 @@ def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
     assert written == message and len(written) == 2 * MAX_REPORTS + 1
     assert [line.split(":")[0] for line in written[::2]] == [
         *(f"step {step}" for step in range(1, MAX_REPORTS + 1)),
-        "  (no more steps are looked into",
+        "  (no more steps are examined",
     ]
 
 
@@ -284,7 +284,7 @@ def test_a_job_reports_a_bad_step_and_goes_on_with_the_same_numbers(tmp_path):
     assert [line["num_skipped_steps"] for line in lines] == [0] * 3 + [1] * 5 + [2] * 3
     written = debugged.non_finite_txt.read_text()
     assert [line for line in written.splitlines() if line.startswith("step")] == [
-        f"step {step}: the loss is nan, the norm of the gradient nan; run again, operation by "
+        f"step {step}: the loss is nan and the gradient norm is nan; rerun operation by "
         "operation:" for step in (4, 9)
     ]
     assert written.count(

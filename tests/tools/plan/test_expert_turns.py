@@ -64,7 +64,7 @@ def test_a_load_takes_as_many_turns_as_its_slots(load, turns):
     plan = dataclasses.replace(PLAN, expert_turn_seconds=0.5, expert_load=load)
     assert plan.expert_turns == turns
     assert plan.uneven_seconds == pytest.approx(3.0 + 0.5 * (turns - 1))
-    assert f"a load of {load:g} times the even one {turns} turn" in plan_text(plan)
+    assert f"a load of {load:g} times the even load takes {turns} round" in plan_text(plan)
     assert PLAN.uneven_seconds is None
 
 

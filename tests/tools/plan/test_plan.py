@@ -220,7 +220,7 @@ def test_a_pipelines_bubbles_are_told():
         ([], "--topology"),
         (["--topology=cpu:4"], "cpu:4 has 4"),
         (["--topology=cpu:8", "--steps=20"], "'20'"),
-        (["--measure", "--topology=cpu:8"], "Remove --topology"),
+        (["--measure", "--topology=cpu:8"], "cannot be combined with --topology"),
     ],
 )
 def test_the_command_line_refuses_in_one_paragraph(words, said):

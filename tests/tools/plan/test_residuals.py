@@ -55,7 +55,7 @@ def test_a_plan_is_corrected_by_the_median_of_the_same_step(tmp_path):
     assert plan.correction.seconds == pytest.approx(3.0 * 1.2)
     assert (plan.correction.count, plan.correction.is_of_step) == (3, True)
     text = plan_text(plan)
-    assert "corrected 3.60 s: this step took 1.2 of the plan (median of 3 in " in text
+    assert "corrected 3.60 s: this step took 1.2 times the planned time (median of 3 in " in text
     assert json.loads(json.dumps(plan.to_json()))["correction"]["ratio"] == pytest.approx(1.2)
 
 
@@ -97,8 +97,9 @@ def test_a_measured_step_corrects_the_next_plan_of_it(tmp_path):
     file = tmp_path / "residuals.jsonl"
     words = ("--exp=lm.Synthetic", f"--residuals={file}")
     measured = launch("--mode=plan", *words, "--measure")
-    assert measured.code == 0 and f"kept in {file}" in measured.out, measured
+    assert measured.code == 0 and f"saved to {file}" in measured.out, measured
     (residual,) = read_residuals(file)
     planned = launch("--mode=plan", *words, "--topology=cpu:8")
     assert planned.code == 0, planned
-    assert f"this step took {residual.ratio:.3g} of the plan (median of 1 in {file})" in planned.out
+    correction = f"{residual.ratio:.3g} times the planned time (median of 1 in {file})"
+    assert f"this step took {correction}" in planned.out

@@ -137,7 +137,7 @@ def test_nothing_is_predicted_of_unknown_devices_and_that_is_said(tmp_path):
     measured = measure(tmp_path)
     assert measured.topology is None and measured.predicted_seconds is None
     assert all(row.predicted is None for row in measured.layers.values())
-    assert "nothing is predicted: the plan has no figures of Abacus 9" in tables_of(tmp_path)
+    assert "no predictions: the peak rates of Abacus 9 are unknown" in tables_of(tmp_path)
     folder_with(tmp_path, kind="a\x1b[31m terminal's", platform="abacus")
     assert "\x1b" not in tables_of(tmp_path)
     assert "all-reduce data" in tables_of(tmp_path)

@@ -256,7 +256,7 @@ def test_a_job_with_all_evidence_is_the_same_elsewhere_and_when_it_was_evaluated
 
 @pytest.mark.parametrize("argv, words", [
     ([], "--mode=report JOB"), (["{job}", "--exp=lm.PyDocs"], "--exp"),
-    (["{job}", "--verify={file}", "--json=x.json"], "--verify writes nothing"),
+    (["{job}", "--verify={file}", "--json=x.json"], "--verify cannot be combined"),
     (["{job}", "{job}/nowhere", "--verify={file}"], "certifies 1 jobs, but 2 are given"),
     (["--verify={job}/config.json"], "is not a certificate"),
 ])

@@ -336,8 +336,8 @@ def test_changes_of_hands_and_certificates_stand_over_the_curve_and_in_the_text(
     assert [change["generation"] for change in of_job["hands"] if not change["axes"]] == [3]
     assert of_job["hands"][3]["mesh"] == "replica 1, data 5, mdl 1"
     text = report_text(read({"job": job}))
-    assert "changes of hands: 3, and 1 that made no step; devices: 8 -> 7 -> 5 -> 8" in text
+    assert "changes of hands: 3, and 1 without a completed step; devices: 8 -> 7 -> 5 -> 8" in text
     assert re.search(r"^ +2 +11 +2 +7 +3\.0 .*died: process 3 \(host\) died", text, re.MULTILINE)
-    assert "(made no step)" in text
+    assert "(no step completed)" in text
     assert "3 certificates of 33 comparisons, 1 found a difference" in text
     assert "step 15 is NOT CERTIFIED: cause device, device device 3, layer w, leaf" in text

@@ -144,7 +144,7 @@ def test_following_ends_with_the_job_and_shows_its_last_line(tmp_path):
     assert last["reload_seconds"] is None
     progress = [words for words in told if words.startswith("job: step ")]
     assert [words.split()[2] for words in progress] == ["7", "13", "20", "27"]
-    assert told[-1] == f"\nThe page to look at in a browser: {html}"
+    assert told[-1] == f"\nOpen this page in a browser: {html}"
 
 
 def test_nothing_is_followed_that_does_not_train(jobs, tmp_path):

@@ -179,7 +179,7 @@ def test_a_wrong_field_is_named(client, settings, param, words):
 
 
 def test_another_models_name_is_not_found(client):
-    with pytest.raises(openai.NotFoundError, match="toy is served") as error:
+    with pytest.raises(openai.NotFoundError, match="serves toy") as error:
         completion(client, model="gpt-4")
     assert error.value.code == "model_not_found"
 

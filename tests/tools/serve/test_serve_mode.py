@@ -150,7 +150,7 @@ def served(directory):
         process.send_signal(signal.SIGTERM)
         while not any("SIGTERM" in line for line in lines):
             chunks.append(next(pieces))
-        with pytest.raises(openai.InternalServerError, match="about to end") as error:
+        with pytest.raises(openai.InternalServerError, match="shutting down") as error:
             client.completions.create(model="tiny", prompt="the")
         chunks += pieces
         status = process.wait(60)
@@ -198,7 +198,7 @@ def test_a_jobs_model_is_served_as_it_decodes(tmp_path):
 
 
 @pytest.mark.parametrize("options, words", [
-    ([], "exactly one of --job_log_dir=DIR, the directory of a job, and --hf=DIR"),
+    ([], "exactly one of --job_log_dir=DIR (a job) and --hf=DIR"),
     (["--hf=nowhere", "--port=0"], "nowhere"),
     (["--hf=x", "--step=3"], "--step only applies to a job"),
     (["--hf=x", "--port=70000"], "--port is 70000"),

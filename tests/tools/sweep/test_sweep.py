@@ -79,13 +79,13 @@ def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(
     assert shlex.split(line) == [
         SWEPT, "--set", "run.seed=3", f"{RATE}=1e-2", "datasets.train.batch_size=13",
     ]
-    assert f"the best is trial 2, heldout/loss 1: {tmp_path}/s/trials/0002\n" in out
+    assert f"best trial: 2, heldout/loss 1: {tmp_path}/s/trials/0002\n" in out
     assert (tmp_path / "s/sweep.png").read_bytes().startswith(b"\x89PNG")
     # Finished: nothing is run, the table is printed; without --exp too.
     assert quick(tmp_path / "s", rates, sizes, "run.seed=3") is None
     again = capsys.readouterr().out
     table = out[out.index("   trial"):]
-    assert again.endswith(table) and "begins" not in again and "goes on" not in again
+    assert again.endswith(table) and "starts" not in again and "resumes" not in again
     sweep(CommandLine(mode="sweep"), str(tmp_path / "s"), parallel=1, prints=False,
           num_trials=None, metric=None, **CHOSEN)
     assert capsys.readouterr().out == table
@@ -97,7 +97,7 @@ def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(
     assert quick(tmp_path / "s", rates, sizes, "run.seed=3") is None
     assert records_in(tmp_path / "s") == records
     out = capsys.readouterr().out
-    assert "trial 3 goes on" in out and re.search("note: .*sweep.png could not be written", out)
+    assert "trial 3 resumes" in out and re.search("note: .*sweep.png could not be written", out)
 
 
 def test_trials_that_are_refused_or_fail_are_recorded_and_the_sweep_goes_on(
@@ -180,13 +180,13 @@ def test_ctrl_c_ends_all_trials_softly_and_the_same_command_goes_on(tmp_path, qu
     assert quick(folder, rates, parallel=2) is None
     thread.join()
     out = capsys.readouterr().out
-    assert f"stopped by SIGINT: the same command goes on with the sweep: {folder}\n" in out
+    assert f"stopped by SIGINT; run the same command to resume the sweep: {folder}\n" in out
     for name in ("0000", "0001"):
         with pytest.raises(ProcessLookupError):
             os.kill(int((folder / "trials" / name / "pid").read_text()), 0)
     assert {record.status for record in records_in(folder)} == {"runs"}
     quick(folder, rates, parallel=2)
-    assert "trial 0 goes on: " in capsys.readouterr().out
+    assert "trial 0 resumes: " in capsys.readouterr().out
     assert {record.status for record in records_in(folder)} == {"complete"}
     for name in ("0000", "0001"):
         steps = [x["step"] for x in read_json_lines(folder / "trials" / name / "metrics.jsonl")]
@@ -210,7 +210,7 @@ def test_printed_lines_are_the_trials_and_their_results_are_collected(
     monkeypatch.setattr(TrialJob, "is_complete", lambda job: job.has_stepped())
     assert quick(folder, *settings, prints=True) is None
     out = capsys.readouterr().out
-    assert "the best is trial 1" in out and "-m praxis_lite.main" not in out
+    assert "best trial: 1" in out and "-m praxis_lite.main" not in out
     assert [record.value for record in records_in(folder)] == [loss_at(1e-3), loss_at(1e-2)]
 
 
@@ -255,7 +255,7 @@ def test_what_is_wrong_is_refused_before_a_trial_begins(tmp_path, quick):
     assert not (tmp_path / "s").exists()
     (tmp_path / "job").mkdir()
     (tmp_path / "job/config.json").touch()
-    with pytest.raises(ConfigError, match="directory of a job"):
+    with pytest.raises(ConfigError, match="is a job directory"):
         quick(tmp_path / "job", rates)
 
 

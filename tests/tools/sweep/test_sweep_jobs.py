@@ -56,8 +56,8 @@ def test_a_sweep_that_was_killed_makes_no_step_twice(killed):
     assert [text.count("\n$ ") + 1 for text in texts] == [1, 2]
     assert f"restored the checkpoint of step {saved}\n" in texts[1] and 5 <= saved < 20
     assert "stopped by SIGHUP" in texts[1], texts[1]
-    begun = re.findall(r"^trial (\d (?:begins|goes on)): ", again.out, re.M)
-    assert begun == ["1 goes on"]
+    begun = re.findall(r"^trial (\d (?:starts|resumes)): ", again.out, re.M)
+    assert begun == ["1 resumes"]
     assert not [*folder.glob("s/trials/*/*.lost.jsonl")]
 
 
@@ -86,7 +86,7 @@ def test_a_state_that_does_not_fit_is_refused_and_lines_for_a_scheduler_run(tmp_
     assert done.code == 0, done
     assert re.search(r"trial 0 refused: The state of training takes [\d.]+ [TP]iB", done.out)
     assert not (tmp_path / "s/trials/0000/config.json").exists()
-    assert "the best is trial 1" in done.out
+    assert "best trial: 1" in done.out
     lines = succeed(*argv[:2], f"--job_log_dir={tmp_path}/p", *argv[3:], "--print").out
     words = shlex.split(lines.splitlines()[1])
     # What follows the program's name, in this process.

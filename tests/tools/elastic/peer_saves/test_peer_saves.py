@@ -143,7 +143,7 @@ def test_of_two_neighbours_the_disk_serves_and_that_is_said(hosts, disk):
     found, lines = newest(disk, hosts, [0, 1, 2, 3, 6, 7])
     assert (found.step, found.source, found.latest_data()) == (3, "disk", {"position": 3})
     assert_same(found.restore(layout, mesh).state, 3)
-    assert lines == ["the memory of hosts: no host has the part of process 4 of step 10 any more"]
+    assert lines == ["the memory of hosts: no host has the part of process 4 of step 10 any longer"]
 
 
 def test_without_a_disk_it_is_a_new_job(hosts, tmp_path):
@@ -197,7 +197,7 @@ def test_if_all_holders_of_a_part_are_damaged_the_disk_serves(hosts, disk):
         flip(hosts, holder, 2)
     found, lines = newest(disk, hosts)
     assert (found.source, found.step) == ("disk", 3)
-    assert "no host has the part of process 2 of step 10 any more" in lines[0]
+    assert "no host has the part of process 2 of step 10 any longer" in lines[0]
 
 
 def test_the_save_before_is_dropped_once_the_new_one_is_whole_and_not_sooner(hosts, disk):
