@@ -33,7 +33,7 @@ class BackgroundSave:
     Args:
       directory: The folder of all steps.
       manifest: The manifest of the state, to which entries for its files are added.
-      name: Name of this save, which is unique in the job and equal in all processes.
+      name: Name of this save, which is unique in the job and the same in all processes.
       published: Called in every process after the step's folder is renamed to its number.
 
     Attributes:
@@ -171,7 +171,7 @@ class OpenFolder:
 
 
 class _PeerFailed(Exception):
-    """The save failed in other processes. The message lists them with their reasons."""
+    """The save failed in other processes. The message lists each process and its error."""
 
 
 class _Barriers:

@@ -213,13 +213,13 @@ class Checkpoints:
           is_last: Whether to wait until the state is saved, and to retry with the same state.
 
         Raises:
-          ConfigError: Nothing is saved, because this object can only read, the state contains
+          ConfigError: Nothing is saved, because this object is read-only, the state contains
             numbers that are not finite, or two leaves have the same name.
           FailedSave: Too many earlier saves failed, or `is_last` is True and this save failed.
         """
         if self._queue is None or self._saving is None:
             raise ConfigError(
-                f"Checkpoints({str(self.directory)!r}) can only read. To save, pass "
+                f"Checkpoints({str(self.directory)!r}) is read-only. To save, pass "
                 "saving=SaveSettings()."
             )
         self._queue.settle()

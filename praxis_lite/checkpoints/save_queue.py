@@ -26,7 +26,7 @@ class SaveQueue:
       settings: Settings for retries and for the steps to retain.
       note: Called with a message after a failure that will be retried.
       saved: Called with each saved step, in every process, from a different thread.
-      name: Name prefix for exchanges between processes, equal in all processes.
+      name: Name prefix for exchanges between processes, the same in all processes.
     """
 
     def __init__(

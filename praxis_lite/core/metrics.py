@@ -193,7 +193,7 @@ def checked_scalars(name: str, found: Any) -> Pairs:
     if not jnp.issubdtype(jnp.result_type(found["loss"][0]), jnp.floating):
         raise ConfigError(
             f"{name} returns {kind_of(found['loss'][0])} as the loss, which has no gradient; "
-            "expected a float. Return counts as additional metrics."
+            "expected a float. If this is a count, return it as an additional metric."
         )
     return dict(found)
 

@@ -139,7 +139,7 @@ class ContinuousBatching:
                 yield new
 
     def rows(self, mdl_vars: PyTree) -> Rows:
-        """Returns free rows on the devices of the weights."""
+        """Allocates rows for a stream, all of them free, on the devices that hold the weights."""
         return Rows(self, mdl_vars)
 
     def prefix_cache(self, mdl_vars: PyTree) -> PrefixCache | None:

@@ -33,7 +33,7 @@ class EarlyStopping:
         require(is_whole(self.patience), "early_stopping.patience", self.patience, expected)
         require(
             self.min_delta >= 0, "early_stopping.min_delta", self.min_delta, "0 or more",
-            "early_stopping.mode sets the better direction.",
+            "To change whether lower or higher values are better, set early_stopping.mode.",
         )
 
     def watched_in(self, values: Mapping[str, float], step: int) -> float:

@@ -1,4 +1,4 @@
-"""Wrappers of private JAX APIs (jax._src) that have no public counterpart in jax 0.10 to 0.12.
+"""Wrappers around private JAX APIs (jax._src) that have no public counterpart in jax 0.10 to 0.12.
 
 Other files use only these wrappers; tests/core/sharding/test_jax_canaries.py detects changes.
 """

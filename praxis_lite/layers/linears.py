@@ -63,7 +63,7 @@ class Bias(BaseLayer):
     Args:
       dims: Size of the last dim.
       bias_init: Initial value of all elements of b.
-      rngs: Random streams of the constructor.
+      rngs: The random streams for initialization.
     """
 
     splits = splits(weight=(None,), activation=())

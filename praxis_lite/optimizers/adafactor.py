@@ -147,7 +147,7 @@ def adafactor(
         return jnp.where(jnp.isinf(x), jnp.nan, x) if maybe_inf_to_nan else x
 
     def settings_by_weight(params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns a tree of weight decays, and a tree with True for weights to adapt."""
+        """Returns the decay of each weight, and a bool mask of the weights to adapt by layer."""
         decays = jax.tree.map(lambda _: 0.0, params)
         for mask, value in decayed:
             decays = jax.tree.map(

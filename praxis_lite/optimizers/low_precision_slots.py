@@ -56,7 +56,7 @@ def low_precision_slots(
     inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))
 
     def to_storage(slots: PyTree, count: jax.Array) -> PyTree:
-        # Set the key type, because the bits of other (default) types may depend on the mesh.
+        # Set the key type explicitly: the bits of other types may depend on the mesh.
         key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), count)
 
         def slot_to_storage(path: tuple, slot: jax.Array) -> jax.Array:

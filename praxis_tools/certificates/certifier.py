@@ -47,18 +47,18 @@ _MAX_PARTS = 64  # The program of `devices_in_turn` contains a copy of the step 
 
 @dataclasses.dataclass(frozen=True)
 class CertifiedStep:
-    """The comparisons of a certificate, and the measures needed to search for a cause.
+    """The comparisons of a certificate, and the measurements needed to find the cause.
 
     Attributes:
       comparisons: All comparisons, in the order in which they were made.
-      baseline: Measures on the job's mesh.
-      nudged: Measures on the job's mesh with weights perturbed by rounding errors, one for each
-        pattern.
-      other: Measures on a different mesh, or None if no other mesh is valid.
+      baseline: Measurements on the job's mesh.
+      nudged: Measurements on the job's mesh with slightly perturbed weights, one for each random
+        pattern of rounding errors.
+      other: Measurements on a different mesh, or None if no other mesh is valid.
       rows: The last rows that were compared.
       is_device_fault: Whether bits differed after the devices were reordered.
-      draw: Number of earlier draws of rows, all of which had differences.
-      draw_rows: Function that takes the number of a draw and returns random rows of the step.
+      draw: Index of the random draw that selected `rows`. All earlier draws had differences.
+      draw_rows: Function that takes the index of a draw and returns random rows of the step.
       update: Comparison of the state after the step, or None if it was not compared.
     """
 

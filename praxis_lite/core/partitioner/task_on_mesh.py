@@ -61,7 +61,7 @@ class TaskOnMesh:
             yield
 
     def inputs(self, batch: GlobalBatch) -> PyTree:
-        """Returns the real rows of a batch, resharded by rank; called inside a program."""
+        """Drops padding rows and reshards each array by its number of dims, while tracing."""
         axis_names = self.mesh.axis_names
         inputs = drop_padding_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)

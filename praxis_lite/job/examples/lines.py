@@ -16,7 +16,7 @@ class Start:
     """The line that a process writes when training starts or restarts after a roll-back.
 
     Attributes:
-      start: Number of the start, counted from 1 and equal in all processes.
+      start: Number of the start, counted from 1 and the same in all processes.
       step: Number of training steps completed before the start.
       is_new: Whether the job had no checkpoint.
       time: Time of the start, in Unix seconds.

@@ -14,7 +14,7 @@ class Membership:
 
     Attributes:
       generation: Number of the generation.
-      member: Number of this process's host (`--process_id`), which is equal in all generations.
+      member: Number of this process's host (`--process_id`); the same in every generation.
       members: Numbers of all members, in the order of their process indices.
       num_slots: Number of processes in the complete job (`--num_processes`).
       coordinator: "HOST:PORT" of JAX's coordination service in this generation.

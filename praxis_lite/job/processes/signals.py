@@ -53,7 +53,7 @@ class SignalListener(contextlib.AbstractContextManager):
         self._timeout_at: float | None = None
         self._has_stop_signal = False
         self._raised: SystemExit | None = None
-        self._handlers: dict[int, Any] = {}  # The handlers before this was entered.
+        self._handlers: dict[int, Any] = {}  # The handlers to restore on exit.
 
     @property
     def handles_profile_signal(self) -> bool:

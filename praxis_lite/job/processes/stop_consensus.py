@@ -33,7 +33,7 @@ class StopConsensus:
       stop_reason: Message that lists the processes that requested to stop, after `should_stop` has
         returned True.
       save_is_due: Whether a checkpoint was due by the first process's clock. Like the following
-        attributes, it is updated by `should_stop` and equal in all processes.
+        attributes, it is updated by `should_stop` and the same in all processes.
       profile_steps: Number of steps that a process requested to profile, or 0 without a request.
       end_is_due: Whether the first process had a reason to end training early.
     """
@@ -83,7 +83,7 @@ class StopConsensus:
           end_is_due: Whether this process has a reason to end training early.
 
         Returns:
-          Whether any process was requested to stop; equal in all processes.
+          Whether any process was requested to stop; the same in all processes.
         """
         self.profile_steps = 0
         if self._is_alone:

@@ -115,7 +115,7 @@ class BaseLayer(nnx.Module):
           dtype: Dtype of the stored weight.
           matrix: The dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE. If
             None, a weight with two dims is a matrix. A weight with a classes dim never is.
-          rngs: Random streams of the constructor.
+          rngs: The random streams for initialization.
         """
         if split_dims_mapping is None:
             split_dims_mapping = split_of(shape)

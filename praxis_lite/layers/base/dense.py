@@ -119,12 +119,13 @@ class Dense(BaseLayer):
         """Creates `w`, and `b` if `bias_init` is given.
 
         Args:
-          dims: Sizes of the weight's letters in the equation, or results of `self.dims`.
+          dims: Size of each letter of the weight in `equation`, in order, or the results of
+            `self.dims`.
           init: Initializer of `w`.
           bias_init: Initializer of `b`.
           merged: Consecutive letters that form one dim of `w` and of `b`.
-          in_parts: The letter whose dim may be sharded (tensor_parallel).
-          rngs: Random streams of the constructor.
+          in_parts: Letter of the dim that tensor parallelism may shard.
+          rngs: The random streams for initialization.
         """
         operands, outputs = self.equation.split("->")
         letters = operands.split(",")[1]

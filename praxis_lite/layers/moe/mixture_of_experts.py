@@ -197,7 +197,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             self.weight((num_experts,), init=zeros, rngs=rngs)
             if self.gating.score_func == "sigmoid" else None
         )
-        # Split D like the router's weight, as in other layers, possibly over the experts' axis.
+        # Shard D like the router's weight and other layers do, even if that is the expert axis.
         self.shared_experts = SharedExperts(
             gate[0] if gate[0].is_explicit else D, sized(F, num_shared_experts * hidden_dims),
             activation, use_gated_activation, rngs,
@@ -333,7 +333,7 @@ class SharedExperts(BaseLayer):
       hidden_dims: F.
       activation: Activation function of the gate, or of the hidden activations without a gate.
       is_gated: Whether hidden activations are multiplied by an activated gate.
-      rngs: Random streams of the constructor.
+      rngs: The random streams for initialization.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ def experts_by_group(
     logits_GSE: jax.Array, correction_E: jax.Array, is_token_GS: jax.Array, num_chosen: int,
     num_groups: int, num_chosen_groups: int, gates_scale: float, normalize_gates: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns experts and gates [G, S, K] as DeepSeek-V3's router (arXiv:2412.19437, section 2.1).
+    """Chooses experts and gates [G, S, K] like DeepSeek-V3 (arXiv:2412.19437, section 2.1).
 
     Experts are scored by sigmoids. To balance loads, a correction is added to the scores that
     choose experts, but not to the gates. First the best groups of experts are selected by the sum

@@ -119,8 +119,8 @@ class Hook(contextlib.AbstractContextManager):
           dispatched: The dispatched step.
 
         Returns:
-          A message with the reason why training must end with this step, equal in all processes, or
-          None to continue.
+          The reason why training must end with this step, the same in all processes; None to
+          continue.
         """
 
     def add_metrics(self, metrics: StepMetrics, /) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ class Loop:
       watchdog: Reports steps that take too long.
       consensus: Makes all processes stop, save and profile at the same step.
       hooks: All hooks, in the order in which they are called.
-      stops: Whether any process was asked to stop; equal in all processes.
+      stops: Whether any process was asked to stop; the same in all processes.
       reason: The reason why a hook ends training, or None.
       proposed_end: The reason for which the first process wants to end training, before the other
         processes agree, or None.
@@ -49,7 +49,7 @@ class Loop:
       spike: The loss spike to roll back from, or None.
       saved_at: `time.monotonic` at the start of the newest save.
       profile_steps: Number of steps in a requested profile that has not started, or 0 if there is
-        no request; equal in all processes.
+        no request; the same in all processes.
       has_profile_request: Whether this process received a request for a profile to which the other
         processes have not yet agreed.
     """

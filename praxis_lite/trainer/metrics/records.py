@@ -102,7 +102,7 @@ class DecodedFile:
     path: Path
 
     def read(self, max_lines: int) -> Decoded:
-        """Reads the first lines, or the last lines for command-line prompts, which are appended.
+        """Reads the first lines, or the last lines if the records belong to command-line prompts.
 
         Args:
           max_lines: Number of lines to read.

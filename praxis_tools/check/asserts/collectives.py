@@ -68,7 +68,8 @@ def compiled_step(
     if isinstance(experiment, Partitioner):
         if batch is None:
             raise TypeError(
-                "compiled_step of a Partitioner requires `batch`, the shapes and types of a batch."
+                "compiled_step requires `batch`, the shapes and dtypes of a global batch, if it is "
+                "given a Partitioner."
             )
         partitioner, spec = experiment, dict(batch)
     else:

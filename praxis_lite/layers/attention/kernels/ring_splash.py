@@ -16,7 +16,7 @@ Segments = tuple[jax.Array, jax.Array] | None  # Segments of queries [B, T] and 
 
 
 def unsupported_feature(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
-    """Returns the feature of a mask that splash does not support in a ring, or "".
+    """Returns which feature of `mask` splash does not support in a ring, or "" if none.
 
     The blocks that splash computes must be known at compile time. With a causal mask, they depend
     only on the order of the two groups; with a window, they depend on the distance between them.
