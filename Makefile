@@ -2,8 +2,8 @@
 #
 #   make demo    trains, evaluates and decodes a small language model (about 4 minutes)
 #   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
-#   make test    runs the tests of everything that matters (5 minutes)
-#   make test-all  runs them and then the slow ones: processes, kills, every mesh (20 minutes; CI)
+#   make test    runs the tests of everything that matters (6 minutes)
+#   make test-all  runs them and then the slow ones: processes, kills, every mesh (30 minutes; CI)
 #   make nightly   runs the tests that are too long for CI, and then all of these (hours):
 #     make faults     kills, damages and fills disks, hundreds of times; about half an hour
 #     make chaos      kills, stops and returns hosts of an elastic job, 100 times; about an hour
