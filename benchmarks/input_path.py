@@ -1,4 +1,4 @@
-"""Measures the input pipeline: an ArrayRecord file read by FromGrain, by Grain alone, by tf.data.
+"""Measures the input pipeline: an ArrayRecord file read by FromGrain, Grain or tf.data.
 
     python benchmarks/input_path.py [--rows N] [--batch_size B]
 

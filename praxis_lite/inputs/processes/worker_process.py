@@ -45,7 +45,8 @@ class WorkerProcess:
         self._process = context.Process(
             target=_run_worker, args=(requests, batches, num_prefetched), name=name, daemon=True
         )
-        # Start the tracker now: the first `start` below would start it, and unblock the signals.
+        # Start the resource tracker of multiprocessing first. Otherwise `start` below starts it for
+        # the first worker, which unblocks the signals.
         resource_tracker.ensure_running()
         # A child inherits the signal mask, so a Ctrl-C cannot kill a worker before it ignores it.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENT_SIGNALS)
