@@ -177,7 +177,7 @@ class ExamplePipeline(IndexedPipeline):
     @property
     @abc.abstractmethod
     def num_examples(self) -> int:
-        """The number of examples in one pass."""
+        """The number of examples in one pass over the data."""
 
     def check(self) -> None:
         super().check()

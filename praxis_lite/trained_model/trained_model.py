@@ -88,7 +88,6 @@ class TrainedModel:
         self._for_decoding: dict[tuple[bool, str], Any] = {}
 
     def __reduce__(self) -> tuple[Callable[..., "TrainedModel"], tuple[Any, ...]]:
-        _ = self.mdl_vars  # Sets the step, if it is "best" or None.
         return _unpickled, (
             self._config, self.job.mesh, self._files, self.step, self.experiment, self.stopped_by
         )

@@ -14,9 +14,9 @@ from praxis_tools.check.runs.config_variants import buildables
 LAYERS = {"num_layers", "num_encoder_layers", "num_decoder_layers", "depth", "n_layers"}
 DIMS = {
     "model_dims", "hidden_dims", "input_dims", "output_dims", "embedding_dims", "hidden_size",
-    "dim_per_head", "intermediate_size", "features", "dim", "d_model", "d_ff", "width", "mlp_dim",
-    "mlp_dims", "model_dim", "hidden_dim", "input_dim", "output_dim", "embedding_dim",
+    "dim_per_head", "intermediate_size", "features", "dim", "d_model", "d_ff", "width", "mlp_dims",
 }
+DIMS |= {name.removesuffix("s") for name in DIMS}  # Pax uses "hidden_dims" and "hidden_dim".
 IDS = {"vocab_size", "num_classes", "num_ids"}
 LENGTHS = {"seq_len", "max_seq_length"}
 DECODED = {"num_tokens", "max_decode_steps"}

@@ -19,7 +19,7 @@ FIELDS = {"jax": str, "devices": str, "sha256": dict, "mesh": dict, "weights": d
 
 
 def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
-    """Returns the program as a function from a dict of NumPy arrays to its outputs.
+    """Returns a function that runs the program on a dict of NumPy arrays.
 
     Args:
       folder: Directory with manifest.json, which lists the inputs' names, shapes and dtypes.

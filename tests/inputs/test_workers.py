@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, OutOfMemory
 from praxis_lite.inputs import SyntheticLm, WithWorkers
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 
@@ -45,6 +45,8 @@ class Numbers(IndexedPipeline):
             raise ZeroDivisionError("of the pipeline")
         if index == self.at and self.trouble == "config":
             raise ConfigError("the file is gone")
+        if index == self.at and self.trouble == "memory":
+            raise MemoryError("no 8 EiB")
         if index >= self.at and self.trouble == "hang":
             time.sleep(3600)
         count = rows.stop - rows.start
@@ -116,6 +118,7 @@ def test_the_workers_are_no_part_of_the_data():
         ),
         ("raise", RuntimeError, "(?s)1 .*2 .*7.*Traceback.*of the pipeline"),
         pytest.param("config", ConfigError, "^the file is gone$", marks=pytest.mark.slow),
+        pytest.param("memory", OutOfMemory, "no 8 EiB.*num_workers", marks=pytest.mark.slow),
     ],
 )
 def test_what_goes_wrong_in_a_worker_is_an_error_in_its_batchs_place(trouble, error, words):

@@ -15,12 +15,14 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, Error
+from praxis_lite.core.errors import ConfigError, OutOfMemory
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import RemoteError, describe_error
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.batch_arrays import require_numbers
 
+# Errors of a pipeline that the parent raises again, instead of a RemoteError.
+_KINDS = {"ConfigError": ConfigError, "OutOfMemory": OutOfMemory}
 # Schedulers send these signals to all processes of a job; only the parent handles them.
 _PARENT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -45,7 +47,8 @@ class WorkerProcess:
         self._process = context.Process(
             target=_run_worker, args=(requests, batches, num_prefetched), name=name, daemon=True
         )
-        # Start the tracker now: the first `start` below would start it, and unblock the signals.
+        # Start the resource tracker of multiprocessing first. Otherwise `start` below starts it for
+        # the first worker, which unblocks the signals.
         resource_tracker.ensure_running()
         # A child inherits the signal mask, so a Ctrl-C cannot kill a worker before it ignores it.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PARENT_SIGNALS)
@@ -91,14 +94,15 @@ class WorkerProcess:
 
         Raises:
             ConfigError: The process was killed, or the pipeline raised a ConfigError.
+            OutOfMemory: The process ran out of memory.
             RemoteError: The pipeline raised another exception. The message contains the worker's
                 traceback.
         """
         try:
             header = json.loads(self._batches.recv_bytes())
             if "error" in header:
-                if header["is_users"]:
-                    raise ConfigError(header["error"])
+                if header["kind"]:
+                    raise _KINDS[header["kind"]](header["error"])
                 message = f"{self._name} failed at batch {index}"
                 summary = header["line"] and f"{message}: {header['line']}"
                 raise RemoteError(f"{message}:\n{header['error']}", summary)
@@ -158,9 +162,9 @@ def _run_worker(requests: Connection, batches: Connection, num_prefetched: int) 
     except BaseException as error:
         if lacking := lack_of_memory(error):
             error = out_of_memory(lacking)
-        is_users = isinstance(error, Error)
-        text = str(error) if is_users else traceback.format_exc()
-        header = {"error": text, "is_users": is_users, "line": describe_error(error)}
+        kind = next((name for name, cls in _KINDS.items() if isinstance(error, cls)), "")
+        text = str(error) if kind else traceback.format_exc()
+        header = {"error": text, "kind": kind, "line": describe_error(error)}
         finished.put((json.dumps(header).encode(), ()))
     finished.put(None)
 

@@ -16,7 +16,7 @@ from praxis_lite.inputs.processes.all_cores import require_guarded_main
 from praxis_lite.inputs.sources.base import file_digest, unreadable_file
 from praxis_lite.inputs.sources.copied import ROWS_PER_BATCH, CopiedFiles
 
-_MIN_LOGGED_BYTES = 64 << 20  # Smaller files are copied without a log line and a progress bar.
+_MIN_LOGGED_BYTES = 64 << 20  # Smaller files are copied without a log line or a progress bar.
 
 
 def write_copy(source: CopiedFiles, key: str) -> Path:

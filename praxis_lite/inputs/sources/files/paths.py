@@ -1,4 +1,4 @@
-"""Finds files by globs, and creates missing ones with a user's function."""
+"""Finds files that match glob patterns, or calls a user's function to create them."""
 
 import glob
 import json
