@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core import StateLayout, TrainState
-from praxis_lite.core.errors import ConfigError, OutOfMemory
+from praxis_lite.core.errors import OutOfMemory
 from praxis_lite.host import host_memory
 from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
@@ -340,7 +340,7 @@ def test_a_message_that_is_too_large_for_grpc_is_no_lack_of_memory():
 @pytest.mark.slow
 def test_a_worker_without_memory_ends_the_job_in_a_paragraph(tmp_path):
     pipeline = WithWorkers(TooMuch(batch_size=7), num_workers=1)
-    with pytest.raises(ConfigError, match="num_workers"):
+    with pytest.raises(OutOfMemory, match="num_workers"):
         next(iter(pipeline.batches()))
 
 
