@@ -90,7 +90,7 @@ def other_step_number(seven):
 
 
 DAMAGE = {
-    "flipped bit": (lambda s: flip(s / WEIGHTS, 77), f"{WEIGHTS} has changed: its digest is ano"),
+    "flipped bit": (lambda s: flip(s / WEIGHTS, 77), f"{WEIGHTS} has changed: its digest differs"),
     "truncated": (lambda s: os.truncate(s / WEIGHTS, 100), rf"{WEIGHTS} has 100 bytes, not \d+"),
     "extra file": (lambda s: (s / "mdl_vars/x").touch(), "mdl_vars/x is not one of its files"),
     "swapped": (swap_with_the_other_step, r"mdl_vars/d/\S+ (has changed|has \d+ bytes, not)"),

@@ -9,7 +9,7 @@ REFUSED = {
     "--exp=lm.Synthetic --batches=0": "at least 1",
     "--exp=lm.Synthetic --processes=0": "at least 1",
     "--exp=lm.Synthetic --start=-1": "at least 0",
-    "--exp=lm.Synthetic --dataset=heldout --batches=999": "a pass has",
+    "--exp=lm.Synthetic --dataset=heldout --batches=999": "3 batches",
     "--exp=lm.Synthetic --procesess=2": "Did you mean --processes?",
 }
 

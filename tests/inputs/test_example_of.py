@@ -70,4 +70,4 @@ def test_a_batch_larger_than_the_data_is_noted(batch_size, is_noted):
     for item in (pipeline, WithWorkers(pipeline, 1, kind="threads")):
         notes = notes_on_batch_size(item)
         assert len(notes) == is_noted
-        assert not notes or (" 13 examples" in notes[0] and f"{batch_size}:" in notes[0])
+        assert not notes or (" 13 examples" in notes[0] and f"batch_size of {batch_size}" in notes[0])

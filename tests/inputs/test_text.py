@@ -159,7 +159,7 @@ def test_empty_split_and_bad_settings_are_refused(tmp_path):
     (tmp_path / "short.txt").write_text("Only one block.\n")
     corpus = TextCorpus(str(tmp_path / "short.txt"), heldout_percent=0)
     assert corpus.num_bytes("train") == 16
-    with pytest.raises(ConfigError, match=r"'heldout'.*short\.txt'.* 0 .*1"):
+    with pytest.raises(ConfigError, match=r"'heldout'.*short\.txt'.* 0, .*1"):
         corpus.tokens("heldout")
     with pytest.raises(ConfigError, match="'train'"):
         TextCorpus(heldout_percent=100).tokens("train")

@@ -200,7 +200,7 @@ WRONG = {
     ),
     "names for half of the dims": (
         made(TooFewNames), NONE,
-        ["TooFewNames.weight_split_dims_mapping", "('embed',)", f"({D}, {F})", "a name per dim"],
+        ["TooFewNames.weight_split_dims_mapping", "('embed',)", f"({D}, {F})", "a name for each dim"],
     ),
     "dims of no setting": (
         made(TooFewNames, "gate"), NONE, ["TooFewNames", "gate_split_dims_mapping", "expected"]

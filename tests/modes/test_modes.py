@@ -148,7 +148,7 @@ def test_help_of_a_mode_has_its_options_alone_and_help_of_all_has_all(name, caps
             parse_command_line(argv, MODES)
         assert ended.value.code == 0
         texts[len(argv)] = capsys.readouterr().out
-    assert "--coordinator" in texts[2] and MODES[name].summary in texts[1]
+    assert "--coordinator" in texts[2] and MODES[name].summary in " ".join(texts[1].split())
     for other in ("--chat", "--measure", "--shrink"):
         local = {"--chat": "decode", "--measure": "plan", "--shrink": "check"}[other]
         assert (other in texts[2]) == (local == name)

@@ -136,7 +136,7 @@ def test_an_array_by_itself_is_the_prediction_and_rows_without_weights_are_all_t
         (lambda inputs: inputs["x"][:2], r"float32\(2,\).*'loss'"),
         (lambda inputs: (inputs["x"], inputs["x"]), r"tuple of 2 \(float32.*'loss'"),
         ((1.0, 2.0, 3.0), "tuple of 3 .*'loss'"),
-        ((1.0, {"loss": 2.0}), "'loss', "),
+        ((1.0, {"loss": 2.0}), "'loss'. Rename"),
         ((1.0, {"norms": {"w": 2.0}}), "dict.*'norms'"),
         ((1.0, {"z": 1j}), "complex.*'z'"),
         (lambda inputs: (inputs["x"] > 0), r"bool\(5,\)"),

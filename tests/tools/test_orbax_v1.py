@@ -125,7 +125,7 @@ def test_several_trees_are_refused_by_their_names(saved):
 def test_folders_without_a_checkpoint_are_refused(saved, tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "orbax.checkpoint").touch()
-    for name, words in (("none", "no Orbax arrays"), ("absent", "not an Orbax checkpoint")):
+    for name, words in (("none", "no Orbax arrays"), ("absent", "neither an Orbax checkpoint")):
         with pytest.raises(ConfigError, match=words):
             mdl_vars_from_nnx(NnxModel(Net), tmp_path / name)
 

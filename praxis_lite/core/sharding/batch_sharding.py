@@ -215,10 +215,11 @@ def check_inputs_split_mapping(
         key = f"map_{x.ndim}d"
         if key not in inputs_split_mapping:
             example = next((split[:1] for split in inputs_split_mapping.values() if split), None)
+            to_split = f"{key!r}: {example} to split it, or " if example else ""
             raise ConfigError(
-                f"inputs_split_mapping has no entry {key!r} for the batch leaf {path} of shape "
-                f"{x.shape}, only {sorted(inputs_split_mapping)}. Add {key!r}: {example}, or "
-                f"{key!r}: None to leave the array as it is."
+                f"inputs_split_mapping.{key} is missing; expected an entry for the batch leaf {path} "
+                f"of shape {x.shape} next to {sorted(inputs_split_mapping)}. Add {to_split}{key!r}: "
+                "None to leave it as it is."
             )
         split = inputs_split_mapping[key]
         if split is not None:

@@ -87,7 +87,7 @@ def test_an_error_outside_any_layer_is_left_as_it_is():
 
 
 IN_A_MODEL = {
-    r"transformer/blocks/self_attention: .*3 heads": functools.partial(
+    r"transformer/blocks/self_attention: .*num_heads is 3": functools.partial(
         TransformerLm, 11, 8, 12, 3, 2
     ),
     "transformer.*checkpoint_policy.*'save_nothin'.*save_nothing": functools.partial(

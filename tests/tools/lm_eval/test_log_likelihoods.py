@@ -133,9 +133,9 @@ def test_what_is_no_language_model_of_text_is_an_error(loaded):
     def experiment(name):
         return get_experiment(name)().config().task
 
-    with pytest.raises(ConfigError, match="continues text, but SequenceToSequenceTask"):
+    with pytest.raises(ConfigError, match="generates text, but SequenceToSequenceTask"):
         asked(experiment("seq2seq.Reverse"))
-    with pytest.raises(ConfigError, match="101 ids, .* no tokenizer.*tokenizer="):
+    with pytest.raises(ConfigError, match="101 ids, .* no tokenizer.*task.tokenizer"):
         asked(fdl.copy_with(loaded.experiment.task, tokenizer=None))
     bidirectional = experiment("lm.PyDocs")
     bidirectional.model.model_type = "bidirectional"

@@ -266,7 +266,7 @@ def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
     assert written == message and len(written) == 2 * MAX_REPORTS + 1
     assert [line.split(":")[0] for line in written[::2]] == [
         *(f"step {step}" for step in range(1, MAX_REPORTS + 1)),
-        "  (no more steps are examined",
+        f"  (no more steps are examined after {MAX_REPORTS} reports)",
     ]
 
 

@@ -64,7 +64,7 @@ def test_without_the_same_step_others_on_the_chip_correct_and_it_is_said(tmp_pat
     value = {"flops_per_device": 7, "axis_sizes": {"data": 3, "mdl": 7}}[field]
     plan = correction(tmp_path, dataclasses.replace(RESIDUAL, **{field: value}))
     assert not plan.correction.is_of_step
-    assert "corrected 3.30 s: other steps on v5e took 1.1 of the plan" in plan_text(plan)
+    assert "corrected 3.30 s: other steps on v5e took 1.1 times the planned time" in plan_text(plan)
 
 
 @pytest.mark.parametrize("field", ["chip", "step"])

@@ -193,7 +193,7 @@ def test_another_models_name_is_not_found(client):
     ("/v1/completions", b"a" * (4 << 20) + b"a", {}, 413, "4194304 bytes"),
     ("/v1/completions", b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     ("/v1/chat/completions", b'{"model": "toy", "messages": [{"role": "user"}]}', {}, 400,
-     "messages"),
+     "message 0 (role 'user') has no content"),
     ("/v1/embeddings", b"{}", {}, 404, "/v1/chat/completions"),
     ("/v1/models", b"{}", {}, 405, "GET /v1/models"),
 ])  # fmt: skip
