@@ -95,7 +95,7 @@ class ProcessHistory:
             if doing in LONG:
                 return math.inf
             limit = BUSY_SECONDS if usual is None else min(_TIMES_BUSY * usual, BUSY_SECONDS)
-        elif doing == "save":
+        elif doing == "save" and not self._is_unheard():
             limit = math.inf if self.last.state == "D" else UNKNOWN_SECONDS
         else:
             limit = UNKNOWN_SECONDS if self.last.state == "D" and doing in LONG else WAIT_SECONDS
@@ -105,7 +105,14 @@ class ProcessHistory:
         return max(limit, WAIT_SECONDS, _TIMES_IDLE * usual)
 
     def _is_unheard(self) -> bool:
-        return self.last.unheard_seconds >= _UNHEARD_SECONDS and self.last.doing not in LONG
+        """Returns whether no thread of the process runs Python, and it is not a long phase's work.
+
+        A process that waits, even for a slow file system while it saves, releases the GIL. One that
+        is idle and does not may have hung after its last report, in another phase.
+        """
+        if self.last.unheard_seconds < _UNHEARD_SECONDS:
+            return False
+        return self.last.doing not in LONG or not self._is_working()
 
     def _is_working(self) -> bool:
         """Returns whether the process is working; True if it is unknown."""

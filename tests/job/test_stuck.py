@@ -256,6 +256,10 @@ HANGS = {
     "stopped in a save": Work("save", INF, cores=0.0, state="T", is_heard=False),
     "a compile without work": Work("compile", INF, cores=0.0),
     "a restore without work": Work("restore", INF, cores=0.0),
+    # Also of one that stopped soon after a save: its last report is of the save.
+    "C code that keeps Python's lock and sleeps, in a save": Work(
+        "save", INF, cores=0.0, is_heard=False
+    ),
 }
 
 
